@@ -1,0 +1,51 @@
+# Every target sets up what it needs; a second set-up does nothing.
+.DEFAULT_GOAL := help
+BIN := .venv/bin
+
+# Tests and checks neither look for models on a hub nor report usage.
+export HF_HUB_OFFLINE ?= 1
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: help env quickstart test test-slow check fmt docs bench wheels constraints clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: ## set up .venv, as every other target does first
+	@scripts/env.sh
+
+quickstart: env ## train a small model with PPO on this machine and leave a report in runs/quickstart
+	$(BIN)/hybridflow quickstart
+
+test: env ## run the tests of the base environment
+	$(BIN)/pytest
+
+test-slow: env ## run the tests that take minutes or many processes
+	$(BIN)/pytest -m "slow and not gpu"
+
+check: env ## lint, format, types, import contracts and spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --cache-dir .cache/import-linter
+	$(BIN)/codespell
+
+fmt: env ## format, and repair what the linter can
+	$(BIN)/ruff check --fix --exit-zero .
+	$(BIN)/ruff format .
+
+docs: env ## build the documentation into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+bench: env ## run every benchmark; results go to benchmarks/results
+	@set -e; for file in benchmarks/bench_*.py; do echo "$$file"; $(BIN)/python "$$file"; done
+
+wheels: env ## build each package's wheel and prove that it works when installed alone
+	$(BIN)/python scripts/check_wheels.py
+
+constraints: env ## pin again after a dependency changed
+	scripts/pin.sh
+
+clean: ## remove everything that was built, cached or installed here; runs/ stays
+	rm -rf .venv .bootstrap .cache .hypothesis site dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
