@@ -1,0 +1,108 @@
+"""Contracts and pure arithmetic of HybridFlow: topologies, transfer protocols, model shapes, dataflows and plans.
+
+``hf`` stands for HybridFlow, not Hugging Face. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+from hf_protocols.dataflow import CallKind, Dataflow, ModelCall
+from hf_protocols.errors import (
+    BackendError,
+    BackendUnavailableError,
+    BatchError,
+    ConfigError,
+    DataError,
+    HybridFlowError,
+    NonFiniteLossError,
+    PlanError,
+    PoolError,
+    ProtocolError,
+    ReshardError,
+    RewardError,
+    TopologyError,
+    WorkerError,
+    WorkerTimeoutError,
+)
+from hf_protocols.models import ModelShape
+from hf_protocols.plan import SCHEMA_VERSION, MachinePlan, MappingPlan, ModelPlan, PoolPlan
+from hf_protocols.remote import MethodSpec, method_spec, register, registered_methods
+from hf_protocols.selection import RowSelection
+from hf_protocols.standard import (
+    ALL_TO_ALL,
+    DP,
+    ONE_TO_ALL,
+    RANK_ZERO,
+    THREE_D,
+    THREE_D_ALL_MICRO_DP,
+    THREE_D_PP_AS_DP,
+    THREE_D_PP_ONLY,
+)
+from hf_protocols.topology import Axis, Coordinate, GenerationSpec, Grouping, Order, ParallelSpec, Topology
+from hf_protocols.transfer import (
+    Collection,
+    PerRank,
+    Piece,
+    Route,
+    TransferProtocol,
+    compute_held_rows,
+    route,
+    split_rows,
+)
+from hf_protocols.transition import TransitionCost, compute_transition_cost
+
+__all__ = [
+    "ALL_TO_ALL",
+    "DP",
+    "ONE_TO_ALL",
+    "RANK_ZERO",
+    "SCHEMA_VERSION",
+    "THREE_D",
+    "THREE_D_ALL_MICRO_DP",
+    "THREE_D_PP_AS_DP",
+    "THREE_D_PP_ONLY",
+    "Axis",
+    "BackendError",
+    "BackendUnavailableError",
+    "BatchError",
+    "CallKind",
+    "Collection",
+    "ConfigError",
+    "Coordinate",
+    "DataError",
+    "Dataflow",
+    "GenerationSpec",
+    "Grouping",
+    "HybridFlowError",
+    "MachinePlan",
+    "MappingPlan",
+    "MethodSpec",
+    "ModelCall",
+    "ModelPlan",
+    "ModelShape",
+    "NonFiniteLossError",
+    "Order",
+    "ParallelSpec",
+    "PerRank",
+    "Piece",
+    "PlanError",
+    "PoolError",
+    "PoolPlan",
+    "ProtocolError",
+    "ReshardError",
+    "RewardError",
+    "Route",
+    "RowSelection",
+    "Topology",
+    "TopologyError",
+    "TransferProtocol",
+    "TransitionCost",
+    "WorkerError",
+    "WorkerTimeoutError",
+    "compute_held_rows",
+    "compute_transition_cost",
+    "method_spec",
+    "register",
+    "registered_methods",
+    "route",
+    "split_rows",
+]

@@ -1,0 +1,102 @@
+"""Every error that HybridFlow raises on purpose, as one tree.
+
+::
+
+    HybridFlowError
+    |-- ConfigError             a configuration value or key that cannot be used        (also a ValueError)
+    |-- DataError               a data file, a line of it, or a prompt                  (also a ValueError)
+    |-- TopologyError           sizes that do not divide, a rank or axis that is absent (also a ValueError)
+    |-- PlanError               a mapping plan that cannot be read, met or found        (also a ValueError)
+    |-- ProtocolError           a transfer protocol or a registration used wrongly      (also a ValueError)
+    |-- BatchError              rows or columns of a batch that do not fit              (also a ValueError)
+    |-- RewardError             a reward function that raised or answered nonsense
+    |-- BackendError            a training or generation backend that refuses
+    |   |-- BackendUnavailableError   its library is missing; the message has the line that installs it
+    |   |-- ReshardError              a weight transfer that is incomplete or does not match
+    |   `-- NonFiniteLossError        a loss or gradient norm that is NaN or infinite
+    |-- PoolError               slots that the cluster does not have
+    `-- WorkerError             a call that failed on a rank
+        `-- WorkerTimeoutError  a call, or a start, that passed its deadline
+
+A message says what was given, what failed and which knob to turn.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendError",
+    "BackendUnavailableError",
+    "BatchError",
+    "ConfigError",
+    "DataError",
+    "HybridFlowError",
+    "NonFiniteLossError",
+    "PlanError",
+    "PoolError",
+    "ProtocolError",
+    "ReshardError",
+    "RewardError",
+    "TopologyError",
+    "WorkerError",
+    "WorkerTimeoutError",
+]
+
+
+class HybridFlowError(Exception):
+    """Root of the tree: catch it to catch whatever HybridFlow raises on purpose."""
+
+
+class ConfigError(HybridFlowError, ValueError):
+    """A configuration value or key that cannot be used."""
+
+
+class DataError(HybridFlowError, ValueError):
+    """A data file, one of its lines, or a prompt that cannot be used."""
+
+
+class TopologyError(HybridFlowError, ValueError):
+    """Sizes that do not divide, or a rank or an axis that a topology does not have."""
+
+
+class PlanError(HybridFlowError, ValueError):
+    """A mapping plan that cannot be read, cannot be met, or does not exist."""
+
+
+class ProtocolError(HybridFlowError, ValueError):
+    """A transfer protocol or a registration that is used wrongly."""
+
+
+class BatchError(HybridFlowError, ValueError):
+    """Rows or columns of a batch that do not fit what is asked of them."""
+
+
+class RewardError(HybridFlowError):
+    """A reward function that raised, or whose answer is not one finite number per response."""
+
+
+class BackendError(HybridFlowError):
+    """A training or generation backend that cannot do what it was asked."""
+
+
+class BackendUnavailableError(BackendError):
+    """A backend whose library is missing; the message has the line that installs it."""
+
+
+class ReshardError(BackendError):
+    """A weight transfer whose tensors are missing, extra, mis-shaped or different from their source."""
+
+
+class NonFiniteLossError(BackendError):
+    """A loss or a gradient norm that is NaN or infinite; the weights are still the last good ones."""
+
+
+class PoolError(HybridFlowError):
+    """Slots that were asked of a cluster that does not have them."""
+
+
+class WorkerError(HybridFlowError):
+    """A call that failed on a rank: an exception there, or the death of its process."""
+
+
+class WorkerTimeoutError(WorkerError):
+    """A call, or a start of workers, that passed its deadline."""

@@ -1,0 +1,169 @@
+"""Shapes of models: every parameter by its Hugging Face name, from a ``config.json`` or a preset."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hf_protocols._presets import PRESETS
+from hf_protocols.errors import ConfigError
+
+__all__ = ["ModelShape"]
+
+_QKV_BIAS = ("qwen2", "qwen2_moe")
+_QK_NORM = ("qwen3", "qwen3_moe")
+_TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text")
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a causal language model of the Llama family, dense or mixture of experts.
+
+    ``num_experts`` is 0 for a dense model; ``intermediate_size`` is one expert's width where there are experts.
+
+    Raises:
+        ConfigError: for a size below 1, or heads that do not share out.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int = 4096
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    family: str = "llama"
+
+    def __post_init__(self) -> None:
+        for size in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, size) < 1:
+                raise ConfigError(f"{self.name}: {size}={getattr(self, size)} must be at least 1")
+        if self.vocab_size < 1 or self.max_positions < 1:
+            raise ConfigError(f"{self.name}: vocab_size={self.vocab_size} and max_positions={self.max_positions}: >= 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"{self.name}: num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+
+    @classmethod
+    def preset(cls, name: str) -> ModelShape:
+        """A published model by name, such as ``"llama-2-7b"``.
+
+        Raises:
+            ConfigError: for an unknown name, with the nearest known ones.
+        """
+        if name not in PRESETS:
+            near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4) or sorted(PRESETS)
+            raise ConfigError(f"model preset {name!r} is unknown; near it: {', '.join(near)}")
+        return replace(cls.from_config(PRESETS[name]), name=name)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any] | str | Path) -> ModelShape:
+        """Read a Hugging Face ``config.json``: a mapping, the file, or the directory that holds it.
+
+        Raises:
+            ConfigError: for a missing file or key, or a family whose parameters are not known here.
+        """
+        if not isinstance(config, Mapping):
+            config = _read_config(Path(config))
+        family = config.get("model_type", "llama")
+        if family not in _FAMILIES:
+            raise ConfigError(f"model_type={family!r} is not known: known are {', '.join(_FAMILIES)}")
+        missing = [key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads") if key not in config]
+        if missing:
+            raise ConfigError(f"the model's config.json lacks {', '.join(missing)}")
+        heads = config["num_attention_heads"]
+        experts = config.get("num_local_experts") or config.get("num_experts") or 0
+        width = (config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"]
+        return cls(
+            name=config.get("_name_or_path") or family,
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=width,
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            vocab_size=config["vocab_size"],
+            max_positions=config.get("max_position_embeddings", 4096),
+            tie_embeddings=config.get("tie_word_embeddings", family in _TIED_BY_DEFAULT),
+            qkv_bias=config.get("attention_bias", family in _QKV_BIAS),
+            qk_norm=family in _QK_NORM,
+            num_experts=experts,
+            num_experts_per_token=config.get("num_experts_per_tok", 0) if experts else 0,
+            family=family,
+        )
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Number of parameters; a tied embedding counts once."""
+        return sum(math.prod(shape) for shape in self.parameters().values())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token adds over all layers, at 2 bytes an element."""
+        return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter by its Hugging Face name, in the model's order."""
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        for layer in range(self.num_layers):
+            shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in self._layer())
+        shapes["model.norm.weight"] = (self.hidden_size,)
+        if not self.tie_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+        return shapes
+
+    def _layer(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        hidden, query, key = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        for projection, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+            yield f"self_attn.{projection}.weight", (rows, hidden)
+            if self.qkv_bias:
+                yield f"self_attn.{projection}.bias", (rows,)
+        yield "self_attn.o_proj.weight", (hidden, query)
+        if self.qk_norm:
+            yield "self_attn.q_norm.weight", (self.head_dim,)
+            yield "self_attn.k_norm.weight", (self.head_dim,)
+        yield from self._mlp()
+        yield "input_layernorm.weight", (hidden,)
+        yield "post_attention_layernorm.weight", (hidden,)
+
+    def _mlp(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        up, down = (self.intermediate_size, self.hidden_size), (self.hidden_size, self.intermediate_size)
+        if not self.num_experts:
+            yield from (("mlp.gate_proj.weight", up), ("mlp.up_proj.weight", up), ("mlp.down_proj.weight", down))
+            return
+        mixtral = self.family == "mixtral"
+        block = "block_sparse_moe" if mixtral else "mlp"
+        gate, upward, downward = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        yield f"{block}.gate.weight", (self.num_experts, self.hidden_size)
+        for expert in range(self.num_experts):
+            yield f"{block}.experts.{expert}.{gate}.weight", up
+            yield f"{block}.experts.{expert}.{upward}.weight", up
+            yield f"{block}.experts.{expert}.{downward}.weight", down
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{file} does not exist: give a config.json or the model's directory") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{file} is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file} holds no JSON object")
+    return config

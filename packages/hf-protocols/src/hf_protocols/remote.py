@@ -1,0 +1,87 @@
+"""``@register``: how a worker's method is called across ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+from hf_protocols.errors import ProtocolError
+from hf_protocols.transfer import TransferProtocol
+
+__all__ = ["MethodSpec", "Returns", "Rows", "method_spec", "register", "registered_methods"]
+
+Rows = Literal["same", "times", "unknown"]
+Returns = Literal["batch", "metrics", "object"]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_ATTRIBUTE = "__hybridflow_method__"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSpec:
+    """What :func:`register` attached to a method; its arguments explain the fields."""
+
+    protocol: TransferProtocol
+    rows: Rows
+    returns: Returns
+    reads: tuple[str, ...] | None
+    writes: tuple[str, ...] | None
+
+
+def register(
+    *,
+    protocol: TransferProtocol,
+    rows: Rows = "same",
+    returns: Returns = "batch",
+    reads: Sequence[str] | None = None,
+    writes: Sequence[str] | None = None,
+) -> Callable[[Method], Method]:
+    """Mark a worker's method as callable through its group.
+
+    Every batch argument is distributed by ``protocol``; other arguments reach every rank as they are.
+
+    Args:
+        protocol: how rows reach the ranks and results come back.
+        rows: how the result's rows follow from the input's. ``"same"``: one for one; ``"times"``: each input row
+            becomes k consecutive rows (n samples per prompt); ``"unknown"``: results follow in collected order.
+        returns: ``"batch"``, a TensorDict; ``"metrics"``, a dict of name to (sum, count), added over the collected
+            ranks and divided once; ``"object"``, any small picklable value.
+        reads: columns that travel to the method; None for all. A name that ends in ``?`` travels if it is there.
+        writes: columns that the method returns; None if it does not say.
+
+    Raises:
+        ProtocolError: for a value of another kind.
+    """
+    if not isinstance(protocol, TransferProtocol):
+        raise ProtocolError(f"protocol={protocol!r} is no TransferProtocol: give one of hf_protocols, or your own")
+    if rows not in get_args(Rows):
+        raise ProtocolError(f"rows={rows!r}: give one of {', '.join(get_args(Rows))}")
+    if returns not in get_args(Returns):
+        raise ProtocolError(f"returns={returns!r}: give one of {', '.join(get_args(Returns))}")
+    spec = MethodSpec(
+        protocol=protocol,
+        rows=rows,
+        returns=returns,
+        reads=None if reads is None else tuple(reads),
+        writes=None if writes is None else tuple(writes),
+    )
+
+    def mark(method: Method) -> Method:
+        setattr(method, _ATTRIBUTE, spec)
+        return method
+
+    return mark
+
+
+def method_spec(method: Callable[..., Any]) -> MethodSpec | None:
+    """What was registered for ``method``, or None."""
+    spec = getattr(method, _ATTRIBUTE, None)
+    return spec if isinstance(spec, MethodSpec) else None
+
+
+def registered_methods(worker: type) -> dict[str, MethodSpec]:
+    """The registered methods of a class by name, inherited ones included."""
+    found = {name: method_spec(getattr(worker, name)) for name in dir(worker)}
+    return {name: spec for name, spec in found.items() if spec is not None}

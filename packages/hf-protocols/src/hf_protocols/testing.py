@@ -1,0 +1,111 @@
+"""Laws that every transfer protocol obeys: run them on your own.
+
+::
+
+    from hf_protocols import ParallelSpec, Topology
+    from hf_protocols.testing import check_transfer_protocol
+
+    check_transfer_protocol(MY_PROTOCOL, Topology(ParallelSpec(dp_size=4)), num_rows=10)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hf_protocols.errors import ProtocolError
+from hf_protocols.selection import RowSelection
+from hf_protocols.topology import Axis, Topology
+from hf_protocols.transfer import Collection, TransferProtocol, compute_held_rows, route, split_rows
+
+__all__ = ["check_transfer_protocol"]
+
+
+def check_transfer_protocol(
+    protocol: TransferProtocol,
+    topology: Topology,
+    num_rows: int,
+    *,
+    weights: Sequence[float] | None = None,
+    copies: int = 1,
+    replicated_over: Sequence[Axis] = (),
+) -> None:
+    """Check one protocol on one topology.
+
+    The laws: a selection for every rank, rows in range, none twice on one rank; no row is left out; equal calls give
+    equal answers; collected ranks exist and stand once; with an identity worker a concatenated result has every row
+    ``copies`` times, and once routed to a single consumer it has the input's order; ranks along ``replicated_over``
+    get the same rows; with ``weights`` no chunk is heavier than the heaviest of the contiguous split, and chunk sizes
+    differ by at most one.
+
+    Raises:
+        ProtocolError: naming the protocol, the law and the rank or row that breaks it.
+    """
+    law = _Laws(protocol.name, num_rows)
+    selections = protocol.distribute(topology, num_rows, weights)
+    collection = protocol.collect(topology)
+    law.check_distribution(selections, topology.world_size)
+    law.require(selections == protocol.distribute(topology, num_rows, weights), "distribute answers differently twice")
+    law.require(collection == protocol.collect(topology), "collect answers differently twice")
+    law.check_collection(collection, topology.world_size)
+    for axis in replicated_over:
+        law.check_replication(selections, topology.groups(axis), axis)
+    if collection.combine == "concat":
+        law.check_identity_worker(collection, selections, copies)
+    if weights is not None:
+        law.check_balance(selections, weights)
+
+
+class _Laws:
+    def __init__(self, name: str, num_rows: int) -> None:
+        self._name = name
+        self._num_rows = num_rows
+
+    def require(self, holds: bool, broken: str) -> None:
+        if not holds:
+            raise ProtocolError(f"protocol {self._name!r} with {self._num_rows} rows: {broken}")
+
+    def check_distribution(self, selections: Sequence[RowSelection], world_size: int) -> None:
+        self.require(len(selections) == world_size, f"{len(selections)} selections for {world_size} ranks")
+        seen: set[int] = set()
+        for rank, rows in enumerate(selections):
+            counts = Counter(rows)
+            twice = [row for row, count in counts.items() if count > 1]
+            self.require(not twice, f"rank {rank} gets row {twice[:1]} twice")
+            outside = [row for row in counts if row >= self._num_rows]
+            self.require(not outside, f"rank {rank} gets row {outside[:1]}, which does not exist")
+            seen |= counts.keys()
+        left = sorted(set(range(self._num_rows)) - seen)
+        self.require(not left, f"row {left[:1]} reaches no rank")
+
+    def check_collection(self, collection: Collection, world_size: int) -> None:
+        ranks = collection.ranks
+        self.require(bool(ranks), "no rank is collected")
+        self.require(len(set(ranks)) == len(ranks), f"a rank is collected twice: {ranks}")
+        self.require(all(0 <= rank < world_size for rank in ranks), f"a collected rank does not exist: {ranks}")
+        self.require(collection.combine in ("concat", "list"), f"combine={collection.combine!r}: concat or list")
+
+    def check_replication(self, selections: Sequence[RowSelection], groups: Sequence[Sequence[int]], axis: str) -> None:
+        for group in groups:
+            same = all(selections[rank] == selections[group[0]] for rank in group)
+            self.require(same, f"the ranks {tuple(group)} along {axis} get different rows")
+
+    def check_identity_worker(self, collection: Collection, selections: Sequence[RowSelection], copies: int) -> None:
+        collected = Counter(row for rank in collection.ranks for row in selections[rank])
+        wrong = [row for row in range(self._num_rows) if collected[row] != copies]
+        self.require(not wrong, f"row {wrong[:1]} is not collected {copies} times")
+        if copies > 1:
+            return
+        held = compute_held_rows(collection, selections, self._num_rows)
+        local = {rank: list(selections[rank]) for rank in held}
+        (pieces,) = route(held, [RowSelection.range(0, self._num_rows)]).pieces
+        result = [local[piece.producer][row] for piece in pieces for row in piece.rows]
+        self.require(result == list(range(self._num_rows)), "the result does not keep the input's order")
+
+    def check_balance(self, selections: Sequence[RowSelection], weights: Sequence[float]) -> None:
+        chunks = list(dict.fromkeys(rows for rows in selections if len(rows)))
+        sizes = [len(chunk) for chunk in chunks]
+        self.require(max(sizes) - min(sizes) <= 1, f"chunk sizes {sizes} differ by more than one")
+        contiguous = split_rows(self._num_rows, len(chunks))
+        heaviest, allowed = (max(sum(weights[row] for row in rows) for rows in split) for split in (chunks, contiguous))
+        self.require(heaviest <= allowed, f"the heaviest chunk has {heaviest} tokens, the contiguous split {allowed}")

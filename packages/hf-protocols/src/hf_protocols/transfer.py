@@ -1,0 +1,222 @@
+"""Transfer protocols: how one call's rows reach the ranks, and how results come back (paper, section 4.1, Table 3).
+
+A protocol is two pure functions over row numbers; nothing here touches a tensor. :func:`route` joins what one
+group's ``collect`` yields to what the next group's ``distribute`` wants.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeVar
+
+from hf_protocols.errors import BatchError, ProtocolError
+from hf_protocols.selection import RowSelection
+from hf_protocols.topology import Topology
+
+__all__ = [
+    "Collect",
+    "Collection",
+    "Distribute",
+    "PerRank",
+    "Piece",
+    "Route",
+    "TransferProtocol",
+    "compute_held_rows",
+    "route",
+    "split_rows",
+]
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Which ranks' results make the result of a call, in order, and whether they are concatenated or listed."""
+
+    ranks: tuple[int, ...]
+    combine: Literal["concat", "list"] = "concat"
+
+
+class Distribute(Protocol):
+    """(topology, num_rows, weights) -> one selection of rows per rank; ``weights`` are tokens per row."""
+
+    def __call__(self, topology: Topology, num_rows: int, weights: Sequence[float] | None = None) -> list[RowSelection]:
+        """Answer which rows each rank gets."""
+        ...
+
+
+class Collect(Protocol):
+    """topology -> the ranks whose results make the result of the call."""
+
+    def __call__(self, topology: Topology) -> Collection:
+        """Answer which ranks are collected."""
+        ...
+
+
+@dataclass(frozen=True)
+class TransferProtocol:
+    """How the rows of a call reach the ranks and how results come back.
+
+    Your own protocol is a name and two functions; ``hf_protocols.testing.check_transfer_protocol`` tests it.
+    """
+
+    name: str
+    distribute: Distribute
+    collect: Collect
+
+    def __repr__(self) -> str:
+        return f"TransferProtocol({self.name!r})"
+
+
+@dataclass(frozen=True)
+class PerRank(Generic[Item]):
+    """One item for each rank: what ``ALL_TO_ALL`` takes in place of a batch."""
+
+    items: Sequence[Item]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows that a consumer takes from one producer: ``rows`` are the producer's own (local) row numbers."""
+
+    producer: int
+    rows: RowSelection
+
+
+@dataclass(frozen=True)
+class Route:
+    """``pieces[i]``: what consumer rank i takes, in the logical order of the rows it wants."""
+
+    pieces: tuple[tuple[Piece, ...], ...]
+
+    def bytes_moved(self, row_bytes: float) -> float:
+        """Bytes that all consumers take together, if every row has ``row_bytes`` bytes."""
+        return row_bytes * sum(len(piece.rows) for pieces in self.pieces for piece in pieces)
+
+
+def split_rows(
+    num_rows: int, num_chunks: int, weights: Sequence[float] | None = None, *, what: str = "chunks"
+) -> list[RowSelection]:
+    """Cut ``num_rows`` rows into ``num_chunks`` selections whose sizes differ by at most one, larger first.
+
+    With ``weights`` (tokens per row) rows are chosen so that the largest token sum is never above that of the
+    contiguous split; within a chunk rows ascend.
+
+    Raises:
+        BatchError: for fewer rows than chunks, or weights that are not one finite number per row.
+    """
+    if num_rows < num_chunks:
+        raise BatchError(
+            f"{num_rows} rows cannot be shared by {num_chunks} {what}: each needs at least one row; "
+            f"give a batch of at least {num_chunks} rows, or fewer {what}"
+        )
+    small, larger = divmod(num_rows, num_chunks)
+    ends = [small * (i + 1) + min(i + 1, larger) for i in range(num_chunks)]
+    contiguous = [RowSelection.range(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
+    if weights is None:
+        return contiguous
+    if len(weights) != num_rows or not all(0 <= weight < float("inf") for weight in weights):
+        raise BatchError(f"weights must be one finite number >= 0 for each of the {num_rows} rows, got {len(weights)}")
+    balanced = _balance(weights, [len(chunk) for chunk in contiguous])
+    heaviest = [max(sum(weights[row] for row in chunk) for chunk in split) for split in (balanced, contiguous)]
+    return balanced if heaviest[0] < heaviest[1] else contiguous
+
+
+def _balance(weights: Sequence[float], sizes: Sequence[int]) -> list[RowSelection]:
+    """Heaviest row first, each to the lightest chunk that still has room."""
+    chosen: list[list[int]] = [[] for _ in sizes]
+    lightest = [(0.0, chunk) for chunk in range(len(sizes))]
+    for row in sorted(range(len(weights)), key=lambda row: -weights[row]):
+        load, chunk = heapq.heappop(lightest)
+        chosen[chunk].append(row)
+        if len(chosen[chunk]) < sizes[chunk]:
+            heapq.heappush(lightest, (load + weights[row], chunk))
+    return [RowSelection.from_rows(sorted(rows)) for rows in chosen]
+
+
+def compute_held_rows(
+    collection: Collection, selections: Sequence[RowSelection], num_rows: int, *, times: int = 1
+) -> dict[int, RowSelection]:
+    """Which rows of a call's logical result each collected rank holds, in its local order.
+
+    The result keeps the order of the call's input where the collected ranks share it out exactly once, so that a
+    permuted (token-balanced) split is placement and not a reorder; else (every stage answers for all rows) results
+    follow one another in collected order.
+
+    Args:
+        collection: what the protocol collects.
+        selections: the input rows of every rank, as ``distribute`` answered.
+        num_rows: rows of the call's input.
+        times: rows that every input row became.
+    """
+    inputs = {rank: selections[rank] for rank in collection.ranks}
+    if _partitions(inputs.values(), num_rows):
+        return {rank: rows.repeat(times) for rank, rows in inputs.items()}
+    held, start = {}, 0
+    for rank, rows in inputs.items():
+        stop = start + len(rows) * times
+        held[rank] = RowSelection.range(start, stop)
+        start = stop
+    return held
+
+
+def _partitions(selections: Iterable[RowSelection], num_rows: int) -> bool:
+    """Whether the selections share rows 0 ... num_rows - 1 out, each exactly once."""
+    intervals = sorted(interval for rows in selections for interval in rows.intervals)
+    ends = [0, *(stop for _, stop in intervals)]
+    return ends[-1] == num_rows and all(start == end for (start, _), end in zip(intervals, ends, strict=False))
+
+
+def route(held: Mapping[int, RowSelection], wanted: Sequence[RowSelection]) -> Route:
+    """Join producers to consumers: for every consumer the pieces that make its rows, in its order.
+
+    Args:
+        held: for every producer rank the logical rows it holds, in local order; no row twice.
+        wanted: for every consumer rank the logical rows it wants, in its order.
+
+    Raises:
+        ProtocolError: if a row is held twice, or is wanted and held by nobody.
+    """
+    index = _HeldIndex(held)
+    return Route(tuple(tuple(index.find(rows)) for rows in wanted))
+
+
+class _HeldIndex:
+    """Held intervals sorted by their first row, so that one bisection finds the owner of a row."""
+
+    def __init__(self, held: Mapping[int, RowSelection]) -> None:
+        entries: list[tuple[int, int, int, int]] = []
+        for producer, rows in held.items():
+            local = 0
+            for start, stop in rows.intervals:
+                entries.append((start, stop, producer, local))
+                local += stop - start
+        entries.sort()
+        for before, after in zip(entries, entries[1:], strict=False):
+            if after[0] < before[1]:
+                raise ProtocolError(f"row {after[0]} is held twice, by producer ranks {before[2]} and {after[2]}")
+        self._entries = entries
+        self._starts = [entry[0] for entry in entries]
+
+    def find(self, wanted: RowSelection) -> Iterator[Piece]:
+        """The pieces of ``wanted``; neighbours from one producer become one piece."""
+        entries, starts = self._entries, self._starts
+        owner, taken = -1, []
+        for start, stop in wanted.intervals:
+            at = bisect_right(starts, start) - 1
+            while start < stop:
+                if not 0 <= at < len(entries) or not entries[at][0] <= start < entries[at][1]:
+                    raise ProtocolError(f"row {start} is wanted by a consumer and held by no producer")
+                low, high, producer, local = entries[at]
+                if producer != owner and taken:
+                    yield Piece(owner, RowSelection(tuple(taken)))
+                    taken = []
+                owner = producer
+                upto = min(stop, high)
+                taken.append((local + start - low, local + upto - low))
+                start, at = upto, at + 1
+        if taken:
+            yield Piece(owner, RowSelection(tuple(taken)))
