@@ -1,5 +1,6 @@
 # Every target sets up what it needs; a second set-up does nothing.
 .DEFAULT_GOAL := help
+SHELL := bash
 BIN := .venv/bin
 
 # Tests and checks neither look for models on a hub nor report usage.
@@ -41,10 +42,10 @@ bench: env ## run every benchmark; results go to benchmarks/results
 	@set -e; for file in benchmarks/bench_*.py; do echo "$$file"; $(BIN)/python "$$file"; done
 
 wheels: env ## build each package's wheel and prove that it works when installed alone
-	$(BIN)/python scripts/check_wheels.py
+	source scripts/registry.sh && $(BIN)/python scripts/check_wheels.py
 
 constraints: env ## pin again after a dependency changed
-	scripts/pin.sh
+	source scripts/registry.sh && scripts/pin.sh
 
 clean: ## remove everything that was built, cached or installed here; runs/ stays
 	rm -rf .venv .bootstrap .cache .hypothesis site dist

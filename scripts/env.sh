@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Sets up .venv: the five packages, editable, and everything that the tests, checks and docs need.
 #
-#   scripts/env.sh                  does nothing when nothing changed since the last time
+#   scripts/env.sh                    does nothing when nothing changed since the last time
 #   PYTHON=python3.12 scripts/env.sh  chooses the interpreter of a new .venv
 #
-# Needs Python 3.11 or newer. Versions come from constraints.txt. pip's settings (find-links, index-url, cert) count, too:
-# uv does not read them by itself. A directory of wheels named by find-links may hold torch's CPU build, which is then
-# taken; elsewhere torch is the registry's build of the same version.
+# Needs Python 3.11 or newer, and nothing else: uv comes into .bootstrap where there is none. Versions come from
+# constraints.txt. Torch's CPU build is taken where pip is configured with a directory that holds it, and the registry's
+# build of the same version elsewhere.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,7 +14,7 @@ stamp=.venv/.hybridflow-env
 
 fingerprint() { # all that the environment depends on; editable installs hold this folder's path
     pwd -P
-    cksum scripts/env.sh constraints.txt pyproject.toml packages/*/pyproject.toml
+    cksum scripts/env.sh scripts/registry.sh constraints.txt pyproject.toml packages/*/pyproject.toml
 }
 
 fail() {
@@ -29,21 +29,9 @@ find_python() {
             echo "$candidate"
             return
         fi
-        seen="$seen, $candidate is $("$candidate" --version 2>&1 | head -n 1 || true)"
+        seen="$seen, $candidate is $("$candidate" --version 2>/dev/null || echo missing)"
     done
     fail "HybridFlow needs Python 3.11 or newer, but ${seen#, }. Install one, or name it: PYTHON=python3.11 make test"
-}
-
-pip_setting() { # $1: the setting's name, from the variable PIP_<NAME> or else from pip's configuration
-    local variable
-    variable="PIP_$(echo "$1" | tr 'a-z-' 'A-Z_')"
-    echo "${!variable:-$("$python" -m pip config get "global.$1" 2>/dev/null || true)}"
-}
-
-export_unless_set() { # $1: the variable that uv reads, $2: its value, if any
-    if [ -z "${!1:-}" ] && [ -n "$2" ]; then
-        export "$1=$2"
-    fi
 }
 
 usable_uv() {
@@ -58,7 +46,7 @@ find_uv() {
             return
         fi
     done
-    "$python" -m venv .bootstrap >&2 || fail "\`$python -m venv\` failed; its message is above"
+    "$python" -m venv .bootstrap >&2 || fail "\`$python -m venv .bootstrap\` failed; its message is above"
     .bootstrap/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv >&2 ||
         fail "pip could not install uv; its message is above"
     echo .bootstrap/bin/uv
@@ -70,9 +58,7 @@ fi
 
 echo "Setting up .venv (the first time takes a while: torch alone is several hundred MB)" >&2
 python=$(find_python)
-export_unless_set UV_FIND_LINKS "$(pip_setting find-links | tr -s '[:space:]' ',' | sed 's/,$//')"
-export_unless_set UV_DEFAULT_INDEX "${UV_INDEX_URL:-$(pip_setting index-url)}"
-export_unless_set SSL_CERT_FILE "$(pip_setting cert)"
+source scripts/registry.sh
 uv=$(find_uv)
 
 if ! .venv/bin/python -c '' 2>/dev/null; then

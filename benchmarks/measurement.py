@@ -1,0 +1,34 @@
+"""The form of a benchmark's result: what was measured, in which unit, on which hardware, with which versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+VERSIONS_OF = ("hf-protocols", "numpy", "ray", "tensordict", "torch", "transformers")
+
+
+def record(subject: str, metrics: dict[str, tuple[float, str]]) -> None:
+    """Print one JSON object and keep it as results/<subject>.json; a metric is (value, unit)."""
+    result = {
+        "subject": subject,
+        "metrics": {name: {"value": value, "unit": unit} for name, (value, unit) in metrics.items()},
+        "hardware": {"cpu": _processor(), "num_cores": os.cpu_count(), "system": platform.system()},
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in VERSIONS_OF},
+    }
+    text = json.dumps(result, indent=2)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{subject}.json").write_text(text + "\n")
+    print(text)
+
+
+def _processor() -> str:
+    """The processor's name where the system tells it, else its architecture."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
