@@ -36,7 +36,7 @@ fmt: env ## format, and repair what the linter can
 	$(BIN)/ruff format .
 
 docs: env ## build the documentation into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: env ## run every benchmark; results go to benchmarks/results
 	@set -e; for file in benchmarks/bench_*.py; do echo "$$file"; $(BIN)/python "$$file"; done
