@@ -1,0 +1,80 @@
+"""Rules of the house that no linter knows, each read off the source without importing it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "packages").glob("*/src/**/*.py"))
+ALL_PYTHON = sorted(
+    path
+    for folder in ("packages", "integration-tests", "benchmarks", "examples", "scripts")
+    for path in (ROOT / folder).rglob("*.py")
+)
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+LEFTOVER_NAMES = frozenset({"common", "helpers", "misc", "utils"})
+ONLY_CALLER_OF_NEW_GROUP = ROOT / "packages/hf-engine/src/hf_engine/process_groups.py"
+
+each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "packages")))
+
+
+def test_no_module_of_leftovers() -> None:
+    assert [path for path in SOURCES if LEFTOVER_NAMES & {part.strip("_") for part in path.with_suffix("").parts}] == []
+
+
+def test_code_is_ascii() -> None:
+    assert [path for path in ALL_PYTHON if not path.read_bytes().isascii()] == []
+
+
+@each_source
+def test_sizes(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= MAX_FILE_LINES
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
+    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+
+
+@each_source
+def test_nothing_but_definitions_at_import(path: Path) -> None:
+    assert [f"line {node.lineno}" for node in ast.parse(path.read_text()).body if not _is_definition(node)] == []
+
+
+def _is_definition(node: ast.stmt) -> bool:
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'"}
+    if isinstance(node, ast.Expr):  # a docstring, of the module or of the constant above it
+        return isinstance(node.value, ast.Constant)
+    definitions = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    return isinstance(node, definitions)
+
+
+@pytest.mark.parametrize(
+    ("line", "allowed"),
+    [
+        ("'''What it is.'''", True),
+        ("LIMIT = 3", True),
+        ("if TYPE_CHECKING:\n    import torch", True),
+        ("register_all()", False),
+        ("for name in NAMES:\n    pass", False),
+        ("try:\n    import torch\nexcept ImportError:\n    torch = None", False),
+    ],
+)
+def test_the_rule_on_definitions_sees_the_difference(line: str, allowed: bool) -> None:
+    assert _is_definition(ast.parse(line).body[0]) is allowed
+
+
+def test_one_module_calls_new_group() -> None:
+    callers = {path for path in SOURCES for node in ast.walk(ast.parse(path.read_text())) if _calls_new_group(node)}
+    assert callers <= {ONLY_CALLER_OF_NEW_GROUP}
+
+
+def _calls_new_group(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return name.startswith("new_group") or name == "new_subgroups"

@@ -1,0 +1,65 @@
+"""`__all__` is the public surface: what it lists is importable and documented, and nothing else is public."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import types
+from pathlib import Path
+
+import griffe
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("hf_protocols", "hf_engine", "hf_mapper", "hf_controller", "hf_algorithms")
+SOURCES = {package: ROOT / "packages" / package.replace("_", "-") / "src" / package for package in PACKAGES}
+MODULES = sorted(path for source in SOURCES.values() for path in source.rglob("*.py"))
+
+# Names that a module has for its own reading, not for its users.
+INCIDENTAL = frozenset({"TYPE_CHECKING", "annotations"})
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_lists_what_is_importable(package: str) -> None:
+    module = importlib.import_module(package)
+    visible = {
+        name
+        for name in dir(module)
+        if not name.startswith("_")
+        and name not in INCIDENTAL
+        and not isinstance(getattr(module, name), types.ModuleType)
+    }
+    assert visible == set(module.__all__)
+    assert len(module.__all__) == len(set(module.__all__))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_all_is_documented(package: str) -> None:
+    page = (ROOT / "docs" / "reference" / f"{package.replace('_', '-')}.md").read_text()
+    assert f"::: {package}\n" in page
+    loader = griffe.GriffeLoader(search_paths=[str(source.parent) for source in SOURCES.values()])
+    documented = loader.load(package)
+    loader.resolve_aliases(external=True)
+    names = importlib.import_module(package).__all__
+    assert [name for name in names if not documented[name].has_docstring] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT / "packages")))
+def test_public_names_of_a_module_are_in_its_all(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    public = {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    }
+    if path.stem.startswith("_") and path.stem != "__init__":
+        return
+    assert public <= _listed_in_all(tree)
+
+
+def _listed_in_all(tree: ast.Module) -> set[str]:
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            return set(ast.literal_eval(node.value))
+    return set()
