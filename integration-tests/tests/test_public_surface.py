@@ -33,15 +33,33 @@ def test_all_lists_what_is_importable(package: str) -> None:
     assert len(module.__all__) == len(set(module.__all__))
 
 
+@pytest.fixture(scope="module")
+def documentation() -> griffe.ModulesCollection:
+    loader = griffe.GriffeLoader(search_paths=[str(source.parent) for source in SOURCES.values()])
+    for package in PACKAGES:
+        loader.load(package)
+    loader.resolve_aliases(external=True)
+    return loader.modules_collection
+
+
 @pytest.mark.parametrize("package", PACKAGES)
-def test_all_is_documented(package: str) -> None:
+def test_all_is_documented(package: str, documentation: griffe.ModulesCollection) -> None:
     page = (ROOT / "docs" / "reference" / f"{package.replace('_', '-')}.md").read_text()
     assert f"::: {package}\n" in page
-    loader = griffe.GriffeLoader(search_paths=[str(source.parent) for source in SOURCES.values()])
-    documented = loader.load(package)
-    loader.resolve_aliases(external=True)
-    names = importlib.import_module(package).__all__
-    assert [name for name in names if not documented[name].has_docstring] == []
+    exported = [documentation[package][name] for name in importlib.import_module(package).__all__]
+    assert [item.path for item in exported if not item.has_docstring] == []
+    assert [path for item in exported if item.is_class for path in _methods_without_docstring(item)] == []
+
+
+def _methods_without_docstring(item: griffe.Class | griffe.Alias) -> list[str]:
+    family = [item, *item.mro()]
+    return [
+        member.path
+        for name, member in item.members.items()
+        if member.is_function
+        and not name.startswith("_")
+        and not any(name in parent.members and parent.members[name].has_docstring for parent in family)
+    ]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT / "packages")))
