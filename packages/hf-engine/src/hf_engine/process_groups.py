@@ -1,0 +1,52 @@
+"""Process groups and devices of a rank: the only place that creates groups."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hf_protocols.errors import TopologyError
+from hf_protocols.topology import Axis, Topology
+
+__all__ = ["build_groups", "local_device"]
+
+
+def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = None) -> dist.ProcessGroup:
+    """Creates every group of `axis` and returns the one that this rank is in. Collective over all ranks.
+
+    Members are in the axis's order; global ranks are the topology's ranks. A group of all ranks in rank order is
+    the default group itself, so that it costs no connections.
+
+    Args:
+        topology: the ranks; its world size is the default group's.
+        axis: any axis that `topology.groups` knows.
+        timeout_s: how long a collective of the new groups may wait; None takes the backend's default.
+
+    Raises:
+        TopologyError: if the default group has another number of ranks.
+    """
+    if dist.get_world_size() != topology.world_size:
+        raise TopologyError(
+            f"the topology has {topology.world_size} ranks, the default process group {dist.get_world_size()}; "
+            "start as many processes as the topology names"
+        )
+    own: dist.ProcessGroup | None = None
+    for ranks in topology.groups(axis):
+        if ranks == tuple(range(topology.world_size)):
+            return dist.distributed_c10d._get_default_group()
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        group = dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
+        if dist.get_rank() in ranks:
+            own = group
+    assert own is not None, "every rank is in one group of every axis"
+    return own
+
+
+def local_device() -> torch.device:
+    """The device of this rank: the CUDA device numbered LOCAL_RANK where CUDA is available, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")

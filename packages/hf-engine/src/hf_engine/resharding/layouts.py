@@ -1,0 +1,115 @@
+"""Weight layouts: which boxes of which parameters every rank holds. Pure, no tensors.
+
+Parameters carry their Hugging Face names; a tied embedding appears once, under the name that the model keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from hf_engine.resharding.boxes import Box
+from hf_protocols.errors import ReshardError
+
+__all__ = ["DTYPE_BYTES", "WeightLayout", "fsdp_layout", "replicated_layout"]
+
+DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per element of the dtypes that weights may have, by torch's names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightLayout:
+    """The boxes of every parameter that each rank holds.
+
+    For example two ranks that hold the halves of one matrix:
+    `WeightLayout(shapes={"w": (4, 8)}, boxes={0: {"w": (Box((0, 0), (2, 8)),)}, 1: {"w": (Box((2, 0), (2, 8)),)}})`.
+
+    Raises:
+        ReshardError: for a box outside its parameter, boxes of one rank that overlap, an unknown name or dtype.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """Full shape of every parameter."""
+    boxes: Mapping[int, Mapping[str, tuple[Box, ...]]]
+    """By rank, then by name. A name that is absent means that the rank holds nothing of it."""
+    dtype: str = "float32"
+    """dtype of the tensors, by torch's name; bytes of a transfer are counted in the target's."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise ReshardError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        checked: set[tuple[str, tuple[Box, ...]]] = set()
+        for rank, held in self.boxes.items():
+            for name, boxes in held.items():
+                if (name, boxes) not in checked:
+                    self._check_boxes(rank, name, boxes)
+                    checked.add((name, boxes))
+
+    def _check_boxes(self, rank: int, name: str, boxes: tuple[Box, ...]) -> None:
+        if name not in self.shapes:
+            raise ReshardError(f"rank {rank} holds {name!r}, which has no shape in this layout")
+        whole = Box.whole(self.shapes[name])
+        for box in boxes:
+            if len(box.shape) != len(whole.shape) or not whole.contains(box):
+                raise ReshardError(f"rank {rank}: {box} is not inside {name!r} of shape {self.shapes[name]}")
+        for first, second in combinations(boxes, 2):
+            if overlap := first.intersect(second):
+                raise ReshardError(f"rank {rank}: two boxes of {name!r} overlap in {overlap}; hold it once")
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Every rank that the layout names, ascending."""
+        return tuple(sorted(self.boxes))
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes per element."""
+        return DTYPE_BYTES[self.dtype]
+
+    def boxes_of(self, rank: int) -> Mapping[str, tuple[Box, ...]]:
+        """What one rank holds; empty for a rank that the layout does not name."""
+        return self.boxes.get(rank, {})
+
+    def held_bytes(self, rank: int) -> int:
+        """Bytes that one rank holds."""
+        held = self.boxes_of(rank).values()
+        return sum(box.numel for boxes in held for box in boxes) * self.element_bytes
+
+
+def fsdp_layout(shapes: Mapping[str, Sequence[int]], ranks: Iterable[int], *, dtype: str = "float32") -> WeightLayout:
+    """FSDP2's layout: dimension 0 of every parameter in chunks of `ceil(rows / ranks)`, as torch.chunk cuts it.
+
+    The last ranks may hold a shorter chunk or an empty one: `[1, h]` on two ranks leaves rank 1 an empty box.
+
+    Args:
+        shapes: full shape by Hugging Face name; every parameter needs at least one dimension.
+        ranks: the data-parallel ranks in shard order.
+        dtype: dtype of the shards.
+    """
+    members = tuple(ranks)
+    full = {name: tuple(shape) for name, shape in shapes.items()}
+    scalars = [name for name, shape in full.items() if not shape]
+    if scalars or not members:
+        raise ReshardError(f"FSDP shards dimension 0 over at least one rank; {len(members)} ranks, scalars {scalars}")
+    boxes = {
+        rank: {name: (_chunk(shape, index, len(members)),) for name, shape in full.items()}
+        for index, rank in enumerate(members)
+    }
+    return WeightLayout(shapes=full, boxes=boxes, dtype=dtype)
+
+
+def replicated_layout(
+    shapes: Mapping[str, Sequence[int]], ranks: Iterable[int], *, dtype: str = "float32"
+) -> WeightLayout:
+    """Every rank holds every parameter whole."""
+    full = {name: tuple(shape) for name, shape in shapes.items()}
+    whole = {name: (Box.whole(shape),) for name, shape in full.items()}
+    return WeightLayout(shapes=full, boxes=dict.fromkeys(ranks, whole), dtype=dtype)
+
+
+def _chunk(shape: tuple[int, ...], index: int, num_chunks: int) -> Box:
+    rows = shape[0]
+    size = -(-rows // num_chunks)
+    start = min(index * size, rows)
+    return Box((start, *(0 for _ in shape[1:])), (min(size, rows - start), *shape[1:]))

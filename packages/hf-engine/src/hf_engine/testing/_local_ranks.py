@@ -1,0 +1,162 @@
+"""A few local processes joined by gloo, kept alive so that many checks share one start-up."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+__all__ = ["LocalRanks"]
+
+
+class LocalRanks:
+    """Runs functions on every rank of a gloo process group on this machine.
+
+    Each rank is a fresh process with one torch thread and a default process group. After a failure the processes are
+    replaced before the next run, because a broken collective cannot be used again.
+
+    Example:
+        with LocalRanks(2) as ranks:
+            ranks.run(check_something, argument)  # a module-level function, called on both ranks
+
+    Args:
+        world_size: number of processes.
+        timeout_s: deadline of every collective, and of one `run` beyond the slowest rank's.
+    """
+
+    def __init__(self, world_size: int, *, timeout_s: float = 30.0) -> None:
+        self._world_size = world_size
+        self._timeout_s = timeout_s
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._connections: list[Connection] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *args: Any, deadline_s: float = 100.0) -> list[Any]:
+        """Calls a module-level function with the same arguments on every rank; returns the results by rank.
+
+        Raises:
+            RuntimeError: with the traceback of every rank that failed, or did not answer in time.
+        """
+        if not self._processes:
+            self._start()
+        request = pickle.dumps((_locate(function), args))
+        for connection in self._connections:
+            connection.send_bytes(request)
+        results, failures = [], []
+        stop = time.monotonic() + deadline_s
+        for rank, connection in enumerate(self._connections):
+            succeeded, value = self._receive(rank, connection, stop)
+            results.append(value)
+            if not succeeded:
+                failures.append(f"rank {rank}:\n{value}")
+                stop = min(stop, time.monotonic() + self._timeout_s + 5)
+        if failures:
+            self.close()
+            raise RuntimeError("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(timeout=2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._connections = [], []
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._directory = tempfile.TemporaryDirectory()
+        store = Path(self._directory.name) / "store"
+        for rank in range(self._world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self._world_size, str(store), self._timeout_s, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    @staticmethod
+    def _receive(rank: int, connection: Connection, stop: float) -> tuple[bool, Any]:
+        try:
+            if not connection.poll(max(0.0, stop - time.monotonic())):
+                return False, f"rank {rank} did not answer in time"
+            answer: tuple[bool, Any] = pickle.loads(connection.recv_bytes())
+            return answer
+        except (EOFError, ConnectionResetError):
+            return False, f"the process of rank {rank} died"
+
+
+def _locate(function: Callable[..., Any]) -> tuple[str, str, str]:
+    file = inspect.getsourcefile(function)
+    assert file is not None, "a function without a source file cannot be sent to another process"
+    return function.__module__, file, function.__qualname__
+
+
+def _resolve(location: tuple[str, str, str], loaded: dict[str, ModuleType]) -> Callable[..., Any]:
+    """Finds the function again: modules of this package by name, test files by their path."""
+    module_name, file, qualified_name = location
+    if module_name.startswith("hf_engine."):
+        found: Any = importlib.import_module(module_name)
+    else:
+        if file not in loaded:
+            spec = importlib.util.spec_from_file_location(f"_on_rank_{len(loaded)}", file)
+            assert spec is not None and spec.loader is not None
+            loaded[file] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(loaded[file])
+        found = loaded[file]
+    for part in qualified_name.split("."):
+        found = getattr(found, part)
+    function: Callable[..., Any] = found
+    return function
+
+
+def _serve(rank: int, world_size: int, store: str, timeout_s: float, connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    loaded: dict[str, ModuleType] = {}
+    while True:
+        try:
+            location, args = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            break
+        try:
+            answer = pickle.dumps((True, _resolve(location, loaded)(*args)))
+        except Exception:  # noqa: BLE001 - whatever happens on a rank is reported to the caller
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)
+    dist.destroy_process_group()

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_engine.resharding.boxes import Box
+from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
+from hf_protocols.errors import ReshardError
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_fsdp_shards_are_those_of_torch_chunk(rows, num_ranks):
+    tensor = torch.arange(rows * 3).view(rows, 3)
+    chunks = list(tensor.chunk(num_ranks))
+    layout = fsdp_layout({"w": tensor.shape}, range(num_ranks))
+    for rank in range(num_ranks):
+        (box,) = layout.boxes_of(rank)["w"]
+        expected = chunks[rank] if rank < len(chunks) else tensor[:0]
+        assert torch.equal(tensor[box.slices_in(Box.whole(tensor.shape))], expected)
+
+
+def test_fsdp_ranks_may_be_any_ranks_in_shard_order():
+    layout = fsdp_layout({"w": (4,)}, [7, 3])
+    assert layout.ranks == (3, 7)
+    assert layout.boxes_of(7)["w"] == (Box((0,), (2,)),)
+    assert layout.boxes_of(5) == {}
+
+
+def test_held_bytes_count_the_dtype():
+    shapes = {"w": (3, 2), "b": (3,)}
+    assert replicated_layout(shapes, range(2)).held_bytes(1) == 9 * 4
+    assert replicated_layout(shapes, range(2), dtype="bfloat16").held_bytes(0) == 9 * 2
+    assert [fsdp_layout(shapes, range(2)).held_bytes(rank) for rank in range(3)] == [6 * 4, 3 * 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        ({"w": (Box((2,), (3,)),)}, "not inside"),
+        ({"w": (Box((0, 0), (1, 1)),)}, "not inside"),
+        ({"v": (Box((0,), (1,)),)}, "no shape"),
+        ({"w": (Box((0,), (3,)), Box((2,), (1,)))}, "overlap"),
+    ],
+)
+def test_impossible_boxes_are_refused(boxes, message):
+    with pytest.raises(ReshardError, match=message):
+        WeightLayout(shapes={"w": (4,)}, boxes={0: boxes})
+
+
+def test_unknown_dtypes_scalars_and_no_ranks_are_refused():
+    with pytest.raises(ReshardError, match="float32"):
+        replicated_layout({"w": (4,)}, [0], dtype="int3")
+    with pytest.raises(ReshardError, match="scale"):
+        fsdp_layout({"scale": ()}, [0])
+    with pytest.raises(ReshardError, match="at least one rank"):
+        fsdp_layout({"w": (4,)}, [])
