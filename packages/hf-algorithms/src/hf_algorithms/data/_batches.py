@@ -1,0 +1,161 @@
+"""Rows of a data set as batches of token ids, and which rows belong to which iteration."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING
+
+from hf_algorithms.data._jsonl import Row
+from hf_protocols.errors import BatchError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["PromptDataset", "select_rows"]
+
+
+class PromptDataset:
+    """Prompts and answers of a data set, tokenised once."""
+
+    def __init__(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> None:
+        """Tokenise every prompt, with whatever the tokenizer puts before a text.
+
+        Args:
+            rows: what :func:`~hf_algorithms.data.load_rows` read.
+            tokenizer: the model's.
+            max_prompt_tokens: the model's context less the response, ``model.max_positions - rollout.max_new_tokens``.
+
+        Raises:
+            DataError: for no rows, and for a prompt without tokens or with more than ``max_prompt_tokens``.
+        """
+        if not rows:
+            raise DataError("a data set needs at least one row")
+        self._rows = tuple(rows)
+        self._tokenizer = tokenizer
+        self._prompt_ids: list[list[int]] = tokenizer([row.prompt for row in rows])["input_ids"]
+        self._answer_bytes = [row.answer.encode() for row in rows]
+        _check_lengths([len(ids) for ids in self._prompt_ids], max_prompt_tokens)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows as they were given."""
+        return self._rows
+
+    def prompts(self, indices: Iterable[int]) -> TensorDict:
+        """The chosen rows to generate from.
+
+        Returns:
+            ``row_id`` int64 [B], ``prompt_ids`` jagged int64 [B, tokens], ``answer`` jagged uint8 [B, UTF-8 bytes].
+
+        Raises:
+            BatchError: for a row that the data set does not have.
+        """
+        import torch
+        from tensordict import TensorDict
+
+        chosen = self._checked(indices)
+        columns = {
+            "row_id": torch.tensor(chosen, dtype=torch.int64),
+            "prompt_ids": _jagged([self._prompt_ids[row] for row in chosen], torch.int64),
+            "answer": _jagged([self._answer_bytes[row] for row in chosen], torch.uint8),
+        }
+        return TensorDict(columns, batch_size=[len(chosen)])
+
+    def supervised(self, indices: Iterable[int], *, max_response_tokens: int) -> TensorDict:
+        """The chosen rows with the answer as the response to learn: its tokens, then the end of sequence.
+
+        A longer answer is cut to ``max_response_tokens`` and loses its end; :meth:`count_cut_answers` says how many.
+
+        Returns:
+            the columns of :meth:`prompts`, ``response_ids`` jagged int64 [B, tokens] and ``response_mask`` jagged
+            bool [B, tokens], all true.
+
+        Raises:
+            BatchError: for a row that the data set does not have.
+            ConfigError: when the tokenizer has no end of sequence.
+        """
+        import torch
+
+        chosen = self._checked(indices)
+        responses = [self._answer_ids[row][:max_response_tokens] for row in chosen]
+        batch = self.prompts(chosen)
+        batch["response_ids"] = _jagged(responses, torch.int64)
+        batch["response_mask"] = _jagged([[True] * len(ids) for ids in responses], torch.bool)
+        return batch
+
+    def count_cut_answers(self, max_response_tokens: int) -> int:
+        """How many answers of the data set, with their end of sequence, are longer than ``max_response_tokens``."""
+        return sum(len(ids) > max_response_tokens for ids in self._answer_ids)
+
+    @cached_property
+    def _answer_ids(self) -> list[list[int]]:
+        end = self._tokenizer.eos_token_id
+        if end is None:
+            raise ConfigError("the tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json")
+        texts = [row.answer for row in self._rows]
+        return [[*ids, end] for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+    def _checked(self, indices: Iterable[int]) -> list[int]:
+        chosen = [int(index) for index in indices]
+        for row in chosen:
+            if not 0 <= row < len(self._rows):
+                raise BatchError(f"row {row} of a data set with {len(self._rows)} rows, 0 to {len(self._rows) - 1}")
+        return chosen
+
+
+def select_rows(num_rows: int, batch_size: int, *, iteration: int, seed: int) -> list[int]:
+    """The rows of iteration ``iteration`` (from 0) when shuffled epochs are read one after the other.
+
+    Each epoch is a permutation of its own; each row comes once per epoch, and a batch may end one epoch and begin
+    the next, or hold several. Nothing is remembered: a run resumed at iteration i reads what it would have read.
+
+    Raises:
+        ConfigError: for no rows, a batch without rows, or an iteration before the first.
+    """
+    if num_rows < 1 or batch_size < 1 or iteration < 0:
+        raise ConfigError(
+            f"num_rows={num_rows}, batch_size={batch_size}, iteration={iteration}: "
+            "rows and batches start at 1, iterations at 0"
+        )
+    positions = range(iteration * batch_size, (iteration + 1) * batch_size)
+    return [_permutation(num_rows, position // num_rows, seed)[position % num_rows] for position in positions]
+
+
+@lru_cache(maxsize=8)
+def _permutation(num_rows: int, epoch: int, seed: int) -> tuple[int, ...]:
+    order = list(range(num_rows))
+    random.Random(f"epoch {epoch} of seed {seed}").shuffle(order)
+    return tuple(order)
+
+
+def _check_lengths(lengths: Sequence[int], limit: int) -> None:
+    for row, length in enumerate(lengths):
+        if length == 0:
+            raise DataError(
+                f"row {row + 1} (line {row + 1} of the file): its prompt has no tokens, so nothing can follow it"
+            )
+        if length > limit:
+            others = sum(other > limit for other in lengths) - 1
+            raise DataError(
+                f"row {row + 1} (line {row + 1} of the file): its prompt has {length} tokens, more than the {limit} "
+                "that model.max_positions - rollout.max_new_tokens leaves"
+                + (f", and so have {others} other rows" if others else "")
+                + ". Raise model.max_positions, lower rollout.max_new_tokens, or shorten the prompt"
+            )
+
+
+def _jagged(sequences: Sequence[Sequence[int] | bytes], dtype: torch.dtype) -> torch.Tensor:
+    """A jagged nested tensor [B, ragged] of ``sequences``."""
+    import torch
+
+    offsets = torch.tensor(list(accumulate(map(len, sequences), initial=0)), dtype=torch.int64)
+    values = torch.tensor(list(chain.from_iterable(sequences)), dtype=dtype)
+    return torch.nested.nested_tensor_from_jagged(values, offsets)

@@ -1,0 +1,125 @@
+"""One JSON object per line: a prompt and the answer that a reward function sees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hf_algorithms.atomic_files import write_text
+from hf_protocols.errors import DataError
+
+__all__ = ["Row", "load_rows", "write_rows"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt, and the answer that belongs to it."""
+
+    prompt: str
+    answer: str
+
+
+def load_rows(path: str | Path, *, prompt_field: str = "prompt", answer_field: str = "answer") -> list[Row]:
+    """Read every line of a JSONL file; row i of the result is line i + 1 of the file.
+
+    Numbers become text (``{"answer": 122}`` is ``"122"``); fields that are not asked for are ignored.
+
+    Raises:
+        DataError: for a file that cannot be read or has no rows, and, naming the file and the line, for an empty
+            line, one that is not a JSON object in UTF-8, and a field that is missing or neither text nor a number.
+    """
+    path = Path(path)
+    rows = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                record = _parse_line(line, where=f"{path}, line {number}")
+                rows.append(_row_of(record, (prompt_field, answer_field), where=f"{path}, line {number}"))
+    except OSError as error:
+        raise DataError(f"{path}: {_reason(error)}. Data is a JSONL file, one JSON object per line") from error
+    if not rows:
+        raise DataError(f"{path} has no rows. Data is a JSONL file, one JSON object per line")
+    return rows
+
+
+def write_rows(
+    path: str | Path, rows: Iterable[Row], *, prompt_field: str = "prompt", answer_field: str = "answer"
+) -> Path:
+    """Write rows so that :func:`load_rows` reads them back; the file appears whole or not at all.
+
+    Raises:
+        DataError: when the file cannot be written.
+    """
+    lines = (
+        json.dumps({prompt_field: row.prompt, answer_field: row.answer}, ensure_ascii=False) + "\n" for row in rows
+    )
+    try:
+        return write_text(path, "".join(lines))
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {_reason(error)}") from error
+
+
+def _parse_line(line: bytes, *, where: str) -> Mapping[str, Any]:
+    if not line.strip():
+        raise DataError(f"{where} is empty: every line is one JSON object; delete the line")
+    try:
+        # A byte order mark is not part of the data, wherever files were joined.
+        record = json.loads(line.decode("utf-8-sig"), parse_constant=_reject_constant)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where} is not UTF-8: byte {error.start + 1} of the line is {line[error.start]:#04x}"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where} is not JSON: {error.msg} at column {error.colno}: {_excerpt(line)}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON: {error}: {_excerpt(line)}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where} is a JSON {_kind(record)}, not an object: {_excerpt(line)}")
+    return record
+
+
+def _row_of(record: Mapping[str, Any], fields: tuple[str, str], *, where: str) -> Row:
+    prompt_field, answer_field = fields
+    return Row(
+        prompt=_text_of(record, prompt_field, knob="data.prompt_field", where=where),
+        answer=_text_of(record, answer_field, knob="data.answer_field", where=where),
+    )
+
+
+def _text_of(record: Mapping[str, Any], field: str, *, knob: str, where: str) -> str:
+    if field not in record:
+        there = ", ".join(map(repr, record)) or "none"
+        raise DataError(f"{where} has no field {field!r}; its fields are {there}. Set {knob}")
+    value = record[field]
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise DataError(f"{where}: field {field!r} is a JSON {_kind(value)}, not text or a number. Set {knob}")
+    text = str(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: field {field!r} has half of a surrogate pair, {text[error.start]!r}, which is no character"
+        ) from error
+    return text
+
+
+def _reject_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    return {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}.get(type(value), "object")
+
+
+def _excerpt(line: bytes, width: int = 60) -> str:
+    text = line.decode("utf-8", errors="replace").strip()
+    return repr(text if len(text) <= width else text[: width - 3] + "...")
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()

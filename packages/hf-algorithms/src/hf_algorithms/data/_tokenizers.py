@@ -1,0 +1,80 @@
+"""Small tokenizers for models that start from nothing; both are fast tokenizers of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_protocols.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["build_character_tokenizer", "train_bpe_tokenizer"]
+
+_PAD, _EOS, _UNK = "<pad>", "<eos>", "<unk>"
+_NUM_BYTES = 256
+
+
+def build_character_tokenizer(characters: str, directory: str | Path) -> PreTrainedTokenizerFast:
+    """Build and save a tokenizer with one token per character, and ``<pad>``, ``<eos>`` and ``<unk>``.
+
+    Ids 0 to 2 are the three special tokens, then the characters in the order given. Any other character becomes
+    ``<unk>``. ``AutoTokenizer.from_pretrained(directory)`` loads the same tokenizer.
+
+    Raises:
+        ConfigError: when no character is given, or one twice.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    if not characters or len(set(characters)) < len(characters):
+        raise ConfigError(f"characters={characters!r}: give every character of the vocabulary once")
+    vocabulary = {token: index for index, token in enumerate([_PAD, _EOS, _UNK, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return _save(tokenizer, directory, pad_token=_PAD, eos_token=_EOS, unk_token=_UNK)
+
+
+def train_bpe_tokenizer(texts: Iterable[str], *, vocab_size: int, directory: str | Path) -> PreTrainedTokenizerFast:
+    """Train and save a byte-level BPE tokenizer of at most ``vocab_size`` tokens, ``<pad>`` and ``<eos>`` included.
+
+    Every byte has a token, so that any text survives encoding and decoding; digits are never merged, so that a
+    number reads the same wherever it stands. A short text yields fewer merges and so a smaller vocabulary.
+
+    Raises:
+        ConfigError: when ``vocab_size`` has no room for the 256 bytes and the two special tokens.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    special_tokens = [_PAD, _EOS]
+    smallest = _NUM_BYTES + len(special_tokens)
+    if vocab_size < smallest:
+        raise ConfigError(
+            f"vocab_size={vocab_size} is too small: {_NUM_BYTES} bytes + {len(special_tokens)} special tokens "
+            f"= {smallest} at least"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special_tokens,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer=trainer)
+    return _save(tokenizer, directory, pad_token=_PAD, eos_token=_EOS)
+
+
+def _save(tokenizer: Any, directory: str | Path, **special_tokens: str) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    build: Any = PreTrainedTokenizerFast
+    fast: PreTrainedTokenizerFast = build(
+        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, padding_side="left", **special_tokens
+    )
+    fast.save_pretrained(directory)
+    return fast

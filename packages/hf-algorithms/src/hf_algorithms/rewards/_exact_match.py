@@ -1,0 +1,10 @@
+"""The simplest verifiable reward."""
+
+from __future__ import annotations
+
+__all__ = ["exact_match"]
+
+
+def exact_match(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
+    """1.0 for a response that equals its answer but for white space around it, else 0.0."""
+    return [float(response.strip() == answer.strip()) for response, answer in zip(responses, answers, strict=True)]

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hf_algorithms.data import Row, load_rows, write_rows
+from hf_protocols.errors import DataError
+
+
+def _file(tmp_path, content: bytes):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    return path
+
+
+def test_rows_survive_writing_and_reading(tmp_path):
+    rows = [Row("37+85=", "122"), Row('quote " and \u2028 separator', "\u00e9\U0001f600"), Row("two\nlines", "")]
+    path = write_rows(tmp_path / "new" / "rows.jsonl", rows, prompt_field="q", answer_field="a")
+    assert load_rows(path, prompt_field="q", answer_field="a") == rows
+    assert [entry.name for entry in path.parent.iterdir()] == ["rows.jsonl"]
+
+
+def test_numbers_become_text_and_other_fields_are_ignored(tmp_path):
+    path = _file(tmp_path, b'\xef\xbb\xbf{"prompt": 1, "answer": 2.5, "id": null}\r\n{"answer": -3, "prompt": "x"}')
+    assert load_rows(path) == [Row("1", "2.5"), Row("x", "-3")]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b"", "is empty"),
+        (b"   ", "is empty"),
+        (b'{"prompt": "a"', "is not JSON"),
+        (b'{"prompt": "a", "answer": NaN}', "NaN is no JSON number"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"prompt": "\xff", "answer": "b"}', "is not UTF-8: byte 13 of the line is 0xff"),
+        (b'["a", "b"]', "is a JSON array, not an object"),
+        (b"3", "is a JSON number, not an object"),
+        (
+            b'{"prompt": "a", "anser": "b"}',
+            "no field 'answer'; its fields are 'prompt', 'anser'. Set data.answer_field",
+        ),
+        (b'{"prompt": null, "answer": "b"}', "field 'prompt' is a JSON null, not text or a number. Set data.prompt"),
+        (b'{"prompt": true, "answer": "b"}', "field 'prompt' is a JSON boolean"),
+        (b'{"prompt": {}, "answer": "b"}', "field 'prompt' is a JSON object"),
+        (b'{"prompt": "\\ud83d", "answer": "b"}', "half of a surrogate pair"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number(tmp_path, line, says):
+    path = _file(tmp_path, b'{"prompt": "a", "answer": "b"}\n' + line + b"\n")
+    with pytest.raises(DataError) as caught:
+        load_rows(path)
+    assert str(caught.value).startswith(f"{path}, line 2")
+    assert says in str(caught.value)
+    assert len(str(caught.value)) < 400 + len(str(path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file")
+def test_a_file_without_permission_is_one_message(tmp_path):
+    path = _file(tmp_path, b"{}")
+    path.chmod(0)
+    with pytest.raises(DataError, match="permission denied"):
+        load_rows(path)
+
+
+def test_missing_empty_and_foreign_files_are_one_message(tmp_path):
+    with pytest.raises(DataError, match=r"absent.jsonl: no such file"):
+        load_rows(tmp_path / "absent.jsonl")
+    with pytest.raises(DataError, match="is a directory"):
+        load_rows(tmp_path)
+    with pytest.raises(DataError, match="has no rows"):
+        load_rows(_file(tmp_path, b""))
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = _file(tmp_path, b"old")
+
+    def rows():
+        yield Row("a", "b")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_rows(path, rows())
+    assert path.read_bytes() == b"old"
+    with pytest.raises(DataError, match="cannot be written"):
+        write_rows(path / "below" / "a" / "file", [Row("a", "b")])

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hf_algorithms.rewards import compute_scores, exact_match, gsm8k_accuracy, gsm8k_reward, load_function
+from hf_protocols.errors import ConfigError, RewardError
+
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "train.jsonl"
+
+
+def _score(function, *answers):
+    responses = [f"r{index}" for index in range(2)]
+    return compute_scores(function, ["p0", "p1"], responses, list(answers) or ["a0", "a1"])
+
+
+# ------------------------------------------------------------------------------------------------------ functions
+
+
+def test_exact_match_ignores_white_space_around():
+    assert exact_match(["", "", ""], ["122", " 122\n", "12 2"], ["122", "122", "122"]) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("so it is 72.\n#### 72", 1.0),
+        ("#### 72.0", 1.0),
+        ("####$72 \n", 1.0),
+        ("#### 5\n#### 72", 1.0),
+        ("#### 72 clips", 1.0),
+        ("#### 0,072", 1.0),
+        ("#### 71", 0.2),
+        ("#### 71.\n", 0.2),
+        ("#### -72", 0.2),
+        ("#### 72\n#### 5", 0.2),
+        ("#### 71 clips", 0.1),
+        ("#### 71\n####", 0.1),
+        ("#### seventy", 0.0),
+        ("72", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_gsm8k_reward_pays_for_the_number_then_for_the_form(response, score):
+    assert gsm8k_reward(["q"], [response], ["48/2 = 24\n#### 72"]) == [score]
+    assert gsm8k_accuracy(["q"], [response], ["72"]) == [float(score == 1.0)]
+
+
+def test_gsm8k_numbers_have_separators_and_fractions():
+    assert gsm8k_reward(["q"] * 3, ["#### 1200", "#### .5", "#### -3"], ["#### 1,200", "0.50", "$-3"]) == [
+        1.0,
+        1.0,
+        1.0,
+    ]
+    with pytest.raises(RewardError, match="'many' of the data has no number"):
+        compute_scores(gsm8k_reward, ["q"], ["#### 3"], ["many"])
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K does not lie beside the repository")
+def test_every_solution_of_gsm8k_earns_one():
+    answers = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").splitlines()]
+    assert set(gsm8k_reward([""] * len(answers), answers, answers)) == {1.0}
+
+
+# ----------------------------------------------------------------------------------------------------- compute_scores
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [[0, 1], (0.0, 1.0), [False, True], np.array([0, 1]), [np.float32(0), np.bool_(True)], torch.tensor([0.0, 1.0])],
+    ids=["ints", "tuple", "bools", "array", "numpy scalars", "tensor"],
+)
+def test_numbers_of_every_kind_are_scores(answer):
+    scores = _score(lambda prompts, responses, answers: answer)
+    assert scores == [0.0, 1.0]
+    assert all(type(score) is float for score in scores)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ([1.0], "answered 1 scores for 2 responses"),
+        ([], "answered 0 scores"),
+        (1.0, "answered no list"),
+        (None, "answered no list"),
+        ("01", "answered no list"),
+        ({0: 1.0, 1: 2.0}, "answered no list"),
+        (torch.tensor(1.0), "answered no list"),
+        (
+            [1.0, float("nan")],
+            "answered nan, not a finite number, for sample 1: prompt 'p1', response 'r1', answer 'a1'",
+        ),
+        ([float("-inf"), 0.0], "answered -inf, not a finite number, for sample 0"),
+        ([10**400, 0.0], "not a finite number, for sample 0"),
+        (["0.5", 1.0], "answered '0.5' (str), no number, for sample 0"),
+        ([1.0, None], "answered None (NoneType), no number, for sample 1"),
+        (torch.ones(2, 1), "answered [1.0] (list), no number, for sample 0"),
+    ],
+)
+def test_nonsense_is_named_with_its_sample(answer, says):
+    with pytest.raises(RewardError) as caught:
+        _score(lambda prompts, responses, answers: answer)
+    assert says in str(caught.value)
+    assert "test_rewards:test_nonsense_is_named" in str(caught.value)
+
+
+def test_an_exception_shows_the_place_in_the_users_code():
+    def divide(prompts, responses, answers):
+        return [1 / len(answer) for answer in answers]
+
+    with pytest.raises(RewardError) as caught:
+        _score(divide, "", "a")
+    message = str(caught.value)
+    assert "divide raised ZeroDivisionError: division by zero" in message
+    assert f"at {__file__}:{divide.__code__.co_firstlineno + 1}" in message
+    assert "return [1 / len(answer) for answer in answers]" in message
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(RewardError, match="raised TypeError"):
+        _score(len)
+
+
+def test_a_function_cannot_change_the_batch():
+    prompts = ["p"]
+
+    def clear(prompts, responses, answers):
+        prompts.clear()
+        return [1.0]
+
+    assert compute_scores(clear, prompts, ["r"], ["a"]) == [1.0]
+    assert prompts == ["p"]
+
+
+# ------------------------------------------------------------------------------------------------------ load_function
+
+
+@pytest.fixture
+def folder(tmp_path):
+    names = set(sys.modules)
+    (tmp_path / "my_rewards.py").write_text(
+        "import my_sibling\n"
+        "LIMIT = 3\n"
+        "def brevity(prompts, responses, answers):\n"
+        "    return [my_sibling.SCORE] * len(responses)\n"
+    )
+    (tmp_path / "my_sibling.py").write_text("SCORE = 0.5\n")
+    yield tmp_path
+    for name in set(sys.modules) - names:
+        del sys.modules[name]
+
+
+def test_a_function_is_found_beside_the_configuration(folder):
+    path = list(sys.path)
+    function = load_function("my_rewards:brevity", search_path=folder)
+    assert function(["p"], ["r"], ["a"]) == [0.5]
+    assert sys.path == path
+    assert load_function("hf_algorithms.rewards:exact_match") is exact_match
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("my_rewards", "write module:function"),
+        ("my_rewards:", "write module:function"),
+        ("my-rewards:brevity", "write module:function"),
+        ("my_reward:brevity", "no module 'my_reward' in .*Did you mean my_rewards"),
+        ("nowhere:brevity", "There are hf_algorithms.rewards, my_rewards, my_sibling"),
+        ("my_rewards:brevty", r"brevty does not exist in .*my_rewards.py. Did you mean brevity\?"),
+        ("my_rewards:LIMIT", "LIMIT is no function"),
+        ("hf_algorithms.rewards:gsm8k", "Did you mean gsm8k_reward|There are"),
+        ("my_rewards.inner:brevity", "my_rewards.inner"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_nearest(folder, name, says):
+    with pytest.raises(ConfigError, match=says):
+        load_function(name, search_path=folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import absent_library\n", "ModuleNotFoundError: No module named 'absent_library'"),
+        ("def broken(:\n", "SyntaxError"),
+        ("LIMIT = 1 / 0\n", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_module_that_fails_to_import_shows_where(folder, source, says):
+    (folder / "failing.py").write_text(source)
+    with pytest.raises(ConfigError) as caught:
+        load_function("failing:score", search_path=folder)
+    assert says in str(caught.value)
+    assert "failing.py" in str(caught.value)
+
+
+def test_two_folders_may_use_one_name_but_not_pythons(folder):
+    first = load_function("my_rewards:brevity", search_path=folder)
+    other = folder / "other"
+    other.mkdir()
+    (other / "my_rewards.py").write_text("def brevity(prompts, responses, answers):\n    return [0.25]\n")
+    assert load_function("my_rewards:brevity", search_path=other)(["p"], ["r"], ["a"]) == [0.25]
+    assert first(["p"], ["r"], ["a"]) == [0.5]
+    (folder / "json.py").write_text("def score(prompts, responses, answers): ...\n")
+    with pytest.raises(ConfigError, match=r"json.py has the name of a module that is already loaded.*rename the file"):
+        load_function("json:score", search_path=folder)
+    assert sys.modules["json"] is json
