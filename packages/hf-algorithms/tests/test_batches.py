@@ -45,6 +45,7 @@ def test_prompts_are_the_columns_of_the_contract(dataset):
     assert batch["prompt_ids"].layout == torch.jagged
     assert len(dataset) == 3
     assert dataset.rows == tuple(ROWS)
+    assert dataset.max_prompt_tokens == 6
 
 
 def test_supervised_responses_end_and_are_cut(dataset, tokenizer):

@@ -155,7 +155,7 @@ def folder(tmp_path):
 
 def test_a_function_is_found_beside_the_configuration(folder):
     path = list(sys.path)
-    function = load_function("my_rewards:brevity", search_path=folder)
+    function = load_function("my_rewards:brevity", search_path=[folder])
     assert function(["p"], ["r"], ["a"]) == [0.5]
     assert sys.path == path
     assert load_function("hf_algorithms.rewards:exact_match") is exact_match
@@ -177,7 +177,7 @@ def test_a_function_is_found_beside_the_configuration(folder):
 )
 def test_a_wrong_name_is_answered_with_the_nearest(folder, name, says):
     with pytest.raises(ConfigError, match=says):
-        load_function(name, search_path=folder)
+        load_function(name, search_path=[folder])
 
 
 @pytest.mark.parametrize(
@@ -191,19 +191,19 @@ def test_a_wrong_name_is_answered_with_the_nearest(folder, name, says):
 def test_a_module_that_fails_to_import_shows_where(folder, source, says):
     (folder / "failing.py").write_text(source)
     with pytest.raises(ConfigError) as caught:
-        load_function("failing:score", search_path=folder)
+        load_function("failing:score", search_path=[folder])
     assert says in str(caught.value)
     assert "failing.py" in str(caught.value)
 
 
 def test_two_folders_may_use_one_name_but_not_pythons(folder):
-    first = load_function("my_rewards:brevity", search_path=folder)
+    first = load_function("my_rewards:brevity", search_path=[folder])
     other = folder / "other"
     other.mkdir()
     (other / "my_rewards.py").write_text("def brevity(prompts, responses, answers):\n    return [0.25]\n")
-    assert load_function("my_rewards:brevity", search_path=other)(["p"], ["r"], ["a"]) == [0.25]
+    assert load_function("my_rewards:brevity", search_path=[other])(["p"], ["r"], ["a"]) == [0.25]
     assert first(["p"], ["r"], ["a"]) == [0.5]
     (folder / "json.py").write_text("def score(prompts, responses, answers): ...\n")
     with pytest.raises(ConfigError, match=r"json.py has the name of a module that is already loaded.*rename the file"):
-        load_function("json:score", search_path=folder)
+        load_function("json:score", search_path=[folder])
     assert sys.modules["json"] is json

@@ -49,6 +49,11 @@ class PromptDataset:
         """The rows as they were given."""
         return self._rows
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self._prompt_ids))
+
     def prompts(self, indices: Iterable[int]) -> TensorDict:
         """The chosen rows to generate from.
 

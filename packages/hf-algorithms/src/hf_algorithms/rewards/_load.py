@@ -7,7 +7,7 @@ import importlib
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -19,12 +19,12 @@ from hf_protocols.errors import ConfigError
 __all__ = ["load_function"]
 
 
-def load_function(name: str, *, search_path: str | Path | None = None) -> Callable[..., Any]:
+def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Callable[..., Any]:
     """Import ``module`` and return its ``function``.
 
     Args:
         name: ``module:function``; dots lead into packages.
-        search_path: a folder to look for the module in before Python's own path, such as the configuration's. It is
+        search_path: folders to look for the module in before Python's own path, such as the configuration's. They are
             on ``sys.path`` only while the module is imported.
 
     Raises:
@@ -36,7 +36,7 @@ def load_function(name: str, *, search_path: str | Path | None = None) -> Callab
         raise ConfigError(
             f"{name!r} names no function: write module:function, such as hf_algorithms.rewards:exact_match"
         )
-    folders = [] if search_path is None else [str(Path(search_path).resolve())]
+    folders = [str(Path(folder).resolve()) for folder in search_path]
     module = _import(module_name, folders, name)
     function = getattr(module, function_name, None)
     if not callable(function):
