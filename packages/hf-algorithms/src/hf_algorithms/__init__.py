@@ -1,0 +1,52 @@
+"""PPO and its relatives as short programs over roles, and the ``hybridflow`` command.
+
+``hf`` stands for HybridFlow, not Hugging Face.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_algorithms.advantages import GAE
+    from hf_algorithms.config import Config, load_config, parse_config
+    from hf_algorithms.losses import PPOPolicyLoss, PPOValueLoss, SupervisedLoss
+    from hf_algorithms.recipes import RECIPES, PPOConfig, Recipe
+    from hf_algorithms.roles import Roles
+    from hf_algorithms.run import run_training
+    from hf_algorithms.run_directory import RunDirectory
+
+__all__ = [
+    "GAE",
+    "RECIPES",
+    "Config",
+    "PPOConfig",
+    "PPOPolicyLoss",
+    "PPOValueLoss",
+    "Recipe",
+    "Roles",
+    "RunDirectory",
+    "SupervisedLoss",
+    "load_config",
+    "parse_config",
+    "run_training",
+]
+
+_HOMES = {
+    "advantages": ("GAE",),
+    "config": ("Config", "load_config", "parse_config"),
+    "losses": ("PPOPolicyLoss", "PPOValueLoss", "SupervisedLoss"),
+    "recipes": ("RECIPES", "PPOConfig", "Recipe"),
+    "roles": ("Roles",),
+    "run": ("run_training",),
+    "run_directory": ("RunDirectory",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    # torch and transformers take seconds to import: only what is asked for is loaded
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

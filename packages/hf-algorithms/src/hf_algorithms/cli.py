@@ -1,0 +1,147 @@
+"""The ``hybridflow`` command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from hf_protocols import ConfigError, DataError, HybridFlowError, PlanError
+
+if TYPE_CHECKING:
+    from hf_protocols import MappingPlan
+
+__all__ = ["main"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="hf-algorithms", prog_name="hybridflow")
+def cli() -> None:
+    """Train language models with reinforcement learning: one program, many ranks."""
+
+
+@cli.command()
+@click.option("--output", type=click.Path(path_type=Path), default=Path("runs/quickstart"), show_default=True)
+@click.option("--seed", default=0, show_default=True)
+@click.option("--iterations", default=120, show_default=True, type=click.IntRange(min=1), help="PPO iterations.")
+@click.option("--ranks", default=2, show_default=True, type=click.IntRange(min=1), help="1 runs without Ray.")
+def quickstart(output: Path, seed: int, iterations: int, ranks: int) -> None:
+    """Teach a small model addition with PPO, on this machine. Replaces an earlier quickstart in OUTPUT."""
+    from hf_algorithms.quickstart import prepare_quickstart
+    from hf_algorithms.run import run_training
+    from hf_algorithms.run_directory import RunDirectory
+
+    directory = RunDirectory(output, overwrite=True)
+    config = prepare_quickstart(directory, seed=seed, iterations=iterations, ranks=ranks)
+    _print_summary(run_training(config, directory), directory.path)
+
+
+@cli.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key; repeatable.")
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Use this mapping plan.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier run in run.output_dir.")
+def train(config: Path, overrides: tuple[str, ...], plan_file: Path | None, overwrite: bool) -> None:
+    """Run the algorithm that CONFIG (TOML) describes on your data."""
+    from hf_algorithms.config import load_config
+    from hf_algorithms.run import run_training
+    from hf_algorithms.run_directory import RunDirectory
+
+    settings = load_config(config, overrides)
+    plan = _read_plan(plan_file) if plan_file else None
+    directory = RunDirectory(Path(settings.run.output_dir), overwrite=overwrite)
+    search_path = (os.getcwd(), str(config.resolve().parent))
+    _print_summary(run_training(settings, directory, plan=plan, search_path=search_path), directory.path)
+
+
+@cli.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key; repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON, as train --plan reads it.")
+def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Show where the models of CONFIG would go, and why."""
+    import tempfile
+
+    from rich.console import Console
+
+    from hf_algorithms.config import load_config
+    from hf_algorithms.run import load_inputs, plan_run
+    from hf_mapper import render_plan
+
+    settings = load_config(config, overrides)
+    with tempfile.TemporaryDirectory() as directory:
+        found = plan_run(settings, load_inputs(settings, Path(directory)))
+    if as_json:
+        click.echo(found.to_json(), nl=False)
+    else:
+        render_plan(found, Console())
+
+
+@cli.command()
+def doctor() -> None:
+    """Show versions, devices, memory and which backends are there."""
+    from rich.console import Console
+
+    from hf_algorithms.doctor import collect_checks, render_checks
+
+    sys.exit(render_checks(collect_checks(), Console()))
+
+
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def report(run: Path) -> None:
+    """Write RUN/report.html again from the run's files."""
+    from hf_algorithms.report import write_report
+
+    click.echo(write_report(run))
+
+
+def main() -> NoReturn:
+    """Entry point: one clear line for whatever a user can cause, and an exit code that tells it.
+
+    Exit codes: 1 a run that failed, 2 input that cannot be used, 130 Ctrl-C, 143 SIGTERM.
+    """
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        sys.exit(cli.main(standalone_mode=False))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (ConfigError, DataError, PlanError) as error:
+        _fail(str(error), 2)
+    except HybridFlowError as error:
+        _fail(str(error), 1)
+    except (KeyboardInterrupt, click.Abort):
+        _fail("interrupted; the files already written are complete", 130)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM unwinds the program like Ctrl-C, so that workers are shut down on the way out."""
+    sys.exit(128 + signum)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    click.echo(f"Error: {message}", err=True)
+    sys.exit(code)
+
+
+def _read_plan(path: Path) -> MappingPlan:
+    from hf_protocols import MappingPlan
+
+    try:
+        return MappingPlan.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(f"the plan {path} cannot be read: {error.strerror}") from None
+
+
+def _print_summary(summary: dict[str, Any], directory: Path) -> None:
+    click.echo(
+        f"exact match on held-out rows: {summary['exact_match_before']:.3f} -> {summary['exact_match_after']:.3f}   "
+        f"KL to the reference: {summary['kl_to_reference_nats']:.2f} nats per response   "
+        f"{summary['wall_s']:.0f} s\n{directory}"
+    )

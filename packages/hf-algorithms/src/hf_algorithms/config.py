@@ -1,0 +1,275 @@
+"""What a user writes: one TOML file, at most 60 keys, every one checked when it is read."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from hf_algorithms.recipes import AlgorithmConfig, PPOConfig
+from hf_protocols import ConfigError
+
+__all__ = [
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TrainingConfig",
+    "WarmStartConfig",
+    "config_keys",
+    "format_toml",
+    "load_config",
+    "parse_config",
+]
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RunConfig(_Section):
+    """``[run]``: what is run, and where its files go."""
+
+    output_dir: str = "runs/run"
+    """Directory of the run's files; must be new or empty."""
+    seed: int = 0
+    """Same seed, same number of ranks: same metrics."""
+    iterations: Count = 100
+    """Iterations of the algorithm."""
+    eval_every: Count = 10
+    """Iterations between two greedy evaluations on the validation rows."""
+    executor: Literal["ray", "in_process"] = "ray"
+    """``in_process`` runs one rank in the program itself, for debuggers."""
+
+
+class DataConfig(_Section):
+    """``[data]``: JSONL files, one object a line."""
+
+    train: str
+    """Path of the training rows."""
+    validation: str | None = None
+    """Path of the rows that are evaluated during a run; None: the first rows of ``train``."""
+    test: str | None = None
+    """Path of the held-out rows that are evaluated before and after; None: the validation rows."""
+    prompt_field: str = "prompt"
+    """Name of the field that holds the prompt."""
+    answer_field: str = "answer"
+    """Name of the field that holds the reference answer."""
+    max_eval_rows: Count = 500
+    """Rows of validation and test that are used, from the first."""
+
+
+class ModelConfig(_Section):
+    """``[model]``: a model that transformers loads, or the sizes of a fresh Llama."""
+
+    path: str | None = None
+    """Local directory or hub name; None: a fresh model of the sizes below."""
+    tokenizer: str | None = None
+    """``characters`` or ``bpe`` (made from the training rows), a directory or a hub name; None: the one of ``path``."""
+    vocab_size: Count = 2048
+    """Size of a tokenizer that is trained."""
+    hidden_size: Count = 160
+    intermediate_size: Count = 448
+    num_layers: Count = 4
+    num_heads: Count = 5
+    num_kv_heads: Count = 5
+    max_positions: Count = 32
+    """Context length of a fresh model: prompt and response together."""
+
+
+class WarmStartConfig(_Section):
+    """``[warm_start]``: supervised training before the algorithm starts."""
+
+    max_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps at most; 0: no warm start."""
+    batch_size: Count = 256
+    learning_rate: Positive = 1e-3
+    eval_every: Count = 10
+    """Steps between two evaluations on the validation rows."""
+    stop_at: Share | None = None
+    """Stop at the first evaluation that reaches this; an error if none does. None: run all steps."""
+    fail_above: Share = 1.0
+    """An error if the evaluation that stops is above this."""
+
+
+class OptimizerConfig(_Section):
+    """``[optimizer]``: AdamW of actor and critic."""
+
+    actor_learning_rate: Positive = 1e-6
+    critic_learning_rate: Positive = 1e-5
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Positive = 1.0
+
+
+class RolloutConfig(_Section):
+    """``[rollout]``: generation."""
+
+    backend: str = "transformers"
+    """Name of a ``hf_engine.rollout_backends`` entry point."""
+    batch_size: Count = 128
+    """Prompts of one iteration, over all ranks."""
+    samples_per_prompt: Count = 1
+    max_new_tokens: Count = 256
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """0: all tokens."""
+
+
+class RewardConfig(_Section):
+    """``[reward]``: Python functions ``module:function`` of (prompts, responses, answers), one number a response."""
+
+    function: str = "hf_algorithms.rewards:exact_match"
+    metric: str = "hf_algorithms.rewards:exact_match"
+    """What evaluation counts: 1 for a right response, 0 for another."""
+
+
+class TrainingConfig(_Section):
+    """``[training]``: the backend of actor, critic and reference."""
+
+    backend: str = "fsdp"
+    """Name of a ``hf_engine.train_backends`` entry point."""
+    micro_batch_tokens: Count = 8192
+    """Tokens, padding included, of one forward pass."""
+    shard: Literal["root", "layer"] = "layer"
+    """FSDP units: the whole model (small models), or each decoder layer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class ClusterConfig(_Section):
+    """``[cluster]``: the machines that the mapper plans for."""
+
+    gpu: str = "cpu"
+    """Kind of the catalogue of hf-mapper; ``cpu``: host processes."""
+    machines: Count = 1
+    gpus_per_machine: Count = 2
+    """Ranks per machine."""
+    inter_bandwidth_bytes_per_s: Positive = 25e9
+    """Between machines, one way; used where there is more than one."""
+    address: str | None = None
+    """Address of a running Ray cluster; None: a local one of the run's own."""
+    call_timeout_s: Positive = 600.0
+    """Deadline of one call to a worker group."""
+
+
+class Config(_Section):
+    """A whole run."""
+
+    run: RunConfig = RunConfig()
+    data: DataConfig
+    model: ModelConfig = ModelConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    algorithm: AlgorithmConfig = PPOConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    training: TrainingConfig = TrainingConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, then apply ``section.key=value`` overrides (values as in TOML; bare words are strings).
+
+    Relative paths inside the file are relative to where the command runs.
+
+    Raises:
+        ConfigError: for a missing or malformed file, an unknown key (with the nearest known one), or a bad value.
+    """
+    try:
+        body = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the configuration {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides:
+        _apply_override(body, override)
+    return parse_config(body)
+
+
+def parse_config(body: Mapping[str, Any]) -> Config:
+    """Check a mapping of sections and build the configuration.
+
+    Raises:
+        ConfigError: one line for every problem.
+    """
+    unknown = [key for key in _flatten(body) if key not in config_keys()]
+    if unknown:
+        raise ConfigError("\n".join(f"unknown key {key!r}{_nearest(key)}" for key in unknown))
+    try:
+        return Config.model_validate(body)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_describe(problem) for problem in error.errors())) from None
+
+
+def config_keys() -> tuple[str, ...]:
+    """Every key as ``section.key``, in order."""
+    return tuple(
+        f"{section}.{key}"
+        for section, field in Config.model_fields.items()
+        for key in cast("type[BaseModel]", field.annotation).model_fields
+    )
+
+
+def format_toml(config: Config) -> str:
+    """The resolved configuration as TOML text, every key present that has a value."""
+    lines: list[str] = []
+    for section, body in config.model_dump(mode="json", exclude_none=True).items():
+        # JSON's strings, numbers, booleans and flat lists are TOML's as well
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in body.items()), ""]
+    return "\n".join(lines)
+
+
+def _apply_override(body: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    section, dot, name = key.strip().partition(".")
+    if not (equals and dot and name):
+        raise ConfigError(f"--set {override!r}: write it as section.key=value, such as run.seed=1")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = body.setdefault(section, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"--set {override!r}: {section} is a value, not a section")
+    table[name] = value
+
+
+def _flatten(body: Mapping[str, Any]) -> Iterator[str]:
+    for section, table in body.items():
+        if isinstance(table, Mapping) and section in Config.model_fields:
+            yield from (f"{section}.{key}" for key in table)
+        elif section not in Config.model_fields:
+            yield section
+
+
+def _nearest(key: str) -> str:
+    known = config_keys() if "." in key else tuple(Config.model_fields)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+    if "." in key:
+        section, name = key.split(".", 1)
+        siblings = {k.split(".", 1)[1]: k for k in config_keys() if k.startswith(f"{section}.")}
+        anywhere = {k.split(".", 1)[1]: k for k in config_keys()}
+        close = difflib.get_close_matches(name, siblings, n=1) or difflib.get_close_matches(name, anywhere, n=1)
+        near = [{**anywhere, **siblings}[close[0]]] if close else near
+    return f": did you mean {near[0]!r}?" if near else ""
+
+
+def _describe(problem: Mapping[str, Any]) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "missing":
+        return f"{key} is missing: give it in the configuration"
+    return f"{key} = {problem['input']!r}: {problem['msg']}"

@@ -1,0 +1,39 @@
+"""Evaluation: greedy exact match, samples to read, and the sampled divergence from the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_algorithms.roles import Roles
+    from hf_controller import BatchFuture
+    from hf_engine import SamplingParams
+
+__all__ = ["collect_samples", "evaluate", "measure_divergence"]
+
+
+def evaluate(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> float:
+    """Share of prompts whose greedy response the metric counts as right."""
+    batch = _respond(roles, prompts, replace(sampling, greedy=True, n=1))
+    return float(roles.reward.compute_metric(batch).result()["eval/exact_match"])
+
+
+def collect_samples(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> list[dict[str, Any]]:
+    """Greedy responses as texts: prompt, response, answer, score."""
+    batch = _respond(roles, prompts, replace(sampling, greedy=True, n=1))
+    samples: list[dict[str, Any]] = roles.reward.collect_samples(batch).result()
+    return samples
+
+
+def measure_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> float:
+    """Mean sampled KL to the reference, nats per response: sum of log-prob differences over one sample a prompt."""
+    batch = _respond(roles, prompts, replace(sampling, n=1))
+    batch = batch.union(roles.actor.compute_logprobs(batch, temperature=sampling.temperature))
+    batch = batch.union(roles.reference.compute_ref_logprobs(batch, temperature=sampling.temperature))
+    batch = batch.union(roles.reward.compute_reward(batch))
+    return float(roles.advantage.compute_metrics(batch).result()["kl/mean"])
+
+
+def _respond(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> BatchFuture:
+    return prompts.union(roles.actor.generate_sequences(prompts, sampling))

@@ -1,0 +1,13 @@
+"""Losses: pure functions of one micro-batch, each a small frozen object that travels with the call.
+
+Every loss answers ``(loss_sum, metrics)``: the sum over the micro-batch's response tokens, which the engine divides
+by the global number of tokens, and ``{name: (sum, count)}``.
+"""
+
+from __future__ import annotations
+
+from hf_algorithms.losses._policy import PPOPolicyLoss
+from hf_algorithms.losses._supervised import SupervisedLoss
+from hf_algorithms.losses._value import PPOValueLoss
+
+__all__ = ["PPOPolicyLoss", "PPOValueLoss", "SupervisedLoss"]

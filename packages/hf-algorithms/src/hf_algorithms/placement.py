@@ -1,0 +1,74 @@
+"""Where a run's models go: the mapper's plan for the configured cluster, and the checks that a batch can follow it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import psutil
+
+from hf_algorithms.recipes import RECIPES
+from hf_mapper import HOST_KIND, ClusterSpec, MachineSpec, WorkloadSpec, gpu, host_gpu, map_dataflow
+from hf_protocols import ConfigError, Dataflow, MappingPlan, ModelShape, Topology
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import ClusterConfig, Config
+
+__all__ = ["MODEL_ROLES", "check_shares", "plan_placement"]
+
+MODEL_ROLES = ("actor", "critic", "reference")
+"""Roles that hold a model; the others call functions."""
+
+
+def plan_placement(config: Config, shape: ModelShape, *, prompt_tokens: int) -> MappingPlan:
+    """The mapper's best plan for the configured algorithm, cluster and workload.
+
+    Args:
+        prompt_tokens: longest prompt of the training rows.
+
+    Raises:
+        PlanError: if nothing fits.
+        ConfigError: for an unknown kind of GPU.
+    """
+    dataflow = Dataflow.preset(RECIPES[config.algorithm.name].dataflow)
+    workload = WorkloadSpec(
+        global_batch=config.rollout.batch_size,
+        samples_per_prompt=config.rollout.samples_per_prompt,
+        prompt_tokens=prompt_tokens,
+        response_tokens=config.rollout.max_new_tokens,
+        epochs=config.algorithm.epochs,
+        mini_batches=config.algorithm.mini_batches,
+    )
+    models = {role: shape for role in dataflow.roles if role in MODEL_ROLES}
+    return map_dataflow(dataflow, models, _describe_cluster(config.cluster), workload)
+
+
+def check_shares(config: Config, plan: MappingPlan) -> None:
+    """Every rank must get a row of every batch.
+
+    Raises:
+        ConfigError: naming the batch, the number of ranks and the keys that change either.
+    """
+    actor = plan.models["actor"]
+    assert actor.train is not None
+    topology = Topology(actor.train, actor.generation)
+    rows = config.rollout.batch_size * config.rollout.samples_per_prompt // config.algorithm.mini_batches
+    wanted = [("rollout.batch_size", config.rollout.batch_size, topology.num_gen_replicas, "generation replicas")]
+    for role in ("actor", "critic"):
+        layout = plan.models[role].train
+        share = "rollout.batch_size * rollout.samples_per_prompt / algorithm.mini_batches"
+        wanted.append((share, rows, layout.dp_size if layout else 1, f"data-parallel ranks of the {role}"))
+    for name, size, ranks, what in wanted:
+        if size < ranks:
+            raise ConfigError(
+                f"{name} = {size} rows cannot be shared by {ranks} {what}: raise rollout.batch_size, "
+                "or lower cluster.gpus_per_machine"
+            )
+
+
+def _describe_cluster(config: ClusterConfig) -> ClusterSpec:
+    slots = config.gpus_per_machine
+    kind = host_gpu(memory_bytes=psutil.virtual_memory().total // slots) if config.gpu == HOST_KIND else gpu(config.gpu)
+    return ClusterSpec(
+        machines=(MachineSpec(gpu=kind, num_gpus=slots, num_machines=config.machines),),
+        inter_bandwidth_bytes_per_s=config.inter_bandwidth_bytes_per_s,
+    )

@@ -1,0 +1,71 @@
+"""PPO for language models (paper, Figure 6): actor, critic, reference and reward.
+
+Deviations from Schulman et al. (2017) and from the paper's figure:
+
+- the reward is a Python function of the texts; a KL penalty against the reference enters as a token reward;
+- old log-probs are recomputed by the training engine, not taken from the sampler;
+- advantages are whitened over the whole batch; the value loss is clipped like the policy's;
+- each loss is a mean over all response tokens of a mini-batch, so long responses weigh more than short ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hf_algorithms.recipes._recipe import Recipe, mini_batch_rows
+
+if TYPE_CHECKING:
+    from hf_algorithms.roles import Roles
+    from hf_controller import BatchFuture, MetricsFuture
+    from hf_engine import SamplingParams
+
+__all__ = ["PPO", "PPOConfig", "step"]
+
+
+class PPOConfig(BaseModel):
+    """``[algorithm]`` with ``name = "ppo"``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Literal["ppo"] = "ppo"
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.02
+    """Weight of the KL penalty against the reference in the token rewards."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    clip_range: Annotated[float, Field(gt=0)] = 0.2
+    """The policy's ratio is clipped to 1 - clip_range ... 1 + clip_range."""
+    value_clip_range: Annotated[float, Field(gt=0)] = 0.2
+    """Values are clipped to this distance from the old ones."""
+    epochs: Annotated[int, Field(ge=1)] = 1
+    """Passes over one iteration's batch."""
+    mini_batches: Annotated[int, Field(ge=1)] = 1
+    """Updates per pass; each takes a global, seeded share of the rows."""
+
+
+def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, sampling: SamplingParams) -> Sequence[MetricsFuture]:
+    """One iteration; every line returns at once, and the data flows from worker to worker."""
+    from hf_algorithms.advantages import GAE
+    from hf_algorithms.losses import PPOPolicyLoss, PPOValueLoss
+
+    gae = GAE(gamma=config.gamma, gae_lambda=config.gae_lambda, kl_coefficient=config.kl_coefficient)
+    policy_loss = PPOPolicyLoss(clip_range=config.clip_range)
+    value_loss = PPOValueLoss(clip_range=config.value_clip_range)
+
+    batch = prompts.repeat(sampling.n).union(roles.actor.generate_sequences(prompts, sampling))
+    batch = batch.union(roles.actor.compute_logprobs(batch, temperature=sampling.temperature))
+    batch = batch.union(roles.critic.compute_values(batch))
+    batch = batch.union(roles.reference.compute_ref_logprobs(batch, temperature=sampling.temperature))
+    batch = batch.union(roles.reward.compute_reward(batch))
+    batch = batch.union(roles.advantage.compute_advantages(batch, gae))
+    metrics = [roles.advantage.compute_metrics(batch)]
+    num_rows = prompts.num_rows * sampling.n
+    for rows in mini_batch_rows(num_rows, config.mini_batches, epochs=config.epochs, seed=sampling.step):
+        metrics.append(roles.critic.update_critic(batch.rows(rows), value_loss))
+        metrics.append(roles.actor.update_actor(batch.rows(rows), policy_loss, temperature=sampling.temperature))
+    return metrics
+
+
+PPO = Recipe(name="ppo", dataflow="ppo", step=step)

@@ -1,0 +1,313 @@
+"""One run: everything is wired here, and only here; run state and commits of its files are owned here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_algorithms.config import Config, format_toml
+from hf_algorithms.data import PromptDataset, load_rows, select_rows
+from hf_algorithms.display import RunDisplay
+from hf_algorithms.evaluation import collect_samples, evaluate, measure_divergence
+from hf_algorithms.initial_model import InitialModel, build_initial_model
+from hf_algorithms.placement import check_shares, plan_placement
+from hf_algorithms.process_tree import MemoryMeter
+from hf_algorithms.recipes import RECIPES
+from hf_algorithms.recipes.sft import warm_start
+from hf_algorithms.report import write_report
+from hf_algorithms.rewards import load_function
+from hf_algorithms.roles import Roles
+from hf_algorithms.run_directory import RunDirectory
+from hf_algorithms.workers import ActorWorker, AdvantageWorker, CriticWorker, ReferenceWorker, RewardWorker
+from hf_controller import InProcessExecutor, RayExecutor, WorkerSpec, build_pools
+from hf_engine import SamplingParams, TrainConfig
+from hf_protocols import ConfigError, MappingPlan, NonFiniteLossError, ParallelSpec, Topology
+
+if TYPE_CHECKING:
+    from hf_controller import BatchFuture, Worker
+
+__all__ = ["RunInputs", "load_inputs", "plan_run", "run_training"]
+
+Executor = RayExecutor | InProcessExecutor
+
+_WORKERS: dict[str, type[Worker]] = {
+    "actor": ActorWorker,
+    "critic": CriticWorker,
+    "reference": ReferenceWorker,
+    "reward": RewardWorker,
+    "advantage": AdvantageWorker,
+}
+_NUM_SAMPLES = 12
+_PACKAGES = ("hf-algorithms", "torch", "ray", "transformers", "tensordict")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs:
+    """What a run reads before anything starts: the model and three data sets."""
+
+    model: InitialModel
+    train: PromptDataset
+    validation: PromptDataset
+    test: PromptDataset
+
+
+def load_inputs(config: Config, directory: Path) -> RunInputs:
+    """Read the data, load or make model and tokenizer; a fresh model is written to ``directory``.
+
+    Raises:
+        DataError, ConfigError: for whatever is missing or malformed.
+    """
+    rows = {name: _load_rows(config, name) for name in ("train", "validation", "test")}
+    model = build_initial_model(config.model, rows["train"], directory=directory, seed=config.run.seed)
+    limit = model.shape.max_positions - config.rollout.max_new_tokens
+    sets = {name: PromptDataset(part, model.tokenizer, max_prompt_tokens=limit) for name, part in rows.items()}
+    return RunInputs(model=model, **sets)
+
+
+def plan_run(config: Config, inputs: RunInputs) -> MappingPlan:
+    """The mapper's plan for this run."""
+    return plan_placement(config, inputs.model.shape, prompt_tokens=inputs.train.max_prompt_tokens)
+
+
+def run_training(
+    config: Config, directory: RunDirectory, *, plan: MappingPlan | None = None, search_path: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Warm start, algorithm and evaluations of one run; its files are left in ``directory``.
+
+    Args:
+        plan: where the models go; None lets the mapper decide.
+        search_path: folders where reward functions are looked for first.
+
+    Returns:
+        The contents of ``summary.json``.
+
+    Raises:
+        NonFiniteLossError: after the last good weights were exported to ``model/``.
+        HybridFlowError: for whatever else a user can cause.
+    """
+    for function in (config.reward.function, config.reward.metric):
+        load_function(function, search_path=search_path)
+    directory.write_text("config.toml", format_toml(config))
+    inputs = load_inputs(config, directory.path / "initial_model")
+    plan = plan or plan_run(config, inputs)
+    check_shares(config, plan)
+    directory.write_text("plan.json", plan.to_json())
+    with MemoryMeter() as memory, RunDisplay(config.run.iterations) as display, ExitStack() as stack:
+        display.phase("starting workers")
+        executor = stack.enter_context(_build_executor(config, plan))
+        roles = _build_roles(executor, config, plan, inputs, search_path)
+        run = _Run(config, directory, inputs, executor, roles, display, memory)
+        summary = run.execute()
+    write_report(directory.path)
+    return summary
+
+
+class _Run:
+    """The state of a run: where it stands, and what was measured."""
+
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        inputs: RunInputs,
+        executor: Executor,
+        roles: Roles,
+        display: RunDisplay,
+        memory: MemoryMeter,
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._inputs = inputs
+        self._executor = executor
+        self._roles = roles
+        self._display = display
+        self._memory = memory
+        self._started_s = time.perf_counter()
+        self._validation = self._put_first_rows(inputs.validation)
+        self._test = self._put_first_rows(inputs.test)
+        self._samples_s: list[float] = []
+        self._summary: dict[str, Any] = {"iterations": 0, "versions": {name: version(name) for name in _PACKAGES}}
+
+    def execute(self) -> dict[str, Any]:
+        """All phases in order; whatever happens, what was reached is on disk."""
+        try:
+            self._warm_start()
+            self._display.phase("evaluating the starting point")
+            samples = {"before": self._collect_samples()}
+            self._summary["exact_match_before"] = evaluate(self._roles, self._test, self._sampling(0))
+            self._display.phase(self._config.algorithm.name)
+            for iteration in range(1, self._config.run.iterations + 1):
+                self._iterate(iteration)
+            self._display.phase("evaluating the result")
+            self._summary["exact_match_after"] = evaluate(self._roles, self._test, self._sampling(0))
+            self._summary["kl_to_reference_nats"] = measure_divergence(self._roles, self._test, self._sampling(0))
+            samples["after"] = self._collect_samples()
+            self._directory.write_json("samples.json", samples)
+            self._export(self._directory.path / "model")
+        except NonFiniteLossError as error:
+            self._summary["stopped"] = str(error)
+            self._export(self._directory.path / "model")
+            raise
+        finally:
+            self._executor.trace.write_chrome(self._directory.path / "trace.json")
+            self._write_summary()
+        return self._summary
+
+    def _warm_start(self) -> None:
+        """Supervised training of the actor; critic and reference then start from its weights."""
+        config = self._config.warm_start
+        if config.max_steps == 0:
+            return
+        self._display.phase("warm start")
+        optimizer = self._config.optimizer
+        self._roles.actor.set_learning_rate(config.learning_rate).result()
+        self._summary["warm_start_steps"] = warm_start(
+            self._roles, self._supervised_batches(), self._evaluate_validation, config, note=self._display.note
+        )
+        warm = self._directory.path / "warm_model"
+        self._export(warm)
+        for role in ("actor", "critic", "reference"):
+            getattr(self._roles, role).load_model(str(warm)).result()
+        self._roles.actor.set_learning_rate(optimizer.actor_learning_rate).result()
+
+    def _iterate(self, iteration: int) -> None:
+        """One step of the recipe, its metrics, and an evaluation every now and then."""
+        config, recipe = self._config, RECIPES[self._config.algorithm.name]
+        start_s = time.perf_counter()
+        rows = select_rows(
+            len(self._inputs.train), config.rollout.batch_size, iteration=iteration - 1, seed=config.run.seed
+        )
+        prompts = self._executor.put(self._inputs.train.prompts(rows))
+        with self._executor.trace.label(iteration=iteration):
+            futures = recipe.step(self._roles, prompts, config.algorithm, self._sampling(iteration))
+            metrics = _average([future.result() for future in futures])
+        elapsed_s = time.perf_counter() - start_s
+        self._samples_s.append(elapsed_s)
+        if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
+            metrics["eval/exact_match"] = self._evaluate_validation()
+        samples = config.rollout.batch_size * config.rollout.samples_per_prompt
+        metrics["perf/samples_per_s"] = samples / elapsed_s
+        metrics["perf/tokens_per_s"] = samples * metrics["response/tokens"] / elapsed_s
+        metrics["time/iteration_s"] = elapsed_s
+        self._summary["iterations"] = iteration
+        self._directory.append_metrics({"iteration": iteration, **metrics})
+        self._display.iteration(iteration, metrics)
+        self._executor.trace.drain()
+
+    def _evaluate_validation(self) -> float:
+        return evaluate(self._roles, self._validation, self._sampling(0))
+
+    def _collect_samples(self) -> list[dict[str, Any]]:
+        rows = self._test.rows(range(min(_NUM_SAMPLES, self._test.num_rows)))
+        return collect_samples(self._roles, rows, self._sampling(0))
+
+    def _supervised_batches(self) -> Iterator[BatchFuture]:
+        data, config = self._inputs.train, self._config
+        step = 0
+        while True:
+            rows = select_rows(len(data), config.warm_start.batch_size, iteration=step, seed=config.run.seed + 1)
+            yield self._executor.put(data.supervised(rows, max_response_tokens=config.rollout.max_new_tokens))
+            step += 1
+
+    def _put_first_rows(self, data: PromptDataset) -> BatchFuture:
+        return self._executor.put(data.prompts(range(min(len(data), self._config.data.max_eval_rows))))
+
+    def _sampling(self, step: int) -> SamplingParams:
+        rollout = self._config.rollout
+        return SamplingParams(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            n=rollout.samples_per_prompt,
+            stop_token_ids=(self._inputs.model.tokenizer.eos_token_id,),
+            seed=self._config.run.seed,
+            step=step,
+        )
+
+    def _export(self, directory: Path) -> None:
+        self._roles.actor.export_model(str(directory)).result()
+        self._inputs.model.tokenizer.save_pretrained(directory)
+
+    def _write_summary(self) -> None:
+        rollout = self._config.rollout
+        busy_s = sum(self._samples_s)
+        if busy_s:
+            samples = rollout.batch_size * rollout.samples_per_prompt * len(self._samples_s)
+            self._summary["samples_per_s"] = samples / busy_s
+        self._summary["wall_s"] = time.perf_counter() - self._started_s
+        self._summary["peak_rss_bytes"] = self._memory.peak_bytes
+        self._directory.write_json("summary.json", self._summary)
+
+
+def _load_rows(config: Config, name: str) -> Any:
+    data = config.data
+    path = {"train": data.train, "validation": data.validation, "test": data.test or data.validation}[name]
+    rows = load_rows(path or data.train, prompt_field=data.prompt_field, answer_field=data.answer_field)
+    return rows if name == "train" else rows[: data.max_eval_rows]
+
+
+def _build_executor(config: Config, plan: MappingPlan) -> Executor:
+    if config.run.executor == "in_process":
+        return InProcessExecutor()
+    slots = sum(pool.num_slots for pool in plan.pools)
+    return RayExecutor(num_cpus=slots, address=config.cluster.address, call_timeout_s=config.cluster.call_timeout_s)
+
+
+def _build_roles(
+    executor: Executor, config: Config, plan: MappingPlan, inputs: RunInputs, search_path: Sequence[str]
+) -> Roles:
+    """The worker groups of every pool; models that share a pool share one process per slot."""
+    unknown = set(plan.models) - set(_WORKERS)
+    if unknown:
+        raise ConfigError(f"the plan has roles without a worker: {', '.join(sorted(unknown))}")
+    groups = {}
+    for name, pool in build_pools(plan).items():
+        specs = {role: _build_spec(role, config, plan, inputs, search_path) for role in plan.roles_of(name)}
+        groups.update(executor.build_groups(pool, specs, fused=len(specs) > 1))
+    return Roles(groups)
+
+
+def _build_spec(
+    role: str, config: Config, plan: MappingPlan, inputs: RunInputs, search_path: Sequence[str]
+) -> WorkerSpec:
+    model = plan.models[role]
+    kwargs: dict[str, Any] = {}
+    if role in ("actor", "critic", "reference"):
+        rate = config.optimizer.critic_learning_rate if role == "critic" else config.optimizer.actor_learning_rate
+        kwargs = {
+            "model": inputs.model.path,
+            "backend": model.backend,
+            "training": TrainConfig(
+                learning_rate=rate,
+                betas=config.optimizer.betas,
+                weight_decay=config.optimizer.weight_decay,
+                max_grad_norm=config.optimizer.max_grad_norm,
+                micro_batch_tokens=model.micro_batch_tokens,
+                dtype=config.training.dtype,
+                shard=config.training.shard,
+            ),
+        }
+    if role == "actor":
+        kwargs["rollout"] = config.rollout.backend
+    if role == "reward":
+        kwargs = {
+            "tokenizer": inputs.model.tokenizer_path,
+            "function": config.reward.function,
+            "metric": config.reward.metric,
+            "search_path": list(search_path),
+        }
+    topology = Topology(model.train or ParallelSpec(), model.generation)
+    return WorkerSpec(worker=_WORKERS[role], topology=topology, kwargs=kwargs, seed=config.run.seed)
+
+
+def _average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of every metric over the calls that reported it, names sorted."""
+    names = sorted({name for part in parts for name in part})
+    values = {name: [part[name] for part in parts if name in part] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}

@@ -1,0 +1,11 @@
+"""Role workers: an engine backend and a loss behind ``@register``; reward and advantage hold no model."""
+
+from __future__ import annotations
+
+from hf_algorithms.workers.actor import ActorWorker
+from hf_algorithms.workers.advantage import AdvantageWorker
+from hf_algorithms.workers.critic import CriticWorker
+from hf_algorithms.workers.reference import ReferenceWorker
+from hf_algorithms.workers.reward import RewardWorker
+
+__all__ = ["ActorWorker", "AdvantageWorker", "CriticWorker", "ReferenceWorker", "RewardWorker"]

@@ -1,0 +1,66 @@
+"""What actor, critic and reference share: a model on a training backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from hf_controller import Worker, WorkerContext
+from hf_engine import TrainConfig, load_train_backend
+from hf_protocols import ONE_TO_ALL, register
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from hf_engine import TrainBackend
+    from hf_engine.backends import LossFunction
+
+__all__ = ["SEQUENCE", "Metrics", "ModelWorker"]
+
+Metrics = dict[str, tuple[float, float]]
+
+SEQUENCE = ("prompt_ids", "response_ids", "response_mask")
+"""Columns that every forward pass reads."""
+
+
+class ModelWorker(Worker):
+    """One rank of a model on a training backend.
+
+    Args:
+        model: directory or hub name that transformers loads.
+        backend: name of a ``hf_engine.train_backends`` entry point.
+        training: optimizer, micro-batches, sharding.
+    """
+
+    head: Literal["lm", "value"] = "lm"
+    trainable = True
+
+    def __init__(self, context: WorkerContext, *, model: str, backend: str, training: TrainConfig) -> None:
+        super().__init__(context)
+        self._train: TrainBackend = load_train_backend(backend).build(
+            model,
+            topology=context.topology,
+            config=training,
+            head=self.head,
+            trainable=self.trainable,
+            seed=context.seed,
+        )
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def load_model(self, directory: str) -> None:
+        """Replace the weights by those of a Hugging Face directory; optimizer state starts anew."""
+        self._train.load_hf(directory)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def export_model(self, directory: str) -> None:
+        """Write the weights as a Hugging Face directory, atomically, from rank 0."""
+        self._train.export_hf(directory)
+
+    def close(self) -> None:
+        """Free the backend."""
+        self._train.close()
+
+    def _update(self, batch: TensorDict, loss: LossFunction, *, temperature: float = 1.0) -> Metrics:
+        """One optimizer step; the loss is a mean over all response tokens of all ranks."""
+        (tokens,) = self._train.sum_over_data([float(batch["response_mask"].values().sum())])
+        metrics = self._train.train_step(batch, loss, tokens, temperature=temperature)
+        return {name if "/" in name else f"{self.context.role}/{name}": pair for name, pair in metrics.items()}

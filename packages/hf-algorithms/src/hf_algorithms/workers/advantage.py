@@ -1,0 +1,60 @@
+"""Advantages: one process that sees the whole batch, and only its [B, T] columns (design of the data flow)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from hf_algorithms.jagged import pad_rows, unpad_rows
+from hf_algorithms.workers._model import Metrics
+from hf_controller import Worker
+from hf_protocols import RANK_ZERO, register
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
+__all__ = ["AdvantageWorker"]
+
+Estimator = Callable[[Mapping[str, "torch.Tensor"]], dict[str, "torch.Tensor"]]
+
+
+class AdvantageWorker(Worker):
+    """Numerical work over a whole batch: whitening and groups see every row."""
+
+    needs_process_group = False
+
+    @register(
+        protocol=RANK_ZERO,
+        reads=("response_mask", "scores", "old_logprobs", "ref_logprobs?", "values?"),
+        writes=("advantages", "returns"),
+    )
+    def compute_advantages(self, batch: TensorDict, estimator: Estimator) -> TensorDict:
+        """What ``estimator`` makes of the padded columns: ``advantages`` and ``returns``, jagged [B, T]."""
+        from tensordict import TensorDict
+
+        padded = {name: pad_rows(column) for name, column in batch.items()}
+        columns = {name: unpad_rows(value, batch["response_mask"]) for name, value in estimator(padded).items()}
+        return TensorDict(columns, batch_size=batch.batch_size)
+
+    @register(
+        protocol=RANK_ZERO,
+        returns="metrics",
+        reads=("response_mask", "scores", "old_logprobs", "ref_logprobs", "rollout_logprobs"),
+    )
+    def compute_metrics(self, batch: TensorDict) -> Metrics:
+        """Means over responses: score, sampled KL to the reference in nats, tokens; and the sampler's mismatch.
+
+        ``rollout/logprob_gap`` is the mean over tokens of |sampler's log-prob - trainer's|.
+        """
+        rows = float(len(batch))
+        mask = pad_rows(batch["response_mask"])
+        old, reference, sampled = (
+            pad_rows(batch[name]) * mask for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+        )
+        return {
+            "reward/mean": (float(batch["scores"].sum()), rows),
+            "kl/mean": (float((old - reference).sum()), rows),
+            "response/tokens": (float(mask.sum()), rows),
+            "rollout/logprob_gap": (float((sampled - old).abs().sum()), float(mask.sum())),
+        }

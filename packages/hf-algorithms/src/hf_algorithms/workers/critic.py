@@ -1,0 +1,31 @@
+"""The critic: values of states, trained beside the actor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker
+from hf_protocols import THREE_D, register
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from hf_engine.backends import LossFunction
+
+__all__ = ["CriticWorker"]
+
+
+class CriticWorker(ModelWorker):
+    """One rank of the critic: the model's trunk with a scalar head."""
+
+    head = "value"
+
+    @register(protocol=THREE_D, reads=SEQUENCE, writes=("values",))
+    def compute_values(self, batch: TensorDict) -> TensorDict:
+        """``values``, jagged [B, T]: the value before each response token was drawn."""
+        return self._train.compute_values(batch)
+
+    @register(protocol=THREE_D, returns="metrics", reads=(*SEQUENCE, "values", "returns"))
+    def update_critic(self, batch: TensorDict, loss: LossFunction) -> Metrics:
+        """One optimizer step on ``loss``."""
+        return self._update(batch, loss)

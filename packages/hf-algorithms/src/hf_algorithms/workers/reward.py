@@ -1,0 +1,79 @@
+"""The reward: a role whose worker calls Python functions on texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from hf_algorithms.jagged import decode_text
+from hf_algorithms.rewards import RewardFunction, compute_scores, load_function
+from hf_algorithms.workers._model import Metrics
+from hf_controller import Worker, WorkerContext
+from hf_protocols import DP, RANK_ZERO, register
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["RewardWorker"]
+
+_READS = ("prompt_ids", "response_ids", "answer")
+
+
+class RewardWorker(Worker):
+    """One rank of the reward; it needs no model and no process group.
+
+    Args:
+        tokenizer: directory or hub name, to read texts from token ids.
+        function: ``module:function`` that scores responses.
+        metric: ``module:function`` that counts right responses in evaluations.
+        search_path: folders where the functions' modules are looked for first.
+    """
+
+    needs_process_group = False
+
+    def __init__(
+        self, context: WorkerContext, *, tokenizer: str, function: str, metric: str, search_path: Sequence[str]
+    ) -> None:
+        super().__init__(context)
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self._function = load_function(function, search_path=search_path)
+        self._metric = load_function(metric, search_path=search_path)
+
+    @register(protocol=DP, reads=_READS, writes=("scores",))
+    def compute_reward(self, batch: TensorDict) -> TensorDict:
+        """``scores`` float32 [B], one for each response.
+
+        Raises:
+            RewardError: if the function raises, or does not answer one finite number for each response.
+        """
+        import torch
+        from tensordict import TensorDict
+
+        scores = torch.tensor(self._score(self._function, batch), dtype=torch.float32)
+        return TensorDict({"scores": scores}, batch_size=batch.batch_size)
+
+    @register(protocol=DP, returns="metrics", reads=_READS)
+    def compute_metric(self, batch: TensorDict) -> Metrics:
+        """``eval/exact_match``: the share of responses that the metric function counts as right."""
+        scores = self._score(self._metric, batch)
+        return {"eval/exact_match": (sum(scores), float(len(scores)))}
+
+    @register(protocol=RANK_ZERO, returns="object", reads=_READS)
+    def collect_samples(self, batch: TensorDict) -> list[dict[str, Any]]:
+        """Prompt, response, answer and score of every row, as texts."""
+        prompts, responses, answers = self._texts(batch)
+        scores = compute_scores(self._metric, prompts, responses, answers)
+        rows = zip(prompts, responses, answers, scores, strict=True)
+        return [dict(zip(("prompt", "response", "answer", "score"), row, strict=True)) for row in rows]
+
+    def _score(self, function: RewardFunction, batch: TensorDict) -> list[float]:
+        return compute_scores(function, *self._texts(batch))
+
+    def _texts(self, batch: TensorDict) -> tuple[list[str], list[str], list[str]]:
+        prompts, responses = (
+            self._tokenizer.batch_decode([row.tolist() for row in batch[name].unbind()], skip_special_tokens=True)
+            for name in ("prompt_ids", "response_ids")
+        )
+        return prompts, responses, decode_text(batch["answer"])

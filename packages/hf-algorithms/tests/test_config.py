@@ -1,0 +1,86 @@
+"""Reading configurations: what is wrong is named, with the nearest thing that would be right."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from hf_algorithms.config import Config, config_keys, format_toml, load_config, parse_config
+from hf_protocols import ConfigError
+
+MINIMAL = {"data": {"train": "rows.jsonl"}}
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def test_at_most_60_keys() -> None:
+    assert len(config_keys()) == len(set(config_keys())) <= 60
+
+
+def test_a_resolved_configuration_reads_back_as_itself() -> None:
+    config = parse_config({**MINIMAL, "run": {"seed": 3}, "data": {"train": 'odd "name"\\ and\ttab.jsonl'}})
+    assert parse_config(tomllib.loads(format_toml(config))) == config
+
+
+def test_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:
+    path = write(tmp_path, '[data]\ntrain = "a.jsonl"\n[run]\nseed = 1\n')
+    config = load_config(path, ["run.seed=7", "data.train=b.jsonl", "optimizer.betas=[0.8, 0.9]"])
+    assert (config.run.seed, config.data.train, config.optimizer.betas) == (7, "b.jsonl", (0.8, 0.9))
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("run.itertions", "run.iterations"),
+        ("rollout.learning_rate", "warm_start.learning_rate"),
+        ("algorithm.clip", "algorithm.clip_range"),
+        ("rolout", "rollout"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_known_one(key: str, nearest: str) -> None:
+    section, _, name = key.partition(".")
+    with pytest.raises(ConfigError, match=f"unknown key '{key}': did you mean '{nearest}'"):
+        parse_config({**MINIMAL, section: {name: 1}})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, r"data is missing"),
+        ({"data": {}}, r"data\.train is missing"),
+        ({**MINIMAL, "run": {"iterations": 0}}, r"run\.iterations = 0: .*greater than or equal to 1"),
+        ({**MINIMAL, "run": {"executor": "slurm"}}, r"run\.executor = 'slurm': .*'ray' or 'in_process'"),
+        ({**MINIMAL, "rollout": {"temperature": float("nan")}}, r"rollout\.temperature"),
+        ({**MINIMAL, "run": 5}, r"run = 5"),
+    ],
+)
+def test_a_bad_value_names_its_key(body: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_config(body)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"), [(["run"], "section.key=value"), (["run.seed"], "section.key=value")]
+)
+def test_a_malformed_override_says_how_to_write_one(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, ""), overrides)
+
+
+def test_a_missing_and_a_malformed_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml cannot be read: No such file"):
+        load_config(tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(write(tmp_path, "[run\n"))
+
+
+def test_every_shipped_configuration_is_valid() -> None:
+    examples = sorted((Path(__file__).parents[3] / "examples").glob("*.toml"))
+    assert examples
+    assert all(isinstance(load_config(example), Config) for example in examples)

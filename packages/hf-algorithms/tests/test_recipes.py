@@ -1,0 +1,122 @@
+"""Recipes run over recording roles: the calls they make are those of the published dataflow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_algorithms.config import WarmStartConfig
+from hf_algorithms.recipes import RECIPES, PPOConfig, mini_batch_rows
+from hf_algorithms.recipes.sft import WarmStartError, warm_start
+from hf_algorithms.roles import Roles
+from hf_protocols import ConfigError, Dataflow
+
+
+class Recorded:
+    """Stands for a batch or a metrics future, and knows how many rows it has."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def repeat(self, times: int) -> Recorded:
+        return Recorded(self.num_rows * times)
+
+    def union(self, other: Recorded) -> Recorded:
+        assert other.num_rows == self.num_rows
+        return self
+
+    def rows(self, index: list[int]) -> Recorded:
+        return Recorded(len(index))
+
+    def result(self) -> dict[str, float]:
+        return {"supervised/loss": 0.5}
+
+
+class RecordingGroup:
+    def __init__(self, role: str, calls: list[tuple[str, str, int]]) -> None:
+        self._role = role
+        self._calls = calls
+
+    def __getattr__(self, method: str) -> Any:
+        def call(batch: Recorded, *args: Any, **kwargs: Any) -> Recorded:
+            self._calls.append((self._role, method, batch.num_rows))
+            times = args[0].n if method == "generate_sequences" else 1
+            return Recorded(batch.num_rows * times)
+
+        return call
+
+
+class Sampling:
+    n = 2
+    temperature = 1.0
+    step = 3
+
+
+def record(config: PPOConfig, num_prompts: int) -> list[tuple[str, str, int]]:
+    calls: list[tuple[str, str, int]] = []
+    roles = Roles({role: RecordingGroup(role, calls) for role in Dataflow.preset("ppo").roles})
+    RECIPES["ppo"].step(roles, Recorded(num_prompts), config, Sampling())
+    return calls
+
+
+def test_ppo_makes_the_calls_of_its_dataflow_in_order() -> None:
+    calls = [(role, method) for role, method, _ in record(PPOConfig(), 8) if method != "compute_metrics"]
+    assert calls == [(call.role, call.method) for call in Dataflow.preset("ppo").calls]
+
+
+def test_ppo_updates_on_every_row_once_an_epoch() -> None:
+    calls = record(PPOConfig(epochs=2, mini_batches=3), 8)
+    for method in ("update_critic", "update_actor"):
+        rows = [num_rows for _, name, num_rows in calls if name == method]
+        assert len(rows) == 6
+        assert sum(rows) == 2 * 16
+
+
+@given(num_rows=st.integers(1, 50), parts=st.integers(1, 8), epochs=st.integers(1, 3), seed=st.integers(0, 2**31))
+def test_mini_batches_partition_every_epoch(num_rows: int, parts: int, epochs: int, seed: int) -> None:
+    batches = list(mini_batch_rows(num_rows, parts, epochs=epochs, seed=seed))
+    assert len(batches) == parts * epochs
+    for epoch in range(epochs):
+        epoch_batches = batches[epoch * parts : (epoch + 1) * parts]
+        assert Counter(row for batch in epoch_batches for row in batch) == Counter(range(num_rows))
+        sizes = [len(batch) for batch in epoch_batches]
+        assert max(sizes) - min(sizes) <= 1
+    assert batches == list(mini_batch_rows(num_rows, parts, epochs=epochs, seed=seed))
+
+
+def test_a_role_that_the_plan_lacks_is_named() -> None:
+    with pytest.raises(ConfigError, match="no role 'critic': the plan has actor"):
+        _ = Roles({"actor": RecordingGroup("actor", [])}).critic
+
+
+def run_warm_start(scores: list[float], **config: Any) -> tuple[int, list[str]]:
+    notes: list[str] = []
+    roles = Roles({"actor": RecordingGroup("actor", [])})
+    answers = iter(scores)
+    settings = WarmStartConfig(max_steps=10, eval_every=2, **config)
+    steps = warm_start(roles, iter([Recorded(4)] * 10), lambda: next(answers), settings, note=notes.append)
+    return steps, notes
+
+
+def test_the_warm_start_stops_at_the_first_evaluation_that_reaches_its_mark() -> None:
+    steps, notes = run_warm_start([0.1, 0.36, 0.9], stop_at=0.35)
+    assert steps == 4
+    assert len(notes) == 2
+
+
+def test_without_a_mark_the_warm_start_takes_all_steps() -> None:
+    assert run_warm_start([0.9] * 5)[0] == 10
+
+
+def test_a_warm_start_that_jumps_over_the_mark_is_an_error() -> None:
+    with pytest.raises(WarmStartError, match=r"jumped to 0\.900, above warm_start\.fail_above=0\.5"):
+        run_warm_start([0.1, 0.9], stop_at=0.35, fail_above=0.5)
+
+
+def test_a_warm_start_that_never_arrives_is_an_error() -> None:
+    with pytest.raises(WarmStartError, match=r"stop_at=0\.35 within warm_start\.max_steps=10"):
+        run_warm_start([0.1] * 5, stop_at=0.35)
