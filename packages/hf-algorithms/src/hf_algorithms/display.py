@@ -1,0 +1,134 @@
+"""What a run shows while it runs: a live panel on a terminal, one plain line per event anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["RunDisplay"]
+
+# Name in the metrics, label, format.
+_SHOWN = (
+    ("reward/mean", "reward", "{:.3f}"),
+    ("eval/exact_match", "exact match", "{:.3f}"),
+    ("kl/mean", "KL", "{:.3f}"),
+    ("perf/tokens_per_s", "tokens/s", "{:,.0f}"),
+)
+_HISTORY = 40
+# Iterations whose mean duration predicts the rest: enough to be steady, few enough to follow a change.
+_WINDOW = 20
+
+
+class RunDisplay:
+    """Shows phases, iterations and notes of a run; a context manager.
+
+    Args:
+        total_iterations: the iterations that the run will make, for the bar and the remaining time.
+        console: where to; None is standard output. A console that is no interactive terminal gets plain lines.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self, total_iterations: int, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total = total_iterations
+        self._console = console or Console()
+        self._clock = clock
+        self._ends_s: deque[float] = deque([clock()], maxlen=_WINDOW + 1)
+        # Replaced, never changed: the panel's own thread reads them at any time.
+        self._known: Mapping[str, float] = {}
+        self._rewards: tuple[float, ...] = ()
+        self._exit = ExitStack()
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[eta]}"),
+            console=self._console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("starting", total=total_iterations, eta="")
+
+    def __enter__(self) -> RunDisplay:
+        if self._is_live:
+            self._exit.enter_context(Live(console=self._console, get_renderable=self._render, refresh_per_second=8))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exit.close()
+
+    def phase(self, text: str) -> None:
+        """Name what happens from now on; the remaining time counts from here."""
+        self._ends_s.clear()
+        self._ends_s.append(self._clock())
+        self._progress.update(self._task, description=text, eta="")
+        if not self._is_live:
+            self._print(text)
+
+    def iteration(self, number: int, metrics: Mapping[str, float]) -> None:
+        """Show iteration ``number`` (from 1); a metric that is absent keeps its last known value."""
+        self._ends_s.append(self._clock())
+        self._known = {**self._known, **{name: metrics[name] for name, _, _ in _SHOWN if name in metrics}}
+        if "reward/mean" in metrics:
+            self._rewards = (*self._rewards, metrics["reward/mean"])[-_HISTORY:]
+        eta = f"ETA {_format_duration(self._remaining_s(number))}"
+        self._progress.update(self._task, completed=number, eta=eta)
+        if not self._is_live:
+            width = len(str(self._total))
+            numbers = [f"{label} {value}" for label, value in self._numbers()]
+            self._print("  ".join([f"iteration {number:>{width}}/{self._total}", *numbers, eta]))
+
+    def note(self, text: str) -> None:
+        """Leave a line above the panel."""
+        self._print(text)
+
+    @property
+    def _is_live(self) -> bool:
+        return self._console.is_interactive
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(text), soft_wrap=True)
+
+    def _remaining_s(self, number: int) -> float:
+        elapsed_s = self._ends_s[-1] - self._ends_s[0]
+        return elapsed_s / (len(self._ends_s) - 1) * max(0, self._total - number)
+
+    def _numbers(self) -> list[tuple[str, str]]:
+        return [(label, form.format(self._known[name])) for name, label, form in _SHOWN if name in self._known]
+
+    def _render(self) -> Group:
+        if not self._known:
+            return Group(self._progress)
+        grid = Table.grid(padding=(0, 3))
+        cells = [Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in self._numbers()]
+        if not self._console.options.ascii_only:
+            cells.append(Text(_sparkline(self._rewards), style="green"))
+        grid.add_row(Text(" "), *cells)
+        return Group(self._progress, grid)
+
+
+def _format_duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    """One block character per finite value, from the lowest to the highest."""
+    finite = [value for value in values if abs(value) < float("inf")]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    return "".join(chr(0x2581 + (round(7 * (value - low) / span) if span else 0)) for value in finite)
