@@ -39,9 +39,7 @@ def test_plain_output_is_one_line_per_event():
         "warm start",
         "step 10: exact match 0.100 [/not markup] " + "x" * 100,
         "ppo",
-        "iteration   1/120  reward 0.500  KL 0.031  3,214 tokens/s  ETA 3:58".replace(
-            "3,214 tokens/s", "tokens/s 3,214"
-        ),
+        "iteration   1/120  reward 0.500  KL 0.031  tokens/s 3,214  ETA 3:58",
         "iteration   2/120  reward 0.500  exact match 0.360  KL 0.031  tokens/s 3,214  ETA 5:54",
         "iteration   3/120  reward 0.500  exact match 0.360  KL 0.031  tokens/s 3,214  ETA 3:54",
     ]
@@ -65,7 +63,7 @@ def test_a_terminal_gets_a_panel_that_is_left_standing():
             display.iteration(number, {**METRICS, "reward/mean": number / 3, "eval/exact_match": 0.6})
     text = console.file.getvalue()
     last = text[text.rindex("3/3") :]
-    for part in ("exact match", "0.600", "3,214", "ETA 0:00", "\u2581\u2585\u2588"):
+    for part in ("exact match", "0.600", "3,214", "ETA 0:00", "\u2581\u2584\u2588"):
         assert part in last
     assert "a note" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1

@@ -20,9 +20,8 @@ def test_the_peak_is_a_sum_over_the_tree_and_outlives_the_processes():
     own = psutil.Process().memory_info().rss
     with MemoryMeter(interval_s=0.02) as meter:
         before = meter.peak_bytes
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        command = [sys.executable, "-c", CHILD]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert child.stdout.readline() == "held\n"
         threading.Event().wait(0.2)
         child.communicate("\n", timeout=30)
