@@ -1,0 +1,73 @@
+"""Which GPUs, which placement, which parallelism for an RLHF dataflow: answered on a laptop, with the reasons.
+
+::
+
+    from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu, map_dataflow
+    from hf_protocols import Dataflow, ModelShape
+
+    shape = ModelShape.preset("llama-2-13b")
+    machine = MachineSpec(gpu=gpu("a100-80"), num_gpus=8, num_machines=2)
+    plan = map_dataflow(
+        Dataflow.preset("ppo"),
+        {role: shape for role in ("actor", "critic", "reference", "reward")},
+        ClusterSpec(machines=(machine,), inter_bandwidth_bytes_per_s=25e9),
+        WorkloadSpec(global_batch=1024, prompt_tokens=1024, response_tokens=1024, mini_batches=8),
+    )
+"""
+
+from __future__ import annotations
+
+from hf_mapper.config import MapperConfig, read_config
+from hf_mapper.demand import ModelDemand
+from hf_mapper.feasibility import find_smallest_cluster, is_feasible
+from hf_mapper.parallelism import ModelOption, best_parallelism
+from hf_mapper.placements import PoolRequest, Slots, pack, set_partitions
+from hf_mapper.report import build_report
+from hf_mapper.search import compute_cost, map_dataflow
+from hf_mapper.simulators import (
+    Estimate,
+    estimate_memory,
+    simulate_generation,
+    simulate_inference,
+    simulate_training,
+)
+from hf_mapper.specs import (
+    ClusterSpec,
+    EfficiencySpec,
+    GpuSpec,
+    MachineSpec,
+    WorkloadSpec,
+    gpu,
+    host_gpu,
+    known_gpus,
+)
+
+__all__ = [
+    "ClusterSpec",
+    "EfficiencySpec",
+    "Estimate",
+    "GpuSpec",
+    "MachineSpec",
+    "MapperConfig",
+    "ModelDemand",
+    "ModelOption",
+    "PoolRequest",
+    "Slots",
+    "WorkloadSpec",
+    "best_parallelism",
+    "build_report",
+    "compute_cost",
+    "estimate_memory",
+    "find_smallest_cluster",
+    "gpu",
+    "host_gpu",
+    "is_feasible",
+    "known_gpus",
+    "map_dataflow",
+    "pack",
+    "read_config",
+    "set_partitions",
+    "simulate_generation",
+    "simulate_inference",
+    "simulate_training",
+]

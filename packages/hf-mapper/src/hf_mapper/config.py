@@ -1,0 +1,178 @@
+"""A mapping problem as a TOML file.
+
+::
+
+    dataflow = "ppo"                    # ppo, remax, safe-rlhf or grpo
+    backends = ["fsdp", "megatron"]     # optional
+
+    [models]                            # a preset, a path to a config.json or its directory, or a table of sizes
+    actor = "llama-2-13b"
+    critic = "llama-2-13b"
+    reference = "llama-2-13b"
+    reward = "models/reward/config.json"
+
+    [cluster]
+    inter_bandwidth_bytes_per_s = 25e9  # per machine, one way
+
+    [[cluster.machines]]
+    gpu = "a100-80"                     # a name of the catalogue, or a table of GpuSpec's fields
+    num_gpus = 8
+    num_machines = 2
+
+    [workload]
+    global_batch = 1024
+    prompt_tokens = 1024
+    response_tokens = 1024
+    mini_batches = 8
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+from hf_mapper._names import unknown_name
+from hf_mapper.specs import HOST_KIND, ClusterSpec, EfficiencySpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
+from hf_protocols import ConfigError, Dataflow, ModelShape
+
+__all__ = ["MapperConfig", "read_config"]
+
+T = TypeVar("T")
+
+_SIMPLE = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapperConfig:
+    """The arguments of ``map_dataflow``."""
+
+    dataflow: Dataflow
+    models: Mapping[str, ModelShape]
+    cluster: ClusterSpec
+    workload: WorkloadSpec
+    backends: tuple[str, ...] | None = None
+
+
+def read_config(path: Path | str) -> MapperConfig:
+    """Read a mapping problem; paths in it are relative to the file.
+
+    Raises:
+        ConfigError: for a missing or malformed file, an unknown key (with the nearest), a missing one, or a value that
+            cannot be used.
+    """
+    path = Path(path)
+    body = _load(path)
+    known = ("dataflow", "backends", "models", "cluster", "workload")
+    _check_keys(path.name, body, known, required=("dataflow", "models", "cluster", "workload"))
+    if not isinstance(body["dataflow"], str):
+        raise ConfigError(f"{path.name}: dataflow={body['dataflow']!r} must be the name of a preset, such as 'ppo'")
+    models = _table(body["models"], "models")
+    return MapperConfig(
+        dataflow=Dataflow.preset(body["dataflow"]),
+        models={role: _read_model(entry, f"models.{role}", path.parent) for role, entry in models.items()},
+        cluster=_read_cluster(_table(body["cluster"], "cluster")),
+        workload=_build(WorkloadSpec, _table(body["workload"], "workload"), "workload"),
+        backends=_read_backends(body.get("backends")),
+    )
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: give the path of a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from error
+
+
+def _read_model(entry: Any, where: str, folder: Path) -> ModelShape:
+    if isinstance(entry, dict):
+        return _build(ModelShape, {"name": where.removeprefix("models."), **entry}, where)
+    if not isinstance(entry, str):
+        raise ConfigError(f"{where}={entry!r} must be a preset's name, a path or a table of sizes")
+    if entry.endswith(".json") or "/" in entry:
+        return ModelShape.from_config(folder / entry)
+    return ModelShape.preset(entry)
+
+
+def _read_cluster(table: dict[str, Any]) -> ClusterSpec:
+    machines = table.get("machines")
+    if not isinstance(machines, list) or not all(isinstance(machine, dict) for machine in machines):
+        raise ConfigError("cluster.machines must be one [[cluster.machines]] table or more")
+    return _build(ClusterSpec, {**table, "machines": tuple(map(_read_machine, machines))}, "cluster")
+
+
+def _read_machine(table: dict[str, Any]) -> MachineSpec:
+    where = "cluster.machines"
+    _check_keys(where, table, [field.name for field in dataclasses.fields(MachineSpec)], required=("gpu", "num_gpus"))
+    return _build(MachineSpec, {**table, "gpu": _read_gpu(table["gpu"], f"{where}.gpu")}, where)
+
+
+def _read_gpu(entry: Any, where: str) -> GpuSpec:
+    if isinstance(entry, str):
+        return gpu(entry)
+    table = _table(entry, where)
+    if table.get("kind") == HOST_KIND:
+        figures = {key: value for key, value in table.items() if key != "kind"}
+        known = [name for name in get_type_hints(host_gpu) if name != "return"]
+        _check_keys(where, figures, known, required=("memory_bytes",))
+        _check_types(figures, get_type_hints(host_gpu), where)
+        return host_gpu(**figures)
+    if "efficiency" in table:
+        efficiency = _table(table["efficiency"], f"{where}.efficiency")
+        table = {**table, "efficiency": _build(EfficiencySpec, efficiency, f"{where}.efficiency")}
+    return _build(GpuSpec, {"source": "the configuration", **table}, where)
+
+
+def _read_backends(entry: Any) -> tuple[str, ...] | None:
+    if entry is None:
+        return None
+    if not isinstance(entry, list) or not all(isinstance(name, str) for name in entry):
+        raise ConfigError(f"backends={entry!r} must be a list of names")
+    return tuple(entry)
+
+
+def _build(of: type[T], table: Mapping[str, Any], where: str) -> T:
+    """An ``of`` from a table whose keys are its fields."""
+    fields = dataclasses.fields(of)  # type: ignore[arg-type]
+    required = [field.name for field in fields if _is_required(field)]
+    _check_keys(where, table, [field.name for field in fields], required=required)
+    _check_types(table, get_type_hints(of), where)
+    return of(**table)
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _table(entry: Any, where: str) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}={entry!r} must be a table")
+    return entry
+
+
+def _check_keys(where: str, table: Mapping[str, Any], known: list[str] | tuple[str, ...], *, required: Any) -> None:
+    for key in table:
+        if key not in known:
+            raise unknown_name(f"{where}: key", key, known)
+    missing = [key for key in required if key not in table]
+    if missing:
+        raise ConfigError(f"{where}: {', '.join(missing)} missing")
+
+
+def _check_types(table: Mapping[str, Any], hints: Mapping[str, Any], where: str) -> None:
+    """Numbers, texts and booleans as annotated; the specs themselves check everything else."""
+    for key, entry in table.items():
+        options = getattr(hints[key], "__args__", (hints[key],))
+        simple = next((option for option in options if option in _SIMPLE), None)
+        if simple is None:
+            continue
+        accepted: tuple[type, ...] = (int, float) if simple is float else (simple,)
+        if not isinstance(entry, accepted) or (isinstance(entry, bool) and simple is not bool):
+            raise ConfigError(f"{where}: {key}={entry!r} must be {_SIMPLE[simple]}")

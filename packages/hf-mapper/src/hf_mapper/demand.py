@@ -1,0 +1,83 @@
+"""What a dataflow asks of each model: which kinds of call, in which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hf_mapper._names import unknown_name
+from hf_mapper.specs import WorkloadSpec
+from hf_protocols import CallKind, ConfigError, Dataflow, ModelShape, PlanError
+
+__all__ = ["ModelDemand", "build_demands", "find_function_roles", "number_demands"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDemand:
+    """One model's part of an iteration: ``calls[stage]`` are the kinds of its calls there, in program order.
+
+    Roles with equal demands are interchangeable for the search.
+    """
+
+    model: ModelShape
+    calls: tuple[tuple[CallKind, ...], ...]
+
+    @property
+    def kinds(self) -> frozenset[CallKind]:
+        """The kinds of call that occur at all."""
+        return frozenset(kind for stage in self.calls for kind in stage)
+
+    @property
+    def trained(self) -> bool:
+        """Whether gradients and an optimizer are held."""
+        return "training" in self.kinds
+
+    @property
+    def generates(self) -> bool:
+        """Whether a generation layout and a KV cache are needed."""
+        return "generation" in self.kinds
+
+
+def build_demands(
+    dataflow: Dataflow, models: Mapping[str, ModelShape], workload: WorkloadSpec
+) -> dict[str, ModelDemand]:
+    """The demand of every role that has a model, in the dataflow's order of roles.
+
+    Raises:
+        ConfigError: for a model whose role is not in the dataflow (with the nearest), or whose positions are fewer
+            than the workload's tokens.
+        PlanError: for a role that trains or generates and has no model, or when no role has one.
+    """
+    for role in models:
+        if role not in dataflow.roles:
+            raise unknown_name(f"dataflow {dataflow.name!r}: role", role, dataflow.roles)
+    for call in dataflow.calls:
+        if call.kind in ("training", "generation") and call.role not in models:
+            raise PlanError(f"{call.role}.{call.method} is a {call.kind} call: give models[{call.role!r}] a ModelShape")
+    if not models:
+        raise PlanError(f"dataflow {dataflow.name!r}: no role has a ModelShape, so there is nothing to place")
+    for role, model in models.items():
+        if workload.sequence_tokens > model.max_positions:
+            raise ConfigError(
+                f"{role}: prompt_tokens + response_tokens = {workload.sequence_tokens} exceeds the "
+                f"{model.max_positions} positions of {model.name}: shorten one or choose another model"
+            )
+    stages = dataflow.stages()
+    return {
+        role: ModelDemand(
+            model=models[role],
+            calls=tuple(tuple(call.kind for call in stage if call.role == role) for stage in stages),
+        )
+        for role in dataflow.roles
+        if role in models
+    }
+
+
+def number_demands(demands: Iterable[ModelDemand]) -> list[ModelDemand]:
+    """The different demands among ``demands``: those of inference first, then training, then generation."""
+    return sorted(dict.fromkeys(demands), key=lambda demand: (demand.generates, demand.trained))
+
+
+def find_function_roles(dataflow: Dataflow, models: Mapping[str, ModelShape]) -> tuple[str, ...]:
+    """Roles without a model (reward functions, advantages), in the dataflow's order; each gets one host slot."""
+    return tuple(role for role in dataflow.roles if role not in models)

@@ -1,0 +1,227 @@
+"""Every layout of one model on n devices of one kind, with its times and bytes; and the best under a memory budget.
+
+A layout respects: tp inside a machine; heads, KV heads and MLP width divisible by tp; layers by pp; the sequences of
+an update by dp; the prompts by the number of generation replicas. Generation layouts nest in Megatron's training
+layouts (paper, section 5.1); FSDP, which does not cut the model, generates with any gen_tp inside a machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hf_mapper._names import unknown_name
+from hf_mapper.demand import ModelDemand
+from hf_mapper.simulators.generation import simulate_rollout, simulate_transition
+from hf_mapper.simulators.inference import simulate_inference
+from hf_mapper.simulators.memory import default_backend, state_bytes
+from hf_mapper.simulators.training import simulate_training
+from hf_mapper.specs import HOST_KIND, ClusterSpec, MachineSpec, WorkloadSpec
+from hf_protocols import ConfigError, GenerationSpec, ModelShape, ParallelSpec
+
+__all__ = [
+    "BACKENDS",
+    "ModelOption",
+    "best_parallelism",
+    "build_options",
+    "default_backends",
+    "generation_layouts",
+    "parallel_layouts",
+    "wave_counts",
+]
+
+BACKENDS = ("fsdp", "megatron")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOption:
+    """One way to run one model on a number of devices.
+
+    ``stage_s[i]`` is its time in stage i of the dataflow; ``state_bytes`` per rank stay, ``work_bytes`` is what its
+    largest call adds. A pool holds the states of all its models and the work of one call at a time.
+    """
+
+    parallel: ParallelSpec
+    backend: str
+    generation: GenerationSpec | None
+    num_waves: int
+    stage_s: tuple[float, ...]
+    state_bytes: float
+    work_bytes: float
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes per rank when the model is alone."""
+        return self.state_bytes + self.work_bytes
+
+
+def default_backends(gpu_kind: str, backends: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The training backends to choose from: those given, else FSDP on host slots and both on accelerators.
+
+    Raises:
+        ConfigError: for an unknown name or none at all.
+    """
+    if backends is None:
+        return ("fsdp",) if gpu_kind == HOST_KIND else BACKENDS
+    for backend in backends:
+        if backend not in BACKENDS:
+            raise unknown_name("backend", backend, BACKENDS)
+    if not backends:
+        raise ConfigError(f"backends is empty: give one or more of {', '.join(BACKENDS)}")
+    return tuple(backends)
+
+
+def parallel_layouts(
+    model: ModelShape,
+    machine: MachineSpec,
+    num_gpus: int,
+    workload: WorkloadSpec,
+    backends: Sequence[str],
+    trained: bool,
+) -> Iterator[tuple[ParallelSpec, str]]:
+    """Every valid (layout, backend) of ``num_gpus`` ranks, pp then tp ascending.
+
+    The backend is FSDP where pp = tp = 1 and Megatron elsewhere; Megatron takes pp = tp = 1 too where FSDP is absent.
+    """
+    rows = workload.mini_batch_sequences if trained else workload.num_sequences
+    for pp in _divisors(num_gpus):
+        for tp in _divisors(num_gpus // pp):
+            parallel = ParallelSpec(pp_size=pp, tp_size=tp, dp_size=num_gpus // (pp * tp))
+            backend = default_backend(parallel)
+            if backend not in backends:
+                if pp * tp > 1:
+                    continue
+                backend = backends[0]
+            fits_model = model.num_layers % pp == 0 and _splits(model, tp) and model.num_kv_heads % tp == 0
+            if fits_model and _inside_machine(machine, num_gpus, tp) and rows % parallel.dp_size == 0:
+                yield parallel, backend
+
+
+def generation_layouts(
+    model: ModelShape, machine: MachineSpec, parallel: ParallelSpec, backend: str, workload: WorkloadSpec
+) -> Iterator[GenerationSpec]:
+    """Every valid generation layout on the ranks of ``parallel``, gen_pp then gen_tp ascending."""
+    num_gpus = parallel.world_size
+    tensor_sizes = _divisors(num_gpus) if backend == "fsdp" else _divisors(parallel.tp_size)
+    for gen_pp in _divisors(parallel.pp_size):
+        for gen_tp in tensor_sizes:
+            heads = model.num_kv_heads % gen_tp == 0 or gen_tp % model.num_kv_heads == 0
+            valid = heads and _splits(model, gen_tp) and _inside_machine(machine, num_gpus, gen_tp)
+            if valid and workload.global_batch % (num_gpus // (gen_pp * gen_tp)) == 0:
+                yield GenerationSpec(gen_pp_size=gen_pp, gen_tp_size=gen_tp)
+
+
+def wave_counts(workload: WorkloadSpec, num_replicas: int) -> tuple[int, ...]:
+    """Numbers of rounds in which a replica may generate its sequences: powers of two up to the workload's limit."""
+    most = min(workload.max_generation_waves, workload.num_sequences // num_replicas)
+    return tuple(2**power for power in range(most.bit_length()))
+
+
+def build_options(
+    demand: ModelDemand, cluster: ClusterSpec, num_gpus: int, workload: WorkloadSpec, backends: Sequence[str]
+) -> tuple[ModelOption, ...]:
+    """Every way to run ``demand`` on ``num_gpus`` devices of ``cluster``, which has one kind of machine."""
+    options: list[ModelOption] = []
+    rollouts: dict[tuple[GenerationSpec, int], tuple[float, float]] = {}
+    for parallel, backend in parallel_layouts(
+        demand.model, cluster.machine, num_gpus, workload, backends, demand.trained
+    ):
+        state = state_bytes(demand.model, parallel, workload, trained=demand.trained, backend=backend)
+        stage_s, work = _forward_calls(demand, cluster, parallel, workload, backend)
+        base = ModelOption(
+            parallel=parallel,
+            backend=backend,
+            generation=None,
+            num_waves=1,
+            stage_s=stage_s,
+            state_bytes=sum(state.values()),
+            work_bytes=work,
+        )
+        if demand.generates:
+            options.extend(_with_generation(demand, cluster, base, workload, rollouts))
+        else:
+            options.append(base)
+    return tuple(options)
+
+
+def best_parallelism(
+    demand: ModelDemand,
+    cluster: ClusterSpec,
+    num_gpus: int,
+    workload: WorkloadSpec,
+    *,
+    budget_bytes: float,
+    backends: Sequence[str] | None = None,
+) -> ModelOption | None:
+    """The fastest way to run one model alone within ``budget_bytes`` per rank (paper, Algorithm 2).
+
+    Of equally fast ones the one with the least memory, then the first in order of layouts. None when nothing fits.
+    """
+    allowed = default_backends(cluster.machine.gpu.kind, backends)
+    options = build_options(demand, cluster, num_gpus, workload, allowed)
+    fitting = [option for option in options if option.memory_bytes <= budget_bytes]
+    return min(fitting, key=lambda option: (sum(option.stage_s), option.memory_bytes), default=None)
+
+
+def _forward_calls(
+    demand: ModelDemand, cluster: ClusterSpec, parallel: ParallelSpec, workload: WorkloadSpec, backend: str
+) -> tuple[tuple[float, ...], float]:
+    """(seconds per stage, largest work) of the training and inference calls."""
+    estimates = {}
+    if "training" in demand.kinds:
+        estimates["training"] = simulate_training(demand.model, cluster, parallel, workload, backend=backend)
+    if "inference" in demand.kinds:
+        estimates["inference"] = simulate_inference(demand.model, cluster, parallel, workload, backend=backend)
+    stage_s = tuple(
+        sum((estimates[kind].latency_s for kind in stage if kind in estimates), 0.0) for stage in demand.calls
+    )
+    return stage_s, max((estimate.memory_bytes for estimate in estimates.values()), default=0.0)
+
+
+def _with_generation(
+    demand: ModelDemand,
+    cluster: ClusterSpec,
+    base: ModelOption,
+    workload: WorkloadSpec,
+    rollouts: dict[tuple[GenerationSpec, int], tuple[float, float]],
+) -> Iterator[ModelOption]:
+    """``base`` with every generation layout and number of waves; one transition per stage that generates."""
+    parallel, world_size = base.parallel, base.parallel.world_size
+    counts = [stage.count("generation") for stage in demand.calls]
+    for generation in generation_layouts(demand.model, cluster.machine, parallel, base.backend, workload):
+        transition = simulate_transition(
+            demand.model, cluster, parallel, workload, generation=generation, backend=base.backend
+        )
+        for waves in wave_counts(workload, world_size // generation.replica_size):
+            if (generation, waves) not in rollouts:
+                rollout = simulate_rollout(
+                    demand.model, cluster, workload, world_size=world_size, generation=generation, num_waves=waves
+                )
+                rollouts[generation, waves] = rollout.latency_s, rollout.memory_bytes
+            rollout_s, cache = rollouts[generation, waves]
+            yield ModelOption(
+                parallel=parallel,
+                backend=base.backend,
+                generation=generation,
+                num_waves=waves,
+                stage_s=tuple(
+                    seconds + (transition.latency_s + count * rollout_s if count else 0.0)
+                    for seconds, count in zip(base.stage_s, counts, strict=True)
+                ),
+                state_bytes=base.state_bytes,
+                work_bytes=max(base.work_bytes, transition.memory_bytes + cache),
+            )
+
+
+def _splits(model: ModelShape, tp: int) -> bool:
+    return model.num_heads % tp == 0 and model.intermediate_size % tp == 0
+
+
+def _inside_machine(machine: MachineSpec, num_gpus: int, tp: int) -> bool:
+    """Whether groups of ``tp`` consecutive ranks stay in a machine: ``pack`` gives whole machines and one remainder."""
+    whole, rest = divmod(num_gpus, machine.num_gpus)
+    return rest % tp == 0 and (whole == 0 or machine.num_gpus % tp == 0)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

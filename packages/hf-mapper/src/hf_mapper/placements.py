@@ -1,0 +1,91 @@
+"""Which models share a pool (set partitions), and where a pool's devices are (``pack``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hf_mapper.specs import ClusterSpec
+
+__all__ = ["PoolRequest", "Slots", "pack", "set_partitions"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolRequest:
+    """``num_gpus`` devices of the machines ``cluster.machines[machine]``."""
+
+    machine: int
+    num_gpus: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """``slots`` devices of machine number ``index`` among those of ``cluster.machines[machine]``."""
+
+    machine: int
+    index: int
+    slots: int
+
+
+def set_partitions(items: Sequence[T]) -> Iterator[tuple[tuple[T, ...], ...]]:
+    """Every way to split ``items`` into non-empty sets, fewest sets first: Bell(n) of them (15 for four models).
+
+    Sets keep the order of ``items``, and stand in order of their first item.
+    """
+    yield from sorted(_split(tuple(items)), key=len)
+
+
+def pack(cluster: ClusterSpec, requests: Sequence[PoolRequest]) -> tuple[tuple[Slots, ...], ...] | None:
+    """The machines of each request, or None when they do not fit together.
+
+    A pool takes whole machines first and the rest of it in one more machine, so that tensor-parallel groups of a size
+    that divides both stay inside a machine. Whole machines go in order of the requests; then the rests, largest first,
+    into the first machine with room, trying the next ones where that leaves no room for the others. Exact: None means
+    that no such assignment exists, and a smaller request never fails where a larger one fitted.
+    """
+    placed: list[list[Slots]] = [[] for _ in requests]
+    for kind, machine in enumerate(cluster.machines):
+        chosen = [number for number, request in enumerate(requests) if request.machine == kind]
+        rests, used = [], 0
+        for number in chosen:
+            whole, rest = divmod(requests[number].num_gpus, machine.num_gpus)
+            placed[number] += [Slots(machine=kind, index=used + i, slots=machine.num_gpus) for i in range(whole)]
+            used += whole
+            if rest:
+                rests.append((rest, number))
+        if used > machine.num_machines:
+            return None
+        rests.sort(key=lambda item: -item[0])
+        room = [machine.num_gpus] * min(machine.num_machines - used, len(rests))
+        bins = _fill([rest for rest, _ in rests], room)
+        if bins is None:
+            return None
+        for (rest, number), index in zip(rests, bins, strict=True):
+            placed[number].append(Slots(machine=kind, index=used + index, slots=rest))
+    return tuple(map(tuple, placed))
+
+
+def _split(items: tuple[T, ...]) -> Iterator[tuple[tuple[T, ...], ...]]:
+    if not items:
+        yield ()
+        return
+    *front, last = items
+    for partition in _split(tuple(front)):
+        for number, members in enumerate(partition):
+            yield (*partition[:number], (*members, last), *partition[number + 1 :])
+        yield (*partition, (last,))
+
+
+def _fill(sizes: list[int], room: list[int]) -> list[int] | None:
+    """A bin for each size, first fit with backtracking."""
+    if not sizes:
+        return []
+    for index, free in enumerate(room):
+        if free >= sizes[0]:
+            rest = _fill(sizes[1:], [*room[:index], free - sizes[0], *room[index + 1 :]])
+            if rest is not None:
+                return [index, *rest]
+    return None

@@ -1,0 +1,135 @@
+"""What a set of models can do on n devices of one kind: the trade-offs between its stages that fit in memory.
+
+Models of one pool run one after another, so their times in a stage add; their states stay side by side, and one call
+at a time adds its work. An iteration is a sum over stages of a maximum over pools, which never grows when a pool's
+time in a stage shrinks. So of a set's combinations only those matter that no other one undercuts in every stage: the
+frontier. Frontiers of single models carry memory as two more coordinates, which makes one of them serve every budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_mapper.demand import ModelDemand
+from hf_mapper.frontier import find_frontier
+from hf_mapper.parallelism import ModelOption, build_options, default_backends
+from hf_mapper.placements import PoolRequest
+from hf_mapper.specs import ClusterSpec, WorkloadSpec
+
+__all__ = ["PoolOption", "PoolTable"]
+
+Members = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolOption:
+    """A set of models on a pool: one ``ModelOption`` per member, seconds per stage, bytes per device."""
+
+    request: PoolRequest
+    members: tuple[ModelOption, ...]
+    stage_s: tuple[float, ...]
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class _Combinations:
+    """Rows of stage seconds, state bytes and work bytes; with the index of each member's option."""
+
+    values: NDArray[np.float64]
+    chosen: NDArray[np.intp]
+
+
+@dataclass(kw_only=True)
+class PoolTable:
+    """Memoised options of the models and of the sets of models that occur.
+
+    Models go by their number in ``demands``, sets by the sorted tuple of these: equal models are computed once.
+    Demands with many options stand last: what a set's last model adds needs no frontier over memory.
+    """
+
+    demands: Sequence[ModelDemand]
+    cluster: ClusterSpec
+    workload: WorkloadSpec
+    backends: Sequence[str] | None = None
+    _options: dict[tuple[int, PoolRequest], tuple[ModelOption, ...]] = field(default_factory=dict)
+    _combinations: dict[tuple[Members, PoolRequest], _Combinations] = field(default_factory=dict)
+    _pools: dict[Members, tuple[PoolOption, ...]] = field(default_factory=dict)
+
+    def options(self, demand: int, request: PoolRequest) -> tuple[ModelOption, ...]:
+        """The ways to run one model on a pool of its own that matter: no other has less time and less memory."""
+        key = (demand, request)
+        if key not in self._options:
+            cluster = self.cluster.only(request.machine)
+            usable = cluster.machine.gpu.usable_bytes
+            backends = default_backends(cluster.machine.gpu.kind, self.backends)
+            every = build_options(self.demands[demand], cluster, request.num_gpus, self.workload, backends)
+            fitting = [option for option in every if option.memory_bytes <= usable]
+            self._options[key] = tuple(fitting[row] for row in find_frontier(self._rows(fitting)))
+        return self._options[key]
+
+    def pool_options(self, members: Members) -> tuple[PoolOption, ...]:
+        """The ways to run a set of models on any pool that matter: no other is as fast everywhere on as few devices.
+
+        In order of the sum over stages.
+        """
+        if members not in self._pools:
+            found: list[PoolOption] = []
+            for kind, machine in enumerate(self.cluster.machines):
+                of_kind = [
+                    option
+                    for count in range(1, machine.total_gpus + 1)
+                    for option in self._on(members, PoolRequest(machine=kind, num_gpus=count))
+                ]
+                if of_kind:
+                    points = np.array([(*option.stage_s, option.request.num_gpus) for option in of_kind])
+                    found += [of_kind[row] for row in find_frontier(points)]
+            self._pools[members] = tuple(sorted(found, key=lambda option: sum(option.stage_s)))
+        return self._pools[members]
+
+    def _on(self, members: Members, request: PoolRequest) -> list[PoolOption]:
+        combined = self._join(members, request)
+        stages, memory = combined.values[:, :-2], combined.values[:, -2:].sum(axis=1)
+        return [
+            PoolOption(
+                request=request,
+                members=tuple(
+                    self.options(demand, request)[index]
+                    for demand, index in zip(members, combined.chosen[row], strict=True)
+                ),
+                stage_s=tuple(float(seconds) for seconds in stages[row]),
+                memory_bytes=float(memory[row]),
+            )
+            for row in find_frontier(stages)
+        ]
+
+    def _combine(self, members: Members, request: PoolRequest) -> _Combinations:
+        """What ``_join`` finds, without combinations that need no less time and no less memory than another."""
+        key = (members, request)
+        if key not in self._combinations:
+            joined = self._join(members, request)
+            kept = find_frontier(joined.values)
+            self._combinations[key] = _Combinations(joined.values[kept], joined.chosen[kept])
+        return self._combinations[key]
+
+    def _join(self, members: Members, request: PoolRequest) -> _Combinations:
+        """The combinations of all members but the last, with every option of the last, where memory allows."""
+        *front, last = members
+        rows = self._rows(self.options(last, request))
+        if not front:
+            return _Combinations(rows, np.arange(len(rows))[:, None])
+        before = self._combine(tuple(front), request)
+        left, right = (index.ravel() for index in np.indices((len(before.values), len(rows))))
+        values = before.values[left] + rows[right]
+        values[:, -1] = np.maximum(before.values[left, -1], rows[right, -1])
+        usable = self.cluster.machines[request.machine].gpu.usable_bytes
+        fits = values[:, -2] + values[:, -1] <= usable
+        return _Combinations(values[fits], np.column_stack((before.chosen[left], right))[fits])
+
+    def _rows(self, options: Sequence[ModelOption]) -> NDArray[np.float64]:
+        """Seconds per stage, state bytes and work bytes of each option: ``[M, stages + 2]``."""
+        rows = [(*option.stage_s, option.state_bytes, option.work_bytes) for option in options]
+        return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.demands[0].calls) + 2)

@@ -1,0 +1,130 @@
+"""The plan as tables: where each model runs and how, and what each stage waits for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hf_protocols import GenerationSpec, MappingPlan, ModelPlan, ParallelSpec, PlanError, PoolPlan
+
+__all__ = ["build_report"]
+
+_BAR_CELLS = 10
+_GIB = 2**30
+
+
+def build_report(plan: MappingPlan) -> RenderableType:
+    """For a rich console: tables of pools, models and stages, and one line with the iteration's time.
+
+    Layouts are written pp-tp-dp, generation pp-tp.
+
+    Raises:
+        PlanError: for a plan without the mapper's estimates.
+    """
+    estimates = plan.estimates
+    missing = [key for key in ("iteration_s", "stages", "pools", "models", "idle_gpus") if key not in estimates]
+    if missing:
+        raise PlanError(f"this plan lacks estimates ({', '.join(missing)}): make it with map_dataflow to report on it")
+    tables = _build_pool_table(plan), _build_model_table(plan), _build_stage_table(plan)
+    return Group(*tables, _build_summary(estimates))
+
+
+def _build_table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
+def _build_pool_table(plan: MappingPlan) -> Table:
+    table = _build_table("Pools", "pool", "devices")
+    table.add_column("memory GiB of each", no_wrap=True)
+    for pool in plan.pools:
+        table.add_row(pool.name, _describe_devices(pool), _draw_memory(plan.estimates["pools"].get(pool.name)))
+    return table
+
+
+def _build_model_table(plan: MappingPlan) -> Table:
+    """Seconds stand in the columns of the stages that take any."""
+    estimates = plan.estimates["models"]
+    busy = [index for index, stage in enumerate(plan.estimates["stages"]) if stage["latency_s"]]
+    table = _build_table("Models", "model", "train pp-tp-dp", "generate pp-tp")
+    for heading in (*(f"s in {index + 1}" for index in busy), "state GiB", "work GiB"):
+        table.add_column(heading, justify="right")
+    for role, model in plan.models.items():
+        if model.train is None or role not in estimates:
+            table.add_row(role, model.backend)
+            continue
+        estimate = estimates[role]
+        table.add_row(
+            role,
+            f"{_format_layout(model.train)} {model.backend}",
+            _describe_generation(model, estimate["generation_waves"]),
+            *(_format_seconds(estimate["stage_s"][index]) for index in busy),
+            _format_gib(estimate["state_bytes"]),
+            _format_gib(estimate["work_bytes"]),
+        )
+    return table
+
+
+def _build_stage_table(plan: MappingPlan) -> Table:
+    table = _build_table("Stages", "stage", "calls", "s", "waits for pool")
+    for number, stage in enumerate(plan.estimates["stages"], start=1):
+        table.add_row(
+            str(number), "\n".join(stage["calls"]), _format_seconds(stage["latency_s"]), stage["waits_for"] or "-"
+        )
+    return table
+
+
+def _build_summary(estimates: Any) -> Text:
+    idle = f", {estimates['idle_gpus']} devices idle" if estimates["idle_gpus"] else ""
+    found = estimates.get("search", {})
+    proven = "" if found.get("complete", True) else " (search stopped: the best so far)"
+    return Text(f"iteration {_format_seconds(estimates['iteration_s'])} s{idle}{proven}", style="bold")
+
+
+def _describe_devices(pool: PoolPlan) -> str:
+    """``"16 x a100-80 on 2 machines"``, one part for each kind."""
+    slots, machines = Counter[str](), Counter[str]()
+    for machine in pool.machines:
+        slots[machine.gpu_kind] += machine.slots
+        machines[machine.gpu_kind] += 1
+    parts = [
+        f"{slots[kind]} x {kind}" + (f" on {machines[kind]} machines" if machines[kind] > 1 else "") for kind in slots
+    ]
+    return ", ".join(parts)
+
+
+def _describe_generation(model: ModelPlan, num_waves: int | None) -> str:
+    if model.generation is None:
+        return "-"
+    waves = f" in {num_waves} waves" if num_waves and num_waves > 1 else ""
+    return _format_layout(model.generation) + waves
+
+
+def _draw_memory(pool: Any) -> Text:
+    if pool is None:
+        return Text("-")
+    part = pool["memory_bytes"] / pool["usable_bytes"]
+    full = min(_BAR_CELLS, round(part * _BAR_CELLS))
+    bar = "#" * full + "." * (_BAR_CELLS - full)
+    return Text(f"{bar} {_format_gib(pool['memory_bytes'])} of {_format_gib(pool['usable_bytes'])}")
+
+
+def _format_layout(layout: ParallelSpec | GenerationSpec) -> str:
+    if isinstance(layout, GenerationSpec):
+        return f"{layout.gen_pp_size}-{layout.gen_tp_size}"
+    return f"{layout.pp_size}-{layout.tp_size}-{layout.dp_size}"
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds:.3g}" if seconds < 100 else f"{seconds:.0f}"
+
+
+def _format_gib(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:.3g}"

@@ -1,0 +1,148 @@
+"""The exact search: set partitions x allocations x layouts, under the simulators' cost and one ``pack``.
+
+The cost is the paper's (Algorithm 1): a pool's time in a stage is the sum over its models, a stage's the maximum over
+pools, an iteration's the sum over stages. Idle devices are allowed. Costs that agree in nine digits are ties: the
+fewest pools win, then the fewest devices, then the first in a fixed order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_mapper.demand import build_demands, find_function_roles, number_demands
+from hf_mapper.feasibility import build_infeasible_error
+from hf_mapper.placements import PoolRequest, pack, set_partitions
+from hf_mapper.planning import PlacedPool, build_plan
+from hf_mapper.pools import PoolOption, PoolTable
+from hf_mapper.specs import ClusterSpec, WorkloadSpec
+from hf_protocols import Dataflow, MappingPlan, ModelShape
+
+__all__ = ["compute_cost", "map_dataflow"]
+
+StopSign = Callable[[], bool]
+
+
+def map_dataflow(
+    dataflow: Dataflow,
+    models: Mapping[str, ModelShape],
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+    should_stop: StopSign | None = None,
+    *,
+    backends: Sequence[str] | None = None,
+) -> MappingPlan:
+    """The placement, allocation and layouts with the shortest iteration.
+
+    A role without a model (a reward function, advantages) gets a host slot of its own, beside the cluster's.
+    ``should_stop`` is asked between candidates once a plan is known; when it says yes, the best plan so far is the
+    answer and ``estimates["search"]["complete"]`` is False. ``backends`` are the training backends to choose from;
+    by default FSDP on host slots, which have no other, and FSDP and Megatron on accelerators.
+
+    Raises:
+        PlanError: when nothing fits, naming the smallest cluster that would do; or when a role lacks its model.
+        ConfigError: for an unknown role or backend, or a workload that a model cannot take.
+    """
+    demands = build_demands(dataflow, models, workload)
+    numbered = number_demands(demands.values())
+    number_of = {role: numbered.index(demand) for role, demand in demands.items()}
+    table = PoolTable(demands=numbered, cluster=cluster, workload=workload, backends=backends)
+    search = _Search(table=table, should_stop=should_stop or (lambda: False))
+    for partition in set_partitions(tuple(demands)):
+        sets = [tuple(sorted(roles, key=lambda role: number_of[role])) for roles in partition]
+        search.try_partition(sets, number_of)
+        if search.stopped:
+            break
+    if not search.best:
+        raise build_infeasible_error(dataflow, models, cluster, workload, backends)
+    return build_plan(
+        dataflow,
+        cluster,
+        workload,
+        pools=search.best,
+        functions=find_function_roles(dataflow, models),
+        search={"complete": not search.stopped, "placements_tried": search.placements_tried},
+    )
+
+
+def compute_cost(stage_s_of_pools: Sequence[Sequence[float]]) -> float:
+    """Seconds of an iteration: the sum over stages of the slowest pool's time."""
+    return sum(map(max, zip(*stage_s_of_pools, strict=True)), 0.0)
+
+
+def _rounded(cost: float) -> float:
+    """Nine digits of ``cost``: the resolution at which two costs differ."""
+    return float(f"{cost:.8e}")
+
+
+@dataclass(kw_only=True)
+class _Search:
+    """Depth-first over the pools of one partition after another, cut where no completion can win."""
+
+    table: PoolTable
+    should_stop: StopSign
+    best: tuple[PlacedPool, ...] = ()
+    best_key: tuple[float, int, int] = (float("inf"), 0, 0)
+    placements_tried: int = 0
+    stopped: bool = False
+    _sets: list[tuple[str, ...]] = field(default_factory=list)
+    _options: list[tuple[PoolOption, ...]] = field(default_factory=list)
+    _rest_s: list[NDArray[np.float64]] = field(default_factory=list)
+
+    def try_partition(self, sets: Sequence[tuple[str, ...]], number_of: Mapping[str, int]) -> None:
+        """Search the allocations of one partition; ``best`` is updated where one of them wins."""
+        options = {roles: self.table.pool_options(tuple(number_of[role] for role in roles)) for roles in sets}
+        if not all(options.values()):
+            return
+        # The slowest set first: it moves the bound most.
+        self._sets = sorted(sets, key=lambda roles: -sum(options[roles][0].stage_s))
+        self._options = [options[roles] for roles in self._sets]
+        # From the set at an index on, no stage can be faster than this, whatever the rest gets.
+        fastest = [np.min([option.stage_s for option in of_set], axis=0) for of_set in self._options]
+        self._rest_s = [np.max(fastest[index:], axis=0) for index in range(len(fastest))]
+        self._descend((), np.zeros_like(fastest[0]))
+
+    def _descend(self, chosen: tuple[PoolOption, ...], slowest_s: NDArray[np.float64]) -> None:
+        index = len(chosen)
+        if index == len(self._sets):
+            self._keep(chosen)
+            return
+        for option in self._options[index]:
+            if self.best and self.should_stop():
+                self.stopped = True
+            if self.stopped:
+                return
+            stage_s = np.maximum(slowest_s, option.stage_s)
+            if self._bound(stage_s, index + 1, (*chosen, option)) >= self.best_key:
+                continue
+            if pack(self.table.cluster, [*self._requests(chosen), option.request]) is not None:
+                self._descend((*chosen, option), stage_s)
+
+    def _bound(
+        self, stage_s: NDArray[np.float64], placed: int, chosen: tuple[PoolOption, ...]
+    ) -> tuple[float, int, int]:
+        """A key that no completion of ``chosen`` can undercut: its cost, pools and devices."""
+        least_s = np.maximum(stage_s, self._rest_s[placed]) if placed < len(self._sets) else stage_s
+        devices = sum(request.num_gpus for request in self._requests(chosen)) + len(self._sets) - placed
+        return _rounded(float(least_s.sum())), len(self._sets), devices
+
+    def _keep(self, chosen: tuple[PoolOption, ...]) -> None:
+        self.placements_tried += 1
+        requests = list(self._requests(chosen))
+        slots = pack(self.table.cluster, requests)
+        assert slots is not None, "the last step of the descent packed these requests"
+        cost = compute_cost([option.stage_s for option in chosen])
+        key = (_rounded(cost), len(chosen), sum(request.num_gpus for request in requests))
+        if key < self.best_key:
+            self.best_key = key
+            self.best = tuple(
+                PlacedPool(roles=roles, option=option, slots=places)
+                for roles, option, places in zip(self._sets, chosen, slots, strict=True)
+            )
+
+    @staticmethod
+    def _requests(chosen: Sequence[PoolOption]) -> Iterator[PoolRequest]:
+        return (option.request for option in chosen)

@@ -1,0 +1,132 @@
+"""Generation: a compute-bound prefill, then one memory-bound decode step per response token (paper, Appendix C).
+
+A decode step reads the rank's weights once and the keys and values of every running sequence; it cannot be faster than
+its arithmetic, its launches and its all-reduces. Where the KV cache holds less than the batch, the batch goes in waves.
+The reshard of the weights from training to generation comes first.
+"""
+
+from __future__ import annotations
+
+from hf_mapper.simulators.communication import all_reduce_s, build_link, point_to_point_s
+from hf_mapper.simulators.estimate import Estimate
+from hf_mapper.simulators.inference import flops_per_token, simulate_forward
+from hf_mapper.simulators.memory import (
+    default_backend,
+    gathered_weight_bytes,
+    kv_cache_bytes,
+    received_weight_bytes,
+    weight_bytes,
+)
+from hf_mapper.specs import ClusterSpec, WorkloadSpec
+from hf_protocols import GenerationSpec, ModelShape, ParallelSpec
+
+__all__ = ["simulate_generation", "simulate_rollout", "simulate_transition"]
+
+
+def simulate_generation(
+    model: ModelShape,
+    cluster: ClusterSpec,
+    parallel: ParallelSpec,
+    workload: WorkloadSpec,
+    *,
+    generation: GenerationSpec,
+    num_waves: int = 1,
+    backend: str | None = None,
+) -> Estimate:
+    """The whole batch, in ``num_waves`` rounds, after the transition from the training layout ``parallel``."""
+    backend = backend or default_backend(parallel)
+    transition = simulate_transition(model, cluster, parallel, workload, generation=generation, backend=backend)
+    rollout = simulate_rollout(
+        model, cluster, workload, world_size=parallel.world_size, generation=generation, num_waves=num_waves
+    )
+    return Estimate(
+        latency_s=transition.latency_s + rollout.latency_s,
+        memory_bytes=transition.memory_bytes + rollout.memory_bytes,
+        breakdown={**transition.breakdown, **rollout.breakdown},
+    )
+
+
+def simulate_transition(
+    model: ModelShape,
+    cluster: ClusterSpec,
+    parallel: ParallelSpec,
+    workload: WorkloadSpec,
+    *,
+    generation: GenerationSpec,
+    backend: str,
+) -> Estimate:
+    """The reshard from ``parallel`` to ``generation``; ``memory_bytes`` is what it adds to the training shard."""
+    received = received_weight_bytes(model, parallel, generation, workload, backend=backend)
+    gathered = gathered_weight_bytes(model, parallel, generation, workload, backend=backend)
+    stride, ranks = (1, parallel.dp_size) if backend == "fsdp" else _micro_dp_group(parallel, generation)
+    link = build_link(cluster, num_ranks=ranks, stride=stride, world_size=parallel.world_size)
+    seconds = received / link.bandwidth_bytes_per_s + (link.latency_s if ranks > 1 else 0.0)
+    return Estimate(latency_s=seconds, memory_bytes=gathered, breakdown={"transition_s": seconds})
+
+
+def _micro_dp_group(parallel: ParallelSpec, generation: GenerationSpec) -> tuple[int, int]:
+    """(stride, ranks) of the groups that gather: inside the tensor group, or over pipeline stages as well."""
+    ranks = parallel.pp_size * parallel.tp_size // generation.replica_size
+    inside = generation.gen_pp_size == parallel.pp_size
+    return (1, ranks) if inside else (parallel.tp_size * parallel.dp_size, ranks)
+
+
+def simulate_rollout(
+    model: ModelShape,
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+    *,
+    world_size: int,
+    generation: GenerationSpec,
+    num_waves: int = 1,
+) -> Estimate:
+    """Prefill and decode alone, by ``world_size / (gen_pp * gen_tp)`` replicas; ``memory_bytes`` is the KV cache."""
+    replicas = world_size // generation.replica_size
+    sequences = -(-workload.num_sequences // (replicas * num_waves))
+    layout = ParallelSpec(pp_size=generation.gen_pp_size, tp_size=generation.gen_tp_size)
+    prefill_s = num_waves * _prefill_s(model, cluster, layout, workload, sequences)
+    steps = num_waves * workload.response_tokens
+    decode_s = steps * _decode_step_s(model, cluster, layout, workload, sequences)
+    return Estimate(
+        latency_s=prefill_s + decode_s,
+        memory_bytes=kv_cache_bytes(model, generation, workload, sequences),
+        breakdown={"prefill_s": prefill_s, "decode_s": decode_s},
+    )
+
+
+def _prefill_s(
+    model: ModelShape, cluster: ClusterSpec, layout: ParallelSpec, workload: WorkloadSpec, sequences: int
+) -> float:
+    batch = max(1, min(sequences, workload.micro_batch_tokens // workload.prompt_tokens))
+    once = simulate_forward(
+        model,
+        cluster,
+        layout,
+        workload,
+        sequences=batch,
+        flops_efficiency=cluster.machine.gpu.efficiency.inference_flops,
+        sequence_tokens=workload.prompt_tokens,
+    )
+    passes = sequences / batch + layout.pp_size - 1
+    return passes * (once.compute_s + once.tensor_parallel_s + once.hop_s)
+
+
+def _decode_step_s(
+    model: ModelShape, cluster: ClusterSpec, layout: ParallelSpec, workload: WorkloadSpec, sequences: int
+) -> float:
+    """One token for each of ``sequences``, over every pipeline stage in turn."""
+    gpu = cluster.machine.gpu
+    context = workload.prompt_tokens + workload.response_tokens / 2
+    generation = GenerationSpec(gen_pp_size=1, gen_tp_size=layout.tp_size)
+    cache = kv_cache_bytes(model, generation, workload, sequences) * context / workload.sequence_tokens
+    read_s = (weight_bytes(model, workload) / layout.tp_size + cache) / (
+        gpu.memory_bandwidth_bytes_per_s * gpu.efficiency.memory_bandwidth
+    )
+    peak = gpu.peak(workload.dtype) * gpu.efficiency.inference_flops
+    arithmetic_s = sequences * flops_per_token(model, context) / layout.tp_size / peak
+    token_bytes = sequences * model.hidden_size * workload.element_bytes
+    tensor = build_link(cluster, num_ranks=layout.tp_size, stride=1, world_size=layout.tp_size)
+    layer_s = gpu.efficiency.layer_latency_s + 2 * all_reduce_s(tensor, token_bytes)
+    stages = build_link(cluster, num_ranks=min(2, layout.pp_size), stride=layout.tp_size, world_size=layout.world_size)
+    hops_s = layout.pp_size * point_to_point_s(stages, token_bytes)
+    return max(read_s, arithmetic_s) + model.num_layers * layer_s + hops_s

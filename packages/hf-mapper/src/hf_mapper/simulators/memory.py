@@ -1,0 +1,175 @@
+"""Bytes per rank: what stays (weights, gradients, optimizer) and what a call adds while it runs.
+
+A trained parameter takes 18 bytes in mixed precision (2 weights, 4 gradients, 12 optimizer with the fp32 master) and
+16 in fp32; an inference parameter its own 2 or 4 (paper, section 8.1). FSDP shards all of it over its ranks; Megatron
+shards weights and gradients over pp * tp and, with its distributed optimizer, the optimizer over dp as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_mapper.simulators.estimate import Estimate
+from hf_mapper.specs import ClusterSpec, WorkloadSpec
+from hf_protocols import CallKind, GenerationSpec, ModelShape, ParallelSpec, Topology, compute_transition_cost
+
+__all__ = [
+    "default_backend",
+    "estimate_memory",
+    "gathered_weight_bytes",
+    "inference_work_bytes",
+    "kv_cache_bytes",
+    "micro_batch_sequences",
+    "received_weight_bytes",
+    "state_bytes",
+    "training_work_bytes",
+    "weight_bytes",
+]
+
+_GRADIENT_BYTES = 4
+_ADAM_BYTES = 8
+_LOGIT_BYTES = 4
+
+
+def default_backend(parallel: ParallelSpec) -> str:
+    """``"fsdp"`` where the model is not cut (pp = tp = 1), else ``"megatron"``."""
+    return "fsdp" if parallel.pp_size == parallel.tp_size == 1 else "megatron"
+
+
+def weight_bytes(model: ModelShape, workload: WorkloadSpec) -> float:
+    """Bytes of the whole model in the workload's dtype."""
+    return float(model.num_parameters * workload.element_bytes)
+
+
+def micro_batch_sequences(workload: WorkloadSpec, local_sequences: int) -> int:
+    """Sequences in one forward pass of a rank that has ``local_sequences``: by tokens, at least one."""
+    return max(1, min(local_sequences, workload.micro_batch_tokens // workload.sequence_tokens))
+
+
+def state_bytes(
+    model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, *, trained: bool, backend: str
+) -> dict[str, float]:
+    """Bytes per rank that stay between calls: weights, and for a trained model gradients and optimizer."""
+    everywhere = parallel.world_size if backend == "fsdp" else parallel.pp_size * parallel.tp_size
+    weights = weight_bytes(model, workload) / everywhere
+    if not trained:
+        return {"weight_bytes": weights, "gradient_bytes": 0.0, "optimizer_bytes": 0.0}
+    master = 0 if workload.dtype == "float32" else 4
+    return {
+        "weight_bytes": weights,
+        "gradient_bytes": _GRADIENT_BYTES * model.num_parameters / everywhere,
+        "optimizer_bytes": (_ADAM_BYTES + master) * model.num_parameters / parallel.world_size,
+    }
+
+
+def training_work_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, *, backend: str) -> float:
+    """Bytes per rank that an update holds beyond the state: activations, logits and their gradient, FSDP's layers.
+
+    The first pipeline stage keeps the micro-batches of up to pp stages in flight. With full recompute a layer keeps
+    its input only, and one layer at a time is held whole. Tensor parallelism includes sequence parallelism.
+    """
+    local = workload.mini_batch_sequences // parallel.dp_size
+    sequences = micro_batch_sequences(workload, local)
+    tokens = sequences * workload.sequence_tokens
+    in_flight = min(parallel.pp_size, -(-local // sequences))
+    layers = model.num_layers / parallel.pp_size
+    whole = _layer_activation_bytes(model, parallel, workload, tokens)
+    if workload.recompute == "full":
+        kept = tokens * model.hidden_size * workload.element_bytes / parallel.tp_size
+        activations = in_flight * layers * kept + whole
+    else:
+        activations = in_flight * layers * whole
+    logits = 2 * tokens * model.vocab_size * _LOGIT_BYTES / parallel.tp_size
+    return activations + logits + _prefetch_bytes(model, parallel, workload, backend)
+
+
+def inference_work_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, *, backend: str) -> float:
+    """Bytes per rank that one forward pass holds: one layer's activations, the logits, FSDP's layers."""
+    tokens = micro_batch_sequences(workload, workload.num_sequences // parallel.dp_size) * workload.sequence_tokens
+    logits = tokens * model.vocab_size * _LOGIT_BYTES / parallel.tp_size
+    layer = _layer_activation_bytes(model, parallel, workload, tokens)
+    return layer + logits + _prefetch_bytes(model, parallel, workload, backend)
+
+
+def kv_cache_bytes(model: ModelShape, generation: GenerationSpec, workload: WorkloadSpec, sequences: int) -> float:
+    """Bytes per rank of the keys and values of ``sequences`` full sequences of one generation replica.
+
+    Where gen_tp exceeds the number of KV heads, each rank still holds a whole head.
+    """
+    tp_share = max(1 / generation.gen_tp_size, 1 / model.num_kv_heads)
+    per_token = model.kv_bytes_per_token * workload.element_bytes / 2
+    return sequences * workload.sequence_tokens * per_token * tp_share / generation.gen_pp_size
+
+
+def gathered_weight_bytes(
+    model: ModelShape, parallel: ParallelSpec, generation: GenerationSpec, workload: WorkloadSpec, *, backend: str
+) -> float:
+    """Bytes per rank of generation weights beyond the training shard.
+
+    Nested Megatron layouts keep the shard inside the generation weights (paper, Table 2: redundancy 0); an FSDP shard
+    is cut another way, so the generation weights come whole beside it.
+    """
+    whole = weight_bytes(model, workload)
+    peak = whole / generation.replica_size
+    return peak if backend == "fsdp" else peak - whole / (parallel.pp_size * parallel.tp_size)
+
+
+def received_weight_bytes(
+    model: ModelShape, parallel: ParallelSpec, generation: GenerationSpec, workload: WorkloadSpec, *, backend: str
+) -> float:
+    """Bytes per rank received in the train -> generate transition.
+
+    The paper's Table 2 where sizes nest in Megatron's; for FSDP each rank has 1/n of what it needs (exact for
+    replicas of one rank, an estimate for larger ones).
+    """
+    whole = weight_bytes(model, workload)
+    if backend == "fsdp":
+        return whole / generation.replica_size * (1 - 1 / parallel.world_size)
+    return compute_transition_cost(whole, Topology(parallel, generation)).recv_bytes
+
+
+def estimate_memory(
+    model: ModelShape,
+    cluster: ClusterSpec,
+    parallel: ParallelSpec,
+    workload: WorkloadSpec,
+    *,
+    calls: Sequence[CallKind],
+    generation: GenerationSpec | None = None,
+    num_waves: int = 1,
+    backend: str | None = None,
+) -> Estimate:
+    """Bytes of one rank of a model that alone makes ``calls``: its state and its largest call; no latency.
+
+    ``num_waves`` rounds of generation share one KV cache. Compare with ``cluster.machine.gpu.usable_bytes``.
+    """
+    backend = backend or default_backend(parallel)
+    state = state_bytes(model, parallel, workload, trained="training" in calls, backend=backend)
+    work = {"activation_bytes": 0.0, "kv_cache_bytes": 0.0, "gathered_weight_bytes": 0.0}
+    if "training" in calls:
+        work["activation_bytes"] = training_work_bytes(model, parallel, workload, backend=backend)
+    if "inference" in calls:
+        inference = inference_work_bytes(model, parallel, workload, backend=backend)
+        work["activation_bytes"] = max(work["activation_bytes"], inference)
+    if generation is not None and "generation" in calls:
+        replicas = parallel.world_size // generation.replica_size
+        sequences = -(-workload.num_sequences // (replicas * num_waves))
+        work["kv_cache_bytes"] = kv_cache_bytes(model, generation, workload, sequences)
+        work["gathered_weight_bytes"] = gathered_weight_bytes(model, parallel, generation, workload, backend=backend)
+    largest = max(work["activation_bytes"], work["kv_cache_bytes"] + work["gathered_weight_bytes"])
+    return Estimate(latency_s=0.0, memory_bytes=sum(state.values()) + largest, breakdown={**state, **work})
+
+
+def _layer_activation_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, tokens: int) -> float:
+    """What one layer keeps for its backward pass: norms in and out, q, k, v, attention, gate, up, their product."""
+    experts = max(1, model.num_experts_per_token)
+    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    elements = 4 * model.hidden_size + 2 * query + 2 * key + 3 * experts * model.intermediate_size
+    return tokens * elements * workload.element_bytes / parallel.tp_size
+
+
+def _prefetch_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, backend: str) -> float:
+    """FSDP holds the layer that computes and the one that is being gathered, whole."""
+    if backend != "fsdp" or parallel.world_size == 1:
+        return 0.0
+    return 2 * weight_bytes(model, workload) / model.num_layers

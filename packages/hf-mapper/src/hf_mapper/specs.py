@@ -1,0 +1,319 @@
+"""The facts that a search starts from: accelerators, machines, clusters, workloads. Units are in the names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from hf_mapper._catalogue import CATALOGUE
+from hf_mapper._names import unknown_name
+from hf_protocols.errors import ConfigError
+
+__all__ = [
+    "HOST_KIND",
+    "ClusterSpec",
+    "EfficiencySpec",
+    "GpuSpec",
+    "MachineSpec",
+    "Recompute",
+    "WorkloadSpec",
+    "gpu",
+    "host_gpu",
+    "known_gpus",
+]
+
+HOST_KIND = "cpu"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Recompute = Literal["none", "full"]
+
+
+def _check_positive(owner: str, **figures: object) -> None:
+    for name, figure in figures.items():
+        if not isinstance(figure, int | float) or not math.isfinite(figure) or figure <= 0:
+            raise ConfigError(f"{owner}: {name}={figure!r} must be above 0")
+
+
+def _check_counts(owner: str, **counts: object) -> None:
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"{owner}: {name}={count!r} must be a whole number of at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EfficiencySpec:
+    """The fitted constants of one GPU kind with its software: what part of a peak is reached, and what is fixed cost.
+
+    ``training_flops``, ``inference_flops``, ``memory_bandwidth``: attained parts of the peaks (llm-analysis, which the
+    paper cites, suggests 0.5, 0.7 and 0.9). ``layer_latency_s``: to launch one layer's kernels, however small.
+    ``fragmentation``: the part of memory that an allocator cannot hand out.
+
+    Raises:
+        ConfigError: for a part outside (0, 1], a fragmentation outside [0, 1), or a negative latency.
+    """
+
+    training_flops: float = 0.5
+    inference_flops: float = 0.7
+    memory_bandwidth: float = 0.9
+    layer_latency_s: float = 2e-5
+    fragmentation: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("training_flops", "inference_flops", "memory_bandwidth"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"efficiency: {name}={getattr(self, name)!r} is a part of a peak: above 0, at most 1")
+        if not 0 <= self.fragmentation < 1:
+            raise ConfigError(f"efficiency: fragmentation={self.fragmentation!r} must be at least 0 and below 1")
+        if not 0 <= self.layer_latency_s < math.inf:
+            raise ConfigError(f"efficiency: layer_latency_s={self.layer_latency_s!r} must be at least 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSpec:
+    """One kind of accelerator, or one slot of a host (kind ``"cpu"``).
+
+    ``peak_flops_per_s`` is dense and by dtype; ``link_bandwidth_bytes_per_s`` is one direction to the other devices of
+    the machine; ``reserved_bytes`` is what the runtime holds before any model (context, communicators).
+
+    Raises:
+        ConfigError: for an empty kind or a figure that is not positive.
+    """
+
+    kind: str
+    memory_bytes: int
+    peak_flops_per_s: Mapping[str, float] = field(hash=False)
+    memory_bandwidth_bytes_per_s: float
+    link_bandwidth_bytes_per_s: float
+    source: str
+    reserved_bytes: int = 2**30
+    efficiency: EfficiencySpec = EfficiencySpec()
+
+    def __post_init__(self) -> None:
+        if not self.kind:
+            raise ConfigError("a GpuSpec needs a kind, such as 'h100'")
+        _check_positive(
+            f"gpu {self.kind}",
+            memory_bytes=self.memory_bytes,
+            memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s,
+            link_bandwidth_bytes_per_s=self.link_bandwidth_bytes_per_s,
+            **{f"peak_flops_per_s[{dtype}]": peak for dtype, peak in self.peak_flops_per_s.items()},
+        )
+        if not 0 <= self.reserved_bytes < self.memory_bytes:
+            raise ConfigError(
+                f"gpu {self.kind}: reserved_bytes={self.reserved_bytes} must be below memory_bytes={self.memory_bytes}"
+            )
+
+    @property
+    def usable_bytes(self) -> float:
+        """What models may fill: memory less the runtime's own, less the fragmentation allowance."""
+        return (self.memory_bytes - self.reserved_bytes) * (1 - self.efficiency.fragmentation)
+
+    def peak(self, dtype: str) -> float:
+        """Peak FLOP/s at ``dtype``.
+
+        Raises:
+            ConfigError: when this accelerator publishes none for it.
+        """
+        try:
+            return self.peak_flops_per_s[dtype]
+        except KeyError:
+            raise unknown_name(f"gpu {self.kind}: a peak for dtype", dtype, self.peak_flops_per_s) from None
+
+
+def gpu(kind: str) -> GpuSpec:
+    """An accelerator of the catalogue by name, such as ``"h100"``.
+
+    Raises:
+        ConfigError: for an unknown name, with the nearest known ones.
+    """
+    if kind not in CATALOGUE:
+        raise unknown_name("gpu", kind, CATALOGUE)
+    return GpuSpec(kind=kind, **CATALOGUE[kind])
+
+
+def known_gpus() -> tuple[str, ...]:
+    """Names that ``gpu`` knows, sorted."""
+    return tuple(sorted(CATALOGUE))
+
+
+def host_gpu(
+    *,
+    memory_bytes: int,
+    peak_flops_per_s: float = 5e10,
+    memory_bandwidth_bytes_per_s: float = 1e10,
+    link_bandwidth_bytes_per_s: float = 2e9,
+    reserved_bytes: int = 0,
+) -> GpuSpec:
+    """One process slot of a host as a "GPU" of kind ``"cpu"``; the defaults are one ordinary core's.
+
+    Raises:
+        ConfigError: for a figure that is not positive.
+    """
+    return GpuSpec(
+        kind=HOST_KIND,
+        memory_bytes=memory_bytes,
+        peak_flops_per_s=dict.fromkeys(DTYPE_BYTES, peak_flops_per_s),
+        memory_bandwidth_bytes_per_s=memory_bandwidth_bytes_per_s,
+        link_bandwidth_bytes_per_s=link_bandwidth_bytes_per_s,
+        source="the caller",
+        reserved_bytes=reserved_bytes,
+        efficiency=EfficiencySpec(layer_latency_s=3e-4),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineSpec:
+    """``num_machines`` equal machines of ``num_gpus`` accelerators each.
+
+    ``intra_bandwidth_bytes_per_s`` is one direction per accelerator; the accelerator's own link where it is not given.
+    ``intra_latency_s`` is one hop of a collective inside the machine.
+
+    Raises:
+        ConfigError: for a count below 1 or a figure that is not positive.
+    """
+
+    gpu: GpuSpec
+    num_gpus: int
+    num_machines: int = 1
+    intra_bandwidth_bytes_per_s: float | None = None
+    intra_latency_s: float = 5e-6
+
+    def __post_init__(self) -> None:
+        owner = f"machine of {self.gpu.kind}"
+        _check_counts(owner, num_gpus=self.num_gpus, num_machines=self.num_machines)
+        _check_positive(owner, link_bandwidth_bytes_per_s=self.link_bandwidth_bytes_per_s)
+        _check_positive(owner, intra_latency_s=self.intra_latency_s)
+
+    @property
+    def link_bandwidth_bytes_per_s(self) -> float:
+        """Bandwidth between two accelerators of one machine, one direction."""
+        given = self.intra_bandwidth_bytes_per_s
+        return self.gpu.link_bandwidth_bytes_per_s if given is None else given
+
+    @property
+    def total_gpus(self) -> int:
+        """Accelerators of all the machines together."""
+        return self.num_gpus * self.num_machines
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSpec:
+    """Machines of one kind or several, and the network between them.
+
+    ``inter_bandwidth_bytes_per_s`` is what one machine sends in one direction, over all its network cards;
+    it is needed as soon as there are two machines. ``link_efficiency`` is the part of any link that collectives reach.
+
+    Raises:
+        ConfigError: for no machine, a missing network, or a figure that is not positive.
+    """
+
+    machines: tuple[MachineSpec, ...]
+    inter_bandwidth_bytes_per_s: float | None = None
+    inter_latency_s: float = 1e-5
+    link_efficiency: float = 0.75
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "machines", tuple(self.machines))
+        if not self.machines:
+            raise ConfigError("a cluster needs at least one machine")
+        count = sum(machine.num_machines for machine in self.machines)
+        if self.inter_bandwidth_bytes_per_s is None and count > 1:
+            raise ConfigError(f"a cluster of {count} machines needs inter_bandwidth_bytes_per_s, per machine, one way")
+        if self.inter_bandwidth_bytes_per_s is not None:
+            _check_positive("cluster", inter_bandwidth_bytes_per_s=self.inter_bandwidth_bytes_per_s)
+        _check_positive("cluster", inter_latency_s=self.inter_latency_s, link_efficiency=self.link_efficiency)
+        if self.link_efficiency > 1:
+            raise ConfigError(f"cluster: link_efficiency={self.link_efficiency!r} is a part of a peak: at most 1")
+
+    @classmethod
+    def host(cls, slots: int, memory_bytes: int) -> ClusterSpec:
+        """This host as a cluster: ``slots`` processes with ``memory_bytes`` each, of kind ``"cpu"``."""
+        return cls(
+            machines=(MachineSpec(gpu=host_gpu(memory_bytes=memory_bytes), num_gpus=slots, intra_latency_s=1e-4),)
+        )
+
+    @property
+    def machine(self) -> MachineSpec:
+        """The only kind of machine: simulators work on clusters of one kind (see ``only``).
+
+        Raises:
+            ConfigError: when there are several kinds.
+        """
+        if len(self.machines) != 1:
+            kinds = ", ".join(machine.gpu.kind for machine in self.machines)
+            raise ConfigError(
+                f"this cluster has several kinds of machine ({kinds}): choose one with cluster.only(index)"
+            )
+        return self.machines[0]
+
+    @property
+    def num_gpus(self) -> int:
+        """Accelerators of the whole cluster."""
+        return sum(machine.total_gpus for machine in self.machines)
+
+    def only(self, index: int) -> ClusterSpec:
+        """The part of the cluster with the machines of ``machines[index]``."""
+        return replace(self, machines=(self.machines[index],))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadSpec:
+    """One iteration of the dataflow.
+
+    ``global_batch`` counts prompts; each gets ``samples_per_prompt`` responses, and the sequences are trained on
+    ``epochs`` times, in ``mini_batches`` updates each time. Lengths are per sequence; all responses have one length.
+    ``micro_batch_tokens`` bounds what one forward pass of one rank takes (always at least one sequence).
+    ``max_generation_waves``: a layout whose KV cache is so small that a batch needs more rounds is out of memory.
+
+    Raises:
+        ConfigError: for a count below 1, or mini-batches that do not share the sequences out.
+    """
+
+    global_batch: int
+    prompt_tokens: int
+    response_tokens: int
+    samples_per_prompt: int = 1
+    epochs: int = 1
+    mini_batches: int = 1
+    dtype: str = "bfloat16"
+    recompute: Recompute = "full"
+    micro_batch_tokens: int = 8192
+    max_generation_waves: int = 16
+
+    def __post_init__(self) -> None:
+        counts = (
+            "global_batch", "prompt_tokens", "response_tokens", "samples_per_prompt", "epochs", "mini_batches",
+            "micro_batch_tokens", "max_generation_waves",
+        )  # fmt: skip
+        _check_counts("workload", **{name: getattr(self, name) for name in counts})
+        if self.dtype not in DTYPE_BYTES:
+            raise unknown_name("workload: dtype", self.dtype, DTYPE_BYTES)
+        if self.recompute not in get_args(Recompute):
+            raise unknown_name("workload: recompute", self.recompute, get_args(Recompute))
+        if self.num_sequences % self.mini_batches:
+            raise ConfigError(
+                f"workload: mini_batches={self.mini_batches} does not divide the {self.num_sequences} sequences of "
+                f"global_batch={self.global_batch} x samples_per_prompt={self.samples_per_prompt}"
+            )
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of one iteration."""
+        return self.global_batch * self.samples_per_prompt
+
+    @property
+    def mini_batch_sequences(self) -> int:
+        """Sequences of one update."""
+        return self.num_sequences // self.mini_batches
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of one sequence, prompt and response."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one weight or activation."""
+        return DTYPE_BYTES[self.dtype]
