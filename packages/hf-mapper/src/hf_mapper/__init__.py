@@ -22,7 +22,7 @@ from hf_mapper.demand import ModelDemand
 from hf_mapper.feasibility import find_smallest_cluster, is_feasible
 from hf_mapper.parallelism import ModelOption, best_parallelism
 from hf_mapper.placements import PoolRequest, Slots, pack, set_partitions
-from hf_mapper.report import build_report
+from hf_mapper.report import render_plan
 from hf_mapper.search import compute_cost, map_dataflow
 from hf_mapper.simulators import (
     Estimate,
@@ -32,6 +32,7 @@ from hf_mapper.simulators import (
     simulate_training,
 )
 from hf_mapper.specs import (
+    HOST_KIND,
     ClusterSpec,
     EfficiencySpec,
     GpuSpec,
@@ -43,6 +44,7 @@ from hf_mapper.specs import (
 )
 
 __all__ = [
+    "HOST_KIND",
     "ClusterSpec",
     "EfficiencySpec",
     "Estimate",
@@ -55,7 +57,6 @@ __all__ = [
     "Slots",
     "WorkloadSpec",
     "best_parallelism",
-    "build_report",
     "compute_cost",
     "estimate_memory",
     "find_smallest_cluster",
@@ -66,6 +67,7 @@ __all__ = [
     "map_dataflow",
     "pack",
     "read_config",
+    "render_plan",
     "set_partitions",
     "simulate_generation",
     "simulate_inference",

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 
 from hf_mapper.config import read_config
-from hf_mapper.report import build_report
+from hf_mapper.report import render_plan
 from hf_mapper.search import map_dataflow
 from hf_protocols import HybridFlowError
 
@@ -44,4 +44,4 @@ def plan(config: Path, as_json: bool) -> None:
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
-        Console().print(build_report(found))
+        render_plan(found, Console())

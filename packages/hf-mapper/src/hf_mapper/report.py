@@ -6,22 +6,20 @@ from collections import Counter
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hf_protocols import GenerationSpec, MappingPlan, ModelPlan, ParallelSpec, PlanError, PoolPlan
 
-__all__ = ["build_report"]
+__all__ = ["render_plan"]
 
 _BAR_CELLS = 10
 _GIB = 2**30
 
 
-def build_report(plan: MappingPlan) -> RenderableType:
-    """For a rich console: tables of pools, models and stages, and one line with the iteration's time.
-
-    Layouts are written pp-tp-dp, generation pp-tp.
+def render_plan(plan: MappingPlan, console: Console) -> None:
+    """Print tables of pools, models and stages, and one line with the iteration's time.
 
     Raises:
         PlanError: for a plan without the mapper's estimates.
@@ -30,8 +28,9 @@ def build_report(plan: MappingPlan) -> RenderableType:
     missing = [key for key in ("iteration_s", "stages", "pools", "models", "idle_gpus") if key not in estimates]
     if missing:
         raise PlanError(f"this plan lacks estimates ({', '.join(missing)}): make it with map_dataflow to report on it")
-    tables = _build_pool_table(plan), _build_model_table(plan), _build_stage_table(plan)
-    return Group(*tables, _build_summary(estimates))
+    console.print(
+        _build_pool_table(plan), _build_model_table(plan), _build_stage_table(plan), _build_summary(estimates)
+    )
 
 
 def _build_table(title: str, *headings: str) -> Table:
@@ -43,7 +42,7 @@ def _build_table(title: str, *headings: str) -> Table:
 
 def _build_pool_table(plan: MappingPlan) -> Table:
     table = _build_table("Pools", "pool", "devices")
-    table.add_column("memory GiB of each", no_wrap=True)
+    table.add_column("GiB on each", no_wrap=True)
     for pool in plan.pools:
         table.add_row(pool.name, _describe_devices(pool), _draw_memory(plan.estimates["pools"].get(pool.name)))
     return table
@@ -53,9 +52,11 @@ def _build_model_table(plan: MappingPlan) -> Table:
     """Seconds stand in the columns of the stages that take any."""
     estimates = plan.estimates["models"]
     busy = [index for index, stage in enumerate(plan.estimates["stages"]) if stage["latency_s"]]
-    table = _build_table("Models", "model", "train pp-tp-dp", "generate pp-tp")
-    for heading in (*(f"s in {index + 1}" for index in busy), "state GiB", "work GiB"):
-        table.add_column(heading, justify="right")
+    table = _build_table("Models: layouts pp-tp-dp and pp-tp, seconds in each stage, GiB on each device", "model")
+    table.add_column("train", no_wrap=True)
+    table.add_column("generate", overflow="fold")
+    for heading in (*(f"stage {index + 1}" for index in busy), "state", "work"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for role, model in plan.models.items():
         if model.train is None or role not in estimates:
             table.add_row(role, model.backend)
@@ -103,7 +104,7 @@ def _describe_devices(pool: PoolPlan) -> str:
 def _describe_generation(model: ModelPlan, num_waves: int | None) -> str:
     if model.generation is None:
         return "-"
-    waves = f" in {num_waves} waves" if num_waves and num_waves > 1 else ""
+    waves = f", {num_waves} waves" if num_waves and num_waves > 1 else ""
     return _format_layout(model.generation) + waves
 
 

@@ -25,6 +25,8 @@ __all__ = [
 ]
 
 HOST_KIND = "cpu"
+"""The GPU kind of a host's process slots, which have no accelerator."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 Recompute = Literal["none", "full"]
