@@ -1,0 +1,56 @@
+"""A single controller over SPMD worker groups, with direct worker-to-worker data flow.
+
+``hf`` stands for HybridFlow, not Hugging Face.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hf_controller.failures import RemoteCallError
+from hf_controller.resource_pool import ResourcePool, build_pools
+from hf_controller.trace import Span, SubSpan, Trace
+from hf_controller.worker import Worker, WorkerContext, WorkerSpec
+from hf_controller.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from hf_controller.executors.ray import RayExecutor
+    from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture
+
+__all__ = [
+    "BatchFuture",
+    "ListFuture",
+    "MetricsFuture",
+    "ObjectFuture",
+    "RayExecutor",
+    "RemoteCallError",
+    "ResourcePool",
+    "Span",
+    "SubSpan",
+    "Trace",
+    "Worker",
+    "WorkerContext",
+    "WorkerGroup",
+    "WorkerSpec",
+    "build_pools",
+]
+
+# Loaded at first use: they take a second or more.
+_LAZY = {
+    "BatchFuture": "hf_controller.futures",
+    "ListFuture": "hf_controller.futures",
+    "MetricsFuture": "hf_controller.futures",
+    "ObjectFuture": "hf_controller.futures",
+    "RayExecutor": "hf_controller.executors.ray",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

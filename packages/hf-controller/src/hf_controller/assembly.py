@@ -1,0 +1,110 @@
+"""Build one column out of rows of several shards: a view where it can be, else one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from hf_protocols import RowSelection
+
+__all__ = ["Assembly", "Part"]
+
+# Up to this many runs of neighbouring rows are copied run by run; beyond it, by index.
+_MAX_RUNS = 16
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows to take, in order, from array number ``array``: several parts may take from one array."""
+
+    array: int
+    rows: RowSelection
+
+
+class Assembly:
+    """How the rows of one or more columns follow from arrays; index tensors are computed once for all of them.
+
+    Args:
+        parts: what to take, in the order of the result.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = tuple(parts)
+        self._runs = [(part.array, start, stop) for part in parts for start, stop in part.rows.intervals]
+        self._tokens: dict[tuple[int, ...], tuple[torch.Tensor, list[tuple[int, torch.Tensor, torch.Tensor]]]] = {}
+
+    def build_dense(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[rows, *row_shape] from arrays of that form."""
+        if not self._runs:
+            return arrays[0][:0]
+        if len(self._runs) == 1:
+            array, start, stop = self._runs[0]
+            return arrays[array][start:stop]
+        if len(self._runs) <= _MAX_RUNS:
+            return torch.cat([arrays[array][start:stop] for array, start, stop in self._runs])
+        return _scatter(arrays, self._row_indices)
+
+    def build_jagged(self, arrays: Sequence[torch.Tensor], lengths: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A jagged [rows, tokens, *row_shape] from flat values [all tokens, *row_shape] and lengths [rows].
+
+        ``lengths`` of several columns that are the same objects are worked out once.
+        """
+        row_lengths = self.build_dense(lengths)
+        offsets = _offsets(row_lengths)
+        if len(self._runs) <= _MAX_RUNS:
+            starts = [_offsets(each) for each in lengths]
+            spans = [(array, int(starts[array][low]), int(starts[array][high])) for array, low, high in self._runs]
+            pieces = [arrays[array][low:high] for array, low, high in spans]
+            values = arrays[0][:0] if not pieces else pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        else:
+            values = _scatter(arrays, self._token_indices(lengths, offsets))
+        return torch.nested.nested_tensor_from_jagged(values, offsets)
+
+    @cached_property
+    def _row_indices(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """For every array that is read: (array, its rows, their places in the result)."""
+        taken: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        place = 0
+        for array, start, stop in self._runs:
+            source, target = taken.setdefault(array, ([], []))
+            source.append(torch.arange(start, stop))
+            target.append(torch.arange(place, place + stop - start))
+            place += stop - start
+        return [(array, torch.cat(source), torch.cat(target)) for array, (source, target) in taken.items()]
+
+    def _token_indices(
+        self, lengths: Sequence[torch.Tensor], offsets: torch.Tensor
+    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        key = tuple(map(id, lengths))
+        if key not in self._tokens:
+            indices = []
+            for array, source, target in self._row_indices:
+                counts = lengths[array].index_select(0, source).long()
+                within = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+                starts = _offsets(lengths[array]).index_select(0, source)
+                indices.append(
+                    (
+                        array,
+                        starts.repeat_interleave(counts) + within,
+                        offsets.index_select(0, target).repeat_interleave(counts) + within,
+                    )
+                )
+            self._tokens[key] = offsets, indices
+        return self._tokens[key][1]
+
+
+def _offsets(lengths: torch.Tensor) -> torch.Tensor:
+    """int64 [rows + 1], where each row's tokens start."""
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
+    return offsets
+
+
+def _scatter(arrays: Sequence[torch.Tensor], indices: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    total = sum(len(target) for _, _, target in indices)
+    result = arrays[indices[0][0]].new_empty((total, *arrays[indices[0][0]].shape[1:]))
+    for array, source, target in indices:
+        result.index_copy_(0, target, arrays[array].index_select(0, source))
+    return result

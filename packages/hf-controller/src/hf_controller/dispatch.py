@@ -1,0 +1,156 @@
+"""From a call on a group to the message that its ranks get."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_protocols import ALL_TO_ALL, MethodSpec, PerRank, ProtocolError, Topology
+
+from hf_controller.expressions import Expression, Extent, choose_columns
+from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture
+
+__all__ = ["BatchArgument", "Call", "StoredArgument", "build_calls", "check_rows", "compute_called_ranks"]
+
+
+@dataclass(frozen=True)
+class BatchArgument:
+    """Stands for a batch in a call's arguments: each rank reads its own rows of the expression."""
+
+    expression: Expression
+    whole: bool = False
+    """Whether the rank takes every row, because the caller chose this batch for this rank."""
+
+
+@dataclass(frozen=True)
+class StoredArgument:
+    """Stands for another call's object: the rank looks it up."""
+
+    handle: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What one rank is told. Handles stay nested in it, so that the executor does not resolve them early.
+
+    Attributes:
+        call_id: number of the call, counted by the controller.
+        role: whose worker is called.
+        method: its registered method.
+        args: positional arguments, batches replaced by expressions.
+        kwargs: keyword arguments, likewise.
+        after: handles of reports of earlier calls on the pool's slots; this call waits for them.
+        submit_s: when the controller made the call, in wall-clock seconds.
+        timeout_s: how long a rank waits for its inputs.
+    """
+
+    call_id: int
+    role: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    after: Sequence[Any]
+    submit_s: float
+    timeout_s: float
+
+
+def compute_called_ranks(spec: MethodSpec, topology: Topology) -> tuple[int, ...]:
+    """The ranks that take part in a call: those that get rows of a large batch, and those that are collected."""
+    world = range(topology.world_size)
+    if spec.protocol == ALL_TO_ALL:
+        return tuple(world)
+    selections = spec.protocol.distribute(topology, topology.world_size)
+    if len(selections) != topology.world_size:
+        raise ProtocolError(
+            f"protocol {spec.protocol.name!r} distributes to {len(selections)} ranks, the topology has "
+            f"{topology.world_size}: answer one RowSelection for each rank"
+        )
+    collected = spec.protocol.collect(topology).ranks
+    return tuple(rank for rank in world if selections[rank] or rank in collected)
+
+
+def build_calls(
+    call: Call, spec: MethodSpec, ranks: Sequence[int], put: Callable[[Any], BatchFuture]
+) -> dict[int, Call]:
+    """Replace futures and batches in ``call``'s arguments, and give every rank its call: one for all where they are
+    equal.
+
+    Args:
+        call: the call as the user made it.
+        spec: the method's registration.
+        ranks: the ranks that take part.
+        put: stores a TensorDict.
+
+    Raises:
+        ProtocolError: for a listed result, or PerRank, elsewhere than with ALL_TO_ALL, or the other way round; for
+            metrics as an argument; for the wrong number of items.
+    """
+    what = f"{call.role}.{call.method}"
+    args = tuple(_replace(value, spec, what, ranks, put) for value in call.args)
+    kwargs = {name: _replace(value, spec, what, ranks, put) for name, value in call.kwargs.items()}
+    if spec.protocol != ALL_TO_ALL:
+        return dict.fromkeys(ranks, replace(call, args=args, kwargs=kwargs))
+    return {
+        rank: replace(
+            call,
+            args=tuple(_item_for(value, rank) for value in args),
+            kwargs={name: _item_for(value, rank) for name, value in kwargs.items()},
+        )
+        for rank in ranks
+    }
+
+
+def _item_for(value: Any, rank: int) -> Any:
+    return value.items[rank] if isinstance(value, PerRank) else value
+
+
+def _replace(value: Any, spec: MethodSpec, what: str, ranks: Sequence[int], put: Callable[[Any], BatchFuture]) -> Any:
+    per_rank = spec.protocol == ALL_TO_ALL
+    if isinstance(value, ListFuture):
+        value = PerRank(value.items)
+    if isinstance(value, PerRank):
+        if not per_rank:
+            raise ProtocolError(
+                f"{what} distributes by {spec.protocol.name}: a listed result or PerRank feeds only ALL_TO_ALL"
+            )
+        if len(value.items) != len(ranks):
+            raise ProtocolError(f"{what} has {len(ranks)} ranks and got PerRank of {len(value.items)} items")
+        return PerRank([_replace_one(item, put, whole=True) for item in value.items])
+    replaced = _replace_one(value, put, whole=False)
+    if per_rank and isinstance(replaced, BatchArgument):
+        raise ProtocolError(f"{what} is registered with ALL_TO_ALL: give PerRank([...]), one batch for each rank")
+    return replaced
+
+
+def _replace_one(value: Any, put: Callable[[Any], BatchFuture], *, whole: bool) -> Any:
+    if isinstance(value, MetricsFuture):
+        raise ProtocolError("metrics are no argument of a call: give their .result()")
+    if isinstance(value, ObjectFuture):
+        return StoredArgument(value.handle)
+    if isinstance(value, BatchFuture):
+        return BatchArgument(value.expression, whole)
+    # A TensorDict is recognised without importing tensordict, which takes seconds.
+    tensordict = sys.modules.get("tensordict")
+    if tensordict is not None and isinstance(value, tensordict.TensorDictBase):
+        return BatchArgument(put(value).expression, whole)
+    return value
+
+
+def check_rows(call: Call, spec: MethodSpec, topology: Topology) -> None:
+    """Refuse at once what the ranks would refuse, as far as the rows are known: batches that were put.
+
+    Raises:
+        BatchError: for fewer rows than chunks, or columns that do not exist.
+    """
+    for value in (*call.args, *call.kwargs.values()):
+        if not isinstance(value, BatchArgument) or value.whole:
+            continue
+        sources = value.expression.sources()
+        if any(source.call is not None for source in sources):
+            continue
+        extents = {s: Extent(sum(shard.num_rows for shard in s.shards), tuple(s.shards[0].columns)) for s in sources}
+        if spec.reads is not None:
+            choose_columns(spec.reads, value.expression.columns(extents), f"{call.role}.{call.method}")
+        spec.protocol.distribute(topology, value.expression.num_rows(extents))

@@ -1,0 +1,150 @@
+"""What every executor does alike: count calls, build their messages, and wrap what comes back."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from hf_protocols import MethodSpec, PoolError, ProtocolError
+
+from hf_controller.dispatch import Call, build_calls, check_rows, compute_called_ranks
+from hf_controller.expressions import Leaf, Source
+from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture, PendingCall
+from hf_controller.resource_pool import ResourcePool
+from hf_controller.trace import Trace
+from hf_controller.worker import WorkerSpec
+from hf_controller.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from hf_controller.transport import ObjectStore
+
+__all__ = ["Executor", "check_specs"]
+
+
+class Executor(ABC):
+    """Builds worker groups on pools and runs their calls. A context manager: leaving it closes everything.
+
+    Attributes:
+        trace: the spans of all calls.
+        call_timeout_s: how long a result, or a rank that waits for inputs, waits by default.
+    """
+
+    trace: Trace
+    call_timeout_s: float
+    _store: ObjectStore
+
+    def __init__(self) -> None:
+        self._call_ids = itertools.count(1)
+
+    @abstractmethod
+    def build_groups(
+        self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False
+    ) -> dict[str, WorkerGroup]:
+        """Build one group per role on the pool's slots, and wait until every worker is constructed.
+
+        Groups on one pool take turns. ``fused`` puts all of these roles into one process per slot, where they share
+        the default process group; else each role has its own process per slot.
+
+        Raises:
+            PoolError: for a topology that does not fit the pool, or slots that the cluster does not have.
+            HybridFlowError: what a worker's constructor raised.
+        """
+
+    @abstractmethod
+    def release(self, pool: ResourcePool) -> None:
+        """Close every group on ``pool`` and give its slots back; the pool can then be built on again."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End every worker and free everything. May be called more than once."""
+
+    @abstractmethod
+    def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> PendingCall:
+        """Start a call on the given ranks."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def put(self, batch: TensorDict) -> BatchFuture:
+        """Store a batch of this process, so that groups can read it.
+
+        Raises:
+            BatchError: for a batch that cannot travel.
+        """
+        from hf_controller.transport import encode_batch
+
+        return self._batch_future(Source([encode_batch(batch, self._store)]))
+
+    def _submit(self, group: WorkerGroup, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        spec = group.methods[method]
+        call = Call(
+            call_id=next(self._call_ids),
+            role=group.role,
+            method=method,
+            args=args,
+            kwargs=kwargs,
+            after=(),
+            submit_s=time.time(),
+            timeout_s=self.call_timeout_s,
+        )
+        ranks = compute_called_ranks(spec, group.topology)
+        calls = build_calls(call, spec, ranks, self.put)
+        check_rows(calls[ranks[0]], spec, group.topology)
+        return self._wrap(group, spec, self._launch(group, spec, calls))
+
+    def _wrap(self, group: WorkerGroup, spec: MethodSpec, call: PendingCall) -> Any:
+        listed = spec.protocol.collect(group.topology).combine == "list"
+        if spec.returns == "metrics":
+            return MetricsFuture(call)
+        if spec.returns == "object":
+            return ListFuture(call, None) if listed or len(call.handles) > 1 else ObjectFuture(call)
+        if listed:
+            parts = [_Part(call, index) for index in range(len(call.handles))]
+            return ListFuture(call, [self._batch_future(Source(part.handles, part)) for part in parts])
+        return self._batch_future(Source(call.handles, call))
+
+    def _batch_future(self, source: Source) -> BatchFuture:
+        return BatchFuture(Leaf(source), self._store, self.call_timeout_s)
+
+
+class _Part:
+    """One collected rank of a call, as a call of its own."""
+
+    def __init__(self, call: PendingCall, index: int) -> None:
+        self.handles = call.handles[index : index + 1]
+        self._call = call
+        self._index = index
+
+    def wait(self, timeout_s: float | None) -> list[int]:
+        return self._call.wait(timeout_s)[self._index : self._index + 1]
+
+    def outcomes(self, timeout_s: float | None) -> list[Any]:
+        return self._call.outcomes(timeout_s)[self._index : self._index + 1]
+
+
+def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec]) -> None:
+    """Refuse roles that do not fit the pool.
+
+    Raises:
+        PoolError: if a topology has another number of ranks than the pool has slots.
+        ProtocolError: if there is no role.
+    """
+    if not specs:
+        raise ProtocolError(f"build_groups on pool {pool.name!r} got no role: give {{role: WorkerSpec(...)}}")
+    for role, spec in specs.items():
+        if spec.topology.world_size != pool.num_slots:
+            raise PoolError(
+                f"{role} has {spec.topology.world_size} ranks (pp * tp * cp * dp), pool {pool.name!r} has "
+                f"{' + '.join(map(str, pool.slots))} = {pool.num_slots} slots: make them equal"
+            )

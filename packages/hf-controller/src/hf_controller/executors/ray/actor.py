@@ -1,0 +1,150 @@
+"""The actor: one host process of one rank, driven by calls."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import cloudpickle
+
+from hf_controller.default_group import Rendezvous, join_default_group, open_rendezvous, seed_generators
+from hf_controller.dispatch import Call
+from hf_controller.executors.ray.store import RayStore
+from hf_controller.failures import Failure
+from hf_controller.worker import Worker, WorkerContext, WorkerSpec
+
+__all__ = ["Construction", "HostActor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Construction:
+    """How a host set is built; equal on all of its ranks.
+
+    Attributes:
+        specs: pickled ``{role: WorkerSpec}``.
+        pool: the pool's name.
+        device: ``"cpu"`` or ``"cuda"``.
+        rendezvous: where ranks meet; None if they need not.
+        process_group: whether a worker needs the default process group.
+        on_one_machine: whether all ranks share a machine.
+        collective_timeout_s: deadline of every collective.
+    """
+
+    specs: bytes
+    pool: str
+    device: str
+    rendezvous: Rendezvous | None
+    process_group: bool
+    on_one_machine: bool
+    collective_timeout_s: float
+
+
+class HostActor:
+    """One rank's process. Calls run one after another; questions about it are answered beside them.
+
+    Args:
+        name: the host set's name: its roles.
+        rank: this rank.
+        world_size: ranks of the host set.
+    """
+
+    def __init__(self, name: str, rank: int, world_size: int) -> None:
+        self._name = name
+        self._rank = rank
+        self._world_size = world_size
+        self._host: Any = None
+        self._rendezvous_store: Any = None
+        self._thread: int | None = None
+
+    def __repr__(self) -> str:
+        return f"{self._name}/{self._rank}"
+
+    @ray.method(concurrency_group="service")
+    def locate(self) -> str:
+        """The address of this rank's machine."""
+        return str(ray.util.get_node_ip_address())
+
+    @ray.method(concurrency_group="service")
+    def open_rendezvous(self, address: str) -> Rendezvous:
+        """Rank 0: listen for the others."""
+        rendezvous, self._rendezvous_store = open_rendezvous(address)
+        return rendezvous
+
+    def construct(self, construction: Construction) -> Failure | None:
+        """Join the process group and construct every worker; what goes wrong is the answer."""
+        self._thread = threading.get_ident()
+        role = self._name
+        try:
+            specs: Mapping[str, WorkerSpec] = cloudpickle.loads(construction.specs)
+            device = "cpu" if construction.device == "cpu" else "cuda:0"
+            self._prepare(construction, device)
+            workers: dict[str, Worker] = {}
+            for role, spec in specs.items():
+                workers[role] = self._construct_worker(role, spec, construction, device)
+        except Exception as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
+            return Failure.of(error, role=role, method="__init__", rank=self._rank)
+        from hf_controller.rank_host import RankHost
+
+        self._host = RankHost(
+            pool=construction.pool, name=self._name, rank=self._rank, workers=workers, specs=specs, store=RayStore()
+        )
+        return None
+
+    @ray.method(num_returns=2)
+    def run(self, call: Call) -> tuple[Any, Any]:
+        """Run one call: its outcome, for readers, and its report, for the controller."""
+        outcome, report = self._host.run(call)
+        return outcome, report
+
+    @ray.method(concurrency_group="service")
+    def describe(self) -> tuple[str, str]:
+        """What this rank is at, and the Python stack of its call; answered while a call runs."""
+        stage = str(self._host.stage) if self._host is not None else "being constructed"
+        frame = sys._current_frames().get(self._thread or -1)
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        return stage, stack
+
+    @ray.method(concurrency_group="service")
+    def ping(self) -> int:
+        """The process id."""
+        return os.getpid()
+
+    def close(self) -> None:
+        """Close every worker and leave the process group."""
+        if self._host is not None:
+            self._host.close()
+
+    def _prepare(self, construction: Construction, device: str) -> None:
+        import torch
+
+        # This thread runs every call; torch counts threads per calling thread.
+        torch.set_num_threads(1)
+        if construction.process_group:
+            join_default_group(
+                self._rank,
+                self._world_size,
+                device=device,
+                timeout_s=construction.collective_timeout_s,
+                rendezvous=construction.rendezvous,
+                store=self._rendezvous_store,
+                on_one_machine=construction.on_one_machine,
+            )
+
+    def _construct_worker(self, role: str, spec: WorkerSpec, construction: Construction, device: str) -> Worker:
+        seed_generators(spec.seed)
+        context = WorkerContext(
+            role=role,
+            rank=self._rank,
+            world_size=self._world_size,
+            topology=spec.topology,
+            device=device,
+            seed=spec.seed,
+            pool=construction.pool,
+        )
+        return spec.worker(context, **spec.kwargs)

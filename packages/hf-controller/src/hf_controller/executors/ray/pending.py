@@ -1,0 +1,150 @@
+"""Waiting for the ranks of a call: with a deadline, and for the first failure rather than for the last rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+from hf_protocols import HybridFlowError, WorkerTimeoutError
+from ray.exceptions import RayError
+
+from hf_controller.failures import Failure
+
+if TYPE_CHECKING:
+    from hf_controller.results import Outcome
+    from hf_controller.trace import CallReport
+
+__all__ = ["RayCall", "take_ready"]
+
+_ANSWER_TIMEOUT_S = 5.0
+
+
+class RayCall:
+    """A call on the ranks of a group.
+
+    Args:
+        role: the role.
+        method: its method.
+        actors: the actor of every called rank.
+        outcomes: handle of every called rank's outcome.
+        reports: handle of every called rank's report.
+        collected: the ranks whose outcomes make the result.
+        timeout_s: deadline where none is given.
+    """
+
+    def __init__(
+        self,
+        *,
+        role: str,
+        method: str,
+        actors: Mapping[int, Any],
+        outcomes: Mapping[int, Any],
+        reports: Mapping[int, Any],
+        collected: Sequence[int],
+        timeout_s: float,
+    ) -> None:
+        self.handles = [outcomes[rank] for rank in collected]
+        self._what = f"{role}.{method}"
+        self._role = role
+        self._method = method
+        self._actors = dict(actors)
+        self._reports = dict(reports)
+        self._collected = tuple(collected)
+        self._timeout_s = timeout_s
+        self._done: dict[int, CallReport] = {}
+        self._failure: Failure | None = None
+
+    def wait(self, timeout_s: float | None) -> list[int]:
+        """Wait for every rank; the rows that each collected rank returned.
+
+        Raises:
+            HybridFlowError: the first rank's failure.
+            WorkerTimeoutError: if a rank is not done in time, with each missing rank's last call and stack.
+        """
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        while self._failure is None and len(self._done) < len(self._reports):
+            pending = {handle: rank for rank, handle in self._reports.items() if rank not in self._done}
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not ray.wait(list(pending), num_returns=1, timeout=left_s)[0]:
+                raise self._to_timeout(sorted(pending.values()), timeout_s)
+            ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
+            for handle in ready:
+                self._read_report(pending[handle], handle)
+        if self._failure is not None:
+            raise self._failure.to_error()
+        return [self._done[rank].num_rows for rank in self._collected]
+
+    def outcomes(self, timeout_s: float | None) -> list[Outcome]:
+        """After waiting, what the collected ranks left."""
+        self.wait(timeout_s)
+        return list(ray.get(self.handles, timeout=self._timeout_s))
+
+    def _read_report(self, rank: int, handle: Any) -> None:
+        try:
+            report: CallReport = ray.get(handle)
+        except RayError as error:
+            self._failure = self._describe_death(rank, error)
+            return
+        self._done[rank] = report
+        if report.failure is None or self._failure is not None:
+            return
+        # A dead peer makes the others fail in their collective: then the death is the cause to report.
+        self._failure = report.failure
+        if not report.upstream:
+            self._failure = self._find_death() or report.failure
+
+    def _find_death(self) -> Failure | None:
+        pings = {actor.ping.remote(): rank for rank, actor in self._actors.items()}
+        answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_ANSWER_TIMEOUT_S)
+        for ping in answered:
+            try:
+                ray.get(ping)
+            except RayError as error:
+                return self._describe_death(pings[ping], error)
+        return None
+
+    def _describe_death(self, rank: int, error: RayError) -> Failure:
+        reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        return Failure(
+            role=self._role,
+            method=self._method,
+            rank=rank,
+            cause_type=type(error).__name__,
+            message=f"its process is gone: {reason}",
+            remote_traceback="",
+        )
+
+    def _to_timeout(self, ranks: Sequence[int], timeout_s: float) -> HybridFlowError:
+        asked = {self._actors[rank].describe.remote(): rank for rank in ranks}
+        ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_TIMEOUT_S)
+        lines = [
+            f"{self._what} is not done after {timeout_s:g} s on rank(s) {', '.join(map(str, ranks))}: "
+            "raise call_timeout_s, or look at what they are at:"
+        ]
+        lines += [f"rank {rank}: {_answer(handle)}" for handle, rank in asked.items()]
+        return WorkerTimeoutError("\n".join(lines))
+
+
+def _answer(handle: Any) -> str:
+    try:
+        stage, stack = ray.get(handle, timeout=0)
+    except RayError as error:
+        return f"no answer ({type(error).__name__})"
+    return f"{stage}\n{stack.rstrip()}"
+
+
+def take_ready(handles: list[Any]) -> tuple[list[CallReport], list[Any]]:
+    """The reports that are there, and the handles of the rest. Reports of dead ranks are left out."""
+    if not handles:
+        return [], []
+    ready, pending = ray.wait(handles, num_returns=len(handles), timeout=0)
+    reports = []
+    for handle in ready:
+        try:
+            reports.append(ray.get(handle))
+        except RayError:
+            continue
+    return reports, pending

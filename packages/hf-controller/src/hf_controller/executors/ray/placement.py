@@ -1,0 +1,89 @@
+"""Slots of pools as Ray placement groups: one per machine, one bundle per slot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import ray
+from hf_protocols import PoolError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hf_controller.resource_pool import ResourcePool
+
+__all__ = ["SLOT_SHARE", "PlacedPool", "place"]
+
+SLOT_SHARE = 0.05
+"""What one process takes of its slot, so that several host sets fit on it."""
+
+
+class PlacedPool:
+    """A pool that has its slots.
+
+    Args:
+        pool: the pool.
+        groups: a placement group for each machine.
+    """
+
+    def __init__(self, pool: ResourcePool, groups: Sequence[PlacementGroup]) -> None:
+        self.pool = pool
+        self._groups = list(groups)
+
+    def options(self, rank: int) -> dict[str, Any]:
+        """Where an actor of ``rank`` goes: actor options."""
+        machine = self.pool.machines[rank]
+        slot = rank - sum(self.pool.slots[:machine])
+        strategy = PlacementGroupSchedulingStrategy(self._groups[machine], placement_group_bundle_index=slot)
+        share = {"num_cpus": SLOT_SHARE, "num_gpus": SLOT_SHARE if self.pool.device == "cuda" else 0}
+        return {**share, "scheduling_strategy": strategy}
+
+    def remove(self) -> None:
+        """Give the slots back."""
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups.clear()
+
+
+def place(pool: ResourcePool, timeout_s: float) -> PlacedPool:
+    """Reserve the slots of ``pool``.
+
+    Raises:
+        PoolError: if the cluster does not have them free in time; it says what is free and what was asked.
+    """
+    unit = {"CPU": 1.0, "GPU": 1.0} if pool.device == "cuda" else {"CPU": 1.0}
+    if not _could_ever_fit(pool, unit):
+        raise PoolError(_describe(pool, unit, "the whole cluster is smaller"))
+    groups: list[PlacementGroup] = []
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        for slots in pool.slots:
+            groups.append(placement_group([unit] * slots, strategy="STRICT_PACK"))
+        for group in groups:
+            if not group.wait(max(0.1, deadline_s - time.monotonic())):
+                raise PoolError(_describe(pool, unit, f"they were not free within {timeout_s:g} s"))
+    except BaseException:
+        _remove(groups)
+        raise
+    return PlacedPool(pool, groups)
+
+
+def _remove(groups: Iterable[PlacementGroup]) -> None:
+    for group in groups:
+        remove_placement_group(group)
+
+
+def _could_ever_fit(pool: ResourcePool, unit: dict[str, float]) -> bool:
+    total = ray.cluster_resources()
+    return all(total.get(kind, 0) >= amount * pool.num_slots for kind, amount in unit.items())
+
+
+def _describe(pool: ResourcePool, unit: dict[str, float], why: str) -> str:
+    total, free = ray.cluster_resources(), ray.available_resources()
+    kinds = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind} free" for kind in unit)
+    asked = " and ".join(f"{amount * pool.num_slots:g} {kind}" for kind, amount in unit.items())
+    return (
+        f"pool {pool.name!r} asks for {' + '.join(map(str, pool.slots))} slots, that is {asked}; the cluster has {kinds} "
+        f"on {len(ray.nodes())} machine(s): {why}. Use smaller pools, close others, or start the executor with num_cpus=..."
+    )

@@ -1,0 +1,109 @@
+"""What went wrong on a rank, as a value that travels, and the exception it becomes on the controller."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass
+
+from hf_protocols import HybridFlowError, WorkerError
+
+__all__ = ["Failure", "RemoteCallError", "UpstreamFailure"]
+
+
+class RemoteCallError(WorkerError):
+    """An exception in a worker's method, or the death of its process.
+
+    Attributes:
+        role: the role whose call failed.
+        method: the method that was called.
+        rank: the first rank that failed.
+        cause_type: class name of the exception there, or what became of the process.
+        remote_traceback: the traceback there; empty if there is none.
+    """
+
+    def __init__(
+        self, message: str, *, role: str, method: str, rank: int, cause_type: str, remote_traceback: str
+    ) -> None:
+        super().__init__(message)
+        self.role = role
+        self.method = method
+        self.rank = rank
+        self.cause_type = cause_type
+        self.remote_traceback = remote_traceback
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One rank's failed call. ``pickled`` is the exception itself where it is one of our own tree, else empty."""
+
+    role: str
+    method: str
+    rank: int
+    cause_type: str
+    message: str
+    remote_traceback: str
+    pickled: bytes = b""
+
+    @classmethod
+    def of(cls, error: BaseException, *, role: str, method: str, rank: int) -> Failure:
+        """Describe ``error``, raised by ``role.method`` on ``rank``."""
+        return cls(
+            role=role,
+            method=method,
+            rank=rank,
+            cause_type=type(error).__name__,
+            message=str(error),
+            remote_traceback="".join(traceback.format_exception(error)),
+            pickled=_pickle_own(error),
+        )
+
+    def to_error(self) -> HybridFlowError:
+        """The exception to raise on the controller: of the same class where it is ours, else RemoteCallError.
+
+        The remote traceback is attached once, as a note.
+        """
+        where = f"{self.role}.{self.method} on rank {self.rank}"
+        error = _unpickle_own(self.pickled)
+        if error is None:
+            error = RemoteCallError(
+                f"{where} failed: {self.cause_type}: {self.message}",
+                role=self.role,
+                method=self.method,
+                rank=self.rank,
+                cause_type=self.cause_type,
+                remote_traceback=self.remote_traceback,
+            )
+        if self.remote_traceback:
+            error.add_note(f"{where}, traceback there:\n{self.remote_traceback.rstrip()}")
+        return error
+
+
+class UpstreamFailure(Exception):  # noqa: N818 - it carries another call's failure and is never shown itself
+    """Raised inside a rank when an input's own call failed: that first failure is passed on, not a new one."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def _pickle_own(error: BaseException) -> bytes:
+    """The pickled exception if it is of our tree and survives the round trip, else nothing."""
+    if not isinstance(error, HybridFlowError) or isinstance(error, RemoteCallError):
+        return b""
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except (pickle.PickleError, TypeError, AttributeError, ImportError):
+        return b""
+    return pickled
+
+
+def _unpickle_own(pickled: bytes) -> HybridFlowError | None:
+    if not pickled:
+        return None
+    try:
+        error = pickle.loads(pickled)
+    except (pickle.PickleError, TypeError, AttributeError, ImportError):
+        return None
+    return error if isinstance(error, HybridFlowError) else None

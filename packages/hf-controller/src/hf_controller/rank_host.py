@@ -1,0 +1,203 @@
+"""One process's side of a call: read the rows, run the method, store the result.
+
+A host holds the workers of one rank by role. It knows no executor: whoever drives it passes a store.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_protocols import BatchError, MethodSpec, RowSelection, registered_methods
+
+from hf_controller.dispatch import BatchArgument, Call, StoredArgument
+from hf_controller.expressions import Select
+from hf_controller.failures import Failure, UpstreamFailure
+from hf_controller.gather import BatchReader
+from hf_controller.results import Outcome, publish
+from hf_controller.trace import CallReport, Span
+from hf_controller.transport import ObjectStore, Shard
+from hf_controller.worker import Worker, WorkerSpec
+
+__all__ = ["RankHost", "Stage"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a host is at, for whoever asks why it does not answer."""
+
+    call: str
+    doing: str
+    since_s: float
+
+    def __str__(self) -> str:
+        where = f"{self.call}: {self.doing}" if self.call else self.doing
+        return f"{where} for {time.time() - self.since_s:.1f} s"
+
+
+@dataclass
+class _Times:
+    ready_s: float = 0.0
+    fetched_s: float = 0.0
+    computed_s: float = 0.0
+
+
+class RankHost:
+    """The workers of one rank, and how a call runs on them.
+
+    Args:
+        pool: name of the pool.
+        name: name of the set of roles that share this host.
+        rank: this rank.
+        workers: the workers by role.
+        specs: what they were built from, by role.
+        store: where batches lie.
+    """
+
+    def __init__(
+        self,
+        *,
+        pool: str,
+        name: str,
+        rank: int,
+        workers: Mapping[str, Worker],
+        specs: Mapping[str, WorkerSpec],
+        store: ObjectStore,
+    ) -> None:
+        self.stage = Stage("", "idle", time.time())
+        self._pool = pool
+        self._name = name
+        self._rank = rank
+        self._workers = dict(workers)
+        self._specs = dict(specs)
+        self._store = store
+        self._methods = {role: registered_methods(spec.worker) for role, spec in specs.items()}
+
+    def run(self, call: Call) -> tuple[Outcome, CallReport]:
+        """Run one call. It never raises: what goes wrong is in the outcome, for readers, and in the report, for the
+        controller.
+        """
+        times = _Times()
+        reader = BatchReader(self._store, call.timeout_s)
+        outcome: Outcome
+        upstream = False
+        try:
+            outcome = self._run(call, reader, times)
+        except UpstreamFailure as error:
+            outcome, upstream = error.failure, True
+        except Exception as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
+            outcome = Failure.of(error, role=call.role, method=call.method, rank=self._rank)
+        return outcome, self._report(call, outcome, reader, times, upstream=upstream)
+
+    def close(self) -> None:
+        """Close every worker."""
+        for worker in self._workers.values():
+            worker.close()
+
+    def _run(self, call: Call, reader: BatchReader, times: _Times) -> Outcome:
+        spec, worker = self._methods[call.role][call.method], self._workers[call.role]
+        worker.context.sub_spans.clear()
+        given = [*call.args, *call.kwargs.values()]
+        batches = [value for value in given if isinstance(value, BatchArgument)]
+        if call.after:
+            self._enter(call, "waiting for the pool's earlier call")
+            self._store.get(list(call.after), call.timeout_s)
+        if batches:
+            self._enter(call, "waiting for its inputs")
+            reader.look_up([batch.expression for batch in batches])
+        times.ready_s = time.time()
+        self._enter(call, "fetching rows")
+        selections, input_rows = self._select_rows(call.role, spec, batches, reader)
+        values = [self._resolve(value, spec, selections, reader, call.timeout_s) for value in given]
+        times.fetched_s = time.time()
+        self._enter(call, "computing")
+        kwargs = dict(zip(call.kwargs, values[len(call.args) :], strict=True))
+        returned = getattr(worker, call.method)(*values[: len(call.args)], **kwargs)
+        times.computed_s = time.time()
+        self._check_unwritten(call, reader)
+        if self._rank not in spec.protocol.collect(worker.context.topology).ranks:
+            return None
+        self._enter(call, "storing its result")
+        selection = selections[id(batches[0])] if batches else None
+        what = f"{call.role}.{call.method}"
+        return publish(returned, spec, self._store, what=what, selection=selection, input_rows=input_rows)
+
+    def _select_rows(
+        self, role: str, spec: MethodSpec, batches: list[BatchArgument], reader: BatchReader
+    ) -> tuple[dict[int, RowSelection], int]:
+        """This rank's rows of every batch argument, by the argument's id, and the rows of the whole first one.
+
+        Batches of equally many rows are split alike, so that their rows stay side by side.
+        """
+        topology = self._specs[role].topology
+        weights: dict[int, list[float] | None] = {}
+        selections: dict[int, RowSelection] = {}
+        counts = [batch.expression.num_rows(reader.extents) for batch in batches]
+        for batch, num_rows in zip(batches, counts, strict=True):
+            if batch.whole:
+                selections[id(batch)] = RowSelection.range(0, num_rows)
+                continue
+            if num_rows not in weights:
+                balanced = self._specs[role].balance_tokens
+                weights[num_rows] = reader.row_weights(batch.expression, num_rows) if balanced else None
+            selections[id(batch)] = spec.protocol.distribute(topology, num_rows, weights[num_rows])[self._rank]
+        return selections, counts[0] if counts else 0
+
+    def _resolve(
+        self,
+        value: Any,
+        spec: MethodSpec,
+        selections: Mapping[int, RowSelection],
+        reader: BatchReader,
+        timeout_s: float,
+    ) -> Any:
+        if isinstance(value, BatchArgument):
+            expression = value.expression if spec.reads is None else Select(value.expression, spec.reads)
+            return reader.read(expression, selections[id(value)], expression.columns(reader.extents))
+        if isinstance(value, StoredArgument):
+            stored = self._store.get([value.handle], timeout_s)[0]
+            if isinstance(stored, Failure):
+                raise UpstreamFailure(stored)
+            return stored.value
+        return value
+
+    def _check_unwritten(self, call: Call, reader: BatchReader) -> None:
+        written = reader.written_columns()
+        if written:
+            raise BatchError(
+                f"{call.role}.{call.method} wrote in place into {', '.join(written)}, a view of memory that other "
+                "readers share: clone the column first"
+            )
+
+    def _enter(self, call: Call, doing: str) -> None:
+        self.stage = Stage(f"call {call.call_id} {call.role}.{call.method}", doing, time.time())
+
+    def _report(
+        self, call: Call, outcome: Outcome, reader: BatchReader, times: _Times, *, upstream: bool
+    ) -> CallReport:
+        end_s = time.time()
+        self.stage = Stage(f"call {call.call_id} {call.role}.{call.method}", "done, idle", end_s)
+        ready_s = times.ready_s or end_s
+        fetched_s = times.fetched_s or end_s
+        shard = outcome if isinstance(outcome, Shard) else None
+        failure = outcome if isinstance(outcome, Failure) else None
+        span = Span(
+            call_id=call.call_id,
+            pool=self._pool,
+            host=self._name,
+            role=call.role,
+            method=call.method,
+            rank=self._rank,
+            submit_s=call.submit_s,
+            ready_s=ready_s,
+            fetched_s=fetched_s,
+            computed_s=times.computed_s or end_s,
+            end_s=end_s,
+            bytes_read=reader.bytes_read,
+            bytes_written=shard.num_bytes if shard else 0,
+            sub_spans=tuple(self._workers[call.role].context.sub_spans),
+            failed=failure is not None,
+        )
+        return CallReport(span=span, num_rows=shard.num_rows if shard else 0, failure=failure, upstream=upstream)

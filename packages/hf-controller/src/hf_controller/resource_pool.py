@@ -1,0 +1,66 @@
+"""Pools of slots: which machines' devices a set of roles shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+from hf_protocols import MappingPlan, PoolError
+
+__all__ = ["Device", "ResourcePool", "build_pools"]
+
+Device = Literal["cuda", "cpu"]
+
+
+class ResourcePool:
+    """Slots on machines; a slot is a device, or on a CPU pool a host process. Pools never overlap.
+
+    Groups that are built on one pool object share its slots: they are colocated and take turns.
+
+    Args:
+        slots: number of slots on each machine, for example ``[8] * 2``.
+        device: ``"cuda"``: a slot is one GPU; ``"cpu"``: a slot is one core.
+        name: the pool's name in traces and errors.
+
+    Raises:
+        PoolError: without machines, for a machine without slots, or an unknown device.
+    """
+
+    def __init__(self, slots: Sequence[int], *, device: Device = "cuda", name: str = "pool") -> None:
+        if not slots or any(not isinstance(count, int) or count < 1 for count in slots):
+            raise PoolError(f"pool {name!r} has slots {list(slots)}: give each machine at least one, such as [8, 8]")
+        if device not in get_args(Device):
+            raise PoolError(f"pool {name!r} has device={device!r}: give one of {', '.join(get_args(Device))}")
+        self.slots = tuple(slots)
+        self.device = device
+        self.name = name
+
+    @property
+    def num_slots(self) -> int:
+        """Slots over all machines: the world size of every group on this pool."""
+        return sum(self.slots)
+
+    @property
+    def machines(self) -> tuple[int, ...]:
+        """For every rank the number of its machine."""
+        return tuple(machine for machine, count in enumerate(self.slots) for _ in range(count))
+
+    def __repr__(self) -> str:
+        return f"ResourcePool({list(self.slots)}, device={self.device!r}, name={self.name!r})"
+
+
+def build_pools(plan: MappingPlan) -> dict[str, ResourcePool]:
+    """The pools of a mapping plan by name; a machine of gpu_kind ``"cpu"`` has host slots.
+
+    Raises:
+        PoolError: if a pool mixes host slots and GPUs.
+    """
+    pools = {}
+    for pool in plan.pools:
+        on_host = {machine.gpu_kind == "cpu" for machine in pool.machines}
+        if len(on_host) != 1:
+            kinds = ", ".join(machine.gpu_kind for machine in pool.machines)
+            raise PoolError(f"pool {pool.name!r} mixes host slots and GPUs ({kinds}): give each its own pool")
+        slots = [machine.slots for machine in pool.machines]
+        pools[pool.name] = ResourcePool(slots, device="cpu" if on_host == {True} else "cuda", name=pool.name)
+    return pools

@@ -1,0 +1,172 @@
+"""What ran when: one span per call and rank, and the Chrome trace of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_controller.failures import Failure
+
+__all__ = ["CallReport", "Span", "SubSpan", "Trace"]
+
+
+@dataclass(frozen=True)
+class SubSpan:
+    """A named part of a call, from ``WorkerContext.span``; wall-clock seconds."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One call on one rank. Times are wall-clock seconds since the epoch.
+
+    Attributes:
+        submit_s: the controller made the call.
+        ready_s: the rank had its turn and its inputs existed.
+        fetched_s: the rows were there.
+        computed_s: the method returned.
+        end_s: the results were stored.
+        bytes_read: bytes of the rows that the method was given.
+        bytes_written: bytes of the columns that it returned.
+        sub_spans: named parts inside the method.
+        failed: whether the call ended in an error.
+    """
+
+    call_id: int
+    pool: str
+    host: str
+    role: str
+    method: str
+    rank: int
+    submit_s: float
+    ready_s: float
+    fetched_s: float
+    computed_s: float
+    end_s: float
+    bytes_read: int
+    bytes_written: int
+    sub_spans: tuple[SubSpan, ...] = ()
+    failed: bool = False
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds from the call to its turn: earlier calls and unready inputs."""
+        return self.ready_s - self.submit_s
+
+    @property
+    def fetch_s(self) -> float:
+        """Seconds to fetch and assemble the rows."""
+        return self.fetched_s - self.ready_s
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds inside the method."""
+        return self.computed_s - self.fetched_s
+
+    @property
+    def store_s(self) -> float:
+        """Seconds to store the results."""
+        return self.end_s - self.computed_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallReport:
+    """What a rank tells the controller about a call: small, without a tensor or a handle of one.
+
+    Attributes:
+        span: when it ran.
+        num_rows: rows of the returned batch; 0 if it returned none, or was not asked for it.
+        failure: why it failed, or None. ``upstream`` says that an input's call failed and this one never ran.
+    """
+
+    span: Span
+    num_rows: int = 0
+    failure: Failure | None = None
+    upstream: bool = False
+
+
+class Trace:
+    """The spans of an executor's calls.
+
+    Args:
+        take_ready: splits pending reports into those that are there and the rest, without waiting.
+    """
+
+    def __init__(self, take_ready: Callable[[list[Any]], tuple[list[CallReport], list[Any]]]) -> None:
+        self._take_ready = take_ready
+        self._pending: list[Any] = []
+        self._spans: list[Span] = []
+
+    def watch(self, reports: Iterable[Any]) -> None:
+        """Remember the reports of a call."""
+        self._pending.extend(reports)
+
+    def drain(self) -> list[Span]:
+        """The spans that ended since the last call of drain. A long run drains once per iteration."""
+        reports, self._pending = self._take_ready(self._pending)
+        spans = [report.span for report in reports]
+        self._spans += spans
+        return spans
+
+    def write_chrome(self, path: str | os.PathLike[str]) -> None:
+        """Write every span so far as a Chrome trace (chrome://tracing, Perfetto): one row per host and rank."""
+        self.drain()
+        Path(path).write_text(json.dumps({"traceEvents": list(_chrome_events(self._spans))}) + "\n", encoding="utf-8")
+
+
+def _chrome_events(spans: Iterable[Span]) -> Iterable[dict[str, Any]]:
+    rows: dict[tuple[str, str], int] = {}
+    named: set[tuple[int, int]] = set()
+    for span in spans:
+        pid = rows.setdefault((span.pool, span.host), len(rows) + 1)
+        if (pid, span.rank) not in named:
+            named.add((pid, span.rank))
+            label = span.host if span.pool == span.host else f"{span.pool}: {span.host}"
+            yield {"ph": "M", "name": "process_name", "pid": pid, "tid": span.rank, "args": {"name": label}}
+            yield {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": pid,
+                "tid": span.rank,
+                "args": {"name": f"rank {span.rank}"},
+            }
+        yield _complete(pid, span.rank, f"{span.role}.{span.method}", span.ready_s, span.end_s, _arguments(span))
+        if span.fetch_s > 0:
+            yield _complete(pid, span.rank, "fetch", span.ready_s, span.fetched_s, {})
+        for sub in span.sub_spans:
+            yield _complete(pid, span.rank, sub.name, sub.start_s, sub.end_s, {})
+        if span.store_s > 0:
+            yield _complete(pid, span.rank, "store", span.computed_s, span.end_s, {})
+
+
+def _complete(pid: int, rank: int, name: str, start_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
+    """A Chrome complete event; times are microseconds."""
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": pid,
+        "tid": rank,
+        "ts": start_s * 1e6,
+        "dur": max(0.0, end_s - start_s) * 1e6,
+        "args": args,
+    }
+
+
+def _arguments(span: Span) -> dict[str, Any]:
+    return {
+        "call": span.call_id,
+        "queue_ms": round(span.queue_s * 1e3, 3),
+        "fetch_ms": round(span.fetch_s * 1e3, 3),
+        "compute_ms": round(span.compute_s * 1e3, 3),
+        "store_ms": round(span.store_s * 1e3, 3),
+        "bytes_read": span.bytes_read,
+        "bytes_written": span.bytes_written,
+        "failed": span.failed,
+    }

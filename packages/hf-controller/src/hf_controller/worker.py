@@ -1,0 +1,103 @@
+"""A worker: one rank of one role. Its registered methods are what a group can call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from hf_protocols import Coordinate, ProtocolError, Topology, registered_methods
+
+from hf_controller.trace import SubSpan
+
+__all__ = ["Worker", "WorkerContext", "WorkerSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerContext:
+    """What a rank knows of itself.
+
+    Attributes:
+        role: the role's name, such as ``"actor"``.
+        rank: this rank, 0 ... world_size - 1, sorted by (machine, device).
+        world_size: ranks of the group.
+        topology: the role's layout.
+        device: where its tensors live, such as ``"cpu"`` or ``"cuda:0"``; arguments always arrive on the host.
+        seed: the group's seed, equal on all ranks. Python's, numpy's and torch's global generators were seeded with
+            it before the worker was constructed.
+        pool: name of the resource pool.
+    """
+
+    role: str
+    rank: int
+    world_size: int
+    topology: Topology
+    device: str = "cpu"
+    seed: int = 0
+    pool: str = "pool"
+    sub_spans: list[SubSpan] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """Where this rank stands on every axis."""
+        return self.topology.coordinate(self.rank)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time a part of a method; the trace shows it inside the call's span."""
+        start_s = time.time()
+        try:
+            yield
+        finally:
+            self.sub_spans.append(SubSpan(name, start_s, time.time()))
+
+
+class Worker:
+    """Base class of workers. Methods marked with ``hf_protocols.register`` can be called through the group.
+
+    A method gets its batch arguments as TensorDicts of its own rows, on the host. They are views of shared memory:
+    read them, or clone before writing in place. When the constructor runs, the default process group of
+    ``torch.distributed`` joins the group's ranks (gloo on CPU, nccl on GPU).
+    """
+
+    needs_process_group: ClassVar[bool] = True
+    """False spares a worker that calls no collective the default process group."""
+
+    def __init__(self, context: WorkerContext, **kwargs: Any) -> None:
+        if kwargs:
+            raise TypeError(f"{type(self).__name__} takes no arguments, got {', '.join(sorted(kwargs))}")
+        self.context = context
+
+    def close(self) -> None:
+        """Free what the worker holds; called when its group is closed in order."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """How the ranks of one role are built.
+
+    Attributes:
+        worker: the class; it is constructed on every rank as ``worker(context, **kwargs)``.
+        topology: the role's layout; its world size is the number of slots of the pool.
+        kwargs: the constructor's arguments. They travel, so they are picklable.
+        seed: seed of the global generators, equal on all ranks.
+        balance_tokens: give ranks rows of equal token sums, where a protocol splits rows. The number of rows per rank
+            still differs by at most one, and results come back in their logical order.
+
+    Raises:
+        ProtocolError: if ``worker`` is no subclass of Worker, or has no registered method.
+    """
+
+    worker: type[Worker]
+    topology: Topology
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    balance_tokens: bool = False
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.worker, type) and issubclass(self.worker, Worker)):
+            raise ProtocolError(f"worker={self.worker!r} is no subclass of hf_controller.Worker")
+        if not registered_methods(self.worker):
+            raise ProtocolError(f"{self.worker.__name__} has no method marked with hf_protocols.register")

@@ -1,0 +1,72 @@
+"""A worker group: all ranks of one role, called as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hf_protocols import MethodSpec, ProtocolError, Topology, registered_methods
+
+from hf_controller.resource_pool import ResourcePool
+from hf_controller.worker import WorkerSpec
+
+if TYPE_CHECKING:
+    from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture
+
+__all__ = ["WorkerGroup"]
+
+
+class WorkerGroup:
+    """All ranks of one role. Its registered methods are called like a single object's, and answer at once.
+
+    ``group.method(*args, **kwargs)``: TensorDicts and BatchFutures among the arguments are distributed to the ranks by
+    the method's protocol; everything else reaches every rank as it is. The answer is a
+    :class:`~hf_controller.futures.BatchFuture`, MetricsFuture, ListFuture or ObjectFuture, as the method is registered.
+
+    Calls of one group, and of groups on one pool, run in the order in which they were made.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        spec: WorkerSpec,
+        pool: ResourcePool,
+        submit: Callable[[WorkerGroup, str, tuple[Any, ...], dict[str, Any]], Any],
+    ) -> None:
+        self.role = role
+        self.spec = spec
+        self.pool = pool
+        self.methods: dict[str, MethodSpec] = registered_methods(spec.worker)
+        self._submit = submit
+        taken = sorted(name for name in self.methods if name in type(self).__dict__ or name in self.__dict__)
+        if taken:
+            raise ProtocolError(
+                f"{spec.worker.__name__} registers {', '.join(taken)}, which a WorkerGroup has itself: rename the method"
+            )
+
+    @property
+    def topology(self) -> Topology:
+        """The role's layout."""
+        return self.spec.topology
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.spec.topology.world_size
+
+    def __getattr__(self, name: str) -> Callable[..., BatchFuture | MetricsFuture | ListFuture | ObjectFuture | Any]:
+        methods = self.__dict__.get("methods", {})
+        if name not in methods:
+            known = ", ".join(sorted(methods)) or "none"
+            raise AttributeError(f"group {self.__dict__.get('role')!r} has no method {name!r}; it registers {known}")
+        return partial(self._call, name)
+
+    def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        return self._submit(self, method, args, kwargs)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.methods})
+
+    def __repr__(self) -> str:
+        return f"WorkerGroup({self.role!r}, {self.spec.worker.__name__}, {self.world_size} ranks on {self.pool.name!r})"
