@@ -160,8 +160,8 @@ class ClusterConfig(_Section):
     """Ranks per machine."""
     inter_bandwidth_bytes_per_s: Positive = 25e9
     """Between machines, one way; used where there is more than one."""
-    address: str | None = None
-    """Address of a running Ray cluster; None: a local one of the run's own."""
+    address: str = "local"
+    """Address of a running Ray cluster; ``local``: one of the run's own on this machine."""
     call_timeout_s: Positive = 600.0
     """Deadline of one call to a worker group."""
 

@@ -37,9 +37,12 @@ def plan_placement(config: Config, shape: ModelShape, *, prompt_tokens: int) -> 
         response_tokens=config.rollout.max_new_tokens,
         epochs=config.algorithm.epochs,
         mini_batches=config.algorithm.mini_batches,
+        dtype=config.training.dtype,
+        micro_batch_tokens=config.training.micro_batch_tokens,
     )
     models = {role: shape for role in dataflow.roles if role in MODEL_ROLES}
-    return map_dataflow(dataflow, models, _describe_cluster(config.cluster), workload)
+    cluster = _describe_cluster(config.cluster)
+    return map_dataflow(dataflow, models, cluster, workload, backends=(config.training.backend,))
 
 
 def check_shares(config: Config, plan: MappingPlan) -> None:
