@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_protocols import ALL_TO_ALL, MethodSpec, PerRank, ProtocolError, Topology
@@ -44,6 +44,7 @@ class Call:
         after: handles of reports of earlier calls on the pool's slots; this call waits for them.
         submit_s: when the controller made the call, in wall-clock seconds.
         timeout_s: how long a rank waits for its inputs.
+        labels: what the controller said the call belongs to; the trace shows it.
     """
 
     call_id: int
@@ -54,6 +55,7 @@ class Call:
     after: Sequence[Any]
     submit_s: float
     timeout_s: float
+    labels: Mapping[str, Any] = field(default_factory=dict)
 
 
 def compute_called_ranks(spec: MethodSpec, topology: Topology) -> tuple[int, ...]:

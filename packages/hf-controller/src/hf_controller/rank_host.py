@@ -199,5 +199,6 @@ class RankHost:
             bytes_written=shard.num_bytes if shard else 0,
             sub_spans=tuple(self._workers[call.role].context.sub_spans),
             failed=failure is not None,
+            labels=call.labels,
         )
         return CallReport(span=span, num_rows=shard.num_rows if shard else 0, failure=failure, upstream=upstream)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class Span:
         bytes_written: bytes of the columns that it returned.
         sub_spans: named parts inside the method.
         failed: whether the call ended in an error.
+        labels: what the call belonged to, such as ``{"iteration": 12}``; see :meth:`Trace.label`.
     """
 
     call_id: int
@@ -54,6 +56,7 @@ class Span:
     bytes_written: int
     sub_spans: tuple[SubSpan, ...] = ()
     failed: bool = False
+    labels: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def queue_s(self) -> float:
@@ -103,6 +106,16 @@ class Trace:
         self._take_ready = take_ready
         self._pending: list[Any] = []
         self._spans: list[Span] = []
+        self.labels: dict[str, Any] = {}
+
+    @contextmanager
+    def label(self, **labels: Any) -> Iterator[None]:
+        """Calls made inside the block carry ``labels`` in the trace."""
+        before, self.labels = self.labels, {**self.labels, **labels}
+        try:
+            yield
+        finally:
+            self.labels = before
 
     def watch(self, reports: Iterable[Any]) -> None:
         """Remember the reports of a call."""
@@ -169,4 +182,5 @@ def _arguments(span: Span) -> dict[str, Any]:
         "bytes_read": span.bytes_read,
         "bytes_written": span.bytes_written,
         "failed": span.failed,
+        **span.labels,
     }

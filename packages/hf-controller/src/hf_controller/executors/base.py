@@ -97,6 +97,7 @@ class Executor(ABC):
             after=(),
             submit_s=time.time(),
             timeout_s=self.call_timeout_s,
+            labels=self.trace.labels,
         )
         ranks = compute_called_ranks(spec, group.topology)
         calls = build_calls(call, spec, ranks, self.put)
