@@ -55,7 +55,7 @@ def _build_model_table(plan: MappingPlan) -> Table:
     table = _build_table("Models: layouts pp-tp-dp and pp-tp, seconds in each stage, GiB on each device", "model")
     table.add_column("train", no_wrap=True)
     table.add_column("generate", overflow="fold")
-    for heading in (*(f"stage {index + 1}" for index in busy), "state", "work"):
+    for heading in (*(f"stage\n{index + 1}" for index in busy), "state", "work"):
         table.add_column(heading, justify="right", no_wrap=True)
     for role, model in plan.models.items():
         if model.train is None or role not in estimates:

@@ -121,7 +121,8 @@ class GpuSpec:
         try:
             return self.peak_flops_per_s[dtype]
         except KeyError:
-            raise unknown_name(f"gpu {self.kind}: a peak for dtype", dtype, self.peak_flops_per_s) from None
+            known = ", ".join(sorted(self.peak_flops_per_s))
+            raise ConfigError(f"gpu {self.kind} has no peak for dtype {dtype!r}; known: {known}") from None
 
 
 def gpu(kind: str) -> GpuSpec:

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import pytest
+
+from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu
+from hf_protocols import Dataflow, ModelShape
+
+
+class Problem(NamedTuple):
+    dataflow: Dataflow
+    models: Mapping[str, ModelShape]
+    cluster: ClusterSpec
+    workload: WorkloadSpec
+
+
+@pytest.fixture
+def paper_problem() -> Callable[[str, str, int], Problem]:
+    """The paper's set-up (section 8.1): equal models, machines of 8 A100-80GB, 1024 prompts of 1024 + 1024 tokens."""
+
+    def build(algorithm: str, model: str, num_gpus: int) -> Problem:
+        dataflow = Dataflow.preset(algorithm)
+        machine = MachineSpec(gpu=gpu("a100-80"), num_gpus=8, num_machines=num_gpus // 8)
+        return Problem(
+            dataflow,
+            {role: ModelShape.preset(model) for role in dataflow.roles if role != "advantage"},
+            ClusterSpec(machines=(machine,), inter_bandwidth_bytes_per_s=25e9),
+            WorkloadSpec(global_batch=1024, prompt_tokens=1024, response_tokens=1024, mini_batches=8),
+        )
+
+    return build
+
+
+@pytest.fixture
+def tiny() -> ModelShape:
+    """About a million parameters, as the quickstart's model."""
+    return ModelShape(
+        name="tiny",
+        num_layers=4,
+        hidden_size=128,
+        intermediate_size=384,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=32,
+        vocab_size=32,
+        max_positions=64,
+    )

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from hf_mapper import ClusterSpec, WorkloadSpec, estimate_memory, is_feasible
+from hf_mapper.simulators.memory import kv_cache_bytes, training_work_bytes
+from hf_protocols import GenerationSpec, ModelShape, ParallelSpec
+
+LLAMA = ModelShape.preset("llama-2-13b")
+WORKLOAD = WorkloadSpec(global_batch=1024, prompt_tokens=1024, response_tokens=1024, mini_batches=8)
+STATES = ("weight_bytes", "gradient_bytes", "optimizer_bytes")
+
+GRID = (8, 16, 32, 64, 96, 128)
+MODELS = ("llama-2-7b", "llama-2-13b", "codellama-34b", "llama-2-70b")
+FIRST_POINTS = {
+    "ppo": (8, 16, 32, 64),
+    "remax": (8, 8, 16, 32),
+    "safe-rlhf": (8, 16, 32, 64),
+}
+"""The smallest GPU counts in the paper's Figures 9 to 11, for each of the models."""
+
+
+@pytest.mark.parametrize("algorithm", FIRST_POINTS)
+@pytest.mark.parametrize("size", range(4), ids=MODELS)
+def test_the_papers_smallest_clusters_follow_from_memory(paper_problem, algorithm, size) -> None:
+    fitting = [count for count in GRID if is_feasible(*paper_problem(algorithm, MODELS[size], count))]
+    first = FIRST_POINTS[algorithm][size]
+    assert fitting == [count for count in GRID if count >= first]
+
+
+def bytes_per_parameter(calls, dtype: str, parallel: str) -> float:
+    workload = dataclasses.replace(WORKLOAD, dtype=dtype)
+    spec = ParallelSpec.parse(parallel)
+    cluster = ClusterSpec.host(spec.world_size, 2**40)
+    estimate = estimate_memory(LLAMA, cluster, spec, workload, calls=calls)
+    return sum(estimate.breakdown[name] for name in STATES) * spec.world_size / LLAMA.num_parameters
+
+
+@pytest.mark.parametrize("parallel", ["1-1-8", "1-8-1", "8-1-1", "2-4-1"])
+def test_states_take_18_bytes_trained_and_2_otherwise(parallel: str) -> None:
+    assert bytes_per_parameter(["training"], "bfloat16", parallel) == pytest.approx(18)
+    assert bytes_per_parameter(["inference"], "bfloat16", parallel) == pytest.approx(2)
+    assert bytes_per_parameter(["training", "inference"], "float32", parallel) == pytest.approx(16)
+    assert bytes_per_parameter(["inference"], "float32", parallel) == pytest.approx(4)
+
+
+def test_megatron_shards_only_the_optimizer_over_data_parallel_ranks() -> None:
+    cluster = ClusterSpec.host(8, 2**40)
+    estimate = estimate_memory(LLAMA, cluster, ParallelSpec.parse("1-2-4"), WORKLOAD, calls=["training"])
+    parameters = LLAMA.num_parameters
+    assert [estimate.breakdown[name] for name in STATES] == [parameters, 2 * parameters, 1.5 * parameters]
+
+
+def test_a_cache_holds_whole_sequences() -> None:
+    whole = kv_cache_bytes(LLAMA, GenerationSpec(), WORKLOAD, 3)
+    assert whole == 3 * 2048 * (2 * 40 * 5120 * 2)
+    assert kv_cache_bytes(LLAMA, GenerationSpec(gen_pp_size=2, gen_tp_size=4), WORKLOAD, 3) == whole / 8
+
+
+def test_a_cache_is_not_cut_below_a_head() -> None:
+    grouped = ModelShape.preset("qwen2-7b")
+    four, eight = (kv_cache_bytes(grouped, GenerationSpec(gen_tp_size=tp), WORKLOAD, 1) for tp in (4, 8))
+    assert four == eight
+
+
+def test_activations_follow_the_published_count() -> None:
+    """A multi-head layer with a 4 h MLP keeps about 34 bytes a token and hidden unit (Korthikanti et al.)."""
+    model = ModelShape(
+        name="plain",
+        num_layers=1,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        vocab_size=1,
+    )
+    workload = dataclasses.replace(WORKLOAD, recompute="none", micro_batch_tokens=2048)
+    kept = training_work_bytes(model, ParallelSpec(), workload, backend="fsdp") - 2 * 2048 * 4
+    assert kept / (2048 * 4096) == pytest.approx(34, rel=0.1)
+
+
+def test_recompute_keeps_less() -> None:
+    plain, recomputed = (
+        training_work_bytes(LLAMA, ParallelSpec(), dataclasses.replace(WORKLOAD, recompute=recompute), backend="fsdp")
+        for recompute in ("none", "full")
+    )
+    assert recomputed < plain / 5
+
+
+def test_estimate_is_state_and_the_largest_call() -> None:
+    cluster, spec, generation = ClusterSpec.host(8, 2**40), ParallelSpec.parse("1-8-1"), GenerationSpec(gen_tp_size=4)
+    calls = ["generation", "inference", "training"]
+    estimate = estimate_memory(LLAMA, cluster, spec, WORKLOAD, calls=calls, generation=generation, num_waves=16)
+    parts = estimate.breakdown
+    assert parts["gathered_weight_bytes"] == pytest.approx(2 * LLAMA.num_parameters * (1 / 4 - 1 / 8))
+    assert parts["kv_cache_bytes"] == kv_cache_bytes(LLAMA, generation, WORKLOAD, 32)
+    state = sum(parts[name] for name in STATES)
+    generating = parts["kv_cache_bytes"] + parts["gathered_weight_bytes"]
+    assert estimate.memory_bytes == state + max(parts["activation_bytes"], generating)
+    assert estimate.latency_s == 0

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from hf_mapper import (
+    ClusterSpec,
+    EfficiencySpec,
+    Estimate,
+    MachineSpec,
+    WorkloadSpec,
+    gpu,
+    simulate_generation,
+    simulate_inference,
+    simulate_training,
+)
+from hf_mapper.simulators.communication import all_gather_s, all_reduce_s, build_link, point_to_point_s
+from hf_mapper.simulators.inference import flops_per_token
+from hf_protocols import GenerationSpec, ModelShape, ParallelSpec
+
+LLAMA = ModelShape.preset("llama-2-7b")
+WORKLOAD = WorkloadSpec(global_batch=1024, prompt_tokens=1024, response_tokens=1024, mini_batches=8)
+PEAK, BANDWIDTH = 312e12, 2_039e9
+
+
+def build_cluster(num_machines: int = 1, **efficiency: float) -> ClusterSpec:
+    kind = dataclasses.replace(gpu("a100-80"), efficiency=EfficiencySpec(**efficiency))
+    machine = MachineSpec(gpu=kind, num_gpus=8, num_machines=num_machines)
+    return ClusterSpec(machines=(machine,), inter_bandwidth_bytes_per_s=25e9)
+
+
+def layout(text: str) -> ParallelSpec:
+    return ParallelSpec.parse(text)
+
+
+def test_a_link_inside_a_machine_is_the_gpus_own() -> None:
+    link = build_link(build_cluster(2), num_ranks=8, stride=1, world_size=16)
+    assert link.bandwidth_bytes_per_s == pytest.approx(0.75 * 300e9)
+    assert link.latency_s == 5e-6
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stride", "crossing"),
+    [(16, 1, 1), (2, 8, 8), (4, 8, 8), (8, 2, 2), (2, 64, 8)],
+    ids=["all", "pairs", "quads", "every second", "far pairs"],
+)
+def test_groups_that_cross_together_share_the_network(num_ranks: int, stride: int, crossing: int) -> None:
+    """``crossing``: how many groups leave a machine of 8, counted by hand."""
+    link = build_link(build_cluster(16), num_ranks=num_ranks, stride=stride, world_size=128)
+    assert link.bandwidth_bytes_per_s == pytest.approx(0.75 * 25e9 / crossing)
+    assert link.latency_s == 1e-5
+
+
+def test_collectives_cost_what_a_ring_moves() -> None:
+    link = build_link(build_cluster(), num_ranks=4, stride=1, world_size=4)
+    num_bytes = 1e9
+    assert all_gather_s(link, num_bytes) == pytest.approx(2 * 5e-6 + 0.75e9 / 225e9)
+    assert all_reduce_s(link, num_bytes) == pytest.approx(2 * all_gather_s(link, num_bytes))
+    assert point_to_point_s(link, num_bytes) == pytest.approx(5e-6 + 1e9 / 225e9)
+    alone = build_link(build_cluster(), num_ranks=1, stride=1, world_size=4)
+    assert all_gather_s(alone, num_bytes) == all_reduce_s(alone, num_bytes) == point_to_point_s(alone, num_bytes) == 0
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-2-70b", "llama-3-8b", "mixtral-8x7b"])
+def test_a_forward_pass_is_two_flops_per_active_weight(name: str) -> None:
+    """Every matrix multiplies once: 2 FLOPs a weight, embeddings looked up and not multiplied, attention aside."""
+    model = ModelShape.preset(name)
+    matrices = sum(
+        shape[0] * shape[1]
+        for parameter, shape in model.parameters().items()
+        if len(shape) == 2 and "embed" not in parameter and ".experts." not in parameter
+    )
+    experts = sum(shape[0] * shape[1] for key, shape in model.parameters().items() if ".experts." in key)
+    active = experts * model.num_experts_per_token / model.num_experts if model.num_experts else 0
+    assert flops_per_token(model, 0) == pytest.approx(2 * (matrices + active))
+    attention = flops_per_token(model, 1000) - flops_per_token(model, 0)
+    assert attention == model.num_layers * 2 * (2 * 1000 * model.num_heads * model.head_dim)
+
+
+def test_inference_is_bound_by_arithmetic() -> None:
+    tokens = 1024 * 2048
+    ideal_s = tokens * flops_per_token(LLAMA, 1024) / (8 * PEAK * 0.7)
+    estimate = simulate_inference(LLAMA, build_cluster(layer_latency_s=0.0), layout("1-1-8"), WORKLOAD)
+    assert estimate.latency_s == pytest.approx(ideal_s)
+    assert estimate.latency_s == pytest.approx(sum(estimate.breakdown.values()))
+
+
+@pytest.mark.parametrize(("recompute", "forwards"), [("none", 3), ("full", 4)])
+def test_training_computes_three_forwards_or_four_with_recompute(recompute: str, forwards: int) -> None:
+    workload = dataclasses.replace(WORKLOAD, recompute=recompute, epochs=2)
+    cluster = build_cluster(layer_latency_s=0.0)
+    training = simulate_training(LLAMA, cluster, layout("1-1-8"), workload)
+    inference = simulate_inference(LLAMA, cluster, layout("1-1-8"), workload)
+    compute_s = inference.breakdown["compute_s"] * 0.7 / 0.5
+    assert training.breakdown["compute_s"] == pytest.approx(2 * forwards * compute_s)
+    assert training.latency_s == pytest.approx(sum(training.breakdown.values()))
+
+
+def test_measured_training_runs_are_met_within_a_factor_of_two() -> None:
+    """llm-foundry, MPT-7B by FSDP on 8 A100: 35.6 s. vTrain, GPT 18.4B as 8-1-32 on 256 A100: 12.4 s a step."""
+    small = dataclasses.replace(LLAMA, vocab_size=50368, max_positions=4096)
+    workload = WorkloadSpec(global_batch=256, prompt_tokens=2048, response_tokens=2048, micro_batch_tokens=16 * 4096)
+    fsdp = simulate_training(small, build_cluster(), layout("1-1-8"), workload)
+    assert 0.5 < fsdp.latency_s / 35.58 < 2
+
+    large = ModelShape(
+        name="gpt-18b",
+        num_layers=40,
+        hidden_size=6144,
+        intermediate_size=16384,
+        num_heads=48,
+        num_kv_heads=48,
+        head_dim=128,
+        vocab_size=51200,
+    )
+    workload = WorkloadSpec(global_batch=1024, prompt_tokens=1024, response_tokens=1024, micro_batch_tokens=4 * 2048)
+    megatron = simulate_training(large, build_cluster(32), layout("8-1-32"), workload)
+    assert 0.5 < megatron.latency_s / 12.379 < 2
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "tokens_per_s"),
+    [("llama-2-7b", 1, 3024.07), ("llama-2-70b", 4, 1159.84)],
+)
+def test_measured_generation_runs_are_met_within_a_factor_of_two(
+    name: str, num_ranks: int, tokens_per_s: float
+) -> None:
+    """LMDeploy on A100-80GB: a batch of 64, prompts and responses of 128 tokens."""
+    workload = WorkloadSpec(global_batch=64, prompt_tokens=128, response_tokens=128)
+    estimate = simulate_generation(
+        ModelShape.preset(name),
+        build_cluster(),
+        layout(f"1-{num_ranks}-1"),
+        workload,
+        generation=GenerationSpec(gen_tp_size=num_ranks),
+    )
+    assert 0.5 < estimate.latency_s / (64 * 128 / tokens_per_s) < 2
+
+
+def test_the_pipeline_bubble_is_its_depth_less_one() -> None:
+    cluster = build_cluster(layer_latency_s=0.0)
+    workload = dataclasses.replace(WORKLOAD, mini_batches=1, micro_batch_tokens=2048)
+    shallow = simulate_inference(LLAMA, cluster, layout("1-2-4"), workload).breakdown["compute_s"]
+    deep = simulate_inference(LLAMA, cluster, layout("4-2-1"), workload).breakdown["compute_s"]
+    assert deep / shallow == pytest.approx((1024 + 3) / 1024)
+
+
+def test_tensor_parallelism_costs_two_all_reduces_a_layer() -> None:
+    cluster, workload = build_cluster(), dataclasses.replace(WORKLOAD, global_batch=8, mini_batches=1)
+    estimate = simulate_inference(LLAMA, cluster, layout("1-8-1"), workload)
+    link = build_link(cluster, num_ranks=8, stride=1, world_size=8)
+    micro_batches, tokens = 2, 4 * 2048
+    expected = micro_batches * 2 * 32 * all_reduce_s(link, tokens * 4096 * 2)
+    assert estimate.breakdown["tensor_parallel_s"] == pytest.approx(expected)
+
+
+def test_fsdp_waits_for_its_weights_only_where_computing_is_shorter() -> None:
+    inside = simulate_training(LLAMA, build_cluster(), layout("1-1-8"), WORKLOAD)
+    across = simulate_training(LLAMA, build_cluster(16), layout("1-1-128"), WORKLOAD)
+    assert inside.breakdown["exposed_gather_s"] == 0
+    assert across.breakdown["exposed_gather_s"] > 0
+    # One sequence a rank, so every update gathers the weights three times over the network.
+    gathers_s = 8 * 3 * 2 * LLAMA.num_parameters / (0.75 * 25e9) * 127 / 128
+    waited = across.breakdown["exposed_gather_s"] + across.breakdown["compute_s"]
+    assert waited == pytest.approx(gathers_s, rel=0.01)
+
+
+def test_megatron_reduces_gradients_once_an_update() -> None:
+    more = dataclasses.replace(WORKLOAD, mini_batches=16)
+    few, many = (simulate_training(LLAMA, build_cluster(2), layout("1-8-2"), workload) for workload in (WORKLOAD, more))
+    assert few.breakdown["gradient_sync_s"] > 0
+    assert many.breakdown["gradient_sync_s"] == pytest.approx(2 * few.breakdown["gradient_sync_s"])
+    assert simulate_training(LLAMA, build_cluster(), layout("1-8-1"), WORKLOAD).breakdown["gradient_sync_s"] == 0
+
+
+def test_decoding_reads_the_weights_and_the_cache_for_every_token() -> None:
+    cluster = build_cluster(layer_latency_s=0.0, memory_bandwidth=1.0)
+    workload = WorkloadSpec(global_batch=8, prompt_tokens=1024, response_tokens=1024)
+    estimate = simulate_generation(LLAMA, cluster, layout("1-1-8"), workload, generation=GenerationSpec())
+    cache_per_token = 2 * 32 * 4096 * 2
+    step_s = (2 * LLAMA.num_parameters + (1024 + 512) * cache_per_token) / BANDWIDTH
+    assert estimate.breakdown["decode_s"] == pytest.approx(1024 * step_s)
+    assert estimate.memory_bytes == pytest.approx(2048 * cache_per_token + 2 * LLAMA.num_parameters)
+
+
+def test_waves_shrink_the_cache_and_repeat_the_weights() -> None:
+    cluster = build_cluster()
+    once, thrice = (
+        simulate_generation(
+            LLAMA, cluster, layout("1-8-1"), WORKLOAD, generation=GenerationSpec(gen_tp_size=8), num_waves=waves
+        )
+        for waves in (1, 4)
+    )
+    assert once.memory_bytes == pytest.approx(4 * thrice.memory_bytes)
+    assert once.breakdown["decode_s"] < thrice.breakdown["decode_s"] < 4 * once.breakdown["decode_s"]
+
+
+def test_equal_layouts_have_no_transition_and_nested_ones_the_papers() -> None:
+    """Figure 14 at 13B: training 1-8-1 to generation 1-4 receives 3.25 GB a rank."""
+    model, cluster = ModelShape.preset("llama-2-13b"), build_cluster()
+    same = simulate_generation(model, cluster, layout("1-8-1"), WORKLOAD, generation=GenerationSpec(gen_tp_size=8))
+    half = simulate_generation(model, cluster, layout("1-8-1"), WORKLOAD, generation=GenerationSpec(gen_tp_size=4))
+    assert same.breakdown["transition_s"] == 0
+    assert half.breakdown["transition_s"] * 0.75 * 300e9 == pytest.approx(3.25e9, rel=0.01)
+
+
+def test_longer_pipelines_in_generation_do_not_speed_up_one_step() -> None:
+    cluster, workload = build_cluster(), dataclasses.replace(WORKLOAD, global_batch=64)
+    flat = simulate_generation(LLAMA, cluster, layout("1-2-4"), workload, generation=GenerationSpec(gen_tp_size=2))
+    deep = simulate_generation(
+        LLAMA, cluster, layout("4-2-1"), workload, generation=GenerationSpec(gen_pp_size=4, gen_tp_size=2)
+    )
+    assert deep.breakdown["decode_s"] > flat.breakdown["decode_s"]
+
+
+@pytest.mark.parametrize("simulate", [simulate_inference, simulate_training])
+def test_more_ranks_are_faster_but_never_superlinear(simulate: Callable[..., Estimate]) -> None:
+    times = [simulate(LLAMA, build_cluster(16), layout(f"1-8-{dp}"), WORKLOAD).latency_s for dp in (1, 2, 4, 8, 16)]
+    assert times == sorted(times, reverse=True)
+    assert all(2 * later >= earlier * 0.999 for earlier, later in itertools.pairwise(times))
