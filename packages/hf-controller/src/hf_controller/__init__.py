@@ -15,11 +15,13 @@ from hf_controller.worker import Worker, WorkerContext, WorkerSpec
 from hf_controller.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
+    from hf_controller.executors.in_process import InProcessExecutor
     from hf_controller.executors.ray import RayExecutor
     from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture
 
 __all__ = [
     "BatchFuture",
+    "InProcessExecutor",
     "ListFuture",
     "MetricsFuture",
     "ObjectFuture",
@@ -39,6 +41,7 @@ __all__ = [
 # Loaded at first use: they take a second or more.
 _LAZY = {
     "BatchFuture": "hf_controller.futures",
+    "InProcessExecutor": "hf_controller.executors.in_process",
     "ListFuture": "hf_controller.futures",
     "MetricsFuture": "hf_controller.futures",
     "ObjectFuture": "hf_controller.futures",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
 from hf_protocols import RowSelection
 
 __all__ = ["Assembly", "Part"]

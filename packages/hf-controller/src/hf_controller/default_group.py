@@ -22,9 +22,9 @@ class Rendezvous:
 
 def open_rendezvous(address: str) -> tuple[Rendezvous, Any]:
     """Listen on a free port of ``address`` (no race: the system chooses it). Keep the second answer alive."""
-    from torch.distributed import TCPStore
+    from torch import distributed
 
-    store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    store = distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     return Rendezvous(address, store.port), store
 
 
@@ -55,10 +55,12 @@ def join_default_group(
 
     timeout = timedelta(seconds=timeout_s)
     if world_size == 1:
-        store = distributed.HashStore()
+        store = distributed.HashStore()  # type: ignore[attr-defined]
     elif store is None:
         assert rendezvous is not None
-        store = distributed.TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=timeout)
+        store = distributed.TCPStore(  # type: ignore[attr-defined]
+            rendezvous.address, rendezvous.port, is_master=False, timeout=timeout
+        )
     if on_one_machine and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device != "cpu":

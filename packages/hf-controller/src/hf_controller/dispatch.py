@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_protocols import ALL_TO_ALL, MethodSpec, PerRank, ProtocolError, Topology
-
 from hf_controller.expressions import Expression, Extent, choose_columns
 from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture
+from hf_protocols import ALL_TO_ALL, MethodSpec, PerRank, ProtocolError, Topology
 
 __all__ = ["BatchArgument", "Call", "StoredArgument", "build_calls", "check_rows", "compute_called_ranks"]
 

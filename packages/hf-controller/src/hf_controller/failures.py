@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from hf_protocols import HybridFlowError, WorkerError
 
@@ -35,7 +36,10 @@ class RemoteCallError(WorkerError):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """One rank's failed call. ``pickled`` is the exception itself where it is one of our own tree, else empty."""
+    """One rank's failed call.
+
+    ``pickled`` is the exception where it is one of our own tree, else empty; ``exception`` is it, in its own process.
+    """
 
     role: str
     method: str
@@ -44,6 +48,10 @@ class Failure:
     message: str
     remote_traceback: str
     pickled: bytes = b""
+    exception: BaseException | None = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "exception": None}
 
     @classmethod
     def of(cls, error: BaseException, *, role: str, method: str, rank: int) -> Failure:
@@ -56,6 +64,7 @@ class Failure:
             message=str(error),
             remote_traceback="".join(traceback.format_exception(error)),
             pickled=_pickle_own(error),
+            exception=error,
         )
 
     def to_error(self) -> HybridFlowError:

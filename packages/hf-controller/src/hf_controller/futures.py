@@ -7,14 +7,13 @@ Nothing here moves a tensor before :meth:`BatchFuture.result`: a future is a tre
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hf_protocols import BatchError, ProtocolError, RowSelection
-
 from hf_controller import expressions
-from hf_controller.expressions import Expression, Extent, Leaf, Source
+from hf_controller.expressions import Expression, Extent, Source
 from hf_controller.failures import UpstreamFailure
+from hf_protocols import BatchError, ProtocolError, RowSelection
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -26,13 +25,12 @@ __all__ = ["BatchFuture", "ListFuture", "MetricsFuture", "ObjectFuture", "Pendin
 
 
 class PendingCall(Protocol):
-    """A call that was made: what an executor gives a future.
+    """A call that was made: what an executor gives a future."""
 
-    Attributes:
-        handles: one handle for each collected rank's outcome, in collected order.
-    """
-
-    handles: Sequence[Any]
+    @property
+    def handles(self) -> Sequence[Any]:
+        """One handle for each collected rank's outcome, in collected order."""
+        ...
 
     def wait(self, timeout_s: float | None) -> list[int]:
         """Wait until every rank is done; the answer is the number of rows that each collected rank returned.
@@ -266,7 +264,7 @@ def _expression_of(other: object, what: str) -> Expression:
 
 
 def _check_positive(what: str, number: int) -> None:
-    if not isinstance(number, int) or number < 1:
+    if number < 1:
         raise BatchError(f"{what}({number!r}): give a whole number of at least 1")
 
 

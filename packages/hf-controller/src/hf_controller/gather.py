@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from hf_protocols import BatchError, Collection, RowSelection, compute_held_rows, route
 
 from hf_controller.assembly import Assembly, Part
 from hf_controller.expressions import Expression, Extent, Segment, Source
 from hf_controller.failures import Failure, UpstreamFailure
 from hf_controller.transport import Column, ObjectStore, Shard, as_tensor
+from hf_protocols import BatchError, Collection, RowSelection, compute_held_rows, route
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_protocols import BatchError, MethodSpec, RowSelection, registered_methods
-
 from hf_controller.dispatch import BatchArgument, Call, StoredArgument
 from hf_controller.expressions import Select
 from hf_controller.failures import Failure, UpstreamFailure
@@ -20,6 +18,7 @@ from hf_controller.results import Outcome, publish
 from hf_controller.trace import CallReport, Span
 from hf_controller.transport import ObjectStore, Shard
 from hf_controller.worker import Worker, WorkerSpec
+from hf_protocols import BatchError, MethodSpec, RowSelection, registered_methods
 
 __all__ = ["RankHost", "Stage"]
 

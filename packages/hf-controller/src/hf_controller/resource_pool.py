@@ -27,7 +27,7 @@ class ResourcePool:
     """
 
     def __init__(self, slots: Sequence[int], *, device: Device = "cuda", name: str = "pool") -> None:
-        if not slots or any(not isinstance(count, int) or count < 1 for count in slots):
+        if not slots or min(slots) < 1:
             raise PoolError(f"pool {name!r} has slots {list(slots)}: give each machine at least one, such as [8, 8]")
         if device not in get_args(Device):
             raise PoolError(f"pool {name!r} has device={device!r}: give one of {', '.join(get_args(Device))}")

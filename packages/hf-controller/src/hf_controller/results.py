@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection
-
 from hf_controller.failures import Failure
 from hf_controller.transport import ObjectStore, Shard, encode_batch
+from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection
 
 __all__ = ["Metrics", "Outcome", "Value", "publish", "reduce_metrics"]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
 from hf_protocols import BatchError, RowSelection
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def as_tensor(array: Any, dtype: str | None = None) -> torch.Tensor:
     return tensor if dtype is None else tensor.view(getattr(torch, dtype))
 
 
-def _split_jagged(name: str, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _split_jagged(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Values on the host, contiguous, and the int32 lengths of a jagged column."""
     if not value.is_nested:
         return value.cpu().contiguous(), None

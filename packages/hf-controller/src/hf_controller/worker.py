@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from hf_protocols import Coordinate, ProtocolError, Topology, registered_methods
-
 from hf_controller.trace import SubSpan
+from hf_protocols import Coordinate, ProtocolError, Topology, registered_methods
 
 __all__ = ["Worker", "WorkerContext", "WorkerSpec"]
 
@@ -97,7 +96,8 @@ class WorkerSpec:
     balance_tokens: bool = False
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.worker, type) and issubclass(self.worker, Worker)):
-            raise ProtocolError(f"worker={self.worker!r} is no subclass of hf_controller.Worker")
-        if not registered_methods(self.worker):
-            raise ProtocolError(f"{self.worker.__name__} has no method marked with hf_protocols.register")
+        worker: Any = self.worker
+        if not (isinstance(worker, type) and issubclass(worker, Worker)):
+            raise ProtocolError(f"worker={worker!r} is no subclass of hf_controller.Worker")
+        if not registered_methods(worker):
+            raise ProtocolError(f"{worker.__name__} has no method marked with hf_protocols.register")

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_protocols import MethodSpec, ProtocolError, Topology, registered_methods
-
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.worker import WorkerSpec
+from hf_protocols import MethodSpec, ProtocolError, Topology, registered_methods
 
 if TYPE_CHECKING:
     from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture
@@ -42,7 +41,7 @@ class WorkerGroup:
         taken = sorted(name for name in self.methods if name in type(self).__dict__ or name in self.__dict__)
         if taken:
             raise ProtocolError(
-                f"{spec.worker.__name__} registers {', '.join(taken)}, which a WorkerGroup has itself: rename the method"
+                f"{spec.worker.__name__} registers {', '.join(taken)}, names that a WorkerGroup has itself: rename"
             )
 
     @property

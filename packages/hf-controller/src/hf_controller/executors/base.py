@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from hf_protocols import MethodSpec, PoolError, ProtocolError
-
 from hf_controller.dispatch import Call, build_calls, check_rows, compute_called_ranks
 from hf_controller.expressions import Leaf, Source
 from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture, PendingCall
@@ -18,6 +16,7 @@ from hf_controller.resource_pool import ResourcePool
 from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
+from hf_protocols import MethodSpec, PoolError, ProtocolError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -68,7 +68,7 @@ class HostActor:
     @ray.method(concurrency_group="service")
     def locate(self) -> str:
         """The address of this rank's machine."""
-        return str(ray.util.get_node_ip_address())
+        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
     @ray.method(concurrency_group="service")
     def open_rendezvous(self, address: str) -> Rendezvous:

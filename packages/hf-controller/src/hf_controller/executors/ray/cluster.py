@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any
 
 import ray
+
 from hf_protocols import PoolError
 
 __all__ = ["start_cluster", "stop_cluster"]
@@ -22,8 +24,9 @@ def start_cluster(*, address: str, num_cpus: int | None, object_store_bytes: int
     # Ray's hook for `uv run` would ship the tree and start every worker through uv.
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    options = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
     if address == "local":
         ray.init(
             address="local",

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from hf_protocols import MethodSpec, PoolError, WorkerTimeoutError
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayError
 
@@ -24,6 +23,7 @@ from hf_controller.resource_pool import ResourcePool
 from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
+from hf_protocols import MethodSpec, PoolError, WorkerTimeoutError
 
 __all__ = ["RayExecutor"]
 
@@ -135,7 +135,8 @@ class RayExecutor(Executor):
         """Start the processes of a host set."""
         pool = occupied.placed.pool
         name = "+".join(roles)
-        remote = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"service": 4})(HostActor)
+        decorate: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"service": 4})  # type: ignore[call-overload]
+        remote = decorate(HostActor)
         actors = [
             remote.options(**occupied.placed.options(rank)).remote(name, rank, pool.num_slots)
             for rank in range(pool.num_slots)
@@ -222,4 +223,4 @@ class RayExecutor(Executor):
 
 def _pickle_specs(roles: Mapping[str, WorkerSpec]) -> bytes:
     """Roles and classes as bytes; classes of modules that other processes cannot import travel by value."""
-    return bytes(cloudpickle.dumps(dict(roles)))
+    return bytes(cloudpickle.dumps(dict(roles)))  # type: ignore[no-untyped-call]

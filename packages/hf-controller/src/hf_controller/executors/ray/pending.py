@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
-from hf_protocols import HybridFlowError, WorkerTimeoutError
 from ray.exceptions import RayError
 
 from hf_controller.failures import Failure
+from hf_protocols import HybridFlowError, WorkerTimeoutError
 
 if TYPE_CHECKING:
     from hf_controller.results import Outcome
@@ -120,10 +120,8 @@ class RayCall:
     def _to_timeout(self, ranks: Sequence[int], timeout_s: float) -> HybridFlowError:
         asked = {self._actors[rank].describe.remote(): rank for rank in ranks}
         ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_TIMEOUT_S)
-        lines = [
-            f"{self._what} is not done after {timeout_s:g} s on rank(s) {', '.join(map(str, ranks))}: "
-            "raise call_timeout_s, or look at what they are at:"
-        ]
+        head = f"{self._what} is not done after {timeout_s:g} s on rank(s) {', '.join(map(str, ranks))}"
+        lines = [f"{head}: raise call_timeout_s, or look at what they are at:"]
         lines += [f"rank {rank}: {_answer(handle)}" for handle, rank in asked.items()]
         return WorkerTimeoutError("\n".join(lines))
 

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
-from hf_protocols import PoolError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hf_controller.resource_pool import ResourcePool
+from hf_protocols import PoolError
 
 __all__ = ["SLOT_SHARE", "PlacedPool", "place"]
 
@@ -58,8 +58,7 @@ def place(pool: ResourcePool, timeout_s: float) -> PlacedPool:
     groups: list[PlacementGroup] = []
     deadline_s = time.monotonic() + timeout_s
     try:
-        for slots in pool.slots:
-            groups.append(placement_group([unit] * slots, strategy="STRICT_PACK"))
+        groups.extend(placement_group([unit] * slots, strategy="STRICT_PACK") for slots in pool.slots)
         for group in groups:
             if not group.wait(max(0.1, deadline_s - time.monotonic())):
                 raise PoolError(_describe(pool, unit, f"they were not free within {timeout_s:g} s"))
@@ -75,15 +74,21 @@ def _remove(groups: Iterable[PlacementGroup]) -> None:
 
 
 def _could_ever_fit(pool: ResourcePool, unit: dict[str, float]) -> bool:
-    total = ray.cluster_resources()
+    total = _total()
     return all(total.get(kind, 0) >= amount * pool.num_slots for kind, amount in unit.items())
 
 
 def _describe(pool: ResourcePool, unit: dict[str, float], why: str) -> str:
-    total, free = ray.cluster_resources(), ray.available_resources()
+    total, free = _total(), dict(ray.available_resources())  # type: ignore[no-untyped-call]
+    machines = len(ray.nodes())  # type: ignore[no-untyped-call]
     kinds = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind} free" for kind in unit)
     asked = " and ".join(f"{amount * pool.num_slots:g} {kind}" for kind, amount in unit.items())
+    slots = " + ".join(map(str, pool.slots))
     return (
-        f"pool {pool.name!r} asks for {' + '.join(map(str, pool.slots))} slots, that is {asked}; the cluster has {kinds} "
-        f"on {len(ray.nodes())} machine(s): {why}. Use smaller pools, close others, or start the executor with num_cpus=..."
+        f"pool {pool.name!r} asks for {slots} slots, that is {asked}; the cluster has {kinds} on {machines} "
+        f"machine(s): {why}. Use smaller pools, close others, or start the executor with num_cpus=..."
     )
+
+
+def _total() -> dict[str, float]:
+    return dict(ray.cluster_resources())  # type: ignore[no-untyped-call]

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from hf_protocols import WorkerError, WorkerTimeoutError
 from ray.exceptions import GetTimeoutError, RayError
+
+from hf_protocols import WorkerError, WorkerTimeoutError
 
 __all__ = ["RayStore"]
 

@@ -1,0 +1,175 @@
+"""The in-process executor: the same programs without processes, for tests, notebooks and debuggers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hf_controller.default_group import join_default_group, seed_generators
+from hf_controller.dispatch import Call
+from hf_controller.executors.base import Executor, check_specs
+from hf_controller.resource_pool import ResourcePool
+from hf_controller.trace import CallReport, Trace
+from hf_controller.worker import Worker, WorkerContext, WorkerSpec
+from hf_controller.worker_group import WorkerGroup
+from hf_protocols import MethodSpec, PoolError, ProtocolError
+
+if TYPE_CHECKING:
+    from hf_controller.rank_host import RankHost
+    from hf_controller.results import Outcome
+
+__all__ = ["InProcessExecutor"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Box:
+    """The handle of a stored value."""
+
+    value: Any
+
+
+class _LocalStore:
+    """Values of this process. Arrays are copied in, so that a result stays what it was when it was returned."""
+
+    def put(self, value: Any) -> _Box:
+        return _Box([array.copy() for array in value] if isinstance(value, list) else value.copy())
+
+    def get(self, handles: Sequence[_Box], timeout_s: float) -> list[Any]:
+        return [handle.value for handle in handles]
+
+
+class _LocalCall:
+    """A call that already ran."""
+
+    def __init__(
+        self, outcomes: Mapping[int, Outcome], reports: Mapping[int, CallReport], collected: Sequence[int]
+    ) -> None:
+        self.handles = [_Box(outcomes.get(rank)) for rank in collected]
+        self._failure = next((report.failure for report in reports.values() if report.failure is not None), None)
+        self._rows = [reports[rank].num_rows if rank in reports else 0 for rank in collected]
+
+    def wait(self, timeout_s: float | None) -> list[int]:
+        if self._failure is not None:
+            raise self._failure.to_error() from self._failure.exception
+        return self._rows
+
+    def outcomes(self, timeout_s: float | None) -> list[Outcome]:
+        self.wait(timeout_s)
+        return [box.value for box in self.handles]
+
+
+class InProcessExecutor(Executor):
+    """Runs every call at once, on the thread that makes it: a breakpoint in a worker's method stops there.
+
+    A group of one rank runs everything, FSDP included: ``torch.distributed`` gets a gloo group of one rank, which goes
+    when the executor is closed. The ranks of a larger group run one after another, with collective-free methods only: a
+    collective raises at once. An exception is raised, as on Ray, when the result is asked for; the worker's own
+    exception is its cause.
+
+    Args:
+        device: where the workers' tensors live, for example ``"cuda:0"``; None: the pool's kind.
+    """
+
+    def __init__(self, *, device: str | None = None) -> None:
+        super().__init__()
+        self.call_timeout_s = 600.0
+        self.trace = Trace(lambda pending: (pending, []))
+        self._store = _LocalStore()
+        self._device = device
+        self._hosts: dict[WorkerGroup, list[RankHost]] = {}
+        self._owns_default_group = False
+        self._closed = False
+
+    def build_groups(
+        self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False
+    ) -> dict[str, WorkerGroup]:
+        """Build one group per role; see :meth:`Executor.build_groups`. Everything is fused here."""
+        if self._closed:
+            raise PoolError("this executor is closed: make another")
+        check_specs(pool, specs)
+        if pool.num_slots == 1 and any(spec.worker.needs_process_group for spec in specs.values()):
+            self._join_default_group(pool)
+        name = "+".join(specs)
+        hosts = [self._build_host(pool, specs, name, rank) for rank in range(pool.num_slots)]
+        groups = {role: WorkerGroup(role, spec, pool, self._submit) for role, spec in specs.items()}
+        self._hosts.update(dict.fromkeys(groups.values(), hosts))
+        return groups
+
+    def release(self, pool: ResourcePool) -> None:
+        """Close every group on ``pool``."""
+        hosts = {id(host): host for group, each in self._hosts.items() if group.pool is pool for host in each}
+        self._hosts = {group: each for group, each in self._hosts.items() if group.pool is not pool}
+        for host in hosts.values():
+            host.close()
+
+    def close(self) -> None:
+        """Close every worker and leave the process group."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            for pool in {group.pool for group in self._hosts}:
+                self.release(pool)
+        finally:
+            if self._owns_default_group:
+                from torch import distributed
+
+                distributed.destroy_process_group()
+
+    def _join_default_group(self, pool: ResourcePool) -> None:
+        """Use the process's default group of one rank, or make one."""
+        from torch import distributed
+
+        if not distributed.is_initialized():
+            join_default_group(0, 1, device=self._device_of(pool), timeout_s=self.call_timeout_s)
+            self._owns_default_group = True
+        elif distributed.get_world_size() != 1:
+            raise ProtocolError(
+                f"this process is one of {distributed.get_world_size()} ranks already: the in-process executor needs a "
+                "process of its own, started without torchrun"
+            )
+
+    def _build_host(self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], name: str, rank: int) -> RankHost:
+        from hf_controller.rank_host import RankHost
+
+        workers: dict[str, Worker] = {}
+        for role, spec in specs.items():
+            seed_generators(spec.seed)
+            context = WorkerContext(
+                role=role,
+                rank=rank,
+                world_size=pool.num_slots,
+                topology=spec.topology,
+                device=self._device_of(pool),
+                seed=spec.seed,
+                pool=pool.name,
+            )
+            with self._as_rank(rank, pool.num_slots):
+                workers[role] = spec.worker(context, **spec.kwargs)
+        return RankHost(pool=pool.name, name=name, rank=rank, workers=workers, specs=specs, store=self._store)
+
+    def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> _LocalCall:
+        if group not in self._hosts:
+            raise PoolError(f"group {group.role!r} is closed: its pool {group.pool.name!r} was released")
+        outcomes: dict[int, Outcome] = {}
+        reports: dict[int, CallReport] = {}
+        for rank, call in calls.items():
+            with self._as_rank(rank, group.world_size):
+                outcomes[rank], reports[rank] = self._hosts[group][rank].run(call)
+            if reports[rank].failure is not None:
+                break
+        self.trace.watch(reports.values())
+        collected = spec.protocol.collect(group.topology).ranks
+        return _LocalCall(outcomes, reports, collected)
+
+    def _device_of(self, pool: ResourcePool) -> str:
+        return self._device or ("cpu" if pool.device == "cpu" else "cuda:0")
+
+    def _as_rank(self, rank: int, world_size: int) -> contextlib.AbstractContextManager[None]:
+        if world_size == 1:
+            return contextlib.nullcontext()
+        from hf_controller.executors.no_collectives import no_collectives
+
+        return no_collectives(rank, world_size)
