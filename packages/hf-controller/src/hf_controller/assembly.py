@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 
@@ -61,6 +62,7 @@ class Assembly:
             values = arrays[0][:0] if not pieces else pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         else:
             values = _scatter(arrays, self._token_indices(lengths, offsets))
+        _spend_warning()
         return torch.nested.nested_tensor_from_jagged(values, offsets)
 
     @cached_property
@@ -94,6 +96,16 @@ class Assembly:
                 )
             self._tokens[key] = offsets, indices
         return self._tokens[key][1]
+
+
+@cache
+def _spend_warning() -> None:
+    """Make the first jagged tensor quietly: torch logs a warning for its own developers once per process."""
+    logger = logging.getLogger("torch.fx._symbolic_trace")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    torch.nested.nested_tensor_from_jagged(torch.zeros(1), torch.tensor([0, 1]))
+    logger.setLevel(level)
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
+from hf_controller.attribution import attribute_streams
 from hf_controller.default_group import Rendezvous, join_default_group, open_rendezvous, seed_generators
 from hf_controller.dispatch import Call
 from hf_controller.executors.ray.store import RayStore
@@ -61,9 +62,11 @@ class HostActor:
         self._host: Any = None
         self._rendezvous_store: Any = None
         self._thread: int | None = None
+        self._role = name
 
     def __repr__(self) -> str:
-        return f"{self._name}/{self._rank}"
+        # Ray puts it before every printed line; the line itself says role and rank.
+        return "host"
 
     @ray.method(concurrency_group="service")
     def locate(self) -> str:
@@ -79,27 +82,31 @@ class HostActor:
     def construct(self, construction: Construction) -> Failure | None:
         """Join the process group and construct every worker; what goes wrong is the answer."""
         self._thread = threading.get_ident()
-        role = self._name
+        attribute_streams(lambda: f"{self._role}/{self._rank}")
         try:
             specs: Mapping[str, WorkerSpec] = cloudpickle.loads(construction.specs)
             device = "cpu" if construction.device == "cpu" else "cuda:0"
             self._prepare(construction, device)
             workers: dict[str, Worker] = {}
             for role, spec in specs.items():
+                self._role = role
                 workers[role] = self._construct_worker(role, spec, construction, device)
         except Exception as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
-            return Failure.of(error, role=role, method="__init__", rank=self._rank)
+            return Failure.of(error, role=self._role, method="__init__", rank=self._rank)
         from hf_controller.rank_host import RankHost
 
         self._host = RankHost(
             pool=construction.pool, name=self._name, rank=self._rank, workers=workers, specs=specs, store=RayStore()
         )
+        self._role = self._name
         return None
 
     @ray.method(num_returns=2)
     def run(self, call: Call) -> tuple[Any, Any]:
         """Run one call: its outcome, for readers, and its report, for the controller."""
+        self._role = call.role
         outcome, report = self._host.run(call)
+        self._role = self._name
         return outcome, report
 
     @ray.method(concurrency_group="service")

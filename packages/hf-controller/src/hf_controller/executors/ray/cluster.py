@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from typing import Any
 
 import ray
+from ray.util.debug import log_once
 
 from hf_protocols import PoolError
 
@@ -26,6 +28,10 @@ def start_cluster(*, address: str, num_cpus: int | None, object_store_bytes: int
     ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    # Lines that many ranks print alike are printed once, without Ray's hint of how to change that.
+    log_once("log_dedup_warning")
     options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
     if address == "local":
         ray.init(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import ray
@@ -20,12 +21,15 @@ from hf_controller.executors.ray.placement import PlacedPool, place
 from hf_controller.executors.ray.store import RayStore
 from hf_controller.failures import Failure
 from hf_controller.resource_pool import ResourcePool
+from hf_controller.signals import TerminationGuard, shielded
 from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
 from hf_protocols import MethodSpec, PoolError, WorkerTimeoutError
 
 __all__ = ["RayExecutor"]
+
+_CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclasses.dataclass
@@ -80,9 +84,11 @@ class RayExecutor(Executor):
         self._occupied: dict[ResourcePool, _Occupied] = {}
         self._host_sets: dict[WorkerGroup, _HostSet] = {}
         self._closed = False
+        self._guard = TerminationGuard()
         start_cluster(
             address=address, num_cpus=num_cpus, object_store_bytes=object_store_bytes, log_to_driver=log_to_driver
         )
+        self._guard.install()
 
     def build_groups(
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False
@@ -109,27 +115,43 @@ class RayExecutor(Executor):
         return groups
 
     def release(self, pool: ResourcePool) -> None:
-        """Close every group on ``pool`` and give its slots back."""
+        """Close every group on ``pool`` and give its slots back. Processes that do not answer in time are killed."""
+        self._release(pool, orderly=True)
+
+    def close(self) -> None:
+        """End every worker, give all slots back and stop the cluster if it is our own, in a few seconds."""
+        self._close(orderly=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an exception ranks may hang in a collective, so nobody is asked to finish.
+        self._close(orderly=kind is None)
+
+    def _release(self, pool: ResourcePool, *, orderly: bool) -> None:
         occupied = self._occupied.pop(pool, None)
         if occupied is None:
             return
-        for host_set in occupied.host_sets:
-            for actor in host_set.actors:
-                ray.kill(actor)
+        actors = [actor for host_set in occupied.host_sets for actor in host_set.actors]
+        if orderly:
+            ray.wait([actor.close.remote() for actor in actors], num_returns=len(actors), timeout=_CLOSE_TIMEOUT_S)
+        for actor in actors:
+            ray.kill(actor)
         occupied.placed.remove()
         self._host_sets = {group: hosts for group, hosts in self._host_sets.items() if group.pool is not pool}
 
-    def close(self) -> None:
-        """End every worker, give all slots back and stop the cluster if it is our own."""
+    def _close(self, *, orderly: bool) -> None:
         if self._closed:
             return
         self._closed = True
-        try:
-            self.trace.drain()
-            for pool in list(self._occupied):
-                self.release(pool)
-        finally:
-            stop_cluster()
+        with shielded():
+            try:
+                self.trace.drain()
+                for pool in list(self._occupied):
+                    self._release(pool, orderly=orderly)
+            finally:
+                stop_cluster()
+                self._guard.restore()
 
     def _create(self, occupied: _Occupied, roles: Mapping[str, WorkerSpec]) -> _HostSet:
         """Start the processes of a host set."""
