@@ -1,0 +1,123 @@
+"""What a run left behind, read with patience: a run that was killed left half of it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_protocols.errors import DataError
+
+__all__ = ["RunFiles", "read_run"]
+
+_NAMES = ("config.toml", "metrics.jsonl", "summary.json", "trace.json", "samples.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """The contents of a run's directory; empty where a file is absent.
+
+    Attributes:
+        name: of the directory.
+        config_text: ``config.toml`` as it is.
+        metrics: one mapping per iteration, numbers only.
+        events: of the Chrome trace.
+        samples: by moment (``before``, ``after``), each a list of prompt, response, answer and score.
+        unreadable: one sentence for each file, or line, that could not be read.
+    """
+
+    name: str
+    config_text: str
+    metrics: Sequence[Mapping[str, float]]
+    summary: Mapping[str, Any]
+    events: Sequence[Mapping[str, Any]]
+    samples: Mapping[str, Sequence[Mapping[str, Any]]]
+    unreadable: Sequence[str]
+
+    @property
+    def algorithm(self) -> str:
+        """Name of the algorithm, or an empty string."""
+        section = _parse_toml(self.config_text).get("algorithm", {})
+        return str(section.get("name", "")) if isinstance(section, dict) else ""
+
+
+def read_run(directory: Path) -> RunFiles:
+    """Read whatever is there.
+
+    Raises:
+        DataError: when nothing is.
+    """
+    unreadable: list[str] = []
+    texts = {name: _read_text(directory / name, unreadable) for name in _NAMES}
+    if not any(text is not None for text in texts.values()):
+        raise DataError(f"{directory} holds no run: it has none of {', '.join(_NAMES)}")
+    summary = _parse_json("summary.json", texts, unreadable)
+    trace = _parse_json("trace.json", texts, unreadable)
+    samples = _parse_json("samples.json", texts, unreadable)
+    return RunFiles(
+        name=directory.resolve().name,
+        config_text=texts["config.toml"] or "",
+        metrics=_parse_metrics(texts["metrics.jsonl"] or "", unreadable),
+        summary=summary,
+        events=_mappings(trace.get("traceEvents")),
+        samples={moment: _mappings(samples.get(moment)) for moment in ("before", "after")},
+        unreadable=unreadable,
+    )
+
+
+def _read_text(path: Path, unreadable: list[str]) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        unreadable.append(f"{path.name} cannot be read: {error}")
+        return None
+
+
+def _parse_json(name: str, texts: Mapping[str, str | None], unreadable: list[str]) -> Mapping[str, Any]:
+    text = texts[name]
+    if text is None:
+        return {}
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        unreadable.append(f"{name} is not JSON: {error}")
+        return {}
+    if not isinstance(body, dict):
+        unreadable.append(f"{name} is not a JSON object")
+        return {}
+    return body
+
+
+def _parse_metrics(text: str, unreadable: list[str]) -> list[Mapping[str, float]]:
+    """Every line that is an object; the last one may have been cut off."""
+    rows: list[Mapping[str, float]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            body = json.loads(line)
+        except ValueError:
+            body = None
+        if not isinstance(body, dict):
+            unreadable.append(f"metrics.jsonl, line {number}, is not a JSON object")
+            continue
+        rows.append({name: float(value) for name, value in body.items() if _is_number(value)})
+    return rows
+
+
+def _parse_toml(text: str) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return {}
+
+
+def _mappings(value: object) -> list[Mapping[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

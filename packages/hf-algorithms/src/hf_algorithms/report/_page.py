@@ -1,0 +1,193 @@
+"""The page: sections in the order in which a reader asks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+
+from hf_algorithms.report._curves import Curve, Point, render_curve
+from hf_algorithms.report._files import RunFiles
+from hf_algorithms.report._gantt import render_gantt
+from hf_algorithms.report._numbers import format_bytes, format_duration, format_number
+from hf_algorithms.report._samples import render_samples
+from hf_algorithms.report._timeline import choose_iteration, read_timeline
+
+__all__ = ["render_page"]
+
+# Losses follow, everything else is folded away.
+_TITLES = {
+    "eval/exact_match": "Exact match, validation",
+    "reward/mean": "Reward",
+    "kl/mean": "KL to the reference",
+}
+# By the first part of a metric's name; roles have the colours of the Gantt chart.
+_COLOURS = {"actor": 0, "critic": 1, "kl": 2, "reference": 2, "reward": 3, "advantage": 4, "eval": 6}
+_OTHER_COLOUR = 7
+
+
+def render_page(run: RunFiles) -> str:
+    """The whole page as one string; everything that came from a file is escaped."""
+    title = f"{run.name}: {run.algorithm}" if run.algorithm else run.name
+    style = files("hf_algorithms.report").joinpath("style.css").read_text(encoding="utf-8")
+    sections = [_header(run), _tiles(run), _curves(run), _iteration(run), _samples(run), _settings(run)]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        # A report that is sent to a colleague must neither load nor run anything.
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(filter(None, sections))
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _header(run: RunFiles) -> str:
+    kind = f"<span>{escape(run.algorithm.upper())}</span>" if run.algorithm else ""
+    warnings = [str(run.summary["stopped"])] if run.summary.get("stopped") else []
+    warnings += list(run.unreadable[:5])
+    notes = "".join(f'<p class="warning">{escape(warning)}</p>' for warning in warnings)
+    return f'<header><p class="brand">HybridFlow {kind}</p><h1>{escape(run.name)}</h1>{notes}</header>'
+
+
+# ---------------------------------------------------------------------------------------------------- headline numbers
+
+
+def _tiles(run: RunFiles) -> str:
+    tiles = [_exact_match_tile(run), _kl_tile(run), _iterations_tile(run), _speed_tile(run), _memory_tile(run)]
+    shown = "".join(tile for tile in tiles if tile)
+    return f'<section class="tiles">{shown}</section>' if shown else ""
+
+
+def _tile(name: str, value: str, detail: str = "") -> str:
+    return f"<div><h2>{name}</h2><p>{value}</p><small>{detail}</small></div>"
+
+
+def _exact_match_tile(run: RunFiles) -> str:
+    before, after = _number(run, "exact_match_before"), _number(run, "exact_match_after")
+    if before is None or after is None:
+        value = before if after is None else after
+        return "" if value is None else _tile("Exact match", f"{value:.1%}", "held-out rows")
+    points = 100 * (after - before)
+    change = f"{points:+.1f} points on held-out rows"
+    return _tile("Exact match", f"<s>{before:.1%}</s> &rarr; {after:.1%}", change)
+
+
+def _kl_tile(run: RunFiles) -> str:
+    value = _number(run, "kl_to_reference_nats")
+    return "" if value is None else _tile("KL to the reference", format_number(value), "nats per response")
+
+
+def _iterations_tile(run: RunFiles) -> str:
+    value, warm = _number(run, "iterations"), _number(run, "warm_start_steps")
+    detail = f"after {warm:.0f} steps of warm start" if warm else ""
+    return "" if value is None else _tile("Iterations", format_number(value), detail)
+
+
+def _speed_tile(run: RunFiles) -> str:
+    wall, tokens, samples = (_number(run, name) for name in ("wall_s", "tokens_per_s", "samples_per_s"))
+    rates = [(tokens, "tokens/s"), (samples, "samples/s")]
+    detail = ", ".join(f"{format_number(rate)} {unit}" for rate, unit in rates if rate is not None)
+    return "" if wall is None else _tile("Wall time", format_duration(wall), detail)
+
+
+def _memory_tile(run: RunFiles) -> str:
+    value = _number(run, "peak_rss_bytes")
+    return "" if value is None else _tile("Peak memory", format_bytes(value), "all processes together")
+
+
+def _number(run: RunFiles, name: str) -> float | None:
+    value = run.summary.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+# ----------------------------------------------------------------------------------------------------- the parts below
+
+
+def _curves(run: RunFiles) -> str:
+    curves = _read_curves(run)
+    shown = [metric for metric in _TITLES if metric in curves]
+    shown += [metric for metric in curves if metric.endswith("loss")]
+    folded = [metric for metric in curves if metric not in shown]
+    if not curves:
+        return ""
+    body = f'<div class="curves">{"".join(render_curve(curves[metric]) for metric in shown)}</div>'
+    if folded:
+        body += (
+            f"<details><summary>{len(folded)} more metrics</summary>"
+            f'<div class="curves">{"".join(render_curve(curves[metric]) for metric in folded)}</div></details>'
+        )
+    return _section("Learning curves", "By iteration; over noisy values the thick line is a running mean.", body)
+
+
+def _read_curves(run: RunFiles) -> dict[str, Curve]:
+    series = _series(run.metrics)
+    iterations = [x for points in series.values() for x, _ in points]
+    return {
+        metric: Curve(
+            title=_TITLES.get(metric) or metric.replace("/", " ").replace("_", " ").capitalize(),
+            metric=metric,
+            points=points,
+            iterations=(min(iterations), max(iterations)),
+            guides=_guides(run, metric),
+            colour=_COLOURS.get(metric.partition("/")[0], _OTHER_COLOUR),
+        )
+        for metric, points in series.items()
+    }
+
+
+def _series(metrics: Sequence[Mapping[str, float]]) -> dict[str, list[Point]]:
+    """Finite values of every metric by iteration, in the order of the names."""
+    series: dict[str, list[Point]] = {}
+    for number, row in enumerate(metrics, start=1):
+        x = row.get("iteration", float(number))
+        for name in row:
+            if name != "iteration" and math.isfinite(row[name]):
+                series.setdefault(name, []).append((x, row[name]))
+    return dict(sorted(series.items()))
+
+
+def _guides(run: RunFiles, metric: str) -> dict[str, float]:
+    if metric != "eval/exact_match":
+        return {}
+    values = {"held out, before": _number(run, "exact_match_before"), "after": _number(run, "exact_match_after")}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _iteration(run: RunFiles) -> str:
+    timelines = read_timeline(run.events)
+    timeline = choose_iteration(timelines)
+    if timeline is None:
+        return ""
+    length = format_duration((timeline.end_us - timeline.start_us) / 1e6)
+    which = f"Iteration {timeline.iteration}, of median length among {len(timelines)}: {length}."
+    how = "A row is a rank, a bar a call, a thin bar a part of a call; the numbers are those of the table."
+    return _section("One iteration", f"{which} {how}", render_gantt(timeline))
+
+
+def _samples(run: RunFiles) -> str:
+    if not any(run.samples.values()):
+        return ""
+    return _section("Samples", "Greedy responses to held-out prompts.", render_samples(run.samples))
+
+
+def _settings(run: RunFiles) -> str:
+    versions = run.summary.get("versions")
+    body = ""
+    if isinstance(versions, dict) and versions:
+        rows = "".join(
+            f"<tr><td>{escape(str(name))}</td><td><code>{escape(str(value))}</code></td></tr>"
+            for name, value in versions.items()
+        )
+        body += f'<table class="versions"><tbody>{rows}</tbody></table>'
+    if run.config_text.strip():
+        body += f"<details open><summary>config.toml</summary><pre>{escape(run.config_text.strip())}</pre></details>"
+    return _section("Configuration and versions", "", body) if body else ""
+
+
+def _section(title: str, introduction: str, body: str) -> str:
+    lead = f"<p>{escape(introduction)}</p>" if introduction else ""
+    return f"<section><h2>{title}</h2>{lead}{body}</section>"

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from hf_algorithms import doctor
+from hf_algorithms.doctor import Check, collect_checks, render_checks
+from hf_protocols.errors import BackendUnavailableError
+
+
+def _render(checks, width=100):
+    console = Console(file=io.StringIO(), width=width)
+    status = render_checks(checks, console)
+    return status, console.file.getvalue()
+
+
+def test_this_machine_is_described():
+    checks = {(check.section, check.name): check for check in collect_checks()}
+    names = {name for _, name in checks}
+    assert {"hf-protocols", "hf-algorithms", "python", "torch", "ray", "transformers", "cores", "memory"} <= names
+    assert checks["Libraries", "torch"].found == importlib.metadata.version("torch")
+    assert checks["HybridFlow", "hf-engine"].status == "ok"
+    assert "Training backends" in {section for section, _ in checks}
+
+
+def test_a_missing_or_older_package_is_a_problem_with_its_line(monkeypatch):
+    real = importlib.metadata.version
+
+    def fake(name):
+        if name == "ray":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "0.0.9" if name == "hf-mapper" else real(name)
+
+    monkeypatch.setattr(doctor, "version", fake)
+    checks = {check.name: check for check in [*doctor._check_packages(), *doctor._check_libraries()]}
+    assert checks["ray"] == Check(
+        section="Libraries", name="ray", status="problem", found="not installed", remedy='pip install "ray"'
+    )
+    assert checks["hf-mapper"].status == "problem"
+    assert f"install hf-mapper=={real('hf-algorithms')}" in checks["hf-mapper"].remedy
+    status, text = _render(list(checks.values()))
+    assert status == 1
+    assert "2 problems" in text
+    assert 'pip install "ray"' in text
+
+
+def test_a_missing_backend_is_a_problem_only_if_no_other_is_there():
+    def load(name):
+        if name != "fsdp":
+            raise BackendUnavailableError(f'backend {name!r} needs it: pip install "{name}"')
+        return object
+
+    some = doctor._check_kind("Training backends", ["fsdp", "megatron"], load)
+    assert [check.status for check in some] == ["ok", "note"]
+    assert 'pip install "megatron"' in some[1].found
+    assert _render(some)[0] == 0
+    assert [check.status for check in doctor._check_kind("Training backends", ["megatron"], load)] == ["problem"]
+    assert [check.status for check in doctor._check_kind("Training backends", [], load)] == ["problem"]
+
+
+@pytest.mark.parametrize(("content", "limit"), [("max\n", None), ("1073741824\n", 1 << 30)])
+def test_a_containers_limit_is_read(tmp_path, content, limit):
+    (tmp_path / "memory.max").write_text(content)
+    assert doctor._cgroup_limit_bytes(tmp_path / "memory.max") == limit
+    assert doctor._cgroup_limit_bytes(tmp_path / "absent") is None
+
+
+def test_words_are_printed_as_they_are():
+    check = Check(section="S", name="n", status="note", found="pip install 'hf-engine[vllm]'")
+    status, text = _render([check])
+    assert status == 0
+    assert "hf-engine[vllm]" in text
+    assert "ready: no problems" in text
+
+
+def test_importing_the_doctor_loads_nothing_heavy():
+    code = (
+        "import hf_algorithms.doctor, sys; print(sorted({'torch', 'ray', 'transformers', 'psutil'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
