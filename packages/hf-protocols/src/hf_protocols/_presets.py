@@ -51,6 +51,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mistral-7b": _config("mistral", 32, 4096, 14336, 32, 8, 32000, 32768),
     "mixtral-8x7b": _config("mixtral", 32, 4096, 14336, 32, 8, 32000, 32768, **_MIXTRAL),
     "mixtral-8x22b": _config("mixtral", 56, 6144, 16384, 48, 8, 32768, 65536, **_MIXTRAL),
+    "qwen2-0.5b": _config("qwen2", 24, 896, 4864, 14, 2, 151936, 131072, tie_word_embeddings=True),
+    "qwen2-1.5b": _config("qwen2", 28, 1536, 8960, 12, 2, 151936, 131072, tie_word_embeddings=True),
     "qwen2-7b": _config("qwen2", 28, 3584, 18944, 28, 4, 152064, 131072),
     "qwen2-72b": _config("qwen2", 80, 8192, 29568, 64, 8, 152064, 131072),
     "qwen2.5-0.5b": _config("qwen2", 24, 896, 4864, 14, 2, 151936, 32768, tie_word_embeddings=True),

@@ -38,7 +38,7 @@ class Dataflow:
     """The calls of one iteration, in program order.
 
     Raises:
-        ConfigError: if a column is written twice.
+        ConfigError: if a column is written twice, or read before the call that writes it.
     """
 
     name: str
@@ -46,8 +46,15 @@ class Dataflow:
 
     def __post_init__(self) -> None:
         written: dict[str, ModelCall] = {}
+        read: dict[str, ModelCall] = {}
         for call in self.calls:
+            read.update(dict.fromkeys(call.reads, call))
             for column in call.writes:
+                if column in read:
+                    raise ConfigError(
+                        f"dataflow {self.name!r}: column {column!r} is read by {read[column].role}."
+                        f"{read[column].method} before {call.role}.{call.method} writes it: put the writer first"
+                    )
                 if column in written:
                     first = written[column]
                     raise ConfigError(

@@ -16,10 +16,19 @@ from hf_protocols.errors import ConfigError
 
 __all__ = ["ModelShape"]
 
-_QKV_BIAS = ("qwen2", "qwen2_moe")
-_QK_NORM = ("qwen3", "qwen3_moe")
-_TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text")
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe")
+# What the configuration class of each family assumes where a config.json is silent.
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+}
+_WITH_ATTENTION_BIAS = ("llama", "qwen3", "gemma", "qwen3_moe")
+_WITH_QK_NORM = ("qwen3", "qwen3_moe")
+_REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +52,8 @@ class ModelShape:
     max_positions: int = 4096
     tie_embeddings: bool = False
     qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     num_experts: int = 0
     num_experts_per_token: int = 0
@@ -75,20 +86,26 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> ModelShape:
         """Read a Hugging Face ``config.json``: a mapping, the file, or the directory that holds it.
 
+        A key that the file leaves out has the family's default.
+
         Raises:
-            ConfigError: for a missing file or key, or a family whose parameters are not known here.
+            ConfigError: for a missing file or size, or a model whose parameters are not known here.
         """
         if not isinstance(config, Mapping):
             config = _read_config(Path(config))
         family = config.get("model_type", "llama")
         if family not in _FAMILIES:
             raise ConfigError(f"model_type={family!r} is not known: known are {', '.join(_FAMILIES)}")
-        missing = [key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads") if key not in config]
+        missing = [key for key in _REQUIRED if key not in config]
         if missing:
             raise ConfigError(f"the model's config.json lacks {', '.join(missing)}")
+        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+            raise ConfigError("mlp_only_layers and decoder_sparse_step mix dense and expert layers: not known here")
+        config = {**_FAMILIES[family], **config}
         heads = config["num_attention_heads"]
         experts = config.get("num_local_experts") or config.get("num_experts") or 0
         width = (config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"]
+        attention_bias = family in _WITH_ATTENTION_BIAS and config.get("attention_bias", False)
         return cls(
             name=config.get("_name_or_path") or family,
             num_layers=config["num_hidden_layers"],
@@ -99,9 +116,11 @@ class ModelShape:
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             vocab_size=config["vocab_size"],
             max_positions=config.get("max_position_embeddings", 4096),
-            tie_embeddings=config.get("tie_word_embeddings", family in _TIED_BY_DEFAULT),
-            qkv_bias=config.get("attention_bias", family in _QKV_BIAS),
-            qk_norm=family in _QK_NORM,
+            tie_embeddings=config.get("tie_word_embeddings", False),
+            qkv_bias=family == "qwen2" or attention_bias,
+            o_bias=attention_bias,
+            mlp_bias=family == "llama" and config.get("mlp_bias", False),
+            qk_norm=family in _WITH_QK_NORM,
             num_experts=experts,
             num_experts_per_token=config.get("num_experts_per_tok", 0) if experts else 0,
             family=family,
@@ -130,10 +149,8 @@ class ModelShape:
     def _layer(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         hidden, query, key = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         for projection, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
-            yield f"self_attn.{projection}.weight", (rows, hidden)
-            if self.qkv_bias:
-                yield f"self_attn.{projection}.bias", (rows,)
-        yield "self_attn.o_proj.weight", (hidden, query)
+            yield from _linear(f"self_attn.{projection}", rows, hidden, bias=self.qkv_bias)
+        yield from _linear("self_attn.o_proj", hidden, query, bias=self.o_bias)
         if self.qk_norm:
             yield "self_attn.q_norm.weight", (self.head_dim,)
             yield "self_attn.k_norm.weight", (self.head_dim,)
@@ -142,24 +159,32 @@ class ModelShape:
         yield "post_attention_layernorm.weight", (hidden,)
 
     def _mlp(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        up, down = (self.intermediate_size, self.hidden_size), (self.hidden_size, self.intermediate_size)
+        width, hidden = self.intermediate_size, self.hidden_size
         if not self.num_experts:
-            yield from (("mlp.gate_proj.weight", up), ("mlp.up_proj.weight", up), ("mlp.down_proj.weight", down))
+            yield from _linear("mlp.gate_proj", width, hidden, bias=self.mlp_bias)
+            yield from _linear("mlp.up_proj", width, hidden, bias=self.mlp_bias)
+            yield from _linear("mlp.down_proj", hidden, width, bias=self.mlp_bias)
             return
         mixtral = self.family == "mixtral"
         block = "block_sparse_moe" if mixtral else "mlp"
         gate, upward, downward = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-        yield f"{block}.gate.weight", (self.num_experts, self.hidden_size)
+        yield from _linear(f"{block}.gate", self.num_experts, hidden)
         for expert in range(self.num_experts):
-            yield f"{block}.experts.{expert}.{gate}.weight", up
-            yield f"{block}.experts.{expert}.{upward}.weight", up
-            yield f"{block}.experts.{expert}.{downward}.weight", down
+            yield from _linear(f"{block}.experts.{expert}.{gate}", width, hidden)
+            yield from _linear(f"{block}.experts.{expert}.{upward}", width, hidden)
+            yield from _linear(f"{block}.experts.{expert}.{downward}", hidden, width)
+
+
+def _linear(name: str, rows: int, columns: int, *, bias: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (rows, columns)
+    if bias:
+        yield f"{name}.bias", (rows,)
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{file} does not exist: give a config.json or the model's directory") from None
     except json.JSONDecodeError as error:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hf_protocols.errors import HybridFlowError, PlanError
-from hf_protocols.topology import GenerationSpec, ParallelSpec
+from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 
 __all__ = ["SCHEMA_VERSION", "MachinePlan", "MappingPlan", "ModelPlan", "PoolPlan"]
 
@@ -24,7 +24,7 @@ class MachinePlan:
 
     def __post_init__(self) -> None:
         if self.slots < 1:
-            raise PlanError(f"a machine of a pool has slots={self.slots}: give at least 1, or leave the machine out")
+            raise PlanError(f"a machine of a pool has slots={self.slots!r}: give at least 1, or leave the machine out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,11 @@ class PoolPlan:
 
     name: str
     machines: tuple[MachinePlan, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "machines", tuple(self.machines))
+        if not self.machines:
+            raise PlanError(f"pool {self.name!r} has no machines: give it at least one")
 
     @property
     def num_slots(self) -> int:
@@ -55,6 +60,12 @@ class ModelPlan:
     offload: bool = False
     micro_batch_tokens: int = 8192
 
+    def __post_init__(self) -> None:
+        if self.micro_batch_tokens < 1:
+            raise PlanError(f"micro_batch_tokens={self.micro_batch_tokens!r}: a forward takes at least 1 token")
+        if self.train and self.generation:
+            Topology(self.train, self.generation)  # refuses replicas that do not divide the ranks
+
 
 @dataclass(frozen=True, kw_only=True)
 class MappingPlan:
@@ -70,6 +81,8 @@ class MappingPlan:
     estimates: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "pools", tuple(self.pools))
+        object.__setattr__(self, "models", dict(self.models))
         names = [pool.name for pool in self.pools]
         if len(set(names)) < len(names):
             raise PlanError(f"two pools share a name among {', '.join(names)}: pools never overlap")
@@ -84,17 +97,31 @@ class MappingPlan:
                 )
 
     def pool(self, name: str) -> PoolPlan:
-        """The pool called ``name``."""
-        return next(pool for pool in self.pools if pool.name == name)
+        """The pool called ``name``.
+
+        Raises:
+            PlanError: if there is none.
+        """
+        for pool in self.pools:
+            if pool.name == name:
+                return pool
+        raise PlanError(f"this plan has no pool {name!r}: its pools are {', '.join(pool.name for pool in self.pools)}")
 
     def roles_of(self, pool: str) -> tuple[str, ...]:
         """The roles that share ``pool``, in the plan's order."""
         return tuple(role for role, model in self.models.items() if model.pool == pool)
 
     def to_json(self) -> str:
-        """The plan as JSON text, keys in a fixed order, ending in a newline."""
+        """The plan as JSON text, keys in a fixed order, ending in a newline.
+
+        Raises:
+            PlanError: for estimates that JSON cannot hold.
+        """
         body = {"schema_version": SCHEMA_VERSION, **asdict(self)}
-        return json.dumps(body, indent=2, allow_nan=False) + "\n"
+        try:
+            return json.dumps(body, indent=2, allow_nan=False) + "\n"
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"the plan's estimates do not fit into JSON: {error}") from error
 
     @classmethod
     def from_json(cls, text: str) -> MappingPlan:
@@ -102,6 +129,7 @@ class MappingPlan:
 
         Raises:
             PlanError: for text that is no plan, another schema version (naming both), or an unknown key.
+            TopologyError: for sizes that do not divide.
         """
         try:
             body = json.loads(text)

@@ -60,6 +60,9 @@ def register(
         raise ProtocolError(f"rows={rows!r}: give one of {', '.join(get_args(Rows))}")
     if returns not in get_args(Returns):
         raise ProtocolError(f"returns={returns!r}: give one of {', '.join(get_args(Returns))}")
+    for name, columns in (("reads", reads), ("writes", writes)):
+        if isinstance(columns, str):
+            raise ProtocolError(f"{name}={columns!r} is one string: give a list of column names, [{columns!r}]")
     spec = MethodSpec(
         protocol=protocol,
         rows=rows,

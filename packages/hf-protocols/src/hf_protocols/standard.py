@@ -26,6 +26,8 @@ __all__ = [
 
 Weights = Sequence[float] | None
 
+_REPLICAS = "generation replicas (ranks / (gen_pp_size * gen_tp_size))"
+
 
 def _everything(topology: Topology, num_rows: int, weights: Weights = None) -> list[RowSelection]:
     return [RowSelection.range(0, num_rows)] * topology.world_size
@@ -44,7 +46,7 @@ def _one_item_each(topology: Topology, num_rows: int, weights: Weights = None) -
 
 
 def _by_rank(topology: Topology, num_rows: int, weights: Weights = None) -> list[RowSelection]:
-    return split_rows(num_rows, topology.world_size, weights, what="data-parallel ranks")
+    return split_rows(num_rows, topology.world_size, weights, what="data-parallel ranks (world_size)")
 
 
 def _by_dp(topology: Topology, num_rows: int, weights: Weights = None) -> list[RowSelection]:
@@ -53,7 +55,7 @@ def _by_dp(topology: Topology, num_rows: int, weights: Weights = None) -> list[R
 
 
 def _by_generation_replica(topology: Topology, num_rows: int, weights: Weights = None) -> list[RowSelection]:
-    chunks = split_rows(num_rows, topology.num_gen_replicas, weights, what="generation replicas")
+    chunks = split_rows(num_rows, topology.num_gen_replicas, weights, what=_REPLICAS)
     return [chunks[at.gen_replica] for at in _coordinates(topology) if at.gen_replica is not None]
 
 
@@ -92,7 +94,8 @@ def _last_stage(topology: Topology) -> Collection:
 
 
 def _each_replica(topology: Topology) -> Collection:
-    return _collect_where(topology, lambda at: (at.gen_pp, at.gen_tp) == (0, 0), lambda at: (at.gen_replica or 0,))
+    first_ranks = {topology.coordinate(ranks[0]).gen_replica: ranks[0] for ranks in topology.groups("gen_replica")}
+    return Collection(tuple(first_ranks[replica] for replica in range(topology.num_gen_replicas)))
 
 
 def _each_stage(topology: Topology) -> Collection:

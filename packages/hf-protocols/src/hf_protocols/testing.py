@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -104,8 +105,12 @@ class _Laws:
 
     def check_balance(self, selections: Sequence[RowSelection], weights: Sequence[float]) -> None:
         chunks = list(dict.fromkeys(rows for rows in selections if len(rows)))
+        if not chunks:
+            return
         sizes = [len(chunk) for chunk in chunks]
         self.require(max(sizes) - min(sizes) <= 1, f"chunk sizes {sizes} differ by more than one")
         contiguous = split_rows(self._num_rows, len(chunks))
-        heaviest, allowed = (max(sum(weights[row] for row in rows) for rows in split) for split in (chunks, contiguous))
+        heaviest, allowed = (
+            max(math.fsum(weights[row] for row in rows) for rows in split) for split in (chunks, contiguous)
+        )
         self.require(heaviest <= allowed, f"the heaviest chunk has {heaviest} tokens, the contiguous split {allowed}")

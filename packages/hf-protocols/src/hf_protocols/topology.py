@@ -124,7 +124,7 @@ class Topology:
             dp, so that the ranks of one data-parallel replica are consecutive.
         grouping: ``"hybridflow"`` strides generation groups over the training groups, so that every rank's training
             shard lies inside its generation shard (paper, section 5.3); ``"vanilla"`` takes consecutive ones
-            (the paper's HybridFlow-V).
+            (the paper's HybridFlow-V). Sizes that do not nest have one rule: replicas of consecutive ranks.
 
     Raises:
         TopologyError: if gen_pp * gen_tp does not divide the number of ranks, or order or grouping is unknown.
@@ -180,8 +180,16 @@ class Topology:
         return self._coordinates[rank]
 
     def rank(self, *, pp: int = 0, tp: int = 0, dp: int = 0, cp: int = 0) -> int:
-        """The rank at a training coordinate: the inverse of :meth:`coordinate`."""
+        """The rank at a training coordinate: the inverse of :meth:`coordinate`.
+
+        Raises:
+            TopologyError: for a coordinate outside its axis.
+        """
         train = self.train
+        for axis, at in (("pp", pp), ("tp", tp), ("dp", dp), ("cp", cp)):
+            size = getattr(train, f"{axis}_size")
+            if not 0 <= at < size:
+                raise TopologyError(f"{axis}={at} is not among the {axis}_size={size} coordinates of this axis")
         if self.order == "megatron":
             return tp + train.tp_size * (cp + train.cp_size * (dp + train.dp_size * pp))
         return tp + train.tp_size * (cp + train.cp_size * (pp + train.pp_size * dp))
@@ -196,8 +204,8 @@ class Topology:
         """
         if axis not in get_args(Axis):
             raise TopologyError(f"axis {axis!r} is unknown: give one of {', '.join(get_args(Axis))}")
-        if axis in _GENERATION_AXES:
-            assert self._generation
+        if axis in _GENERATION_AXES and self.generation is None:
+            raise _without_generation()
         return self._groups_by_axis[axis]
 
     def group_of(self, axis: Axis, rank: int) -> tuple[int, ...]:
@@ -205,10 +213,14 @@ class Topology:
         self.coordinate(rank)
         return next(group for group in self.groups(axis) if rank in group)
 
+    def __reduce__(self) -> tuple[type[Topology], tuple[ParallelSpec, GenerationSpec | None, Order, Grouping]]:
+        """Pickle the sizes alone: what was computed from them is computed anew, not sent to every rank."""
+        return type(self), (self.train, self.generation, self.order, self.grouping)
+
     @property
     def _generation(self) -> GenerationSpec:
         if self.generation is None:
-            raise TopologyError("this topology has no generation layout: give Topology(train, GenerationSpec(...))")
+            raise _without_generation()
         return self.generation
 
     @cached_property
@@ -237,9 +249,9 @@ class Topology:
 
     def _generation_rule(self) -> Callable[[int, int, int, int, int], dict[str, int]]:
         """The function (rank, pp, tp, dp, cp) -> generation coordinate that this topology's grouping means."""
-        if self.grouping == "vanilla" and self._model_size % self._generation.replica_size == 0:
-            return self._vanilla
-        return self._strided if self.grouping == "hybridflow" and self.is_nested else self._consecutive
+        if not self.is_nested:
+            return self._consecutive
+        return self._strided if self.grouping == "hybridflow" else self._vanilla
 
     @property
     def _model_size(self) -> int:
@@ -299,6 +311,10 @@ class Topology:
 
     def _micro_dp_block(self, rank: int, spread: int) -> int:
         """Micro-DP groups lie inside a training replica, or inside a block of the lcm where sizes do not nest."""
-        if self._generation_rule() == self._consecutive:
-            return rank // math.lcm(self._model_size, self._generation.replica_size)
-        return spread
+        if self.is_nested:
+            return spread
+        return rank // math.lcm(self._model_size, self._generation.replica_size)
+
+
+def _without_generation() -> TopologyError:
+    return TopologyError("this topology has no generation layout: give Topology(train, GenerationSpec(...))")

@@ -7,10 +7,14 @@ group's ``collect`` yields to what the next group's ``distribute`` wants.
 from __future__ import annotations
 
 import heapq
+import math
+from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection as Sized
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from itertools import chain, pairwise
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from hf_protocols.errors import BatchError, ProtocolError
 from hf_protocols.selection import RowSelection
@@ -78,8 +82,7 @@ class PerRank(Generic[Item]):
     items: Sequence[Item]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Rows that a consumer takes from one producer: ``rows`` are the producer's own (local) row numbers."""
 
     producer: int
@@ -106,8 +109,10 @@ def split_rows(
     contiguous split; within a chunk rows ascend.
 
     Raises:
-        BatchError: for fewer rows than chunks, or weights that are not one finite number per row.
+        BatchError: for fewer rows than chunks, no chunk, or weights that are not one finite number per row.
     """
+    if num_chunks < 1:
+        raise BatchError(f"{num_rows} rows cannot be cut into {num_chunks} {what}: ask for at least 1")
     if num_rows < num_chunks:
         raise BatchError(
             f"{num_rows} rows cannot be shared by {num_chunks} {what}: each needs at least one row; "
@@ -121,7 +126,8 @@ def split_rows(
     if len(weights) != num_rows or not all(0 <= weight < float("inf") for weight in weights):
         raise BatchError(f"weights must be one finite number >= 0 for each of the {num_rows} rows, got {len(weights)}")
     balanced = _balance(weights, [len(chunk) for chunk in contiguous])
-    heaviest = [max(sum(weights[row] for row in chunk) for chunk in split) for split in (balanced, contiguous)]
+    # fsum does not depend on the order of the rows, so that equal splits weigh the same.
+    heaviest = [max(math.fsum(map(weights.__getitem__, chunk)) for chunk in s) for s in (balanced, contiguous)]
     return balanced if heaviest[0] < heaviest[1] else contiguous
 
 
@@ -129,7 +135,7 @@ def _balance(weights: Sequence[float], sizes: Sequence[int]) -> list[RowSelectio
     """Heaviest row first, each to the lightest chunk that still has room."""
     chosen: list[list[int]] = [[] for _ in sizes]
     lightest = [(0.0, chunk) for chunk in range(len(sizes))]
-    for row in sorted(range(len(weights)), key=lambda row: -weights[row]):
+    for row in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):
         load, chunk = heapq.heappop(lightest)
         chosen[chunk].append(row)
         if len(chosen[chunk]) < sizes[chunk]:
@@ -154,7 +160,7 @@ def compute_held_rows(
     """
     inputs = {rank: selections[rank] for rank in collection.ranks}
     if _partitions(inputs.values(), num_rows):
-        return {rank: rows.repeat(times) for rank, rows in inputs.items()}
+        return {rank: rows.repeat(times) for rank, rows in inputs.items()} if times > 1 else inputs
     held, start = {}, 0
     for rank, rows in inputs.items():
         stop = start + len(rows) * times
@@ -163,11 +169,14 @@ def compute_held_rows(
     return held
 
 
-def _partitions(selections: Iterable[RowSelection], num_rows: int) -> bool:
-    """Whether the selections share rows 0 ... num_rows - 1 out, each exactly once."""
-    intervals = sorted(interval for rows in selections for interval in rows.intervals)
-    ends = [0, *(stop for _, stop in intervals)]
-    return ends[-1] == num_rows and all(start == end for (start, _), end in zip(intervals, ends, strict=False))
+def _partitions(selections: Sized[RowSelection], num_rows: int) -> bool:
+    """Whether the selections share rows 0 ... num_rows - 1 out, each exactly once.
+
+    They do if every interval but the first starts where another one stops: then one is open at every row.
+    """
+    starts = sorted([start for rows in selections for start, _ in rows.intervals])
+    stops = sorted([stop for rows in selections for _, stop in rows.intervals])
+    return [*starts, num_rows] == [0, *stops]
 
 
 def route(held: Mapping[int, RowSelection], wanted: Sequence[RowSelection]) -> Route:
@@ -180,12 +189,15 @@ def route(held: Mapping[int, RowSelection], wanted: Sequence[RowSelection]) -> R
     Raises:
         ProtocolError: if a row is held twice, or is wanted and held by nobody.
     """
-    index = _HeldIndex(held)
-    return Route(tuple(tuple(index.find(rows)) for rows in wanted))
+    num_intervals = sum(len(rows.intervals) for rows in held.values())
+    num_rows = max((max(chain.from_iterable(rows.intervals)) for rows in held.values() if rows), default=0)
+    scattered = num_rows <= 4 * num_intervals
+    index = _HeldRows(held, num_rows) if scattered else _HeldIntervals(held)
+    return Route(tuple([tuple(index.find(rows)) for rows in wanted]))
 
 
-class _HeldIndex:
-    """Held intervals sorted by their first row, so that one bisection finds the owner of a row."""
+class _HeldIntervals:
+    """Long intervals: sorted by their first row, so that one bisection finds the holder of a row."""
 
     def __init__(self, held: Mapping[int, RowSelection]) -> None:
         entries: list[tuple[int, int, int, int]] = []
@@ -195,7 +207,7 @@ class _HeldIndex:
                 entries.append((start, stop, producer, local))
                 local += stop - start
         entries.sort()
-        for before, after in zip(entries, entries[1:], strict=False):
+        for before, after in pairwise(entries):
             if after[0] < before[1]:
                 raise ProtocolError(f"row {after[0]} is held twice, by producer ranks {before[2]} and {after[2]}")
         self._entries = entries
@@ -204,12 +216,13 @@ class _HeldIndex:
     def find(self, wanted: RowSelection) -> Iterator[Piece]:
         """The pieces of ``wanted``; neighbours from one producer become one piece."""
         entries, starts = self._entries, self._starts
-        owner, taken = -1, []
+        owner = -1
+        taken: list[tuple[int, int]] = []
         for start, stop in wanted.intervals:
             at = bisect_right(starts, start) - 1
             while start < stop:
                 if not 0 <= at < len(entries) or not entries[at][0] <= start < entries[at][1]:
-                    raise ProtocolError(f"row {start} is wanted by a consumer and held by no producer")
+                    raise _held_by_none(start)
                 low, high, producer, local = entries[at]
                 if producer != owner and taken:
                     yield Piece(owner, RowSelection(tuple(taken)))
@@ -220,3 +233,55 @@ class _HeldIndex:
                 start, at = upto, at + 1
         if taken:
             yield Piece(owner, RowSelection(tuple(taken)))
+
+
+class _HeldRows:
+    """Scattered rows: a table that says for every row who holds it where, as one integer."""
+
+    def __init__(self, held: Mapping[int, RowSelection], num_rows: int) -> None:
+        self._producers = list(held)
+        self._local_bits = max(map(len, held.values()), default=0).bit_length()
+        self._places = places = array("q", [-1]) * num_rows
+        self._one_row = _OneRowSelections()
+        for number, rows in enumerate(held.values()):
+            for place, row in enumerate(rows, number << self._local_bits):
+                places[row] = place
+        if places.count(-1) != num_rows - sum(map(len, held.values())):
+            _HeldIntervals(held)  # raises, naming the row that is held twice
+
+    def find(self, wanted: RowSelection) -> Iterator[Piece]:
+        """The pieces of ``wanted``; neighbours from one producer become one piece."""
+        producers, one_row = self._producers, self._one_row
+        for number, rows in self._find_runs(wanted):
+            yield Piece(producers[number], one_row[rows[0]] if len(rows) == 1 else RowSelection.from_rows(rows))
+
+    def _find_runs(self, wanted: RowSelection) -> Iterator[tuple[int, list[int]]]:
+        """Neighbours from one producer: its number and its local rows."""
+        places, num_rows, bits = self._places, len(self._places), self._local_bits
+        mask = (1 << bits) - 1
+        owner = None
+        taken: list[int] = []
+        for row in wanted:
+            place = places[row] if row < num_rows else -1
+            if place >> bits == owner:
+                taken.append(place & mask)
+                continue
+            if place < 0:
+                raise _held_by_none(row)
+            if owner is not None:
+                yield owner, taken
+            owner, taken = place >> bits, [place & mask]
+        if owner is not None:
+            yield owner, taken
+
+
+class _OneRowSelections(dict[int, RowSelection]):
+    """The selection of a single row, made once for all pieces that consist of it."""
+
+    def __missing__(self, row: int) -> RowSelection:
+        self[row] = RowSelection.range(row, row + 1)
+        return self[row]
+
+
+def _held_by_none(row: int) -> ProtocolError:
+    return ProtocolError(f"row {row} is wanted by a consumer and held by no producer")

@@ -37,7 +37,8 @@ def compute_transition_cost(
     ====================  =========================  =============  ==========
 
     with t, p, d the training sizes and t', p' the generation sizes. Where t'p' = 1, hybridflow-v keeps its whole
-    gather, which contains the training shard: the same volume and no redundancy.
+    gather, which contains the training shard: the same volume and no redundancy. Elsewhere its redundancy is the
+    paper's bound: layouts such as t' = t, p' = 1, whose vanilla groups happen to hold the training shards, have none.
 
     Raises:
         TopologyError: for an unknown method, or sizes that do not nest (``plan_transition`` of hf-engine is exact
