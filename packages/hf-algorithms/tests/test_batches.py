@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -107,3 +109,12 @@ def test_rows_of_an_iteration_need_no_history():
     assert late != select_rows(100, 8, iteration=999, seed=0)
     with pytest.raises(ConfigError, match="num_rows=0"):
         select_rows(0, 8, iteration=0, seed=0)
+
+
+def test_importing_data_and_rewards_loads_nothing_heavy():
+    code = (
+        "import hf_algorithms.data, hf_algorithms.rewards, sys;"
+        "print(sorted({'torch', 'tensordict', 'tokenizers', 'transformers'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"

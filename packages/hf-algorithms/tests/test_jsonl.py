@@ -38,8 +38,8 @@ def test_numbers_become_text_and_other_fields_are_ignored(tmp_path):
         (b'["a", "b"]', "is a JSON array, not an object"),
         (b"3", "is a JSON number, not an object"),
         (
-            b'{"prompt": "a", "anser": "b"}',
-            "no field 'answer'; its fields are 'prompt', 'anser'. Set data.answer_field",
+            b'{"prompt": "a", "reply": "b"}',
+            "no field 'answer'; its fields are 'prompt', 'reply'. Set data.answer_field",
         ),
         (b'{"prompt": null, "answer": "b"}', "field 'prompt' is a JSON null, not text or a number. Set data.prompt"),
         (b'{"prompt": true, "answer": "b"}', "field 'prompt' is a JSON boolean"),

@@ -99,6 +99,7 @@ def test_numbers_of_every_kind_are_scores(answer):
         ([10**400, 0.0], "not a finite number, for sample 0"),
         (["0.5", 1.0], "answered '0.5' (str), no number, for sample 0"),
         ([1.0, None], "answered None (NoneType), no number, for sample 1"),
+        ([torch.ones(500), 1.0], "(Tensor), no number, for sample 0"),
         (torch.ones(2, 1), "answered [1.0] (list), no number, for sample 0"),
     ],
 )

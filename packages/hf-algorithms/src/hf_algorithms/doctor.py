@@ -65,6 +65,9 @@ def render_checks(checks: Sequence[Check], console: Console) -> int:
     styles = {"ok": "green", "note": "yellow", "problem": "bold red"}
     for section in dict.fromkeys(check.section for check in checks):
         table = Table.grid(padding=(0, 2))
+        table.add_column(min_width=len("  problem"))
+        table.add_column(min_width=max(len(check.name) for check in checks))
+        table.add_column()
         for check in (check for check in checks if check.section == section):
             words = f"{check.found}. {check.remedy}" if check.remedy else check.found
             table.add_row(Text(f"  {check.status}", styles[check.status]), Text(check.name), Text(words))

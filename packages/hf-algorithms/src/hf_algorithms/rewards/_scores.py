@@ -45,17 +45,17 @@ def _as_list(answer: Any) -> list[Any] | None:
     values = answer.tolist() if hasattr(answer, "tolist") else list(answer)
     if not isinstance(values, list):  # an array without dimensions
         return None
-    return [value.item() if hasattr(value, "item") else value for value in values]
+    return [value.item() if hasattr(value, "item") and value.ndim == 0 else value for value in values]
 
 
 def _checked(score: Any, index: int, sample: tuple[str, str, str], function: RewardFunction) -> float:
     problem = None
     if not isinstance(score, Real):
-        problem = f"{score!r} ({type(score).__name__}), no number,"
+        problem = f"{_shorten(repr(score))} ({type(score).__name__}), no number,"
     elif not _is_finite(score):
         problem = f"{score}, not a finite number,"
     if problem is not None:
-        prompt, response, answer = (_excerpt(text) for text in sample)
+        prompt, response, answer = (repr(_shorten(text)) for text in sample)
         raise RewardError(
             f"{_name(function)} answered {problem} for sample {index}: "
             f"prompt {prompt}, response {response}, answer {answer}"
@@ -85,5 +85,5 @@ def _name(function: RewardFunction) -> str:
     return f"the reward function {module}:{name}" if module and name else f"the reward function {function!r}"
 
 
-def _excerpt(text: str, width: int = 120) -> str:
-    return repr(text if len(text) <= width else text[: width - 3] + "...")
+def _shorten(text: str, width: int = 120) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
