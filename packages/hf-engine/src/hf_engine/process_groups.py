@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hf_protocols.errors import TopologyError
 from hf_protocols.topology import Axis, Topology
 
-__all__ = ["build_groups", "local_device"]
+__all__ = ["build_groups", "local_device", "wait_for_device"]
 
 
 def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = None) -> dist.ProcessGroup:
@@ -50,3 +50,9 @@ def local_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
+
+
+def wait_for_device() -> None:
+    """Waits for the kernels of this rank's device, so that a clock read afterwards has seen them."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize(local_device())

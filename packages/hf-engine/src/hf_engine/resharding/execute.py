@@ -132,7 +132,8 @@ def execute_reshard(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> int:
     """Runs a plan once and returns the bytes that this rank received; see `ReshardExecutor` to run it often."""
-    device = next((t.device for t in _flat(target)), None) or next((t.device for t in _flat(source)), "cpu")
+    # Buffers live with the source where there is one: a target on the host may be filled from a device.
+    device = next((tensor.device for tensor in (*_flat(source), *_flat(target))), "cpu")
     return ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device).run(source, target)
 
 

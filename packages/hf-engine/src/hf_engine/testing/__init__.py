@@ -1,7 +1,12 @@
-"""Conformance suites for training and rollout backends, and the local ranks to run them on."""
+"""Conformance suites for training and rollout backends, and local ranks to run them on.
+
+A backend is supported when it passes: call `check_train_backend` or `check_rollout_backend` on every rank.
+"""
 
 from __future__ import annotations
 
 from hf_engine.testing._local_ranks import LocalRanks
+from hf_engine.testing._rollout import check_rollout_backend
+from hf_engine.testing._train import check_train_backend, gather_weights
 
-__all__ = ["LocalRanks"]
+__all__ = ["LocalRanks", "check_rollout_backend", "check_train_backend", "gather_weights"]

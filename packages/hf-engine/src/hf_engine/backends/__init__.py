@@ -1,0 +1,35 @@
+"""Training and rollout backends: `_base` says what they are, each other module is the only importer of its library."""
+
+from __future__ import annotations
+
+from hf_engine.backends._base import (
+    Head,
+    LossFunction,
+    Metrics,
+    RolloutBackend,
+    SamplingParams,
+    SupportsWeightBuffers,
+    TrainBackend,
+    TrainConfig,
+)
+from hf_engine.backends._registry import (
+    available_rollout_backends,
+    available_train_backends,
+    load_rollout_backend,
+    load_train_backend,
+)
+
+__all__ = [
+    "Head",
+    "LossFunction",
+    "Metrics",
+    "RolloutBackend",
+    "SamplingParams",
+    "SupportsWeightBuffers",
+    "TrainBackend",
+    "TrainConfig",
+    "available_rollout_backends",
+    "available_train_backends",
+    "load_rollout_backend",
+    "load_train_backend",
+]

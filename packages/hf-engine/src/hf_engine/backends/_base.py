@@ -1,0 +1,318 @@
+"""What a training backend and a rollout backend are: Protocols, and the values that cross them.
+
+Batches are TensorDicts on the CPU with batch size [B]. Per-token columns are jagged [B, ragged] and aligned with
+`response_ids`; only backends pad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+
+from hf_protocols.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
+    from hf_engine.resharding.execute import Weights
+    from hf_engine.resharding.layouts import WeightLayout
+    from hf_protocols.topology import Topology
+
+__all__ = [
+    "Head",
+    "LossFunction",
+    "Metrics",
+    "RolloutBackend",
+    "SamplingParams",
+    "SupportsWeightBuffers",
+    "TrainBackend",
+    "TrainConfig",
+]
+
+Head = Literal["lm", "value"]
+Metrics: TypeAlias = dict[str, tuple[float, float]]
+"""(sum, count) by name; the controller adds the pairs of all ranks and divides."""
+LossFunction: TypeAlias = "Callable[[TensorDict, TensorDict], tuple[torch.Tensor, Metrics]]"
+"""loss_fn(outputs, micro_batch) -> (loss_sum, metrics): see `TrainBackend.train_step`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a training backend computes and optimises.
+
+    Raises:
+        ConfigError: for a value out of range.
+    """
+
+    learning_rate: float
+    """After warm-up; constant."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's first and second moment."""
+    eps: float = 1e-8
+    """AdamW's guard against division by zero."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Global norm to which gradients are clipped; infinity turns clipping off."""
+    warmup_steps: int = 0
+    """Step k of the first ones takes k / warmup_steps of the learning rate."""
+    micro_batch_tokens: int = 8192
+    """Bound on rows x padded (prompt + response) length of one forward pass."""
+    dtype: str = "float32"
+    """dtype of the computation; masters and optimizer state of a trained model are float32."""
+    activation_checkpointing: bool = False
+    """Recompute every decoder layer in the backward pass."""
+    shard: Literal["root", "layer"] = "root"
+    """Gather the whole model at once (faster when small), or one decoder layer at a time (smaller peak)."""
+
+    def __post_init__(self) -> None:
+        positive = ("learning_rate", "eps", "max_grad_norm", "micro_batch_tokens")
+        wrong = [f"{name}={getattr(self, name)}" for name in positive if not getattr(self, name) > 0]
+        wrong += [
+            f"{name}={getattr(self, name)}" for name in ("weight_decay", "warmup_steps") if getattr(self, name) < 0
+        ]
+        if not all(0 <= beta < 1 for beta in self.betas):
+            wrong.append(f"betas={self.betas}")
+        if self.dtype not in ("float32", "bfloat16"):
+            wrong.append(f"dtype={self.dtype!r} (float32 or bfloat16)")
+        if self.shard not in ("root", "layer"):
+            wrong.append(f"shard={self.shard!r} (root or layer)")
+        if wrong:
+            raise ConfigError(f"TrainConfig has values out of range: {', '.join(wrong)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How responses are drawn.
+
+    A sample's random numbers derive from (seed, step, row_id, sample index) only: the same samples come out of any
+    number of replicas. Reported log-probs are always those of the full distribution at `temperature`, which
+    `TrainBackend.compute_logprobs` reproduces: `top_p`, `top_k` and `min_new_tokens` restrict what may be drawn and
+    never rescale what is reported, so that no truncation leaks into a policy ratio.
+
+    Raises:
+        ConfigError: for a value out of range.
+    """
+
+    max_new_tokens: int
+    """A response ends here at the latest, with finish reason 1 (length)."""
+    min_new_tokens: int = 0
+    """Stop tokens cannot be drawn before this many tokens."""
+    temperature: float = 1.0
+    """Logits are divided by it."""
+    top_p: float = 1.0
+    """Draw from the smallest set of most likely tokens whose probabilities reach this sum."""
+    top_k: int = 0
+    """Draw from this many most likely tokens; 0 means all."""
+    n: int = 1
+    """Samples per prompt."""
+    greedy: bool = False
+    """Take the most likely token instead of drawing; temperature still scales the reported log-probs."""
+    stop_token_ids: tuple[int, ...] = ()
+    """A response ends with any of these, beside the model's own end-of-sequence tokens; the token is kept."""
+    seed: int = 0
+    """Seed of the run."""
+    step: int = 0
+    """Iteration of the run; another step draws other numbers."""
+
+    def __post_init__(self) -> None:
+        wrong = [f"{name}={getattr(self, name)}" for name in ("max_new_tokens", "n") if getattr(self, name) < 1]
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            wrong.append(f"min_new_tokens={self.min_new_tokens} (0 to max_new_tokens={self.max_new_tokens})")
+        if not self.temperature > 0:
+            wrong.append(f"temperature={self.temperature} (above 0; greedy=True takes the most likely token)")
+        if not 0 < self.top_p <= 1:
+            wrong.append(f"top_p={self.top_p} (above 0, at most 1)")
+        if self.top_k < 0:
+            wrong.append(f"top_k={self.top_k} (0 or more)")
+        if self.greedy and self.n > 1:
+            wrong.append(f"n={self.n} with greedy=True (all samples would be equal)")
+        if wrong:
+            raise ConfigError(f"SamplingParams has values out of range: {', '.join(wrong)}")
+
+
+class TrainBackend(Protocol):
+    """A model that is trained and scored on the ranks of a topology. Every method is called on every rank."""
+
+    @classmethod
+    def build(
+        cls,
+        model: str | Path,
+        *,
+        topology: Topology,
+        config: TrainConfig,
+        head: Head = "lm",
+        trainable: bool = True,
+        seed: int = 0,
+    ) -> TrainBackend:
+        """Loads a model over the ranks of the default process group.
+
+        Args:
+            model: directory in Hugging Face format, or hub name.
+            topology: ranks and layout; `BackendError` for a layout that the backend does not support.
+            config: optimizer, micro-batches, precision.
+            head: `"lm"` keeps the language-model head; `"value"` puts a zero `Linear(hidden, 1)` in its place.
+            trainable: False means no optimizer and no gradients (a reference model).
+            seed: for whatever the backend initialises at random.
+        """
+        ...
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps taken, those of a loaded checkpoint included."""
+        ...
+
+    @property
+    def weight_changes(self) -> int:
+        """Grows with every change of the weights: optimizer steps and loads."""
+        ...
+
+    def weight_layout(self) -> WeightLayout:
+        """Which boxes of which parameters every rank holds."""
+        ...
+
+    def local_weights(self) -> Weights:
+        """This rank's boxes, by Hugging Face name; views of the live weights, not copies."""
+        ...
+
+    def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
+        """Log-probs of the response tokens under the full distribution at `temperature`.
+
+        Args:
+            batch: columns `prompt_ids`, `response_ids`.
+            temperature: divides the logits; give the sampler's.
+            entropy: adds the entropy of every token's distribution, in nats.
+
+        Returns:
+            Columns `logprobs` (and `entropy`), jagged float32, aligned with `response_ids`.
+        """
+        ...
+
+    def compute_values(self, batch: TensorDict) -> TensorDict:
+        """Column `values`, jagged float32: the value before each response token was drawn."""
+        ...
+
+    def train_step(
+        self,
+        batch: TensorDict,
+        loss_fn: LossFunction,
+        denominator: float,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> Metrics:
+        """One optimizer step on the loss `sum over all micro-batches and ranks of loss_sum / denominator`.
+
+        The result does not depend on how rows are cut into micro-batches or spread over ranks.
+
+        Args:
+            batch: this rank's rows: `prompt_ids`, `response_ids` and whatever `loss_fn` reads.
+            loss_fn: `loss_fn(outputs, micro_batch) -> (loss_sum, metrics)`. Both are padded to [b, T] over the
+                response tokens: outputs hold `logprobs` (and `entropy`), or `values` for a value head; the
+                micro-batch holds every jagged column of the batch padded with 0 (False), dense columns as they are,
+                and `response_mask`.
+            denominator: global, the same on every rank, such as the response tokens of all ranks.
+            temperature: divides the logits; give the sampler's.
+            entropy: adds `entropy` to the outputs.
+
+        Returns:
+            This rank's metrics summed over micro-batches, and `grad_norm` (before clipping) and `learning_rate`.
+
+        Raises:
+            NonFiniteLossError: on every rank, before the step, if loss or gradient norm is not finite on any.
+        """
+        ...
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Uses another learning rate from the next step on; warm-up still applies."""
+        ...
+
+    def sum_over_data(self, values: Sequence[float]) -> list[float]:
+        """Adds each value over the data-parallel ranks; every rank gets the sums."""
+        ...
+
+    def load_hf(self, directory: str | Path) -> None:
+        """Replaces the weights by those of a Hugging Face directory; the optimizer starts anew.
+
+        A value head takes its own weights where the directory has them, and stays as it is where not.
+        """
+        ...
+
+    def export_hf(self, directory: str | Path) -> None:
+        """Writes config and safetensors from rank 0, whole or not at all; replaces what was there."""
+        ...
+
+    def save_checkpoint(self, directory: str | Path) -> None:
+        """Writes weights and optimizer state sharded, whole or not at all."""
+        ...
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Reads what `save_checkpoint` wrote, under this or another number of ranks."""
+        ...
+
+    def close(self) -> None:
+        """Frees the model; the process group stays the caller's."""
+        ...
+
+
+class RolloutBackend(Protocol):
+    """A generation engine on the ranks of a topology. Every method is called on every rank."""
+
+    @classmethod
+    def build(cls, model: str | Path, *, topology: Topology, seed: int = 0) -> RolloutBackend:
+        """Starts the engine with the weights of a Hugging Face directory or hub name."""
+        ...
+
+    @property
+    def weight_version(self) -> int:
+        """The version last committed; 0 for the weights that the engine was built with."""
+        ...
+
+    def weight_layout(self) -> WeightLayout:
+        """Which boxes of which parameters every rank holds in generation."""
+        ...
+
+    def commit_weights(self, version: int) -> None:
+        """Declares the weights complete: the next samples carry this version, caches of older ones are dropped."""
+        ...
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
+        """Draws `sampling.n` responses to every prompt.
+
+        Args:
+            batch: columns `prompt_ids` (jagged int64) and `row_id` (int64 [B]).
+            sampling: how to draw.
+
+        Returns:
+            B * n rows, the n samples of a prompt one after the other: `response_ids` (stop token included),
+            `response_mask`, `rollout_logprobs` (jagged), `finish_reason` (0 stop, 1 length), `weight_version`.
+
+        Raises:
+            BackendError: for a prompt that does not fit the model with `max_new_tokens`, with row and numbers, or
+                weights that were released and not committed again.
+        """
+        ...
+
+    def release(self) -> None:
+        """Frees the memory of the weights and of the KV cache."""
+        ...
+
+    def resume(self) -> None:
+        """Takes the memory of the weights again; their contents must be sent anew before the next generation."""
+        ...
+
+    def close(self) -> None:
+        """Ends the engine."""
+        ...
+
+
+@runtime_checkable
+class SupportsWeightBuffers(Protocol):
+    """A rollout backend whose weights can be written in place."""
+
+    def weight_buffers(self) -> Mapping[str, torch.Tensor]:
+        """This rank's tensors by Hugging Face name, one per box of `weight_layout()`."""
+        ...

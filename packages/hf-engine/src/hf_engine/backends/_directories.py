@@ -1,0 +1,61 @@
+"""Directories that appear whole or not at all, written by some ranks and waited for by all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hf_protocols.errors import BackendError
+
+__all__ = ["write_directory"]
+
+
+def write_directory(directory: str | Path, write: Callable[[Path], None], group: dist.ProcessGroup) -> None:
+    """Fills a directory beside `directory` and then renames it there, replacing what was there. Collective.
+
+    Args:
+        directory: what the reader will find; its parent directories are created.
+        write: called on every rank with the path to fill, which exists already.
+        group: the ranks that write together; they need one file system.
+
+    Raises:
+        BackendError: on every rank, if the operating system refused a step on any; what was there is still there.
+    """
+    target = Path(directory).absolute()
+    filling = target.with_name(f".{target.name}.filling")
+    _together(group, lambda: _prepare(filling), first_rank_only=True)
+    _together(group, lambda: write(filling))
+    _together(group, lambda: _replace(target, filling), first_rank_only=True)
+
+
+def _together(group: dist.ProcessGroup, step: Callable[[], None], *, first_rank_only: bool = False) -> None:
+    """Runs a step and tells all ranks of the group what the operating system refused on any of them."""
+    failure: str | None = None
+    if dist.get_rank(group) == 0 or not first_rank_only:
+        try:
+            step()
+        except OSError as error:
+            failure = f"rank {dist.get_rank(group)}: {error}"
+    failures: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group=group)
+    if refused := [text for text in failures if text is not None]:
+        raise BackendError(f"could not write: {'; '.join(refused)}")
+
+
+def _prepare(filling: Path) -> None:
+    shutil.rmtree(filling, ignore_errors=True)
+    filling.mkdir(parents=True)
+
+
+def _replace(target: Path, filling: Path) -> None:
+    """Two renames: a reader between them finds nothing, never a half; a crash there leaves the old one aside."""
+    replaced = target.with_name(f".{target.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        os.rename(target, replaced)
+    os.rename(filling, target)
+    shutil.rmtree(replaced, ignore_errors=True)

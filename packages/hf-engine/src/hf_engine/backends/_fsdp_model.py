@@ -1,0 +1,65 @@
+"""A causal language model as FSDP2 sees it: sharding, the output head, and tensors of a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from hf_engine.backends._base import TrainConfig
+from hf_protocols.errors import BackendError
+
+__all__ = ["check_same_shapes", "find_head_name", "read_tensor", "shard_model"]
+
+
+def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule:
+    """Applies FSDP2 and activation checkpointing. Gradients are summed over ranks, not averaged."""
+    model.eval()
+    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    if config.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        for layer in layers:
+            # transformers checkpoints a layer only in training mode; what is inside it stays without dropout.
+            layer.training = True
+    if config.shard == "layer" and not layers:
+        raise BackendError(f"{type(model).__name__} does not name its decoder layers: use shard='root'")
+    compute = None if config.dtype == "float32" else getattr(torch, config.dtype)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
+    for module in [*(layers if config.shard == "layer" else ()), model]:
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
+        sharded.set_gradient_divide_factor(1.0)
+        # gloo has no reduction that scales
+        sharded.set_force_sum_reduction_for_comms(True)
+    return cast("FSDPModule", model)
+
+
+def find_head_name(model: Any) -> str:
+    head = model.get_output_embeddings()
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+
+
+def read_tensor(directory: Path, name: str) -> torch.Tensor | None:
+    """One tensor of a Hugging Face directory, or None where no file of it has that name."""
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118 - not a mapping
+                found: torch.Tensor = tensors.get_tensor(name)
+                return found
+    return None
+
+
+def check_same_shapes(
+    shapes: Mapping[str, tuple[int, ...]], full: Mapping[str, torch.Tensor], directory: str | Path
+) -> None:
+    found = {name: tuple(tensor.shape) for name, tensor in full.items()}
+    if differing := sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)):
+        name = differing[0]
+        raise BackendError(
+            f"{directory} holds another model: {len(differing)} parameters differ, such as {name!r}, which is "
+            f"{shapes.get(name, 'absent')} here and {found.get(name, 'absent')} there"
+        )

@@ -1,0 +1,73 @@
+"""Between jagged columns [B, ragged] and padded tensors [b, T]: only backends pad."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+__all__ = ["Ragged", "to_jagged"]
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """The rows of a jagged column as one flat tensor: row i is `values[starts[i] : starts[i] + lengths[i]]`."""
+
+    column: Any
+    """The nested tensor, in jagged layout."""
+
+    @cached_property
+    def values(self) -> torch.Tensor:
+        """All rows, one after the other; there may be holes between them."""
+        values: torch.Tensor = self.column.values()
+        return values
+
+    @cached_property
+    def starts(self) -> torch.Tensor:
+        """int64 [B]."""
+        return self._stored_offsets[:-1]
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """int64 [B]."""
+        lengths: torch.Tensor | None = self.column.lengths()
+        return self._stored_offsets.diff() if lengths is None else lengths
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """int64 [B + 1], of the same rows packed without holes; the column's own where it has none."""
+        if self.column.lengths() is None and int(self._stored_offsets[0]) == 0:
+            return self._stored_offsets
+        return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
+
+    def pad_right(self, rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [b] as a padded tensor [b, width], zeros after each row's end, and the mask of real elements."""
+        mask = torch.arange(width) < self.lengths[rows, None]
+        return self._gather(self.starts[rows, None] + torch.arange(width), mask), mask
+
+    def pad_left(self, rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [b] as a padded tensor [b, width], zeros before each row's start, and the mask of real elements."""
+        shift = torch.arange(width) - (width - self.lengths[rows, None])
+        return self._gather(self.starts[rows, None] + shift, shift >= 0), shift >= 0
+
+    @cached_property
+    def _stored_offsets(self) -> torch.Tensor:
+        offsets: torch.Tensor = self.column.offsets()
+        return offsets
+
+    def _gather(self, index: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if not len(self.values):
+            return self.values.new_zeros(mask.shape)
+        return self.values[index.masked_fill(~mask, 0)].masked_fill(~mask, 0)
+
+
+def to_jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """A jagged column [B, ragged] over flat values; columns that share `offsets` are aligned for torch too."""
+    lengths = offsets.diff()
+    bounds: dict[str, Any] = {}
+    if len(lengths):
+        bounds = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
+    jagged: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, **bounds)
+    return jagged

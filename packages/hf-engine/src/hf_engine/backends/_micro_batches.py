@@ -1,0 +1,147 @@
+"""Micro-batches: rows of similar length together under a token budget, padded for the model and for the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_engine.backends._jagged import Ragged, to_jagged
+from hf_protocols.errors import BatchError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["MicroBatch", "SequenceBatch", "plan_micro_batches"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Padded inputs of one forward pass: prompts end, and responses start, at the same column in every row."""
+
+    rows: torch.Tensor
+    """int64 [b], rows of the batch; empty for a dummy, whose result is thrown away."""
+    input_ids: torch.Tensor
+    """int64 [b, P + T], prompts padded on the left, responses on the right."""
+    attention_mask: torch.Tensor
+    """bool [b, P + T]."""
+    response_mask: torch.Tensor
+    """bool [b, T]."""
+
+    @property
+    def response_ids(self) -> torch.Tensor:
+        """int64 [b, T]."""
+        return self.input_ids[:, -self.response_mask.shape[1] :]
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """int64 [b, P + T], counted from each row's first real token."""
+        return (self.attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+    @property
+    def predicting_columns(self) -> torch.Tensor:
+        """int64 [T], the columns whose logits predict the response tokens; no other logits are needed."""
+        width, num_tokens = self.input_ids.shape[1], self.response_mask.shape[1]
+        return torch.arange(width - num_tokens - 1, width - 1)
+
+    @classmethod
+    def dummy(cls) -> MicroBatch:
+        """One token after one token: keeps a short rank in step with the collectives of the others."""
+        ones = torch.ones(1, 2, dtype=torch.bool)
+        return cls(
+            rows=torch.empty(0, dtype=torch.int64),
+            input_ids=torch.zeros(1, 2, dtype=torch.int64),
+            attention_mask=ones,
+            response_mask=ones[:, 1:],
+        )
+
+
+class SequenceBatch:
+    """A batch of prompts and responses, cut into micro-batches.
+
+    Raises:
+        BatchError: for a missing column, an empty prompt, or a row above the token budget.
+    """
+
+    def __init__(self, batch: TensorDict) -> None:
+        if missing := [name for name in ("prompt_ids", "response_ids") if name not in batch.keys()]:  # noqa: SIM118
+            raise BatchError(f"the batch lacks the columns {missing}; it has {sorted(map(str, batch.keys()))}")
+        self._batch = batch
+        self._prompts = Ragged(batch["prompt_ids"])
+        self._responses = Ragged(batch["response_ids"])
+        if empty := (self._prompts.lengths == 0).nonzero().flatten().tolist():
+            raise BatchError(f"the prompts of rows {empty} are empty; a first token has nothing to be predicted from")
+
+    def micro_batches(self, max_tokens: int) -> list[MicroBatch]:
+        """Every row in one micro-batch of at most `max_tokens` tokens, padding included."""
+        prompts, responses = self._prompts.lengths.tolist(), self._responses.lengths.tolist()
+        return [self._pad(torch.tensor(rows)) for rows in plan_micro_batches(prompts, responses, max_tokens)]
+
+    def padded_columns(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """What a loss reads: jagged columns padded with zeros on the right, dense ones as they are, by name."""
+        columns: dict[str, torch.Tensor] = {}
+        for name, column in self._batch.items():
+            assert isinstance(column, torch.Tensor), "columns are tensors"
+            if column.is_nested:
+                ragged = Ragged(column)
+                width = max(1, int(ragged.lengths[micro_batch.rows].max()))
+                columns[name] = ragged.pad_right(micro_batch.rows, width)[0]
+            else:
+                columns[name] = column[micro_batch.rows]
+        return columns | {"response_mask": micro_batch.response_mask}
+
+    def jagged(self, parts: Sequence[tuple[MicroBatch, torch.Tensor]]) -> torch.Tensor:
+        """Puts per-token results [b, T] of all micro-batches back as one column aligned with `response_ids`."""
+        flat = torch.zeros(int(self._responses.lengths.sum()))
+        offsets = self._responses.offsets
+        for micro_batch, result in parts:
+            if not len(micro_batch.rows):
+                continue
+            index = offsets[micro_batch.rows, None] + torch.arange(result.shape[1])
+            flat[index[micro_batch.response_mask]] = result.cpu()[micro_batch.response_mask]
+        return to_jagged(flat, offsets)
+
+    def _pad(self, rows: torch.Tensor) -> MicroBatch:
+        prompts, responses = self._prompts, self._responses
+        prompt_ids, prompt_mask = prompts.pad_left(rows, int(prompts.lengths[rows].max()))
+        response_ids, response_mask = responses.pad_right(rows, max(1, int(responses.lengths[rows].max())))
+        return MicroBatch(
+            rows=rows,
+            input_ids=torch.cat([prompt_ids, response_ids], dim=1),
+            attention_mask=torch.cat([prompt_mask, response_mask], dim=1),
+            response_mask=response_mask,
+        )
+
+
+def plan_micro_batches(
+    prompt_lengths: Sequence[int], response_lengths: Sequence[int], max_tokens: int
+) -> list[list[int]]:
+    """Cuts rows into micro-batches of at most `max_tokens` tokens, padding included.
+
+    A micro-batch of b rows costs b * (longest prompt + longest response): prompts are padded on the left and
+    responses on the right. Rows are taken longest first; every row is in exactly one micro-batch.
+
+    Raises:
+        BatchError: for a row that is longer than the budget by itself.
+    """
+    lengths = list(zip(prompt_lengths, response_lengths, strict=True))
+    order = sorted(range(len(lengths)), key=lambda row: (-sum(lengths[row]), -lengths[row][0], row))
+    batches: list[list[int]] = []
+    longest_prompt = longest_response = 0
+    for row in order:
+        prompt, response = lengths[row]
+        if prompt + response > max_tokens:
+            raise BatchError(
+                f"row {row} has {prompt} prompt + {response} response = {prompt + response} tokens, above "
+                f"micro_batch_tokens={max_tokens}; raise micro_batch_tokens or shorten the row"
+            )
+        wider = max(longest_prompt, prompt) + max(longest_response, response)
+        if batches and (len(batches[-1]) + 1) * wider <= max_tokens:
+            batches[-1].append(row)
+            longest_prompt, longest_response = max(longest_prompt, prompt), max(longest_response, response)
+        else:
+            batches.append([row])
+            longest_prompt, longest_response = prompt, response
+    return batches

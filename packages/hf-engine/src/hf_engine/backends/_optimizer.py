@@ -1,0 +1,69 @@
+"""AdamW over sharded parameters: global gradient norm, clipping, warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hf_engine.backends._base import TrainConfig
+
+__all__ = ["ShardedAdamW"]
+
+
+class ShardedAdamW:
+    """torch's AdamW on the parameters' shards, with the schedule and the clipping of a `TrainConfig`.
+
+    Args:
+        parameters: DTensor parameters, sharded over the data-parallel ranks.
+        config: hyper-parameters.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], config: TrainConfig) -> None:
+        self._parameters = list(parameters)
+        self._config = config
+        self._learning_rate = config.learning_rate
+        self.steps = 0
+        """Steps taken."""
+        self.adamw = torch.optim.AdamW(
+            self._parameters,
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            foreach=True,
+        )
+
+    @property
+    def next_learning_rate(self) -> float:
+        """The learning rate of the next step."""
+        warmed = min(1.0, (self.steps + 1) / self._config.warmup_steps) if self._config.warmup_steps else 1.0
+        return self._learning_rate * warmed
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Uses another learning rate from the next step on; warm-up still applies."""
+        self._learning_rate = learning_rate
+
+    def squared_grad_norm(self) -> float:
+        """Sum of squares of this rank's gradient shards; the sum over ranks is the squared global norm."""
+        norms = torch._foreach_norm(self._local_grads())
+        return float(torch.stack(norms).double().square().sum()) if norms else 0.0
+
+    @torch.no_grad()
+    def step(self, grad_norm: float) -> None:
+        """Clips by the global norm and steps."""
+        if grad_norm > self._config.max_grad_norm:
+            torch._foreach_mul_(self._local_grads(), self._config.max_grad_norm / (grad_norm + 1e-6))
+        for group in self.adamw.param_groups:
+            group["lr"] = self.next_learning_rate
+        self.adamw.step()
+        self.steps += 1
+
+    def zero_grad(self) -> None:
+        """Drops the gradients."""
+        self.adamw.zero_grad(set_to_none=True)
+
+    def _local_grads(self) -> list[torch.Tensor]:
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]

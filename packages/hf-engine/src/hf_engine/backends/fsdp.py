@@ -1,0 +1,306 @@
+"""Training with FSDP2: any causal language model of transformers, sharded on dimension 0 over all ranks.
+
+The same code runs on CPUs over gloo and on GPUs over NCCL.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
+from hf_engine.backends._checkpoint import load_sharded, save_sharded
+from hf_engine.backends._directories import write_directory
+from hf_engine.backends._fsdp_model import check_same_shapes, find_head_name, read_tensor, shard_model
+from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
+from hf_engine.backends._optimizer import ShardedAdamW
+from hf_engine.backends._token_logprobs import compute_token_logprobs
+from hf_engine.process_groups import build_groups, local_device
+from hf_engine.resharding.boxes import Box
+from hf_engine.resharding.execute import execute_reshard
+from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
+from hf_engine.resharding.plan import plan_reshard
+from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError
+from hf_protocols.topology import Topology
+
+__all__ = ["FsdpBackend"]
+
+_VALUE_HEAD = "value_head.weight"
+"""Name of the value head in an exported directory, where the language model's name would promise logits."""
+
+
+class FsdpBackend:
+    """The FSDP2 training backend; see `TrainBackend` for what every method means.
+
+    Supports data parallelism only: `pp_size = tp_size = cp_size = ep_size = 1`. Dropout is off, so that scored,
+    sampled and trained log-probs agree.
+    """
+
+    def __init__(self, model: Any, *, topology: Topology, config: TrainConfig, head: Head, trainable: bool) -> None:
+        self._config = config
+        self._head = head
+        self._head_name = find_head_name(model)
+        self._device = local_device()
+        self._group = build_groups(topology, "dp")
+        self._ranks = topology.group_of("dp", dist.get_rank())
+        self._model = model
+        self._root = shard_model(
+            model, config, DeviceMesh.from_group(self._group, self._device.type, mesh_dim_names=("dp",))
+        )
+        self._parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
+        self._optimizer = ShardedAdamW(self._parameters.values(), config) if trainable else None
+        self._weight_changes = 0
+
+    @classmethod
+    def build(
+        cls,
+        model: str | Path,
+        *,
+        topology: Topology,
+        config: TrainConfig,
+        head: Head = "lm",
+        trainable: bool = True,
+        seed: int = 0,
+    ) -> FsdpBackend:
+        """Loads the model on every rank and keeps this rank's shards; see `TrainBackend.build`.
+
+        Raises:
+            BackendError: for a layout with more than data parallelism, or a model that cannot be loaded.
+        """
+        sizes = topology.train
+        if sizes.world_size != sizes.dp_size or sizes.ep_size != 1:
+            raise BackendError(
+                f"backend 'fsdp' shards over data-parallel ranks only; got pp_size={sizes.pp_size}, "
+                f"tp_size={sizes.tp_size}, cp_size={sizes.cp_size}, ep_size={sizes.ep_size}: set all four to 1"
+            )
+        dtype = torch.float32 if trainable else getattr(torch, config.dtype)
+        with torch.random.fork_rng():
+            # Weights that the directory lacks are drawn at random, alike on every rank.
+            torch.manual_seed(seed)
+            loaded, _ = _load_model(model, dtype, head)
+        loaded.requires_grad_(trainable)
+        return cls(loaded, topology=topology, config=config, head=head, trainable=trainable)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps taken, those of a loaded checkpoint included."""
+        return self._optimizer.steps if self._optimizer is not None else 0
+
+    @property
+    def weight_changes(self) -> int:
+        """Grows with every optimizer step and every load."""
+        return self._weight_changes
+
+    def weight_layout(self) -> WeightLayout:
+        """dim-0 shards of every parameter; a tied embedding once."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        dtype = str(next(iter(self._parameters.values())).dtype).removeprefix("torch.")
+        return fsdp_layout(shapes, self._ranks, dtype=dtype)
+
+    def local_weights(self) -> Mapping[str, torch.Tensor]:
+        """This rank's shards, views of the live weights."""
+        return {name: cast("DTensor", p.detach()).to_local() for name, p in self._parameters.items()}
+
+    def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
+        """Columns `logprobs` (and `entropy`) of the response tokens; see `TrainBackend.compute_logprobs`."""
+        self._require_head("lm", "compute_logprobs")
+        return self._score(batch, temperature=temperature, entropy=entropy)
+
+    def compute_values(self, batch: TensorDict) -> TensorDict:
+        """Column `values`; see `TrainBackend.compute_values`."""
+        self._require_head("value", "compute_values")
+        return self._score(batch)
+
+    def train_step(
+        self,
+        batch: TensorDict,
+        loss_fn: LossFunction,
+        denominator: float,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> Metrics:
+        """One optimizer step; see `TrainBackend.train_step`."""
+        optimizer = self._require_optimizer("train_step")
+        if not (isfinite(denominator) and denominator > 0):
+            raise BackendError(f"denominator={denominator} must be finite and above 0, such as the response tokens")
+        sequences = SequenceBatch(batch)
+        loss, totals = 0.0, defaultdict[str, list[float]](lambda: [0.0, 0.0])
+        for micro_batch in self._agreed_micro_batches(sequences):
+            outputs = self._forward(micro_batch, temperature=temperature, entropy=entropy)
+            if not len(micro_batch.rows):
+                torch.autograd.backward([output.sum() * 0.0 for output in outputs.values()])
+                continue
+            columns = {name: column.to(self._device) for name, column in sequences.padded_columns(micro_batch).items()}
+            size = [len(micro_batch.rows)]
+            loss_sum, metrics = loss_fn(TensorDict(outputs, batch_size=size), TensorDict(columns, batch_size=size))
+            torch.autograd.backward(loss_sum / denominator)
+            loss += float(loss_sum.detach())
+            for name, pair in metrics.items():
+                totals[name] = [total + new for total, new in zip(totals[name], pair, strict=True)]
+        grad_norm = self._agreed_grad_norm(optimizer, loss)
+        learning_rate = optimizer.next_learning_rate
+        optimizer.step(grad_norm)
+        optimizer.zero_grad()
+        self._weight_changes += 1
+        steps = {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0)}
+        return {name: (value, count) for name, (value, count) in totals.items()} | steps
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Uses another learning rate from the next step on; warm-up still applies."""
+        self._require_optimizer("set_learning_rate").set_learning_rate(learning_rate)
+
+    def sum_over_data(self, values: Sequence[float]) -> list[float]:
+        """Adds each value over the data-parallel ranks."""
+        sums = torch.tensor(list(values), dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums, group=self._group)
+        added: list[float] = sums.tolist()
+        return added
+
+    def load_hf(self, directory: str | Path) -> None:
+        """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
+        loaded, has_head = _load_model(directory, self._dtype, self._head)
+        full = dict(loaded.named_parameters())
+        check_same_shapes(self.weight_layout().shapes, full, directory)
+        if not has_head:
+            del full[self._head_name]
+        boxes = self.weight_layout().boxes_of(dist.get_rank())
+        with torch.no_grad():
+            for name, shard in self.local_weights().items():
+                if name in full:
+                    shard.copy_(full[name][boxes[name][0].slices_in(Box.whole(full[name].shape))])
+        if self._optimizer is not None:
+            self._optimizer = ShardedAdamW(self._parameters.values(), self._config)
+        self._weight_changes += 1
+
+    def export_hf(self, directory: str | Path) -> None:
+        """Writes config and safetensors from rank 0; see `TrainBackend.export_hf`."""
+        layout = self.weight_layout()
+        whole = replicated_layout(layout.shapes, self._ranks[:1], dtype=layout.dtype)
+        is_writer = dist.get_rank(self._group) == 0
+        full = {name: torch.empty(shape, dtype=self._dtype) for name, shape in layout.shapes.items() if is_writer}
+        execute_reshard(plan_reshard(layout, whole), self.local_weights(), full, self._group)
+        if self._head == "value" and is_writer:
+            full[_VALUE_HEAD] = full.pop(self._head_name)
+
+        def write(path: Path) -> None:
+            if is_writer:
+                self._model.save_pretrained(path, state_dict=full)
+
+        write_directory(directory, write, self._group)
+
+    def save_checkpoint(self, directory: str | Path) -> None:
+        """Writes weights and optimizer state sharded; see `TrainBackend.save_checkpoint`."""
+        save_sharded(directory, self._model, self._optimizer, self._group)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Reads what `save_checkpoint` wrote, under any number of ranks."""
+        load_sharded(directory, self._model, self._optimizer, self._group)
+        self._weight_changes += 1
+
+    def close(self) -> None:
+        """Frees weights, gradients and optimizer state."""
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+            self._optimizer = None
+        for shard in self.local_weights().values():
+            shard.untyped_storage().resize_(0)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self._parameters.values())).dtype
+
+    def _score(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
+        sequences = SequenceBatch(batch)
+        parts: dict[str, list[tuple[MicroBatch, torch.Tensor]]] = defaultdict(list)
+        with torch.no_grad():
+            for micro_batch in self._agreed_micro_batches(sequences):
+                outputs = self._forward(micro_batch, temperature=temperature, entropy=entropy)
+                for name, output in outputs.items():
+                    parts[name].append((micro_batch, output))
+        # Without a backward pass the root would keep the gathered weights, and miss a later load.
+        self._root.reshard()
+        columns = {name: sequences.jagged(results) for name, results in parts.items()}
+        return TensorDict(columns, batch_size=batch.batch_size)
+
+    def _forward(self, micro_batch: MicroBatch, *, temperature: float, entropy: bool) -> dict[str, torch.Tensor]:
+        """Outputs [b, T] at the response tokens; no logits are computed elsewhere."""
+        output = self._model(
+            input_ids=micro_batch.input_ids.to(self._device),
+            attention_mask=micro_batch.attention_mask.to(self._device),
+            position_ids=micro_batch.position_ids.to(self._device),
+            use_cache=False,
+            logits_to_keep=micro_batch.predicting_columns.to(self._device),
+        )
+        if self._head == "value":
+            return {"values": output.logits.squeeze(-1).float()}
+        logprobs, entropies = compute_token_logprobs(
+            output.logits, micro_batch.response_ids.to(self._device), temperature=temperature, entropy=entropy
+        )
+        return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
+
+    def _agreed_micro_batches(self, sequences: SequenceBatch) -> Iterator[MicroBatch]:
+        """This rank's micro-batches and as many dummies as keep it in step with the rank that has most."""
+        refusal: BatchError | None = None
+        micro_batches: list[MicroBatch] = []
+        try:
+            micro_batches = sequences.micro_batches(self._config.micro_batch_tokens)
+        except BatchError as error:
+            refusal = error
+        agreed = torch.tensor([len(micro_batches), refusal is not None], device=self._device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._group)
+        num_micro_batches, refused = agreed.tolist()
+        if refused:
+            raise refusal or BatchError("another data-parallel rank refused its rows; its own error says why")
+        yield from micro_batches
+        yield from (MicroBatch.dummy() for _ in range(num_micro_batches - len(micro_batches)))
+
+    def _agreed_grad_norm(self, optimizer: ShardedAdamW, loss: float) -> float:
+        """The global gradient norm; refuses the step on every rank if it or the loss is not finite on any."""
+        total, squared_norm = self.sum_over_data([loss, optimizer.squared_grad_norm()])
+        if not (isfinite(total) and isfinite(squared_norm)):
+            optimizer.zero_grad()
+            raise NonFiniteLossError(
+                f"optimizer step {optimizer.steps + 1} was refused: the loss summed over all ranks is {total}, its "
+                f"gradient norm {squared_norm**0.5}; the weights are still those of step {optimizer.steps}. Lower the "
+                "learning rate or look for non-finite numbers in the batch"
+            )
+        return float(squared_norm**0.5)
+
+    def _require_head(self, head: Head, method: str) -> None:
+        if self._head != head:
+            raise BackendError(f"{method} needs a model built with head={head!r}, this one has head={self._head!r}")
+
+    def _require_optimizer(self, method: str) -> ShardedAdamW:
+        if self._optimizer is None:
+            raise BackendError(f"{method} needs a model built with trainable=True, this one is frozen")
+        return self._optimizer
+
+
+def _load_model(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[Any, bool]:
+    """Loads a causal language model; for a value head, says whether the directory had one. True for `"lm"`."""
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise BackendError(f"transformers cannot load a causal language model from {str(model)!r}: {error}") from error
+    if head == "lm":
+        return loaded, True
+    value_head = torch.nn.Linear(loaded.get_output_embeddings().weight.shape[1], 1, bias=False, dtype=dtype)
+    stored = read_tensor(Path(model), _VALUE_HEAD)
+    with torch.no_grad():
+        value_head.weight.copy_(torch.zeros(()) if stored is None else stored)
+    loaded.config.tie_word_embeddings = False
+    if getattr(loaded.config, "final_logit_softcapping", None) is not None:
+        loaded.config.final_logit_softcapping = None
+    loaded.set_output_embeddings(value_head)
+    return loaded, stored is not None

@@ -1,0 +1,253 @@
+"""Generation embedded in the training process: a transformers model and a decode loop made for batches.
+
+Weights are replicated: every rank is one generation replica. Prompts are padded on the left, the n samples of a
+prompt share its prefill, keys and values live in buffers of the final length, and finished rows leave the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._decoding import LENGTH, Decoding
+from hf_engine.backends._jagged import Ragged, to_jagged
+from hf_engine.backends._sampling import draw_uniforms
+from hf_engine.process_groups import local_device
+from hf_engine.resharding.layouts import WeightLayout, replicated_layout
+from hf_protocols.errors import BackendError
+from hf_protocols.topology import Topology
+
+__all__ = ["TransformersBackend"]
+
+
+class TransformersBackend:
+    """The embedded rollout backend; see `RolloutBackend` for what every method means.
+
+    Supports `gen_tp_size = gen_pp_size = 1`. Log-probs are of the full distribution at the sampling temperature.
+    """
+
+    def __init__(self, model: Any, *, topology: Topology, cache_bytes: int) -> None:
+        self._model = model
+        self._topology = topology
+        self._cache_bytes = cache_bytes
+        self._stop_token_ids = _end_of_sequence_ids(model)
+        self._weight_version = 0
+        self._has_weights = True
+
+    @classmethod
+    def build(
+        cls,
+        model: str | Path,
+        *,
+        topology: Topology,
+        seed: int = 0,
+        dtype: str = "float32",
+        cache_bytes: int = 4 << 30,
+    ) -> TransformersBackend:
+        """Loads a causal language model of transformers in evaluation mode.
+
+        Args:
+            model: directory or hub name.
+            topology: ranks and generation sizes.
+            seed: nothing is drawn here; samples derive from `SamplingParams.seed`.
+            dtype: dtype of weights and computation, by torch's name.
+            cache_bytes: bound on keys and values; more rows than fit are generated in turns.
+
+        Raises:
+            BackendError: for a generation layout other than 1-1, or a model that transformers cannot load.
+        """
+        generation = topology.generation
+        if generation is not None and (generation.gen_pp_size, generation.gen_tp_size) != (1, 1):
+            raise BackendError(
+                f"backend 'transformers' holds the whole model on every rank: gen_pp_size={generation.gen_pp_size}, "
+                f"gen_tp_size={generation.gen_tp_size} are not supported; set both to 1 or choose another backend"
+            )
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+        except (OSError, ValueError) as error:
+            raise BackendError(
+                f"transformers cannot load a causal language model from {str(model)!r}: {error}"
+            ) from error
+        loaded.eval().requires_grad_(False)
+        return cls(loaded.to(local_device()), topology=topology, cache_bytes=cache_bytes)
+
+    @property
+    def weight_version(self) -> int:
+        """The version last committed; 0 for the weights that the engine was built with."""
+        return self._weight_version
+
+    def weight_layout(self) -> WeightLayout:
+        """Every rank holds every parameter whole; a tied embedding once."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
+        dtype = str(self._model.dtype).removeprefix("torch.")
+        return replicated_layout(shapes, range(self._topology.world_size), dtype=dtype)
+
+    def weight_buffers(self) -> Mapping[str, torch.Tensor]:
+        """The model's own parameters."""
+        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+
+    def commit_weights(self, version: int) -> None:
+        """Declares the weights complete and stamps the samples that follow."""
+        self._weight_version = version
+        self._has_weights = True
+
+    def release(self) -> None:
+        """Frees the weights; keys and values are freed after every `generate` anyway."""
+        for parameter in self._model.parameters():
+            parameter.untyped_storage().resize_(0)
+        self._has_weights = False
+
+    def resume(self) -> None:
+        """Takes the weights' memory again; the contents must be sent anew."""
+        for parameter in self._model.parameters():
+            parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+
+    def close(self) -> None:
+        """Frees the model."""
+        self.release()
+
+    @torch.no_grad()
+    def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
+        """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
+        if not self._has_weights:
+            raise BackendError("the weights were released; resume, send them anew and commit before generating")
+        prompts = Ragged(batch["prompt_ids"])
+        self._check_prompts(prompts, sampling)
+        uniforms = draw_uniforms(batch["row_id"], sampling)
+        num_samples, capacity = uniforms.shape
+        tokens = torch.zeros(num_samples, capacity, dtype=torch.int64)
+        logprobs = torch.zeros(num_samples, capacity)
+        lengths = torch.zeros(num_samples, dtype=torch.int64)
+        reasons = torch.full((num_samples,), LENGTH)
+        for rows in self._turns(prompts, sampling):
+            samples = (rows[:, None] * sampling.n + torch.arange(sampling.n)).flatten()
+            width = int(prompts.lengths[rows].max())
+            decoding = Decoding(self._model, self._stop_token_ids, sampling)
+            decoding.run(*prompts.pad_left(rows, width), uniforms[samples], _build_cache(self._model, width + capacity))
+            tokens[samples], logprobs[samples] = decoding.tokens.cpu(), decoding.logprobs.cpu()
+            lengths[samples], reasons[samples] = decoding.lengths.cpu(), decoding.reasons.cpu()
+        return self._columns(tokens, logprobs, lengths, reasons)
+
+    def _columns(
+        self, tokens: torch.Tensor, logprobs: torch.Tensor, lengths: torch.Tensor, reasons: torch.Tensor
+    ) -> TensorDict:
+        mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        response_ids = tokens[mask]
+        return TensorDict(
+            {
+                "response_ids": to_jagged(response_ids, offsets),
+                "response_mask": to_jagged(torch.ones_like(response_ids, dtype=torch.bool), offsets),
+                "rollout_logprobs": to_jagged(logprobs[mask], offsets),
+                "finish_reason": reasons,
+                "weight_version": torch.full_like(reasons, self._weight_version),
+            },
+            batch_size=[len(tokens)],
+        )
+
+    def _check_prompts(self, prompts: Ragged, sampling: SamplingParams) -> None:
+        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        limit = None if positions is None else positions - sampling.max_new_tokens
+        for row, length in enumerate(prompts.lengths.tolist()):
+            if length == 0:
+                raise BackendError(f"prompt of row {row} is empty; a prompt needs at least one token")
+            if limit is not None and length > limit:
+                raise BackendError(
+                    f"prompt of row {row} has {length} tokens, above the model's {positions} positions - "
+                    f"max_new_tokens={sampling.max_new_tokens} = {limit}; shorten the prompt or lower max_new_tokens"
+                )
+
+    def _turns(self, prompts: Ragged, sampling: SamplingParams) -> Iterator[torch.Tensor]:
+        """Rows that are decoded together: similar prompt lengths, keys and values within `cache_bytes`."""
+        order = prompts.lengths.argsort(stable=True, descending=True)
+        start = 0
+        while start < len(order):
+            tokens = int(prompts.lengths[order[start]]) + sampling.max_new_tokens
+            row_bytes = tokens * sampling.n * _cache_bytes_per_token(self._model)
+            if row_bytes > self._cache_bytes:
+                raise BackendError(
+                    f"row {int(order[start])} needs {tokens} tokens x {sampling.n} samples = {row_bytes} bytes of keys "
+                    f"and values, above cache_bytes={self._cache_bytes}; raise it or lower n or max_new_tokens"
+                )
+            stop = start + self._cache_bytes // row_bytes
+            yield order[start:stop]
+            start = stop
+
+
+class _StaticLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer in buffers of the final length: attention reads the filled part, nothing grows."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._capacity = capacity
+        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends [b, heads, q, head_dim]; the prefill is kept as it comes until it is spread over the samples."""
+        if self._buffers is None:
+            self.keys, self.values = key_states, value_states
+            self.is_initialized = True
+        else:
+            start = self.get_seq_length()
+            stop = start + key_states.shape[-2]
+            keys, values = self._buffers
+            keys[:, :, start:stop], values[:, :, start:stop] = key_states, value_states
+            self.keys, self.values = keys[:, :, :stop], values[:, :, :stop]
+        return self._filled()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Gives every prompt's keys and values to its samples, in buffers that hold the whole response."""
+        length = self.get_seq_length()
+        keys, values = (self._spread(states, repeats) for states in self._filled())
+        self._buffers = (keys, values)
+        self.keys, self.values = keys[:, :, :length], values[:, :, :length]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Moves the kept rows to the front of the buffers."""
+        assert self._buffers is not None, "the samples of a prompt are spread before any of them finishes"
+        length = self.get_seq_length()
+        for states, buffer in zip(self._filled(), self._buffers, strict=True):
+            buffer[: len(indices), :, :length] = states[indices]
+        keys, values = (buffer[: len(indices)] for buffer in self._buffers)
+        self._buffers = (keys, values)
+        self.keys, self.values = keys[:, :, :length], values[:, :, :length]
+
+    def _filled(self) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None and self.values is not None, "the prefill comes first"
+        return self.keys, self.values
+
+    def _spread(self, states: torch.Tensor, repeats: int) -> torch.Tensor:
+        rows, heads, length, size = states.shape
+        buffer = states.new_empty(rows, repeats, heads, self._capacity, size)
+        buffer[:, :, :, :length] = states[:, None]
+        return buffer.flatten(0, 1)
+
+
+def _build_cache(model: Any, capacity: int) -> DynamicCache:
+    """A cache of the kinds of layers that the model's config asks for; full attention gets static buffers."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [_StaticLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def _cache_bytes_per_token(model: Any) -> int:
+    """Bytes of keys and values that one token adds over all layers."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize)
+
+
+def _end_of_sequence_ids(model: Any) -> frozenset[int]:
+    stated = getattr(model.generation_config, "eos_token_id", None)
+    ids = stated if stated is not None else model.config.get_text_config().eos_token_id
+    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)

@@ -1,0 +1,173 @@
+"""The laws of a rollout backend, checked against whole forward passes of a plain torch module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from hf_engine.backends._base import RolloutBackend, SamplingParams, SupportsWeightBuffers
+from hf_engine.resharding.boxes import Box
+from hf_engine.testing._cases import build_prompts, greedy_response, reference_outputs, rows_of, select_rows
+from hf_protocols.errors import BackendError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["check_rollout_backend"]
+
+
+def check_rollout_backend(
+    build: Callable[[], RolloutBackend],
+    reference: torch.nn.Module,
+    *,
+    vocab_size: int,
+    max_positions: int,
+    num_rows: int = 6,
+    tolerance: float = 1e-4,
+) -> None:
+    """Checks one backend on one topology. Called on every rank.
+
+    The laws: greedy tokens are those of `reference`, with ragged prompts, before and after the weights change;
+    reported log-probs are those of the full distribution at the temperature, whatever truncates the draw; equal
+    seeds give equal samples, row by row, however rows are spread; another seed, step or sample index gives others;
+    stop tokens end a response and are kept; minimum and maximum lengths hold; too long a prompt is refused.
+
+    Args:
+        build: builds the backend with the reference's weights.
+        reference: a module with `reference(input_ids=[1, L], use_cache=False).logits`, float32, on the CPU, without
+            an end-of-sequence token. It is not changed.
+        vocab_size: token ids of the test prompts stay below it.
+        max_positions: positions of the model.
+        num_rows: prompts.
+        tolerance: largest absolute difference of a log-prob.
+
+    Raises:
+        AssertionError: naming the law and the difference.
+    """
+    laws = _Laws(build(), reference, build_prompts(num_rows, vocab_size=vocab_size), tolerance)
+    laws.check_greedy("as built")
+    for temperature, top_k, top_p in ((1.0, 0, 1.0), (0.6, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.7)):
+        laws.check_sampling(SamplingParams(max_new_tokens=5, temperature=temperature, top_k=top_k, top_p=top_p, n=3))
+    laws.check_seeds()
+    laws.check_lengths()
+    laws.check_long_prompt(max_positions)
+    laws.check_weight_update()
+
+
+class _Laws:
+    def __init__(
+        self, backend: RolloutBackend, reference: torch.nn.Module, prompts: TensorDict, tolerance: float
+    ) -> None:
+        self._backend = backend
+        self._reference = reference
+        self._prompts = prompts
+        self._tolerance = tolerance
+
+    def check_greedy(self, when: str, scale: float = 1.0) -> None:
+        stop = int(greedy_response(self._reference, rows_of(self._prompts["prompt_ids"])[0], 3, frozenset())[2])
+        for stops in ((), (stop,)):
+            sampling = SamplingParams(max_new_tokens=8, greedy=True, stop_token_ids=stops)
+            batch = self._backend.generate(self._prompts, sampling)
+            for prompt, found in zip(rows_of(self._prompts["prompt_ids"]), rows_of(batch["response_ids"]), strict=True):
+                wanted = greedy_response(self._reference, prompt, 8, frozenset(stops))
+                assert torch.equal(found, wanted), f"greedy tokens {when} with stops {stops}: {found} is not {wanted}"
+            self._check_columns(batch, sampling)
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        batch = self._backend.generate(self._prompts, sampling)
+        self._check_columns(batch, sampling)
+        columns = (rows_of(batch[name]) for name in ("response_ids", "rollout_logprobs"))
+        prompts = [row for row in rows_of(self._prompts["prompt_ids"]) for _ in range(sampling.n)]
+        for prompt, response, logprobs in zip(prompts, *columns, strict=True):
+            with torch.no_grad():
+                logits = reference_outputs(self._reference, prompt, response) / sampling.temperature
+            off = float((logits.log_softmax(-1).gather(-1, response[:, None])[:, 0] - logprobs).abs().max())
+            assert off <= self._tolerance, f"log-probs are {off} off with {sampling}"
+            ranks = (logits > logits.gather(-1, response[:, None])).sum(-1)
+            assert not sampling.top_k or int(ranks.max()) < sampling.top_k, f"a token outside top-k with {sampling}"
+            above = logits.softmax(-1).masked_fill(logits <= logits.gather(-1, response[:, None]), 0.0).sum(-1)
+            assert float(above.max()) < sampling.top_p + 1e-5, f"a token outside top-p with {sampling}"
+
+    def check_seeds(self) -> None:
+        sampling = SamplingParams(max_new_tokens=6, n=2, seed=5, step=1)
+        batch = self._backend.generate(self._prompts, sampling)
+        ids = rows_of(batch["response_ids"])
+        assert _equal(ids, self._generate(self._prompts, sampling)), "equal seeds gave different samples"
+        for name, value in (("seed", 6), ("step", 2)):
+            other = self._generate(self._prompts, replace(sampling, **{name: value}))
+            assert not _equal(ids, other), f"another {name} gave the same samples"
+        assert not _equal(ids[::2], ids[1::2]), "two samples of a prompt are always equal"
+        order = list(reversed(range(len(self._prompts))))
+        alone = [self._generate(select_rows(self._prompts, [row]), sampling) for row in order]
+        spread = [sample for row in reversed(alone) for sample in row]
+        assert _equal(ids, spread), "samples depend on how rows are spread over replicas"
+
+    def check_lengths(self) -> None:
+        every_token = tuple(range(int(self._prompts["prompt_ids"].values().max()) + 1))
+        sampling = SamplingParams(
+            max_new_tokens=5, min_new_tokens=3, stop_token_ids=every_token[: len(every_token) // 2]
+        )
+        batch = self._backend.generate(self._prompts, sampling)
+        self._check_columns(batch, sampling)
+        lengths = [len(row) for row in rows_of(batch["response_ids"])]
+        assert min(lengths) >= sampling.min_new_tokens, f"responses of {lengths} tokens with {sampling}"
+
+    def check_long_prompt(self, max_positions: int) -> None:
+        room = max_positions - max(len(row) for row in rows_of(self._prompts["prompt_ids"]))
+        refused = False
+        try:
+            self._backend.generate(self._prompts, SamplingParams(max_new_tokens=room + 1))
+        except BackendError as error:
+            refused = True
+            assert str(max_positions) in str(error), f"the refusal does not name the {max_positions} positions: {error}"
+        assert refused, "a prompt that does not fit the model with max_new_tokens was not refused"
+
+    def check_weight_update(self) -> None:
+        """Halved weights, written through the buffers, after the memory was given back and taken again."""
+        if not isinstance(self._backend, SupportsWeightBuffers):
+            return
+        self._backend.release()
+        self._backend.resume()
+        refused = False
+        try:
+            self._generate(self._prompts, SamplingParams(max_new_tokens=1))
+        except BackendError:
+            refused = True
+        assert refused, "released weights that nobody sent again were used"
+        boxes = self._backend.weight_layout().boxes_of(dist.get_rank())
+        with torch.no_grad():
+            full = {name: parameter.mul_(0.5) for name, parameter in self._reference.named_parameters()}
+            for name, buffer in self._backend.weight_buffers().items():
+                whole = Box.whole(full[name].shape)
+                buffer.copy_(full[name][boxes[name][0].slices_in(whole)])
+        self._backend.commit_weights(7)
+        self.check_greedy("after a weight update")
+        stamps = self._backend.generate(self._prompts, SamplingParams(max_new_tokens=1))["weight_version"]
+        assert stamps.tolist() == [7] * len(stamps), f"samples are stamped {stamps.tolist()}, not with version 7"
+        with torch.no_grad():
+            for parameter in self._reference.parameters():
+                parameter.mul_(2.0)
+
+    def _generate(self, prompts: TensorDict, sampling: SamplingParams) -> list[torch.Tensor]:
+        return rows_of(self._backend.generate(prompts, sampling)["response_ids"])
+
+    def _check_columns(self, batch: TensorDict, sampling: SamplingParams) -> None:
+        assert len(batch) == len(self._prompts) * sampling.n, f"{len(batch)} rows for {len(self._prompts)} prompts"
+        names = ("response_ids", "response_mask", "rollout_logprobs", "finish_reason")
+        for ids, mask, logprobs, reason in zip(*(batch[name].unbind() for name in names), strict=True):
+            assert len(ids) == len(mask) == len(logprobs), "columns are not aligned"
+            assert bool(mask.all()), "response_mask is False on a generated token"
+            stopped = int(ids[-1]) in sampling.stop_token_ids and len(ids) > sampling.min_new_tokens
+            assert not set(ids[:-1].tolist()[sampling.min_new_tokens :]) & set(sampling.stop_token_ids), (
+                "ran past a stop"
+            )
+            assert int(reason) == (0 if stopped else 1), f"finish reason {int(reason)} of {ids} with {sampling}"
+            assert stopped or len(ids) == sampling.max_new_tokens, f"{ids} ended without a reason with {sampling}"
+
+
+def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,0 +1,224 @@
+"""The laws of a training backend, checked against one process with plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hf_engine.backends._base import Head, Metrics, TrainBackend, TrainConfig
+from hf_engine.resharding.execute import execute_reshard
+from hf_engine.resharding.layouts import replicated_layout
+from hf_engine.resharding.plan import plan_reshard
+from hf_engine.testing._cases import build_batch, reference_outputs, rows_of, select_rows
+from hf_protocols.errors import NonFiniteLossError
+from hf_protocols.standard import THREE_D
+from hf_protocols.topology import Topology
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["check_train_backend", "gather_weights"]
+
+_CONFIG = TrainConfig(
+    learning_rate=3e-3, betas=(0.9, 0.95), weight_decay=0.01, max_grad_norm=0.5, warmup_steps=2, micro_batch_tokens=64
+)
+
+
+def check_train_backend(
+    build: Callable[[TrainConfig], TrainBackend],
+    reference: torch.nn.Module,
+    *,
+    topology: Topology,
+    vocab_size: int,
+    directory: Path,
+    head: Head = "lm",
+    config: TrainConfig = _CONFIG,
+    num_rows: int = 5,
+    tolerance: float = 1e-4,
+) -> None:
+    """Checks one backend on one topology. Called on every rank.
+
+    The laws: log-probs (at two temperatures), entropies or values are those of `reference`; five AdamW steps end at
+    the parameters of the same steps in one process, whatever the token budget; a non-finite loss is refused on
+    every rank and leaves the weights alone; a checkpoint and an export bring the same numbers back.
+
+    Args:
+        build: builds the backend afresh, with the reference's weights.
+        reference: a module with `reference(input_ids=[1, L], use_cache=False).logits`, in float32, on the CPU, whose
+            `named_parameters()` are the backend's; for a value head its logits are [1, L, 1]. It is not changed.
+        topology: the backend's.
+        vocab_size: token ids of the test batches stay below it.
+        directory: an empty one that all ranks share.
+        head: what the backend is built with.
+        config: optimizer and schedule; the token budget is varied.
+        num_rows: rows of the global batch; not a multiple of dp_size is the harder case.
+        tolerance: largest absolute difference of log-probs, values and parameters.
+
+    Raises:
+        AssertionError: naming the law and the difference.
+    """
+    laws = _Laws(reference, topology, head, config, tolerance, build_batch(num_rows, vocab_size=vocab_size))
+    backend = build(config)
+    laws.check_scores(backend, "as built")
+    laws.check_refusal(backend)
+    trained = laws.check_training(backend)
+    laws.check_scores(backend, "after training", trained)
+    laws.check_restoring(backend, directory, trained)
+    backend.close()
+    for micro_batch_tokens in (16, 10_000):
+        other = build(replace(config, micro_batch_tokens=micro_batch_tokens))
+        laws.check_training(other)
+        other.close()
+
+
+def gather_weights(backend: TrainBackend, topology: Topology) -> dict[str, torch.Tensor]:
+    """Every parameter whole, on every rank. Collective."""
+    layout = backend.weight_layout()
+    target = replicated_layout(layout.shapes, range(topology.world_size), dtype=layout.dtype)
+    full = {name: torch.empty(shape, dtype=getattr(torch, layout.dtype)) for name, shape in layout.shapes.items()}
+    execute_reshard(plan_reshard(layout, target), backend.local_weights(), full)
+    return full
+
+
+class _Laws:
+    def __init__(
+        self,
+        reference: torch.nn.Module,
+        topology: Topology,
+        head: Head,
+        config: TrainConfig,
+        tolerance: float,
+        batch: TensorDict,
+    ) -> None:
+        self._reference = reference
+        self._topology = topology
+        self._head = head
+        self._config = config
+        self._tolerance = tolerance
+        self._batch = batch
+        self._rows = list(THREE_D.distribute(topology, len(batch))[dist.get_rank()])
+        self._local = select_rows(batch, self._rows)
+        self._num_tokens = float(batch["response_mask"].values().sum())
+
+    def check_scores(self, backend: TrainBackend, when: str, reference: torch.nn.Module | None = None) -> None:
+        reference = reference or self._reference
+        if self._head == "value":
+            scored = backend.compute_values(self._local)
+            self._compare(scored["values"], [values[:, 0] for values, _ in self._expected(reference)], f"values {when}")
+            return
+        for temperature in (1.0, 0.7):
+            scored = backend.compute_logprobs(self._local, temperature=temperature, entropy=True)
+            logits = [(row / temperature, ids) for row, ids in self._expected(reference)]
+            logprobs = [row.log_softmax(-1).gather(-1, ids[:, None])[:, 0] for row, ids in logits]
+            entropies = [torch.distributions.Categorical(logits=row).entropy() for row, _ in logits]  # type: ignore[no-untyped-call]
+            self._compare(scored["logprobs"], logprobs, f"log-probs at temperature {temperature} {when}")
+            self._compare(scored["entropy"], entropies, f"entropies at temperature {temperature} {when}")
+
+    def check_refusal(self, backend: TrainBackend) -> None:
+        """One rank's loss is not a number: no rank may step."""
+        before = gather_weights(backend, self._topology)
+
+        def poisoned(outputs: TensorDict, micro_batch: TensorDict) -> tuple[torch.Tensor, Metrics]:
+            loss, metrics = self._loss(outputs, micro_batch)
+            return (loss * float("nan") if 0 in self._rows else loss), metrics
+
+        refused = False
+        try:
+            backend.train_step(self._local, poisoned, self._num_tokens)
+        except NonFiniteLossError:
+            refused = True
+        assert refused, "a loss that is not a number on one rank was not refused on every rank"
+        assert backend.optimizer_steps == 0, "a refused step was counted"
+        after = gather_weights(backend, self._topology)
+        changed = [name for name in before if not torch.equal(before[name], after[name])]
+        assert not changed, f"a refused step changed {changed}"
+
+    def check_training(self, backend: TrainBackend) -> torch.nn.Module:
+        reference = deepcopy(self._reference)
+        optimizer = torch.optim.AdamW(
+            reference.parameters(),
+            lr=self._config.learning_rate,
+            betas=self._config.betas,
+            eps=self._config.eps,
+            weight_decay=self._config.weight_decay,
+        )
+        for step in range(1, 6):
+            warmed = min(1.0, step / max(1, self._config.warmup_steps)) * self._config.learning_rate
+            expected_norm = self._reference_step(reference, optimizer, warmed)
+            metrics = backend.train_step(self._local, self._loss, self._num_tokens)
+            _close(metrics["grad_norm"], expected_norm, 1e-3 * expected_norm, f"gradient norm of step {step}")
+            _close(metrics["learning_rate"], warmed, 1e-12, f"learning rate of step {step}")
+            counted = backend.sum_over_data([metrics["tokens"][0]])[0] if "tokens" in metrics else 0.0
+            assert counted == self._num_tokens, (
+                f"{counted} tokens reached the loss, {self._num_tokens} are in the batch"
+            )
+        assert backend.optimizer_steps == 5, f"{backend.optimizer_steps} optimizer steps after five"
+        weights = gather_weights(backend, self._topology)
+        for name, parameter in reference.named_parameters():
+            difference = float((weights[name] - parameter.detach()).abs().max())
+            assert difference <= self._tolerance, f"{name} is {difference} off after five AdamW steps"
+        return reference
+
+    def check_restoring(self, backend: TrainBackend, directory: Path, trained: torch.nn.Module) -> None:
+        """Checkpoint and export, another step, and back."""
+        backend.save_checkpoint(directory / "checkpoint")
+        backend.export_hf(directory / "export")
+        changes = backend.weight_changes
+        backend.train_step(self._local, self._loss, self._num_tokens)
+        onwards = gather_weights(backend, self._topology)
+        backend.load_checkpoint(directory / "checkpoint")
+        assert backend.optimizer_steps == 5, f"{backend.optimizer_steps} optimizer steps in a checkpoint of five"
+        assert backend.weight_changes == changes + 2, "a step and a load are two changes of the weights"
+        self.check_scores(backend, "from the checkpoint", trained)
+        backend.train_step(self._local, self._loss, self._num_tokens)
+        again = gather_weights(backend, self._topology)
+        off = max(float((onwards[name] - again[name]).abs().max()) for name in onwards)
+        assert off <= self._tolerance, f"a step from the checkpoint ends {off} off: optimizer state was lost"
+        backend.load_hf(directory / "export")
+        assert backend.optimizer_steps == 0, "load_hf starts the optimizer anew"
+        self.check_scores(backend, "from the export", trained)
+
+    def _expected(self, reference: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Reference outputs and response ids of this rank's rows."""
+        pairs = zip(rows_of(self._local["prompt_ids"]), rows_of(self._local["response_ids"]), strict=True)
+        with torch.no_grad():
+            return [(reference_outputs(reference, prompt, response), response) for prompt, response in pairs]
+
+    def _loss(self, outputs: TensorDict, micro_batch: TensorDict) -> tuple[torch.Tensor, Metrics]:
+        """A policy-gradient-like loss on log-probs, a squared error on values."""
+        mask, targets = micro_batch["response_mask"], micro_batch["targets"]
+        per_token = (outputs["values"] - targets) ** 2 if self._head == "value" else -targets * outputs["logprobs"]
+        return per_token.masked_fill(~mask, 0.0).sum(), {"tokens": (float(mask.sum()), 1.0)}
+
+    def _reference_step(self, reference: torch.nn.Module, optimizer: torch.optim.AdamW, rate: float) -> float:
+        columns = (rows_of(self._batch[name]) for name in ("prompt_ids", "response_ids", "targets"))
+        loss = torch.zeros(())
+        for prompt, response, targets in zip(*columns, strict=True):
+            outputs = reference_outputs(reference, prompt, response)
+            if self._head == "value":
+                loss = loss + ((outputs[:, 0] - targets) ** 2).sum()
+            else:
+                loss = loss - (targets * outputs.log_softmax(-1).gather(-1, response[:, None])[:, 0]).sum()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss / self._num_tokens)
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), self._config.max_grad_norm)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        return float(norm)
+
+    def _compare(self, column: Any, expected: list[torch.Tensor], what: str) -> None:
+        found = rows_of(column)
+        assert [len(row) for row in found] == [len(row) for row in expected], f"{what}: rows are not aligned"
+        off = max(float((row - wanted).abs().max()) for row, wanted in zip(found, expected, strict=True))
+        assert off <= self._tolerance, f"{what}: {off} off"
+
+
+def _close(pair: tuple[float, float], expected: float, tolerance: float, what: str) -> None:
+    found = pair[0] / pair[1]
+    assert abs(found - expected) <= tolerance, f"{what} is {found}, not {expected}"
