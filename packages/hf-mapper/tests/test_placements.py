@@ -6,6 +6,7 @@ import random
 import pytest
 
 from hf_mapper import ClusterSpec, MachineSpec, PoolRequest, gpu, pack, set_partitions
+from hf_mapper.placements import fits
 
 
 def build_cluster(*machines: tuple[str, int, int]) -> ClusterSpec:
@@ -84,6 +85,7 @@ def test_pack_finds_a_place_exactly_when_there_is_one() -> None:
         placed = pack(build_cluster(("h100", size, count)), requests(*pools))
         answers.append(placed is not None)
         assert answers[-1] == fits_somehow(size, count, pools)
+        assert fits(build_cluster(("h100", size, count)), requests(*pools)) == answers[-1]
         if placed is not None:
             assert [sum(slots.slots for slots in pool) for pool in placed] == pools
             loads = [0] * count

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hf_mapper.demand import build_demands, number_demands
 from hf_mapper.parallelism import ModelOption
-from hf_mapper.placements import PoolRequest, pack, set_partitions
+from hf_mapper.placements import PoolRequest, fits, set_partitions
 from hf_mapper.pools import PoolTable
 from hf_mapper.specs import ClusterSpec, MachineSpec, WorkloadSpec
 from hf_protocols import Dataflow, ModelShape, PlanError
@@ -31,19 +31,8 @@ def is_feasible(
     Raises:
         PlanError, ConfigError: as ``map_dataflow`` does for its inputs.
     """
-    demands = tuple(build_demands(dataflow, models, workload).values())
-    numbered = number_demands(demands)
-    table = PoolTable(demands=numbered, cluster=cluster, workload=workload, backends=backends)
-    least: dict[tuple[int, ...], list[PoolRequest]] = {}
-    for partition in set_partitions([numbered.index(demand) for demand in demands]):
-        sets = [tuple(sorted(members)) for members in partition]
-        for members in sets:
-            if members not in least:
-                least[members] = _find_least(table, members)
-        choices = itertools.product(*(least[members] for members in sets))
-        if any(pack(cluster, requests) is not None for requests in choices):
-            return True
-    return False
+    allocations = _least_allocations(dataflow, models, cluster, workload, backends)
+    return any(fits(cluster, requests) for requests in allocations)
 
 
 def find_smallest_cluster(
@@ -60,22 +49,12 @@ def find_smallest_cluster(
     """
     found = []
     for machine in cluster.machines:
+        most = max(1, _MOST_GPUS // machine.num_gpus)
         network = cluster.inter_bandwidth_bytes_per_s or machine.link_bandwidth_bytes_per_s
-
-        def fits(count: int, machine: MachineSpec = machine, network: float = network) -> bool:
-            grown = (replace(machine, num_machines=count),)
-            larger = replace(cluster, machines=grown, inter_bandwidth_bytes_per_s=network)
-            return is_feasible(dataflow, models, larger, workload, backends=backends)
-
-        low, high, most = 0, 1, max(1, _MOST_GPUS // machine.num_gpus)
-        while high < most and not fits(high):
-            low, high = high, min(2 * high, most)
-        if not fits(high):
-            continue
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(middle) else (middle, high)
-        found.append(replace(machine, num_machines=high))
+        largest = replace(cluster, machines=(replace(machine, num_machines=most),), inter_bandwidth_bytes_per_s=network)
+        allocations = _least_allocations(dataflow, models, largest, workload, backends)
+        counts = [_count_machines(largest, requests) for requests in allocations]
+        found += [replace(machine, num_machines=count) for count in counts if count <= most]
     return min(found, key=lambda machine: machine.total_gpus, default=None)
 
 
@@ -98,11 +77,40 @@ def build_infeasible_error(
     return PlanError(f"{dataflow.name}: no placement of {names} fits the memory of {given}; {advice}")
 
 
+def _least_allocations(
+    dataflow: Dataflow,
+    models: Mapping[str, ModelShape],
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+    backends: Sequence[str] | None,
+) -> Iterator[tuple[PoolRequest, ...]]:
+    """For every partition, the fewest devices of each kind that hold each set; ``pack`` favours smaller requests."""
+    demands = tuple(build_demands(dataflow, models, workload).values())
+    numbered = number_demands(demands)
+    table = PoolTable(demands=numbered, cluster=cluster, workload=workload, backends=backends)
+    least: dict[tuple[int, ...], list[PoolRequest]] = {}
+    for partition in set_partitions([numbered.index(demand) for demand in demands]):
+        sets = [tuple(sorted(members)) for members in partition]
+        for members in sets:
+            if members not in least:
+                least[members] = _find_least(table, members)
+        yield from itertools.product(*(least[members] for members in sets))
+
+
+def _count_machines(cluster: ClusterSpec, requests: Sequence[PoolRequest]) -> int:
+    """The fewest machines of the cluster's only kind into which ``requests`` pack."""
+    devices = sum(request.num_gpus for request in requests)
+    count = -(-devices // cluster.machine.num_gpus)
+    while not fits(replace(cluster, machines=(replace(cluster.machine, num_machines=count),)), requests):
+        count += 1
+    return count
+
+
 def _find_least(table: PoolTable, members: tuple[int, ...]) -> list[PoolRequest]:
     """The fewest devices of each kind of machine on which the members fit side by side."""
     found = []
     for kind, machine in enumerate(table.cluster.machines):
-        for count in range(1, machine.total_gpus + 1):
+        for count in table.device_counts(members, kind):
             request = PoolRequest(machine=kind, num_gpus=count)
             if _fit_together([table.options(member, request) for member in members], machine.gpu.usable_bytes):
                 found.append(request)

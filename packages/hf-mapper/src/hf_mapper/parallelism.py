@@ -7,6 +7,7 @@ layouts (paper, section 5.1); FSDP, which does not cut the model, generates with
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ __all__ = [
     "best_parallelism",
     "build_options",
     "default_backends",
+    "find_device_counts",
     "generation_layouts",
     "parallel_layouts",
     "wave_counts",
@@ -71,6 +73,18 @@ def default_backends(gpu_kind: str, backends: Sequence[str] | None = None) -> tu
     return tuple(backends)
 
 
+def find_device_counts(demand: ModelDemand, machine: MachineSpec, workload: WorkloadSpec) -> frozenset[int]:
+    """Every number of devices, up to those of ``machine``, that could hold a layout: pp * tp * dp that divide."""
+    model = demand.model
+    return frozenset(
+        pp * tp * dp
+        for pp in _divisors(model.num_layers)
+        for tp in _tensor_sizes(model, machine)
+        for dp in _divisors(_shared_rows(workload, demand.trained), machine.total_gpus)
+        if pp * tp * dp <= machine.total_gpus
+    )
+
+
 def parallel_layouts(
     model: ModelShape,
     machine: MachineSpec,
@@ -83,18 +97,16 @@ def parallel_layouts(
 
     The backend is FSDP where pp = tp = 1 and Megatron elsewhere; Megatron takes pp = tp = 1 too where FSDP is absent.
     """
-    rows = workload.mini_batch_sequences if trained else workload.num_sequences
-    for pp in _divisors(num_gpus):
-        for tp in _divisors(num_gpus // pp):
-            parallel = ParallelSpec(pp_size=pp, tp_size=tp, dp_size=num_gpus // (pp * tp))
-            backend = default_backend(parallel)
-            if backend not in backends:
-                if pp * tp > 1:
-                    continue
-                backend = backends[0]
-            fits_model = model.num_layers % pp == 0 and _splits(model, tp) and model.num_kv_heads % tp == 0
-            if fits_model and _inside_machine(machine, num_gpus, tp) and rows % parallel.dp_size == 0:
-                yield parallel, backend
+    rows = _shared_rows(workload, trained)
+    for pp, tp in itertools.product(_divisors(model.num_layers, num_gpus), _tensor_sizes(model, machine)):
+        if num_gpus % (pp * tp) or rows % (num_gpus // (pp * tp)) or not _inside_machine(machine, num_gpus, tp):
+            continue
+        parallel = ParallelSpec(pp_size=pp, tp_size=tp, dp_size=num_gpus // (pp * tp))
+        backend = default_backend(parallel)
+        if backend in backends:
+            yield parallel, backend
+        elif pp * tp == 1:
+            yield parallel, backends[0]
 
 
 def generation_layouts(
@@ -102,12 +114,13 @@ def generation_layouts(
 ) -> Iterator[GenerationSpec]:
     """Every valid generation layout on the ranks of ``parallel``, gen_pp then gen_tp ascending."""
     num_gpus = parallel.world_size
-    tensor_sizes = _divisors(num_gpus) if backend == "fsdp" else _divisors(parallel.tp_size)
+    tensor_sizes = _divisors(model.num_heads, machine.num_gpus) if backend == "fsdp" else _divisors(parallel.tp_size)
     for gen_pp in _divisors(parallel.pp_size):
         for gen_tp in tensor_sizes:
             heads = model.num_kv_heads % gen_tp == 0 or gen_tp % model.num_kv_heads == 0
             valid = heads and _splits(model, gen_tp) and _inside_machine(machine, num_gpus, gen_tp)
-            if valid and workload.global_batch % (num_gpus // (gen_pp * gen_tp)) == 0:
+            replicas, rest = divmod(num_gpus, gen_pp * gen_tp)
+            if valid and not rest and workload.global_batch % replicas == 0:
                 yield GenerationSpec(gen_pp_size=gen_pp, gen_tp_size=gen_tp)
 
 
@@ -223,5 +236,16 @@ def _inside_machine(machine: MachineSpec, num_gpus: int, tp: int) -> bool:
     return rest % tp == 0 and (whole == 0 or machine.num_gpus % tp == 0)
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+def _tensor_sizes(model: ModelShape, machine: MachineSpec) -> list[int]:
+    """Tensor-parallel sizes that cut heads, KV heads and MLP evenly and stay in a machine."""
+    sizes = _divisors(model.num_kv_heads, machine.num_gpus)
+    return [tp for tp in sizes if _splits(model, tp)]
+
+
+def _shared_rows(workload: WorkloadSpec, trained: bool) -> int:
+    """The sequences that data-parallel ranks share evenly: those of an update, or of one forward pass."""
+    return workload.mini_batch_sequences if trained else workload.num_sequences
+
+
+def _divisors(number: int, most: int | None = None) -> list[int]:
+    return [divisor for divisor in range(1, min(number, most or number) + 1) if number % divisor == 0]

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hf_mapper.specs import ClusterSpec
+from hf_mapper.specs import ClusterSpec, MachineSpec
 
-__all__ = ["PoolRequest", "Slots", "pack", "set_partitions"]
+__all__ = ["PoolRequest", "Slots", "fits", "pack", "set_partitions"]
 
 T = TypeVar("T")
 
@@ -46,26 +46,42 @@ def pack(cluster: ClusterSpec, requests: Sequence[PoolRequest]) -> tuple[tuple[S
     into the first machine with room, trying the next ones where that leaves no room for the others. Exact: None means
     that no such assignment exists, and a smaller request never fails where a larger one fitted.
     """
-    placed: list[list[Slots]] = [[] for _ in requests]
+    placed: list[tuple[Slots, ...]] = [()] * len(requests)
     for kind, machine in enumerate(cluster.machines):
         chosen = [number for number, request in enumerate(requests) if request.machine == kind]
-        rests, used = [], 0
-        for number in chosen:
-            whole, rest = divmod(requests[number].num_gpus, machine.num_gpus)
-            placed[number] += [Slots(machine=kind, index=used + i, slots=machine.num_gpus) for i in range(whole)]
+        rests = _place_rests(machine, [requests[number].num_gpus for number in chosen])
+        if rests is None:
+            return None
+        used = 0
+        for number, rest in zip(chosen, rests, strict=True):
+            whole, left = divmod(requests[number].num_gpus, machine.num_gpus)
+            slots = [Slots(machine=kind, index=used + index, slots=machine.num_gpus) for index in range(whole)]
             used += whole
-            if rest:
-                rests.append((rest, number))
-        if used > machine.num_machines:
-            return None
-        rests.sort(key=lambda item: -item[0])
-        room = [machine.num_gpus] * min(machine.num_machines - used, len(rests))
-        bins = _fill([rest for rest, _ in rests], room)
-        if bins is None:
-            return None
-        for (rest, number), index in zip(rests, bins, strict=True):
-            placed[number].append(Slots(machine=kind, index=used + index, slots=rest))
-    return tuple(map(tuple, placed))
+            placed[number] = (*slots, *([Slots(machine=kind, index=rest, slots=left)] if left else ()))
+    return tuple(placed)
+
+
+def fits(cluster: ClusterSpec, requests: Sequence[PoolRequest]) -> bool:
+    """Whether ``pack`` finds a place for the requests."""
+    return all(
+        _place_rests(machine, [request.num_gpus for request in requests if request.machine == kind]) is not None
+        for kind, machine in enumerate(cluster.machines)
+    )
+
+
+def _place_rests(machine: MachineSpec, counts: Sequence[int]) -> list[int] | None:
+    """The machine that holds what each of ``counts`` needs beyond whole machines (any, where that is nothing)."""
+    used = sum(count // machine.num_gpus for count in counts)
+    order = sorted(range(len(counts)), key=lambda number: -(counts[number] % machine.num_gpus))
+    sizes = [counts[number] % machine.num_gpus for number in order]
+    sizes = [size for size in sizes if size]
+    if used > machine.num_machines:
+        return None
+    bins = _fill(sizes, [machine.num_gpus] * min(machine.num_machines - used, len(sizes)))
+    if bins is None:
+        return None
+    found = dict(zip(order, bins, strict=False))
+    return [used + found.get(number, 0) for number in range(len(counts))]
 
 
 def _split(items: tuple[T, ...]) -> Iterator[tuple[tuple[T, ...], ...]]:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hf_mapper.demand import ModelDemand
 from hf_mapper.frontier import find_frontier
-from hf_mapper.parallelism import ModelOption, build_options, default_backends
+from hf_mapper.parallelism import ModelOption, build_options, default_backends, find_device_counts
 from hf_mapper.placements import PoolRequest
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 
@@ -71,6 +71,12 @@ class PoolTable:
             self._options[key] = tuple(fitting[row] for row in find_frontier(self._rows(fitting)))
         return self._options[key]
 
+    def device_counts(self, members: Members, kind: int) -> list[int]:
+        """Ascending numbers of devices of ``cluster.machines[kind]`` on which every member could have a layout."""
+        machine = self.cluster.machines[kind]
+        counts = [find_device_counts(self.demands[member], machine, self.workload) for member in set(members)]
+        return sorted(frozenset.intersection(*counts))
+
     def pool_options(self, members: Members) -> tuple[PoolOption, ...]:
         """The ways to run a set of models on any pool that matter: no other is as fast everywhere on as few devices.
 
@@ -78,10 +84,10 @@ class PoolTable:
         """
         if members not in self._pools:
             found: list[PoolOption] = []
-            for kind, machine in enumerate(self.cluster.machines):
+            for kind in range(len(self.cluster.machines)):
                 of_kind = [
                     option
-                    for count in range(1, machine.total_gpus + 1)
+                    for count in self.device_counts(members, kind)
                     for option in self._on(members, PoolRequest(machine=kind, num_gpus=count))
                 ]
                 if of_kind:

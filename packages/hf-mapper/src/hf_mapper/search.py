@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from hf_mapper.demand import build_demands, find_function_roles, number_demands
 from hf_mapper.feasibility import build_infeasible_error
-from hf_mapper.placements import PoolRequest, pack, set_partitions
+from hf_mapper.placements import PoolRequest, fits, pack, set_partitions
 from hf_mapper.planning import PlacedPool, build_plan
 from hf_mapper.pools import PoolOption, PoolTable
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
@@ -118,7 +118,7 @@ class _Search:
             stage_s = np.maximum(slowest_s, option.stage_s)
             if self._bound(stage_s, index + 1, (*chosen, option)) >= self.best_key:
                 continue
-            if pack(self.table.cluster, [*self._requests(chosen), option.request]) is not None:
+            if fits(self.table.cluster, [*self._requests(chosen), option.request]):
                 self._descend((*chosen, option), stage_s)
 
     def _bound(

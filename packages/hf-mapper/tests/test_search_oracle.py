@@ -1,0 +1,331 @@
+"""The search against brute force: every partition, allocation and combination of layouts, written out again here.
+
+Shared with the search are only ``pack`` and the simulators. What is enumerated, what is valid, how memory adds up and
+what an iteration costs is stated anew, without bounds, frontiers or memoisation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from hf_mapper import (
+    ClusterSpec,
+    EfficiencySpec,
+    GpuSpec,
+    MachineSpec,
+    PoolRequest,
+    WorkloadSpec,
+    estimate_memory,
+    is_feasible,
+    map_dataflow,
+    pack,
+    simulate_generation,
+    simulate_inference,
+    simulate_training,
+)
+from hf_protocols import Dataflow, GenerationSpec, MappingPlan, ModelShape, ParallelSpec, PlanError
+
+NUM_PROBLEMS = 400
+SPLIT = 8
+
+
+class Way(NamedTuple):
+    stage_s: tuple[float, ...]
+    state: float
+    work: float
+
+
+class Problem(NamedTuple):
+    dataflow: Dataflow
+    models: Mapping[str, ModelShape]
+    cluster: ClusterSpec
+    workload: WorkloadSpec
+    backends: tuple[str, ...]
+
+
+# ------------------------------------------------------------------------------------------------------ random problems
+
+
+def draw_model(chance: random.Random, name: str) -> ModelShape:
+    heads = chance.choice([1, 2, 4])
+    return ModelShape(
+        name=name,
+        num_layers=chance.choice([2, 3, 4]),
+        hidden_size=chance.choice([256, 1024]),
+        intermediate_size=chance.choice([512, 2048, 2049]),
+        num_heads=heads,
+        num_kv_heads=chance.choice([head for head in (1, 2, 4) if head <= heads]),
+        head_dim=64,
+        vocab_size=chance.choice([100, 5000]),
+    )
+
+
+def draw_machine(chance: random.Random, kind: str, num_gpus: int, num_machines: int, memory: float) -> MachineSpec:
+    peak = chance.choice([1e11, 1e12, 1e13])
+    spec = GpuSpec(
+        kind=kind,
+        memory_bytes=int(memory),
+        reserved_bytes=0,
+        peak_flops_per_s={"bfloat16": peak},
+        memory_bandwidth_bytes_per_s=peak / chance.choice([30, 300]),
+        link_bandwidth_bytes_per_s=chance.choice([1e9, 1e11]),
+        source="chance",
+        efficiency=EfficiencySpec(layer_latency_s=chance.choice([0.0, 1e-4])),
+    )
+    return MachineSpec(gpu=spec, num_gpus=num_gpus, num_machines=num_machines)
+
+
+def draw_problem(seed: int) -> Problem:
+    chance = random.Random(seed)
+    dataflow = Dataflow.preset(chance.choice(["ppo", "ppo", "remax", "grpo"]))
+    roles = [role for role in dataflow.roles if role != "advantage"]
+    if "reward" in roles and chance.random() < 0.6:
+        roles.remove("reward")
+    shared = draw_model(chance, "shared")
+    models = {role: shared if chance.random() < 0.5 else draw_model(chance, role) for role in roles}
+    # Around what the models need on one device when all are trained: some problems fit easily, some barely, some not.
+    memory = sum(18 * model.num_parameters for model in models.values()) * 10 ** chance.uniform(-1.1, 0.6)
+    most = 3 if len(roles) == 4 else 4
+    layouts = [(size, count) for size in range(1, most + 1) for count in range(1, most // size + 1)]
+    machines = [draw_machine(chance, "north", *chance.choice(layouts), memory)]
+    if chance.random() < 0.35:
+        machines.append(draw_machine(chance, "south", chance.choice([1, 2]), 1, memory * chance.choice([0.5, 1, 2])))
+    workload = WorkloadSpec(
+        global_batch=chance.choice([4, 6, 12]),
+        samples_per_prompt=chance.choice([1, 2]),
+        prompt_tokens=chance.choice([8, 256]),
+        response_tokens=chance.choice([8, 64]),
+        mini_batches=chance.choice([1, 2]),
+        recompute=chance.choice(["none", "full"]),
+        micro_batch_tokens=chance.choice([16, 1024]),
+        max_generation_waves=chance.choice([1, 2, 4]),
+    )
+    cluster = ClusterSpec(machines=tuple(machines), inter_bandwidth_bytes_per_s=chance.choice([1e8, 1e10]))
+    backends = chance.choice([("fsdp",), ("megatron",), ("fsdp", "megatron"), ("fsdp", "megatron")])
+    return Problem(dataflow, models, cluster, workload, backends)
+
+
+# ---------------------------------------------------------------------------------------------------------- brute force
+
+
+def every_partition(roles: list[str]) -> list[list[list[str]]]:
+    """By labelling: each role gets a label, and labellings that mean the same sets are kept once."""
+    found = {}
+    for labels in itertools.product(range(len(roles)), repeat=len(roles)):
+        groups = [
+            [role for role, label in zip(roles, labels, strict=True) if label == wanted] for wanted in set(labels)
+        ]
+        found[frozenset(map(frozenset, groups))] = groups
+    return list(found.values())
+
+
+def every_layout(problem: Problem, model: ModelShape, machine: MachineSpec, n: int, trained: bool) -> Iterator[tuple]:
+    sequences = problem.workload.num_sequences
+    rows = sequences // problem.workload.mini_batches if trained else sequences
+    for pp, tp, dp in itertools.product(range(1, n + 1), repeat=3):
+        if pp * tp * dp != n or rows % dp or model.num_layers % pp:
+            continue
+        if model.num_heads % tp or model.num_kv_heads % tp or model.intermediate_size % tp:
+            continue
+        if not stays_inside(machine, n, tp):
+            continue
+        cut = pp * tp > 1
+        if cut and "megatron" in problem.backends:
+            yield ParallelSpec(pp_size=pp, tp_size=tp, dp_size=dp), "megatron"
+        elif not cut:
+            yield ParallelSpec(dp_size=n), "fsdp" if "fsdp" in problem.backends else "megatron"
+
+
+def stays_inside(machine: MachineSpec, n: int, tp: int) -> bool:
+    """Number the ranks over whole machines and a rest, and look where each tensor group lies."""
+    host = [rank // machine.num_gpus for rank in range(n)]
+    return n % tp == 0 and all(len(set(host[start : start + tp])) == 1 for start in range(0, n, tp))
+
+
+def every_generation(problem: Problem, model: ModelShape, machine: MachineSpec, spec: ParallelSpec, backend: str):
+    n = spec.world_size
+    for gen_pp, gen_tp in itertools.product(range(1, n + 1), repeat=2):
+        nested = spec.pp_size % gen_pp == 0 and (backend == "fsdp" or spec.tp_size % gen_tp == 0)
+        if not nested or n % (gen_pp * gen_tp) or problem.workload.global_batch % (n // (gen_pp * gen_tp)):
+            continue
+        whole_heads = model.num_kv_heads % gen_tp == 0 or gen_tp % model.num_kv_heads == 0
+        if model.num_heads % gen_tp or model.intermediate_size % gen_tp or not whole_heads:
+            continue
+        if stays_inside(machine, n, gen_tp):
+            local = problem.workload.num_sequences // (n // (gen_pp * gen_tp))
+            for waves in (1, 2, 4, 8, 16):
+                if waves <= min(local, problem.workload.max_generation_waves):
+                    yield GenerationSpec(gen_pp_size=gen_pp, gen_tp_size=gen_tp), waves
+
+
+def every_way(problem: Problem, role: str, kind: int, n: int) -> list[Way]:
+    model, part = problem.models[role], problem.cluster.only(kind)
+    stages = [[call.kind for call in stage if call.role == role] for stage in problem.dataflow.stages()]
+    calls = {call for stage in stages for call in stage}
+    found = []
+    for spec, backend in every_layout(problem, model, part.machine, n, "training" in calls):
+        given = (model, part, spec, problem.workload)
+        seconds = {
+            "training": simulate_training(*given, backend=backend).latency_s,
+            "inference": simulate_inference(*given, backend=backend).latency_s,
+            "function": 0.0,
+        }
+        layouts = [(None, 1)]
+        if "generation" in calls:
+            layouts = list(every_generation(problem, model, part.machine, spec, backend))
+        for generation, waves in layouts:
+            transition_s = 0.0
+            if generation is not None:
+                rollout = simulate_generation(*given, generation=generation, num_waves=waves, backend=backend).breakdown
+                seconds["generation"] = rollout["prefill_s"] + rollout["decode_s"]
+                transition_s = rollout["transition_s"]
+            memory = estimate_memory(
+                *given, calls=sorted(calls), generation=generation, num_waves=waves, backend=backend
+            )
+            state = sum(memory.breakdown[name] for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"))
+            stage_s = tuple(
+                sum(seconds[call] for call in stage) + (transition_s if "generation" in stage else 0.0)
+                for stage in stages
+            )
+            found.append(Way(stage_s, state, memory.memory_bytes - state))
+    return found
+
+
+def every_pool(problem: Problem, roles: list[str], kind: int, n: int) -> np.ndarray:
+    """Seconds per stage ``[combinations, stages]`` of the roles side by side, where memory allows."""
+    gpu = problem.cluster.machines[kind].gpu
+    usable = gpu.memory_bytes * (1 - gpu.efficiency.fragmentation)
+    ways = [every_way(problem, role, kind, n) for role in roles]
+    fitting = [
+        np.sum([way.stage_s for way in combination], axis=0)
+        for combination in itertools.product(*ways)
+        if sum(way.state for way in combination) + max(way.work for way in combination) <= usable
+    ]
+    return np.unique(np.array(fitting), axis=0) if fitting else np.empty((0, len(problem.dataflow.stages())))
+
+
+def brute_force(problem: Problem) -> tuple[float, int, int] | None:
+    """(seconds, pools, devices) of the best placement, None where nothing fits."""
+    requests = [
+        PoolRequest(machine=kind, num_gpus=n)
+        for kind, machine in enumerate(problem.cluster.machines)
+        for n in range(1, machine.total_gpus + 1)
+    ]
+    pools: dict[tuple[str, ...], dict[PoolRequest, np.ndarray]] = {}
+    answers = []
+    for partition in every_partition(list(problem.models)):
+        for roles in partition:
+            if tuple(roles) not in pools:
+                pools[tuple(roles)] = {r: every_pool(problem, roles, r.machine, r.num_gpus) for r in requests}
+        for allocation in itertools.product(requests, repeat=len(partition)):
+            if pack(problem.cluster, allocation) is None:
+                continue
+            slowest = np.zeros((1, len(problem.dataflow.stages())))
+            for roles, request in zip(partition, allocation, strict=True):
+                own = pools[tuple(roles)][request]
+                slowest = np.maximum(slowest[:, None, :], own[None, :, :]).reshape(-1, slowest.shape[1])
+            if len(slowest):
+                devices = sum(request.num_gpus for request in allocation)
+                answers.append((float(slowest.sum(axis=1).min()), len(partition), devices))
+    if not answers:
+        return None
+    least = min(cost for cost, _, _ in answers)
+    ties = [rest for cost, *rest in answers if cost <= least * (1 + 1e-10)]
+    return least, *min(ties)
+
+
+# ---------------------------------------------------------------------------------------------------------------- tests
+
+
+def solve(problem: Problem) -> MappingPlan | None:
+    try:
+        return map_dataflow(*problem[:4], backends=problem.backends)
+    except PlanError:
+        return None
+
+
+def describe(plan: MappingPlan, problem: Problem) -> tuple[float, int, int]:
+    """(seconds, pools, devices), the seconds priced again from the plan's layouts."""
+    placed = [pool for pool in plan.pools if set(plan.roles_of(pool.name)) & set(problem.models)]
+    devices = sum(pool.num_slots for pool in placed)
+    assert devices + plan.estimates["idle_gpus"] == problem.cluster.num_gpus
+    kinds = [machine.gpu.kind for machine in problem.cluster.machines]
+    stages = []
+    for pool in placed:
+        part = problem.cluster.only(kinds.index(pool.machines[0].gpu_kind))
+        stages.append(np.sum([price(plan, problem, role, part) for role in plan.roles_of(pool.name)], axis=0))
+    return float(np.max(stages, axis=0).sum()), len(placed), devices
+
+
+def price(plan: MappingPlan, problem: Problem, role: str, part: ClusterSpec) -> list[float]:
+    model, chosen = problem.models[role], plan.models[role]
+    assert chosen.train is not None
+    given = (model, part, chosen.train, problem.workload)
+    seconds = {
+        "training": simulate_training(*given, backend=chosen.backend).latency_s,
+        "inference": simulate_inference(*given, backend=chosen.backend).latency_s,
+        "function": 0.0,
+    }
+    transition_s = 0.0
+    if chosen.generation is not None:
+        waves = plan.estimates["models"][role]["generation_waves"]
+        rollout = simulate_generation(*given, generation=chosen.generation, num_waves=waves, backend=chosen.backend)
+        transition_s = rollout.breakdown["transition_s"]
+        seconds["generation"] = rollout.latency_s - transition_s
+    calls = [[call.kind for call in stage if call.role == role] for stage in problem.dataflow.stages()]
+    return [sum(seconds[kind] for kind in stage) + transition_s * ("generation" in stage) for stage in calls]
+
+
+@pytest.mark.parametrize("part", range(SPLIT))
+def test_the_search_finds_what_brute_force_finds(part: int) -> None:
+    for seed in range(part, NUM_PROBLEMS, SPLIT):
+        problem = draw_problem(seed)
+        expected, plan = brute_force(problem), solve(problem)
+        assert (plan is None) == (expected is None), seed
+        if plan is None or expected is None:
+            continue
+        found = describe(plan, problem)
+        assert found == pytest.approx(expected, rel=1e-8), seed
+        assert plan.estimates["iteration_s"] == pytest.approx(expected[0], rel=1e-8), seed
+
+
+def test_feasibility_agrees_with_the_search_and_problems_are_varied() -> None:
+    answers = []
+    for seed in range(NUM_PROBLEMS):
+        problem = draw_problem(seed)
+        plan = solve(problem)
+        assert is_feasible(*problem[:4], backends=problem.backends) == (plan is not None), seed
+        answers.append((plan, problem))
+    plans = [(plan, problem) for plan, problem in answers if plan is not None]
+    assert 0.2 * NUM_PROBLEMS < len(plans) < 0.95 * NUM_PROBLEMS
+    layouts = [model for plan, _ in plans for model in plan.models.values() if model.train is not None]
+    pools = [len(plan.pools) - sum(model.train is None for model in plan.models.values()) for plan, _ in plans]
+    assert {1, 2, 3} <= set(pools)
+    assert any(model.train.tp_size > 1 for model in layouts)
+    assert any(model.train.pp_size > 1 for model in layouts)
+    assert any(model.train.dp_size > 1 for model in layouts)
+    assert any(plan.estimates["idle_gpus"] for plan, _ in plans)
+    assert any(
+        len({machine.gpu_kind for pool in plan.pools for machine in pool.machines} - {"cpu"}) > 1 for plan, _ in plans
+    )
+
+
+def test_roles_in_another_order_cost_the_same() -> None:
+    for seed in range(0, NUM_PROBLEMS, 6):
+        problem = draw_problem(seed)
+        plan = solve(problem)
+        calls = problem.dataflow.calls
+        reversed_stages = [call for stage in problem.dataflow.stages() for call in reversed(stage)]
+        turned = problem._replace(dataflow=dataclasses.replace(problem.dataflow, calls=tuple(reversed_stages)))
+        other = solve(turned)
+        assert len(calls) == len(reversed_stages)
+        if plan is not None:
+            assert other is not None
+            assert other.estimates["iteration_s"] == pytest.approx(plan.estimates["iteration_s"], rel=1e-8)
