@@ -12,9 +12,9 @@ __all__ = ["unknown_name"]
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
     """The error to raise for ``name``, which is none of ``known``; ``what`` says what it should have named."""
-    names = sorted(known)
-    lowered = {candidate.lower(): candidate for candidate in names}
-    near = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.4)
+    names, lowered = sorted(known), name.lower()
+    begun = [candidate for candidate in names if lowered and candidate.startswith(lowered)]
+    near = list(dict.fromkeys(begun + difflib.get_close_matches(lowered, names, n=3, cutoff=0.4)))[:3]
     if near:
-        return ConfigError(f"{what} {name!r} is unknown; nearest: {', '.join(lowered[match] for match in near)}")
+        return ConfigError(f"{what} {name!r} is unknown; nearest: {', '.join(near)}")
     return ConfigError(f"{what} {name!r} is unknown; known: {', '.join(names) or 'none'}")

@@ -33,7 +33,8 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hf_mapper._names import unknown_name
 from hf_mapper.specs import HOST_KIND, ClusterSpec, EfficiencySpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
@@ -43,7 +44,13 @@ __all__ = ["MapperConfig", "read_config"]
 
 T = TypeVar("T")
 
-_SIMPLE = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    dict: "a table",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,12 +174,17 @@ def _check_keys(where: str, table: Mapping[str, Any], known: list[str] | tuple[s
 
 
 def _check_types(table: Mapping[str, Any], hints: Mapping[str, Any], where: str) -> None:
-    """Numbers, texts and booleans as annotated; the specs themselves check everything else."""
+    """Numbers, texts, booleans and tables as annotated; the specs themselves check everything else."""
     for key, entry in table.items():
-        options = getattr(hints[key], "__args__", (hints[key],))
-        simple = next((option for option in options if option in _SIMPLE), None)
-        if simple is None:
+        options = get_args(hints[key]) if isinstance(hints[key], UnionType) else (hints[key],)
+        wanted = next((option for option in map(_as_type, options) if option in _WORDS), None)
+        if wanted is None:
             continue
-        accepted: tuple[type, ...] = (int, float) if simple is float else (simple,)
-        if not isinstance(entry, accepted) or (isinstance(entry, bool) and simple is not bool):
-            raise ConfigError(f"{where}: {key}={entry!r} must be {_SIMPLE[simple]}")
+        accepted = (int, float) if wanted is float else (wanted,)
+        if not isinstance(entry, accepted) or (isinstance(entry, bool) and wanted is not bool):
+            raise ConfigError(f"{where}: {key}={entry!r} must be {_WORDS[wanted]}")
+
+
+def _as_type(hint: Any) -> Any:
+    """What TOML has for an annotation: texts for literals, tables for mappings."""
+    return {Literal: str, Mapping: dict}.get(get_origin(hint), hint)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import hf_mapper
+from hf_mapper import map_dataflow, read_config
+from hf_mapper.cli import main
+from hf_protocols import MappingPlan
+
+CONFIG = """
+dataflow = "ppo"
+[models]
+actor = "qwen2.5-0.5b"
+critic = "qwen2.5-0.5b"
+reference = "qwen2.5-0.5b"
+[cluster]
+[[cluster.machines]]
+gpu = "l40s"
+num_gpus = 4
+[workload]
+global_batch = 64
+prompt_tokens = 256
+response_tokens = 256
+mini_batches = 4
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "problem.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_json_is_the_plan(config: Path) -> None:
+    result = CliRunner().invoke(main, ["plan", str(config), "--json"])
+    problem = read_config(config)
+    assert result.exit_code == 0
+    assert MappingPlan.from_json(result.output) == map_dataflow(
+        problem.dataflow, problem.models, problem.cluster, problem.workload
+    )
+
+
+def test_the_table_names_what_was_chosen(config: Path) -> None:
+    result = CliRunner().invoke(main, ["plan", str(config)], env={"COLUMNS": "120"})
+    assert result.exit_code == 0
+    for expected in ("actor", "critic", "reference", "reward", "l40s", "fsdp", "update_actor", "iteration"):
+        assert expected in result.output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"l40s"', '"l40"', "gpu 'l40' is unknown; nearest: l40s"),
+        ("num_gpus = 4", "num_gpus = -4", "num_gpus=-4"),
+        ('actor = "qwen2.5-0.5b"', 'actor = "llama-3-405b"', "smallest cluster that would do"),
+        ('dataflow = "ppo"', 'dataflow = "dpo"', "dataflow preset 'dpo' is unknown"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(config: Path, old: str, new: str, message: str) -> None:
+    config.write_text(CONFIG.replace(old, new))
+    result = CliRunner().invoke(main, ["plan", str(config)])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert result.output.startswith("Error: ")
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_missing_file_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["plan", str(tmp_path / "absent.toml")])
+    assert result.exit_code == 2
+    assert "absent.toml does not exist" in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+def test_importing_it_loads_neither_torch_nor_ray() -> None:
+    program = "import sys, hf_mapper.cli; sys.exit(bool({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
+
+
+def test_all_is_sorted_and_importable() -> None:
+    names = hf_mapper.__all__
+    assert names == sorted(names, key=lambda name: (not name.isupper(), name[0].islower(), name))
+    assert all(getattr(hf_mapper, name).__doc__ for name in names)

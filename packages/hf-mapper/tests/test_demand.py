@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from hf_mapper import WorkloadSpec
+from hf_mapper.demand import build_demands, find_function_roles, number_demands
+from hf_protocols import ConfigError, Dataflow, ModelCall, ModelShape, PlanError
+
+WORKLOAD = WorkloadSpec(global_batch=8, prompt_tokens=8, response_tokens=8)
+
+
+def test_ppo_asks_each_model_for_its_calls(tiny: ModelShape) -> None:
+    models = dict.fromkeys(("actor", "critic", "reference"), tiny)
+    demands = build_demands(Dataflow.preset("ppo"), models, WORKLOAD)
+    assert {role: demand.calls for role, demand in demands.items()} == {
+        "actor": (("generation",), ("inference",), (), ("training",)),
+        "critic": ((), ("inference",), (), ("training",)),
+        "reference": ((), ("inference",), (), ()),
+    }
+    assert [demand.trained for demand in demands.values()] == [True, True, False]
+    assert [demand.generates for demand in demands.values()] == [True, False, False]
+    assert find_function_roles(Dataflow.preset("ppo"), models) == ("reward", "advantage")
+
+
+def test_equal_demands_are_one(tiny: ModelShape) -> None:
+    models = dict.fromkeys(("actor", "critic", "reference", "reward"), tiny)
+    demands = build_demands(Dataflow.preset("ppo"), models, WORKLOAD)
+    assert demands["reference"] == demands["reward"]
+    numbered = number_demands(demands.values())
+    assert numbered == [demands["reference"], demands["critic"], demands["actor"]]
+
+
+def test_a_role_that_the_dataflow_lacks_is_named(tiny: ModelShape) -> None:
+    models = dict.fromkeys(("actor", "critic", "references"), tiny)
+    with pytest.raises(ConfigError, match="dataflow 'ppo': role 'references' is unknown; nearest: reference"):
+        build_demands(Dataflow.preset("ppo"), models, WORKLOAD)
+
+
+def test_a_trained_role_needs_a_model(tiny: ModelShape) -> None:
+    with pytest.raises(PlanError, match=r"critic.update_critic is a training call: give models\['critic'\]"):
+        build_demands(Dataflow.preset("ppo"), {"actor": tiny, "reference": tiny}, WORKLOAD)
+
+
+def test_functions_alone_are_nothing_to_place() -> None:
+    call = ModelCall(role="reward", method="compute_reward", kind="function", reads=())
+    with pytest.raises(PlanError, match="no role has a ModelShape"):
+        build_demands(Dataflow(name="own", calls=(call,)), {}, WORKLOAD)
+
+
+def test_sequences_must_fit_the_models_positions(tiny: ModelShape) -> None:
+    short = dataclasses.replace(tiny, max_positions=15)
+    models = {"actor": tiny, "critic": short, "reference": tiny}
+    with pytest.raises(ConfigError, match="critic: prompt_tokens \\+ response_tokens = 16 exceeds the 15 positions"):
+        build_demands(Dataflow.preset("ppo"), models, WORKLOAD)

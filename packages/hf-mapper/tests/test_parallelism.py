@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from hf_mapper import (
+    ClusterSpec,
+    MachineSpec,
+    ModelDemand,
+    PoolRequest,
+    WorkloadSpec,
+    best_parallelism,
+    gpu,
+    pack,
+    simulate_inference,
+)
+from hf_mapper.parallelism import (
+    build_options,
+    default_backends,
+    find_device_counts,
+    generation_layouts,
+    parallel_layouts,
+    wave_counts,
+)
+from hf_protocols import ConfigError, ModelShape, ParallelSpec, Topology
+
+LLAMA = ModelShape.preset("llama-2-7b")
+WORKLOAD = WorkloadSpec(global_batch=1024, prompt_tokens=1024, response_tokens=1024, mini_batches=8)
+MACHINE = MachineSpec(gpu=gpu("a100-80"), num_gpus=8, num_machines=16)
+CLUSTER = ClusterSpec(machines=(MACHINE,), inter_bandwidth_bytes_per_s=25e9)
+BOTH = ("fsdp", "megatron")
+
+REFERENCE = ModelDemand(model=LLAMA, calls=(("inference",),))
+ACTOR = ModelDemand(model=LLAMA, calls=(("generation",), ("inference",), ("training",)))
+
+
+def written(model: ModelShape, num_gpus: int, *, workload=WORKLOAD, backends=BOTH, trained=True) -> list[str]:
+    layouts = parallel_layouts(model, MACHINE, num_gpus, workload, backends, trained)
+    return [f"{spec.pp_size}-{spec.tp_size}-{spec.dp_size} {backend}" for spec, backend in layouts]
+
+
+def test_layouts_of_eight_gpus() -> None:
+    assert written(LLAMA, 8) == [
+        "1-1-8 fsdp",
+        "1-2-4 megatron",
+        "1-4-2 megatron",
+        "1-8-1 megatron",
+        "2-1-4 megatron",
+        "2-2-2 megatron",
+        "2-4-1 megatron",
+        "4-1-2 megatron",
+        "4-2-1 megatron",
+        "8-1-1 megatron",
+    ]
+
+
+def test_layers_heads_and_batches_must_divide() -> None:
+    assert written(LLAMA, 3) == []
+    assert written(LLAMA, 3, workload=dataclasses.replace(WORKLOAD, global_batch=768)) == ["1-1-3 fsdp"]
+    three_layers = dataclasses.replace(LLAMA, num_layers=3)
+    assert written(three_layers, 3) == ["3-1-1 megatron"]
+    grouped = dataclasses.replace(LLAMA, num_kv_heads=2)
+    assert "1-4-2 megatron" not in written(grouped, 8)
+    odd_width = dataclasses.replace(LLAMA, intermediate_size=11009)
+    assert not any("-2-" in layout for layout in written(odd_width, 8))
+
+
+def test_an_update_is_shared_and_a_forward_pass_too() -> None:
+    one_prompt_updates = dataclasses.replace(WORKLOAD, mini_batches=1024)
+    assert "1-1-8 fsdp" not in written(LLAMA, 8, workload=one_prompt_updates)
+    assert "1-1-8 fsdp" in written(LLAMA, 8, workload=one_prompt_updates, trained=False)
+
+
+def test_backends_that_are_there_decide() -> None:
+    assert written(LLAMA, 2, backends=("fsdp",)) == ["1-1-2 fsdp"]
+    assert written(LLAMA, 2, backends=("megatron",)) == ["1-1-2 megatron", "1-2-1 megatron", "2-1-1 megatron"]
+    assert default_backends("cpu") == ("fsdp",)
+    assert default_backends("h100") == BOTH
+    assert default_backends("cpu", ["megatron"]) == ("megatron",)
+    with pytest.raises(ConfigError, match="backend 'megatronn' is unknown; nearest: megatron"):
+        default_backends("h100", ["megatronn"])
+    with pytest.raises(ConfigError, match="backends is empty"):
+        default_backends("h100", [])
+
+
+def test_tensor_groups_stay_inside_the_machines_that_pack_gives() -> None:
+    machine = MachineSpec(gpu=gpu("a100-80"), num_gpus=6, num_machines=4)
+    cluster = ClusterSpec(machines=(machine,), inter_bandwidth_bytes_per_s=25e9)
+    workload = dataclasses.replace(WORKLOAD, global_batch=2520, mini_batches=1)
+    model = dataclasses.replace(LLAMA, num_heads=60, num_kv_heads=60, intermediate_size=60, num_layers=1)
+    seen = set()
+    for num_gpus in range(1, 25):
+        placed = pack(cluster, [PoolRequest(machine=0, num_gpus=num_gpus)])
+        assert placed is not None
+        hosts = [slots.index for slots in placed[0] for _ in range(slots.slots)]
+        found = {spec.tp_size for spec, _ in parallel_layouts(model, machine, num_gpus, workload, BOTH, True)}
+        for tp in (1, 2, 3, 4, 5, 6):
+            if num_gpus % tp == 0:
+                groups = Topology(ParallelSpec(tp_size=tp, dp_size=num_gpus // tp)).groups("tp")
+                inside = all(len({hosts[rank] for rank in group}) == 1 for group in groups)
+                assert (tp in found) == (inside and 2520 % (num_gpus // tp) == 0)
+                seen.add((tp, inside))
+    assert {(4, True), (4, False), (6, True)} <= seen
+
+
+def test_generation_nests_in_megatron_and_is_free_in_fsdp() -> None:
+    def sizes(layout: str, backend: str) -> list[str]:
+        found = generation_layouts(LLAMA, MACHINE, ParallelSpec.parse(layout), backend, WORKLOAD)
+        return [f"{spec.gen_pp_size}-{spec.gen_tp_size}" for spec in found]
+
+    assert sizes("2-4-1", "megatron") == ["1-1", "1-2", "1-4", "2-1", "2-2", "2-4"]
+    assert sizes("1-1-8", "fsdp") == ["1-1", "1-2", "1-4", "1-8"]
+    assert sizes("1-1-2", "fsdp") == ["1-1", "1-2"]
+
+
+def test_generation_replicas_share_the_prompts() -> None:
+    workload = dataclasses.replace(WORKLOAD, global_batch=2, mini_batches=1)
+    found = generation_layouts(LLAMA, MACHINE, ParallelSpec.parse("1-8-1"), "megatron", workload)
+    assert [spec.gen_tp_size for spec in found] == [4, 8]
+
+
+def test_waves_are_powers_of_two_up_to_the_limit() -> None:
+    assert wave_counts(WORKLOAD, 8) == (1, 2, 4, 8, 16)
+    assert wave_counts(WORKLOAD, 256) == (1, 2, 4)
+    assert wave_counts(dataclasses.replace(WORKLOAD, max_generation_waves=1), 8) == (1,)
+
+
+def test_device_counts_are_those_with_layouts() -> None:
+    workload = dataclasses.replace(WORKLOAD, global_batch=360, mini_batches=3)
+    for demand in (REFERENCE, ACTOR):
+        with_layouts = {
+            count
+            for count in range(1, 129)
+            if any(parallel_layouts(LLAMA, MACHINE, count, workload, BOTH, demand.trained))
+        }
+        assert with_layouts <= find_device_counts(demand, MACHINE, workload) <= set(range(1, 129))
+
+
+@pytest.mark.parametrize("budget_gib", [4, 8, 20, 40, 80])
+def test_the_best_layout_is_the_fastest_that_fits(budget_gib: int) -> None:
+    best = best_parallelism(REFERENCE, CLUSTER, 8, WORKLOAD, budget_bytes=budget_gib * 2**30)
+    fitting = {
+        (spec.pp_size, spec.tp_size): simulate_inference(LLAMA, CLUSTER, spec, WORKLOAD).latency_s
+        for spec, _ in parallel_layouts(LLAMA, MACHINE, 8, WORKLOAD, BOTH, False)
+        if simulate_inference(LLAMA, CLUSTER, spec, WORKLOAD).memory_bytes
+        + 2 * LLAMA.num_parameters / (8 if spec.dp_size == 8 else spec.pp_size * spec.tp_size)
+        <= budget_gib * 2**30
+    }
+    assert best is not None
+    assert best.memory_bytes <= budget_gib * 2**30
+    assert sum(best.stage_s) == pytest.approx(min(fitting.values()))
+
+
+def test_a_budget_that_is_too_small_has_no_layout() -> None:
+    assert best_parallelism(ACTOR, CLUSTER, 8, WORKLOAD, budget_bytes=2**30) is None
+
+
+def test_less_memory_makes_generation_go_in_waves() -> None:
+    plenty, little = (best_parallelism(ACTOR, CLUSTER, 8, WORKLOAD, budget_bytes=gib * 2**30) for gib in (512, 30))
+    assert plenty is not None
+    assert little is not None
+    assert plenty.num_waves == 1
+    assert little.num_waves > 1
+    assert sum(little.stage_s) > sum(plenty.stage_s)
+
+
+def test_two_generations_in_a_stage_share_one_transition() -> None:
+    once = ModelDemand(model=LLAMA, calls=(("generation",),))
+    twice = ModelDemand(model=LLAMA, calls=(("generation", "generation"),))
+    for one, two in zip(*(build_options(demand, CLUSTER, 4, WORKLOAD, BOTH) for demand in (once, twice)), strict=True):
+        assert one.stage_s[0] < two.stage_s[0] <= 2 * one.stage_s[0]
+        assert (two.parallel, two.generation, two.work_bytes) == (one.parallel, one.generation, one.work_bytes)
