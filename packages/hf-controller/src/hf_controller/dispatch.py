@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_controller.expressions import Expression, Extent, choose_columns
-from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture
+from hf_controller.futures import STAYS_HERE, BatchFuture, CallFuture, ListFuture, MetricsFuture, ObjectFuture
 from hf_protocols import ALL_TO_ALL, MethodSpec, PerRank, ProtocolError, Topology
 
 __all__ = ["BatchArgument", "Call", "StoredArgument", "build_calls", "check_rows", "compute_called_ranks"]
@@ -132,11 +132,20 @@ def _replace_one(value: Any, put: Callable[[Any], BatchFuture], *, whole: bool) 
         return StoredArgument(value.handle)
     if isinstance(value, BatchFuture):
         return BatchArgument(value.expression, whole)
+    _refuse_nested(value)
     # A TensorDict is recognised without importing tensordict, which takes seconds.
     tensordict = sys.modules.get("tensordict")
     if tensordict is not None and isinstance(value, tensordict.TensorDictBase):
         return BatchArgument(put(value).expression, whole)
     return value
+
+
+def _refuse_nested(value: Any) -> None:
+    """Refuse a future right inside a container: there it would not be distributed."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    for item in items:
+        if isinstance(item, BatchFuture | CallFuture):
+            raise ProtocolError(STAYS_HERE)
 
 
 def check_rows(call: Call, spec: MethodSpec, topology: Topology) -> None:

@@ -21,7 +21,16 @@ if TYPE_CHECKING:
     from hf_controller.results import Outcome
     from hf_controller.transport import ObjectStore
 
-__all__ = ["BatchFuture", "ListFuture", "MetricsFuture", "ObjectFuture", "PendingCall", "as_selection"]
+__all__ = [
+    "STAYS_HERE",
+    "BatchFuture",
+    "CallFuture",
+    "ListFuture",
+    "MetricsFuture",
+    "ObjectFuture",
+    "PendingCall",
+    "as_selection",
+]
 
 
 class PendingCall(Protocol):
@@ -60,7 +69,7 @@ class BatchFuture:
         self._timeout_s = timeout_s
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise ProtocolError(_STAYS_HERE)
+        raise ProtocolError(STAYS_HERE)
 
     @property
     def expression(self) -> Expression:
@@ -155,21 +164,21 @@ class BatchFuture:
         return BatchFuture(expression, self._store, self._timeout_s)
 
 
-class _CallFuture:
+class CallFuture:
     """What the futures of one call's small results share."""
 
     def __init__(self, call: PendingCall) -> None:
         self._call = call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise ProtocolError(_STAYS_HERE)
+        raise ProtocolError(STAYS_HERE)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every rank is done; raises what :meth:`BatchFuture.wait` raises."""
         self._call.wait(timeout_s)
 
 
-class MetricsFuture(_CallFuture):
+class MetricsFuture(CallFuture):
     """Metrics of a call: (sum, count) pairs, added over the collected ranks."""
 
     def result(self, timeout_s: float | None = None) -> dict[str, float]:
@@ -179,7 +188,7 @@ class MetricsFuture(_CallFuture):
         return reduce_metrics([each for each in self._call.outcomes(timeout_s) if isinstance(each, Metrics)])
 
 
-class ObjectFuture(_CallFuture):
+class ObjectFuture(CallFuture):
     """The object that one rank returns. Given to another group's method, the ranks there get the object."""
 
     def result(self, timeout_s: float | None = None) -> Any:
@@ -196,7 +205,7 @@ class ObjectFuture(_CallFuture):
         return self._call.handles[0]
 
 
-class ListFuture(_CallFuture):
+class ListFuture(CallFuture):
     """One result for each collected rank; it feeds only ``ALL_TO_ALL``, item i to rank i.
 
     Args:
@@ -268,7 +277,7 @@ def _check_positive(what: str, number: int) -> None:
         raise BatchError(f"{what}({number!r}): give a whole number of at least 1")
 
 
-_STAYS_HERE = (
+STAYS_HERE = (
     "a future travels only as an argument of a group's method, by itself: take it out of the list, dict or object it "
     "is in, or give the method its .result()"
 )

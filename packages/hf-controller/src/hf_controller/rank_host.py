@@ -102,7 +102,7 @@ class RankHost:
         batches = [value for value in given if isinstance(value, BatchArgument)]
         if call.after:
             self._enter(call, "waiting for the pool's earlier call")
-            self._store.get(list(call.after), call.timeout_s)
+            self._store.wait(list(call.after), call.timeout_s)
         if batches:
             self._enter(call, "waiting for its inputs")
             reader.look_up([batch.expression for batch in batches])

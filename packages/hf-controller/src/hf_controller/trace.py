@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_controller.failures import Failure
 
-__all__ = ["CallReport", "Span", "SubSpan", "Trace"]
+if TYPE_CHECKING:
+    from hf_controller.dispatch import Call
+
+__all__ = ["CallReport", "Span", "SubSpan", "Trace", "refuse"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,29 @@ class CallReport:
     num_rows: int = 0
     failure: Failure | None = None
     upstream: bool = False
+
+
+def refuse(call: Call, failure: Failure, *, pool: str, host: str, rank: int) -> CallReport:
+    """The report of a call that could not run."""
+    now_s = time.time()
+    span = Span(
+        call_id=call.call_id,
+        pool=pool,
+        host=host,
+        role=call.role,
+        method=call.method,
+        rank=rank,
+        submit_s=call.submit_s,
+        ready_s=now_s,
+        fetched_s=now_s,
+        computed_s=now_s,
+        end_s=now_s,
+        bytes_read=0,
+        bytes_written=0,
+        failed=True,
+        labels=call.labels,
+    )
+    return CallReport(span=span, failure=failure, upstream=True)
 
 
 class Trace:

@@ -39,6 +39,14 @@ class ObjectStore(Protocol):
         """
         ...
 
+    def wait(self, handles: Sequence[Any], timeout_s: float) -> None:
+        """Wait until the values exist, or never will, without fetching them.
+
+        Raises:
+            WorkerTimeoutError: if one is not there in time.
+        """
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Column:

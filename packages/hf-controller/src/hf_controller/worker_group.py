@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.worker import WorkerSpec
 from hf_protocols import MethodSpec, ProtocolError, Topology, registered_methods
-
-if TYPE_CHECKING:
-    from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture
 
 __all__ = ["WorkerGroup"]
 
@@ -54,7 +51,7 @@ class WorkerGroup:
         """Number of ranks."""
         return self.spec.topology.world_size
 
-    def __getattr__(self, name: str) -> Callable[..., BatchFuture | MetricsFuture | ListFuture | ObjectFuture | Any]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         methods = self.__dict__.get("methods", {})
         if name not in methods:
             known = ", ".join(sorted(methods)) or "none"

@@ -43,9 +43,12 @@ class Executor(ABC):
 
     @abstractmethod
     def build_groups(
-        self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False
+        self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False, wait: bool = True
     ) -> dict[str, WorkerGroup]:
         """Build one group per role on the pool's slots, and wait until every worker is constructed.
+
+        Without ``wait`` construction goes on in the background, so that several pools start together:
+        :meth:`wait_until_ready` then waits for all of them. A call on a group that is not ready waits for its turn.
 
         Groups on one pool take turns. ``fused`` puts all of these roles into one process per slot, where they share
         the default process group; else each role has its own process per slot.
@@ -56,8 +59,24 @@ class Executor(ABC):
         """
 
     @abstractmethod
+    def wait_until_ready(self) -> None:
+        """Wait until the workers of all groups are constructed.
+
+        Raises:
+            HybridFlowError: what a worker's constructor raised; the groups of its pool are then released.
+            WorkerTimeoutError: if a worker is not constructed in time.
+        """
+
+    @abstractmethod
     def release(self, pool: ResourcePool) -> None:
         """Close every group on ``pool`` and give its slots back; the pool can then be built on again."""
+
+    def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
+        """What each rank of ``group`` is at, with the Python stack of its call, asked beside the calls.
+
+        A rank that does not answer in time is described as such. The in-process executor has nothing to describe.
+        """
+        return {}
 
     @abstractmethod
     def close(self) -> None:

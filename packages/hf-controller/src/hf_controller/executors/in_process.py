@@ -39,6 +39,9 @@ class _LocalStore:
     def get(self, handles: Sequence[_Box], timeout_s: float) -> list[Any]:
         return [handle.value for handle in handles]
 
+    def wait(self, handles: Sequence[_Box], timeout_s: float) -> None:
+        """Everything is there already."""
+
 
 class _LocalCall:
     """A call that already ran."""
@@ -83,9 +86,9 @@ class InProcessExecutor(Executor):
         self._closed = False
 
     def build_groups(
-        self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False
+        self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False, wait: bool = True
     ) -> dict[str, WorkerGroup]:
-        """Build one group per role; see :meth:`Executor.build_groups`. Everything is fused here."""
+        """Build one group per role; see :meth:`Executor.build_groups`. Everything is fused and ready at once here."""
         if self._closed:
             raise PoolError("this executor is closed: make another")
         check_specs(pool, specs)
@@ -96,6 +99,9 @@ class InProcessExecutor(Executor):
         groups = {role: WorkerGroup(role, spec, pool, self._submit) for role, spec in specs.items()}
         self._hosts.update(dict.fromkeys(groups.values(), hosts))
         return groups
+
+    def wait_until_ready(self) -> None:
+        """Return at once: groups are ready when they are built."""
 
     def release(self, pool: ResourcePool) -> None:
         """Close every group on ``pool``."""

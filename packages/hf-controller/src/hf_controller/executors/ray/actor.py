@@ -18,6 +18,7 @@ from hf_controller.default_group import Rendezvous, join_default_group, open_ren
 from hf_controller.dispatch import Call
 from hf_controller.executors.ray.store import RayStore
 from hf_controller.failures import Failure
+from hf_controller.trace import refuse
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec
 
 __all__ = ["Construction", "HostActor"]
@@ -31,7 +32,6 @@ class Construction:
         specs: pickled ``{role: WorkerSpec}``.
         pool: the pool's name.
         device: ``"cpu"`` or ``"cuda"``.
-        rendezvous: where ranks meet; None if they need not.
         process_group: whether a worker needs the default process group.
         on_one_machine: whether all ranks share a machine.
         collective_timeout_s: deadline of every collective.
@@ -40,7 +40,6 @@ class Construction:
     specs: bytes
     pool: str
     device: str
-    rendezvous: Rendezvous | None
     process_group: bool
     on_one_machine: bool
     collective_timeout_s: float
@@ -62,6 +61,7 @@ class HostActor:
         self._host: Any = None
         self._rendezvous_store: Any = None
         self._thread: int | None = None
+        self._unbuilt: Failure | None = None
         self._role = name
 
     def __repr__(self) -> str:
@@ -69,30 +69,27 @@ class HostActor:
         return "host"
 
     @ray.method(concurrency_group="service")
-    def locate(self) -> str:
-        """The address of this rank's machine."""
-        return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-
-    @ray.method(concurrency_group="service")
-    def open_rendezvous(self, address: str) -> Rendezvous:
+    def open_rendezvous(self, on_one_machine: bool) -> Rendezvous:
         """Rank 0: listen for the others."""
-        rendezvous, self._rendezvous_store = open_rendezvous(address)
+        address = "127.0.0.1" if on_one_machine else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        rendezvous, self._rendezvous_store = open_rendezvous(str(address))
         return rendezvous
 
-    def construct(self, construction: Construction) -> Failure | None:
+    def construct(self, construction: Construction, rendezvous: Rendezvous | None) -> Failure | None:
         """Join the process group and construct every worker; what goes wrong is the answer."""
         self._thread = threading.get_ident()
         attribute_streams(lambda: f"{self._role}/{self._rank}")
         try:
             specs: Mapping[str, WorkerSpec] = cloudpickle.loads(construction.specs)
             device = "cpu" if construction.device == "cpu" else "cuda:0"
-            self._prepare(construction, device)
+            self._prepare(construction, device, rendezvous)
             workers: dict[str, Worker] = {}
             for role, spec in specs.items():
                 self._role = role
                 workers[role] = self._construct_worker(role, spec, construction, device)
         except Exception as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
-            return Failure.of(error, role=self._role, method="__init__", rank=self._rank)
+            self._unbuilt = Failure.of(error, role=self._role, method="__init__", rank=self._rank)
+            return self._unbuilt
         from hf_controller.rank_host import RankHost
 
         self._host = RankHost(
@@ -104,6 +101,9 @@ class HostActor:
     @ray.method(num_returns=2)
     def run(self, call: Call) -> tuple[Any, Any]:
         """Run one call: its outcome, for readers, and its report, for the controller."""
+        if self._host is None:
+            assert self._unbuilt is not None
+            return self._unbuilt, refuse(call, self._unbuilt, pool="", host=self._name, rank=self._rank)
         self._role = call.role
         outcome, report = self._host.run(call)
         self._role = self._name
@@ -127,7 +127,7 @@ class HostActor:
         if self._host is not None:
             self._host.close()
 
-    def _prepare(self, construction: Construction, device: str) -> None:
+    def _prepare(self, construction: Construction, device: str, rendezvous: Rendezvous | None) -> None:
         import torch
 
         # This thread runs every call; torch counts threads per calling thread.
@@ -138,7 +138,7 @@ class HostActor:
                 self._world_size,
                 device=device,
                 timeout_s=construction.collective_timeout_s,
-                rendezvous=construction.rendezvous,
+                rendezvous=rendezvous,
                 store=self._rendezvous_store,
                 on_one_machine=construction.on_one_machine,
             )

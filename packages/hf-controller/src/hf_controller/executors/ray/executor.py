@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-import ray
-from ray import cloudpickle
-from ray.exceptions import GetTimeoutError, RayError
-
 from hf_controller.dispatch import Call
 from hf_controller.executors.base import Executor, check_specs
-from hf_controller.executors.ray.actor import Construction, HostActor
 from hf_controller.executors.ray.cluster import start_cluster, stop_cluster
-from hf_controller.executors.ray.pending import RayCall, take_ready
+from hf_controller.executors.ray.host_set import HostSet, await_ready
+from hf_controller.executors.ray.pending import RayCall, describe_ranks, take_ready
 from hf_controller.executors.ray.placement import PlacedPool, place
 from hf_controller.executors.ray.store import RayStore
-from hf_controller.failures import Failure
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.signals import TerminationGuard, shielded
 from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
-from hf_protocols import MethodSpec, PoolError, WorkerTimeoutError
+from hf_protocols import HybridFlowError, MethodSpec, PoolError
 
 __all__ = ["RayExecutor"]
 
@@ -33,21 +27,11 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 @dataclasses.dataclass
-class _HostSet:
-    """The processes that hold the same roles, one per rank."""
-
-    name: str
-    roles: tuple[str, ...]
-    actors: list[Any]
-
-
-@dataclasses.dataclass
 class _Occupied:
-    """A pool in use: its slots, its processes, and the call that was made last on it."""
+    """A pool in use: its slots, its processes, and the reports of the call that was made last on it."""
 
     placed: PlacedPool
-    host_sets: list[_HostSet]
-    last_host_set: _HostSet | None = None
+    host_sets: list[HostSet] = dataclasses.field(default_factory=list)
     last_reports: Sequence[Any] = ()
 
 
@@ -82,7 +66,7 @@ class RayExecutor(Executor):
         self._start_timeout_s = start_timeout_s
         self._collective_timeout_s = collective_timeout_s
         self._occupied: dict[ResourcePool, _Occupied] = {}
-        self._host_sets: dict[WorkerGroup, _HostSet] = {}
+        self._host_sets: dict[WorkerGroup, HostSet] = {}
         self._closed = False
         self._guard = TerminationGuard()
         start_cluster(
@@ -91,28 +75,39 @@ class RayExecutor(Executor):
         self._guard.install()
 
     def build_groups(
-        self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False
+        self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False, wait: bool = True
     ) -> dict[str, WorkerGroup]:
         """Build one group per role; see :meth:`Executor.build_groups`."""
         if self._closed:
             raise PoolError("this executor is closed: make another")
         check_specs(pool, specs)
-        deadline_s = time.monotonic() + self._start_timeout_s
         if pool not in self._occupied:
-            self._occupied[pool] = _Occupied(place(pool, self._start_timeout_s), [])
+            self._occupied[pool] = _Occupied(place(pool, self._start_timeout_s))
         occupied = self._occupied[pool]
-        role_sets = [dict(specs)] if fused else [{role: spec} for role, spec in specs.items()]
-        built = [self._create(occupied, roles) for roles in role_sets]
-        constructing = {}
-        for host_set, roles in zip(built, role_sets, strict=True):
-            constructing.update(self._construct(occupied, host_set, roles, deadline_s))
-        self._await_construction(constructing, deadline_s)
         groups = {}
-        for host_set, roles in zip(built, role_sets, strict=True):
+        for roles in [dict(specs)] if fused else [{role: spec} for role, spec in specs.items()]:
+            host_set = HostSet(occupied.placed, roles, collective_timeout_s=self._collective_timeout_s)
+            occupied.host_sets.append(host_set)
             for role, spec in roles.items():
                 groups[role] = WorkerGroup(role, spec, pool, self._submit)
                 self._host_sets[groups[role]] = host_set
+        if wait:
+            self.wait_until_ready()
         return groups
+
+    def wait_until_ready(self) -> None:
+        """Wait until every worker is constructed; see :meth:`Executor.wait_until_ready`."""
+        host_sets = [host_set for occupied in self._occupied.values() for host_set in occupied.host_sets]
+        try:
+            await_ready(host_sets, self._start_timeout_s)
+        except HybridFlowError:
+            for pool in [pool for pool, occupied in self._occupied.items() if _is_unready(occupied)]:
+                self._release(pool, orderly=False)
+            raise
+
+    def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
+        """What each rank is at; see :meth:`Executor.describe`."""
+        return describe_ranks(dict(enumerate(self._host_set_of(group).actors)), timeout_s)
 
     def release(self, pool: ResourcePool) -> None:
         """Close every group on ``pool`` and give its slots back. Processes that do not answer in time are killed."""
@@ -132,11 +127,11 @@ class RayExecutor(Executor):
         occupied = self._occupied.pop(pool, None)
         if occupied is None:
             return
-        actors = [actor for host_set in occupied.host_sets for actor in host_set.actors]
         if orderly:
-            ray.wait([actor.close.remote() for actor in actors], num_returns=len(actors), timeout=_CLOSE_TIMEOUT_S)
-        for actor in actors:
-            ray.kill(actor)
+            for host_set in occupied.host_sets:
+                host_set.close(_CLOSE_TIMEOUT_S)
+        for host_set in occupied.host_sets:
+            host_set.kill()
         occupied.placed.remove()
         self._host_sets = {group: hosts for group, hosts in self._host_sets.items() if group.pool is not pool}
 
@@ -153,78 +148,14 @@ class RayExecutor(Executor):
                 stop_cluster()
                 self._guard.restore()
 
-    def _create(self, occupied: _Occupied, roles: Mapping[str, WorkerSpec]) -> _HostSet:
-        """Start the processes of a host set."""
-        pool = occupied.placed.pool
-        name = "+".join(roles)
-        decorate: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"service": 4})  # type: ignore[call-overload]
-        remote = decorate(HostActor)
-        actors = [
-            remote.options(**occupied.placed.options(rank)).remote(name, rank, pool.num_slots)
-            for rank in range(pool.num_slots)
-        ]
-        host_set = _HostSet(name, tuple(roles), actors)
-        occupied.host_sets.append(host_set)
-        return host_set
-
-    def _construct(
-        self, occupied: _Occupied, host_set: _HostSet, roles: Mapping[str, WorkerSpec], deadline_s: float
-    ) -> dict[Any, str]:
-        """Start constructing the workers; the answer names the rank behind each handle."""
-        pool, actors = occupied.placed.pool, host_set.actors
-        process_group = any(spec.worker.needs_process_group for spec in roles.values())
-        addresses = self._ask([actor.locate.remote() for actor in actors], deadline_s, host_set.name)
-        on_one_machine = len(set(addresses)) == 1
-        rendezvous = None
-        if process_group and len(actors) > 1:
-            address = "127.0.0.1" if on_one_machine else addresses[0]
-            (rendezvous,) = self._ask([actors[0].open_rendezvous.remote(address)], deadline_s, host_set.name)
-        construction = Construction(
-            specs=_pickle_specs(roles),
-            pool=pool.name,
-            device=pool.device,
-            rendezvous=rendezvous,
-            process_group=process_group,
-            on_one_machine=on_one_machine,
-            collective_timeout_s=self._collective_timeout_s,
-        )
-        return {actor.construct.remote(construction): f"{host_set.name}/{rank}" for rank, actor in enumerate(actors)}
-
-    def _ask(self, handles: list[Any], deadline_s: float, name: str) -> list[Any]:
-        try:
-            return list(ray.get(handles, timeout=max(0.1, deadline_s - time.monotonic())))
-        except GetTimeoutError as error:
-            raise WorkerTimeoutError(
-                f"the processes of {name} did not start within {self._start_timeout_s:g} s: raise start_timeout_s"
-            ) from error
-
-    def _await_construction(self, handles: Mapping[Any, str], deadline_s: float) -> None:
-        pending = list(handles)
-        while pending:
-            ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline_s - time.monotonic()))
-            if not ready:
-                missing = ", ".join(handles[handle] for handle in pending)
-                raise WorkerTimeoutError(
-                    f"{missing} did not finish construction within {self._start_timeout_s:g} s: raise start_timeout_s"
-                )
-            try:
-                failure = ray.get(ready[0])
-            except RayError as error:
-                role, _, rank = handles[ready[0]].rpartition("/")
-                failure = Failure.of(error, role=role, method="__init__", rank=int(rank))
-            if failure is not None:
-                raise failure.to_error()
-
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> RayCall:
-        if group not in self._host_sets:
-            raise PoolError(f"group {group.role!r} is closed: its pool {group.pool.name!r} was released")
-        host_set, occupied = self._host_sets[group], self._occupied[group.pool]
-        after = self._earlier(occupied, host_set)
+        host_set, occupied = self._host_set_of(group), self._occupied[group.pool]
+        # The same processes run their calls in order; others wait for the pool's last call.
+        after = list(occupied.last_reports) if len(occupied.host_sets) > 1 else ()
         outcomes, reports = {}, {}
         for rank, call in calls.items():
-            told = dataclasses.replace(call, after=after) if after else call
-            outcomes[rank], reports[rank] = host_set.actors[rank].run.remote(told)
-        occupied.last_host_set, occupied.last_reports = host_set, list(reports.values())
+            outcomes[rank], reports[rank] = host_set.actors[rank].run.remote(dataclasses.replace(call, after=after))
+        occupied.last_reports = list(reports.values())
         self.trace.watch(reports.values())
         return RayCall(
             role=group.role,
@@ -236,13 +167,11 @@ class RayExecutor(Executor):
             timeout_s=self.call_timeout_s,
         )
 
-    def _earlier(self, occupied: _Occupied, host_set: _HostSet) -> list[Any]:
-        """What a call waits for: the pool's last call, unless the same processes run it, one call after another."""
-        if len(occupied.host_sets) == 1:
-            return []
-        return list(occupied.last_reports)
+    def _host_set_of(self, group: WorkerGroup) -> HostSet:
+        if group not in self._host_sets:
+            raise PoolError(f"group {group.role!r} is closed: its pool {group.pool.name!r} was released")
+        return self._host_sets[group]
 
 
-def _pickle_specs(roles: Mapping[str, WorkerSpec]) -> bytes:
-    """Roles and classes as bytes; classes of modules that other processes cannot import travel by value."""
-    return bytes(cloudpickle.dumps(dict(roles)))  # type: ignore[no-untyped-call]
+def _is_unready(occupied: _Occupied) -> bool:
+    return any(host_set.constructing for host_set in occupied.host_sets)

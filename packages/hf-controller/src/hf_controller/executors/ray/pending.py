@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hf_controller.results import Outcome
     from hf_controller.trace import CallReport
 
-__all__ = ["RayCall", "take_ready"]
+__all__ = ["RayCall", "describe_ranks", "take_ready"]
 
 _ANSWER_TIMEOUT_S = 5.0
 
@@ -118,12 +118,17 @@ class RayCall:
         )
 
     def _to_timeout(self, ranks: Sequence[int], timeout_s: float) -> HybridFlowError:
-        asked = {self._actors[rank].describe.remote(): rank for rank in ranks}
-        ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER_TIMEOUT_S)
         head = f"{self._what} is not done after {timeout_s:g} s on rank(s) {', '.join(map(str, ranks))}"
         lines = [f"{head}: raise call_timeout_s, or look at what they are at:"]
-        lines += [f"rank {rank}: {_answer(handle)}" for handle, rank in asked.items()]
-        return WorkerTimeoutError("\n".join(lines))
+        described = describe_ranks({rank: self._actors[rank] for rank in ranks}, _ANSWER_TIMEOUT_S)
+        return WorkerTimeoutError("\n".join([*lines, *(f"rank {rank}: {text}" for rank, text in described.items())]))
+
+
+def describe_ranks(actors: Mapping[int, Any], timeout_s: float) -> dict[int, str]:
+    """What each rank is at, and its stack; whoever is not there or does not answer in time is described as such."""
+    asked = {rank: actor.describe.remote() for rank, actor in actors.items()}
+    ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
+    return {rank: _answer(handle) for rank, handle in asked.items()}
 
 
 def _answer(handle: Any) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hf_controller.resource_pool import ResourcePool
@@ -24,12 +24,18 @@ class PlacedPool:
 
     Args:
         pool: the pool.
-        groups: a placement group for each machine.
+        groups: a placement group for each machine, ready.
+
+    Attributes:
+        on_one_machine: whether all slots are on one machine.
     """
 
     def __init__(self, pool: ResourcePool, groups: Sequence[PlacementGroup]) -> None:
         self.pool = pool
         self._groups = list(groups)
+        tables = [placement_group_table(group) for group in groups]
+        nodes = {node for table in tables for node in table["bundles_to_node_id"].values()}
+        self.on_one_machine = len(nodes) == 1
 
     def options(self, rank: int) -> dict[str, Any]:
         """Where an actor of ``rank`` goes: actor options."""

@@ -37,6 +37,18 @@ class RayStore:
         except RayError as error:
             raise WorkerError(f"an earlier call's result is lost: {_first_line(error)}") from error
 
+    def wait(self, handles: Sequence[Any], timeout_s: float) -> None:
+        """Wait until the values exist, or the process that would make them is gone.
+
+        Raises:
+            WorkerTimeoutError: if one is not there in time.
+        """
+        pending = ray.wait(list(handles), num_returns=len(handles), timeout=timeout_s, fetch_local=False)[1]
+        if pending:
+            raise WorkerTimeoutError(
+                f"the pool's earlier call was not done after {timeout_s:g} s on {len(pending)} rank(s)"
+            )
+
 
 def _first_line(error: RayError) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

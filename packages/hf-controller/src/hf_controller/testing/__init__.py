@@ -1,0 +1,20 @@
+"""The executors' conformance suite: what a program may rely on, wherever its calls run.
+
+::
+
+    from hf_controller.testing import Stage, conformance_checks
+
+    with MyExecutor() as executor, Stage(executor) as stage:
+        for check in conformance_checks(collectives=False):
+            check(stage)
+
+A check is a function of a :class:`Stage`; it raises AssertionError where the executor differs. Checks that need
+collectives between ranks come last: an executor that runs ranks one after another leaves them out.
+"""
+
+from __future__ import annotations
+
+from hf_controller.testing._checks import conformance_checks
+from hf_controller.testing._workers import ProbeWorker, SoloWorker, Stage
+
+__all__ = ["ProbeWorker", "SoloWorker", "Stage", "conformance_checks"]

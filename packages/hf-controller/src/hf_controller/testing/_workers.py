@@ -1,0 +1,216 @@
+"""The suite's workers and the groups made of them."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from tensordict import TensorDict
+
+from hf_controller.executors.base import Executor
+from hf_controller.resource_pool import ResourcePool
+from hf_controller.worker import Worker, WorkerContext, WorkerSpec
+from hf_protocols import (
+    ALL_TO_ALL,
+    DP,
+    ONE_TO_ALL,
+    RANK_ZERO,
+    THREE_D,
+    THREE_D_PP_ONLY,
+    BatchError,
+    ParallelSpec,
+    RewardError,
+    Topology,
+    register,
+)
+
+__all__ = ["ProbeWorker", "SoloWorker", "Stage"]
+
+
+class ProbeWorker(Worker):
+    """Answers what it was given, so that a check sees where rows went."""
+
+    def __init__(self, context: WorkerContext, *, scale: float = 1.0) -> None:
+        super().__init__(context)
+        self.scale = scale
+        self.buffer = torch.zeros(2)
+        self.drawn = float(torch.rand(()))
+
+    @register(protocol=DP)
+    def echo(self, batch: TensorDict) -> TensorDict:
+        """The batch, and the rank that had each row."""
+        return batch.clone().set("rank", torch.full(batch.batch_size, self.context.rank))
+
+    @register(protocol=DP, reads=["x", "missing?"], writes=["y"])
+    def add(self, batch: TensorDict, amount: float = 0.0) -> TensorDict:
+        """Y = scale * x + amount, from x alone."""
+        if list(batch.keys()) != ["x"]:
+            raise BatchError(f"the columns {list(batch.keys())} travelled, only x was asked for")
+        return TensorDict({"y": batch["x"] * self.scale + amount}, batch_size=batch.batch_size)
+
+    @register(protocol=DP)
+    def join(self, left: TensorDict, right: TensorDict) -> TensorDict:
+        """Two batches side by side."""
+        return TensorDict({"a": left["x"], "b": right["x"]}, batch_size=left.batch_size)
+
+    @register(protocol=DP, rows="times")
+    def sample(self, batch: TensorDict, n: int) -> TensorDict:
+        """N rows of each row."""
+        number = torch.arange(n).repeat(len(batch))
+        return TensorDict({"row": batch["row"].repeat_interleave(n), "sample": number}, batch_size=[len(batch) * n])
+
+    @register(protocol=DP, rows="unknown")
+    def keep_even(self, batch: TensorDict) -> TensorDict:
+        """The rows whose number is even."""
+        even: TensorDict = batch[batch["row"] % 2 == 0]
+        return even
+
+    @register(protocol=ONE_TO_ALL)
+    def copy_all(self, batch: TensorDict) -> TensorDict:
+        """Every row, from every rank."""
+        return batch.clone().set("rank", torch.full(batch.batch_size, self.context.rank))
+
+    @register(protocol=ALL_TO_ALL)
+    def take_own(self, batch: TensorDict, factor: int) -> TensorDict:
+        """This rank's item."""
+        return TensorDict({"row": batch["row"] * factor}, batch_size=batch.batch_size)
+
+    @register(protocol=RANK_ZERO)
+    def center(self, batch: TensorDict) -> TensorDict:
+        """X less its mean over the whole batch."""
+        return TensorDict({"centered": batch["x"] - batch["x"].mean()}, batch_size=batch.batch_size)
+
+    @register(protocol=THREE_D_PP_ONLY)
+    def per_stage(self, batch: TensorDict) -> TensorDict:
+        """Every row, from every stage."""
+        return TensorDict({"row": batch["row"]}, batch_size=batch.batch_size)
+
+    @register(protocol=DP, returns="metrics")
+    def count(self, batch: TensorDict) -> dict[str, tuple[float, float]]:
+        """Mean of row numbers, rows per rank, and a metric without data."""
+        return {"row": (float(batch["row"].sum()), len(batch)), "rows": (len(batch), 1), "none": (0.0, 0.0)}
+
+    @register(protocol=DP, returns="metrics")
+    def count_tokens(self, batch: TensorDict) -> dict[str, tuple[float, float]]:
+        """The most tokens that a rank has, as the sum over ranks of the square root of squares."""
+        tokens = float(batch["tokens"].offsets()[-1])
+        return {f"rank {self.context.rank}": (tokens, 1)}
+
+    @register(protocol=RANK_ZERO, returns="object")
+    def answer(self, value: Any) -> Any:
+        """What it is given, with the worker's own settings."""
+        return {"value": value, "scale": self.scale, "drawn": self.drawn}
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def where(self) -> tuple[int, int, str]:
+        """Rank, world size and role."""
+        return self.context.rank, self.context.world_size, self.context.role
+
+    @register(protocol=DP)
+    def lend_buffer(self, batch: TensorDict) -> TensorDict:
+        """A view of memory that the worker goes on writing into."""
+        self.buffer = torch.zeros(len(batch))
+        return TensorDict({"lent": self.buffer}, batch_size=batch.batch_size)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def write_buffer(self) -> None:
+        """Write into what was lent."""
+        self.buffer.fill_(7.0)
+
+    @register(protocol=DP)
+    def write_in_place(self, batch: TensorDict) -> TensorDict:
+        """A mistake: the rows belong to everybody."""
+        batch["x"].add_(1.0)
+        return TensorDict({"x": batch["x"].clone()}, batch_size=batch.batch_size)
+
+    @register(protocol=DP)
+    def lose_a_row(self, batch: TensorDict) -> TensorDict:
+        """A mistake: rows='same' promises one row for each."""
+        return batch[1:]
+
+    @register(protocol=DP, writes=["promised"])
+    def write_other(self, batch: TensorDict) -> TensorDict:
+        """A mistake: another column than promised."""
+        return TensorDict({"other": batch["x"]}, batch_size=batch.batch_size)
+
+    @register(protocol=DP)
+    def return_dict(self, batch: TensorDict) -> dict[str, torch.Tensor]:
+        """A mistake: no TensorDict."""
+        return {"x": batch["x"]}
+
+    @register(protocol=DP)
+    def fail(self, batch: TensorDict, kind: str) -> TensorDict:
+        """Raise on the highest rank, an exception of ours or another."""
+        if self.context.rank == self.context.world_size - 1:
+            raise RewardError("no reward today") if kind == "ours" else KeyError("lost")
+        return batch.clone()
+
+    @register(protocol=DP, returns="metrics")
+    def timed(self, batch: TensorDict) -> dict[str, tuple[float, float]]:
+        """Has a sub-span."""
+        with self.context.span("inner"):
+            return {"rows": (len(batch), 1)}
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def sum_of_ranks(self) -> float:
+        """A collective: the sum of all ranks' numbers."""
+        total = torch.tensor(float(self.context.rank))
+        torch.distributed.all_reduce(total)
+        return total.item()
+
+    @register(protocol=THREE_D, returns="metrics")
+    def sum_over_skew(self, batch: TensorDict) -> dict[str, tuple[float, float]]:
+        """A collective in a method whose ranks have very different numbers of tokens."""
+        total = torch.zeros(())
+        for row in batch["tokens"].unbind():
+            total += row.sum()
+        torch.distributed.all_reduce(total)
+        return {"total": (total.item(), 1)}
+
+
+class SoloWorker(ProbeWorker):
+    """The probe for groups of one rank that need no process group."""
+
+    needs_process_group = False
+
+
+class Stage:
+    """The groups that the checks share: building them takes longer than any check.
+
+    ``three`` and ``two`` have three and two data-parallel ranks on pools of their own; ``sharded`` shares the processes
+    of ``two`` with another layout (tp_size=2); ``solo`` has one rank.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        two, three, solo = (
+            ResourcePool([count], device="cpu", name=f"stage-{name}")
+            for name, count in (("two", 2), ("three", 3), ("solo", 1))
+        )
+        self.pools = (two, three, solo)
+        specs = {
+            "two": _spec(ParallelSpec(dp_size=2), scale=2.0),
+            "sharded": _spec(ParallelSpec(tp_size=2)),
+        }
+        shared = executor.build_groups(two, specs, fused=True, wait=False)
+        self.two, self.sharded = shared["two"], shared["sharded"]
+        spec = _spec(ParallelSpec(dp_size=3), balance=True)
+        self.three = executor.build_groups(three, {"three": spec}, wait=False)["three"]
+        self.solo = executor.build_groups(solo, {"solo": _spec(ParallelSpec(), worker=SoloWorker)})["solo"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pool in self.pools:
+            self.executor.release(pool)
+
+
+def _spec(
+    train: ParallelSpec, *, scale: float = 1.0, balance: bool = False, worker: type[Worker] = ProbeWorker
+) -> WorkerSpec:
+    kwargs = {"scale": scale}
+    return WorkerSpec(worker=worker, topology=Topology(train), kwargs=kwargs, seed=11, balance_tokens=balance)

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hf_controller import InProcessExecutor, RayExecutor
+from hf_controller.testing import Stage, conformance_checks
+
+
+def _named(*, collectives: bool) -> list[object]:
+    return [pytest.param(check, id=check.__name__) for check in conformance_checks(collectives=collectives)]
+
+
+@pytest.fixture(scope="module")
+def in_process_stage() -> Iterator[Stage]:
+    with InProcessExecutor() as executor, Stage(executor) as stage:
+        yield stage
+
+
+@pytest.fixture(scope="module")
+def ray_stage(ray_executor: RayExecutor) -> Iterator[Stage]:
+    with Stage(ray_executor) as stage:
+        yield stage
+
+
+@pytest.mark.parametrize("check", _named(collectives=False))
+def test_in_process(check, in_process_stage):
+    check(in_process_stage)
+
+
+@pytest.mark.parametrize("check", _named(collectives=True))
+def test_ray(check, ray_stage):
+    check(ray_stage)
