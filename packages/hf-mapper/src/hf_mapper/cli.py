@@ -12,7 +12,7 @@ from hf_mapper.report import render_plan
 from hf_mapper.search import map_dataflow
 from hf_protocols import HybridFlowError
 
-__all__ = ["main"]
+__all__ = ["main", "plan"]
 
 
 class _InputError(click.ClickException):
