@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import pytest
+
+from hf_protocols import ConfigError, Dataflow, ModelCall
+
+
+def stages(name: str) -> list[list[str]]:
+    return [[f"{call.role}.{call.method}" for call in stage] for stage in Dataflow.preset(name).stages()]
+
+
+def test_ppo_has_the_papers_stages() -> None:
+    """Generation, preparation, learning; advantages are a level of their own."""
+    assert stages("ppo") == [
+        ["actor.generate_sequences"],
+        [
+            "actor.compute_logprobs",
+            "critic.compute_values",
+            "reference.compute_ref_logprobs",
+            "reward.compute_reward",
+        ],
+        ["advantage.compute_advantages"],
+        ["critic.update_critic", "actor.update_actor"],
+    ]
+    assert Dataflow.preset("ppo").roles == ("actor", "critic", "reference", "reward", "advantage")
+
+
+def test_remax_generates_and_scores_twice_and_has_no_critic() -> None:
+    assert stages("remax") == [
+        ["actor.generate_sequences", "actor.generate_sequences"],
+        [
+            "actor.compute_logprobs",
+            "reference.compute_ref_logprobs",
+            "reward.compute_reward",
+            "reward.compute_reward",
+        ],
+        ["advantage.compute_advantages"],
+        ["actor.update_actor"],
+    ]
+    assert "critic" not in Dataflow.preset("remax").roles
+
+
+def test_safe_rlhf_adds_a_cost_model_to_ppo() -> None:
+    ppo, safe = Dataflow.preset("ppo"), Dataflow.preset("safe-rlhf")
+    assert set(safe.roles) - set(ppo.roles) == {"cost"}
+    assert len(safe.calls) == len(ppo.calls) + 1
+    assert "cost.compute_cost" in stages("safe-rlhf")[1]
+
+
+def test_grpo_has_no_critic_and_groups_by_prompt() -> None:
+    grpo = Dataflow.preset("grpo")
+    assert grpo.roles == ("actor", "reference", "reward", "advantage")
+    (advantages,) = (call for call in grpo.calls if call.role == "advantage")
+    assert "row_id" in advantages.reads
+    assert len(grpo.stages()) == 4
+
+
+@pytest.mark.parametrize("name", ["ppo", "remax", "safe-rlhf", "grpo"])
+def test_presets_read_only_what_the_data_or_an_earlier_call_gives(name: str) -> None:
+    flow = Dataflow.preset(name)
+    known = {"row_id", "prompt_ids", "answer"}
+    for call in flow.calls:
+        assert set(call.reads) <= known, call.method
+        known |= set(call.writes)
+        assert bool(call.writes) == (call.kind != "training")
+    assert [call for stage in flow.stages() for call in stage] == sorted(
+        flow.calls, key=lambda call: next(i for i, stage in enumerate(flow.stages()) if call in stage)
+    )
+    assert {call.kind for call in flow.calls} == {"generation", "inference", "function", "training"}
+
+
+def call(role: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> ModelCall:
+    return ModelCall(role=role, method="run", kind="function", reads=reads, writes=writes)
+
+
+def test_a_call_stands_one_level_after_the_last_writer_of_what_it_reads() -> None:
+    first, second = call("a", ("data",), ("x",)), call("b", ("x",), ("y",))
+    third, fourth = call("c", ("data",), ("z",)), call("d", ("z", "y"), ())
+    flow = Dataflow(name="own", calls=(first, second, third, fourth))
+    assert flow.stages() == ((first, third), (second,), (fourth,))
+    assert flow.roles == ("a", "b", "c", "d")
+    assert Dataflow(name="empty", calls=()).stages() == ()
+
+
+def test_a_column_is_written_once() -> None:
+    with pytest.raises(ConfigError, match=r"column 'x' is written by a\.run and by b\.run: rename one"):
+        Dataflow(name="own", calls=(call("a", (), ("x",)), call("b", (), ("x",))))
+
+
+def test_a_column_is_not_read_before_it_is_written() -> None:
+    with pytest.raises(ConfigError, match=r"'x' is read by a\.run before b\.run writes it: put the writer first"):
+        Dataflow(name="own", calls=(call("a", ("x",), ()), call("b", (), ("x",))))
+    with pytest.raises(ConfigError, match=r"'x' is read by a\.run before a\.run writes it"):
+        Dataflow(name="own", calls=(call("a", ("x",), ("x",)),))
+
+
+def test_unknown_words_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"dataflow preset 'safe_rlhf' is unknown: give safe-rlhf"):
+        Dataflow.preset("safe_rlhf")
+    with pytest.raises(ConfigError, match=r"unknown: give ppo or remax or safe-rlhf or grpo"):
+        Dataflow.preset("xyz")
+    with pytest.raises(ConfigError, match=r"actor\.run: kind='forward': one of generation, inference"):
+        ModelCall(role="actor", method="run", kind="forward", reads=())

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hf_protocols import errors
+
+
+def test_the_drawing_is_the_tree() -> None:
+    parents, drawn = [errors.HybridFlowError], {}
+    for line in errors.__doc__.splitlines():
+        match = re.match(r"^ {4}([|` -]*)(\w+Error)\b", line)
+        if match and match[1]:
+            depth = len(match[1]) // 4
+            drawn[match[2]] = parents[depth - 1].__name__
+            parents[depth:] = [getattr(errors, match[2])]
+    tree = {
+        name: next(base.__name__ for base in getattr(errors, name).__bases__ if base is not ValueError)
+        for name in errors.__all__
+        if name != "HybridFlowError"
+    }
+    assert drawn == tree
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_is_ours(name: str) -> None:
+    error = getattr(errors, name)
+    assert issubclass(error, errors.HybridFlowError)
+    assert str(error("what was given")) == "what was given"
+    assert ("(also a ValueError)" in _drawn_line(name)) == issubclass(error, ValueError)
+
+
+def _drawn_line(name: str) -> str:
+    return next(line for line in errors.__doc__.splitlines() if re.search(rf"\b{name}\b", line))

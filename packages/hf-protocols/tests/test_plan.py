@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from hf_protocols import (
+    SCHEMA_VERSION,
+    GenerationSpec,
+    MachinePlan,
+    MappingPlan,
+    ModelPlan,
+    ParallelSpec,
+    PlanError,
+    PoolPlan,
+    TopologyError,
+)
+
+GOLDEN = Path(__file__).parent / "golden" / "mapping_plan.json"
+
+PLAN = MappingPlan(
+    pools=(
+        PoolPlan(name="main", machines=(MachinePlan(gpu_kind="a100-80gb", slots=8),) * 2),
+        PoolPlan(name="scoring", machines=(MachinePlan(gpu_kind="l40s", slots=4),)),
+        PoolPlan(name="advantage", machines=(MachinePlan(gpu_kind="cpu", slots=1),)),
+    ),
+    models={
+        "actor": ModelPlan(
+            pool="main",
+            backend="megatron",
+            train=ParallelSpec(pp_size=2, tp_size=4, dp_size=2),
+            generation=GenerationSpec(gen_tp_size=2),
+        ),
+        "critic": ModelPlan(
+            pool="main", backend="fsdp", train=ParallelSpec(dp_size=8, cp_size=2, ep_size=4), offload=True
+        ),
+        "reference": ModelPlan(pool="scoring", backend="fsdp", train=ParallelSpec(dp_size=4), micro_batch_tokens=16384),
+        "advantage": ModelPlan(pool="advantage", backend="function"),
+    },
+    estimates={"iteration_s": 12.5, "stages": [{"name": "generation", "latency_s": 8.25}], "complete": True},
+)
+
+
+def test_the_golden_file_is_what_a_plan_writes_and_reads() -> None:
+    """An old plan keeps loading: a change of this file is a change of the schema version."""
+    text = GOLDEN.read_text(encoding="utf-8")
+    assert PLAN.to_json() == text
+    assert MappingPlan.from_json(text) == PLAN
+    assert json.loads(text)["schema_version"] == SCHEMA_VERSION == 1
+
+
+def test_defaults_may_be_left_out_of_the_text() -> None:
+    text = json.dumps(
+        {
+            "schema_version": 1,
+            "pools": [{"name": "main", "machines": [{"gpu_kind": "cpu", "slots": 2}]}],
+            "models": {"actor": {"pool": "main", "backend": "fsdp", "train": {"dp_size": 2}}},
+        }
+    )
+    plan = MappingPlan.from_json(text)
+    assert plan.models["actor"] == ModelPlan(pool="main", backend="fsdp", train=ParallelSpec(dp_size=2))
+    assert plan.estimates == {}
+
+
+def test_pools_and_roles_are_looked_up_by_name() -> None:
+    assert PLAN.pool("main").num_slots == 16
+    assert PLAN.roles_of("main") == ("actor", "critic")
+    with pytest.raises(PlanError, match="no pool 'other': its pools are main, scoring, advantage"):
+        PLAN.pool("other")
+
+
+def test_any_mapping_of_models_makes_the_same_plan() -> None:
+    plan = MappingPlan(pools=list(PLAN.pools), models=MappingProxyType(dict(PLAN.models)), estimates=PLAN.estimates)
+    assert plan == PLAN
+    assert plan.to_json() == PLAN.to_json()
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_another_schema_version_is_refused_naming_both(version: object) -> None:
+    body = {**json.loads(PLAN.to_json()), "schema_version": version}
+    with pytest.raises(PlanError, match=f"schema_version {version}, this release reads 1: make the plan anew"):
+        MappingPlan.from_json(json.dumps(body))
+
+
+def test_a_plan_without_version_is_refused() -> None:
+    body = json.loads(PLAN.to_json())
+    del body["schema_version"]
+    with pytest.raises(PlanError, match="schema_version None"):
+        MappingPlan.from_json(json.dumps(body))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[1]", "3", '"plan"', "null", '{"schema_version": 1}'])
+def test_text_that_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="this is no mapping plan"):
+        MappingPlan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("extra",), 1),
+        (("pools", 0, "size"), 1),
+        (("pools", 0, "machines", 0, "gpu"), "h100"),
+        (("pools", 0, "machines", 0, "slots"), "8"),
+        (("models", "actor", "gpu"), 1),
+        (("models", "actor", "train", "sp_size"), 1),
+        (("models", "actor", "train"), "2-4-2"),
+        (("models", "actor"), None),
+    ],
+)
+def test_an_unknown_key_or_kind_of_value_is_refused(path: tuple[str | int, ...], value: object) -> None:
+    body = json.loads(PLAN.to_json())
+    inner: Any = body
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(PlanError, match="this is no mapping plan"):
+        MappingPlan.from_json(json.dumps(body))
+
+
+def make(machines: tuple[MachinePlan, ...] = (MachinePlan(gpu_kind="h100", slots=8),), **model: Any) -> MappingPlan:
+    pool = PoolPlan(name="main", machines=machines)
+    return MappingPlan(pools=(pool,), models={"actor": ModelPlan(**{"pool": "main", "backend": "fsdp", **model})})
+
+
+def test_ranks_must_fill_the_pool() -> None:
+    with pytest.raises(PlanError, match=r"actor has .* = 4 ranks, its pool 'main' has 8 slots: make them equal"):
+        make(train=ParallelSpec(dp_size=4))
+    assert make(train=ParallelSpec(dp_size=4, cp_size=2)).pool("main").num_slots == 8
+
+
+def test_a_model_names_a_pool_that_exists() -> None:
+    with pytest.raises(PlanError, match="actor runs on pool 'side', which is none of main"):
+        make(pool="side")
+
+
+def test_pools_have_names_of_their_own() -> None:
+    with pytest.raises(PlanError, match="two pools share a name among main, main"):
+        MappingPlan(pools=(PLAN.pool("main"),) * 2, models={})
+
+
+def test_values_that_cannot_run_are_refused() -> None:
+    with pytest.raises(PlanError, match="slots=0: give at least 1"):
+        MachinePlan(gpu_kind="h100", slots=0)
+    with pytest.raises(PlanError, match="pool 'main' has no machines"):
+        make(machines=())
+    with pytest.raises(PlanError, match="micro_batch_tokens=0"):
+        make(micro_batch_tokens=0)
+    with pytest.raises(TopologyError, match="8 ranks cannot be cut into generation replicas"):
+        make(train=ParallelSpec(dp_size=8), generation=GenerationSpec(gen_tp_size=3))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), {1, 2}])
+def test_estimates_that_json_cannot_hold_are_refused(value: object) -> None:
+    plan = MappingPlan(pools=PLAN.pools, models=PLAN.models, estimates={"iteration_s": value})
+    with pytest.raises(PlanError, match="the plan's estimates do not fit into JSON"):
+        plan.to_json()

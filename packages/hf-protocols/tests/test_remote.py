@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+
+from hf_protocols import DP, RANK_ZERO, THREE_D, MethodSpec, ProtocolError, method_spec, register, registered_methods
+
+
+class Base:
+    @register(protocol=RANK_ZERO, returns="object")
+    def describe(self) -> str:
+        """Say who it is."""
+        return "base"
+
+    def local(self) -> None:
+        """Not callable through a group."""
+
+
+class Worker(Base):
+    limit = 3
+
+    @register(protocol=THREE_D, rows="times", reads=["prompt_ids", "answer?"], writes=("response_ids",))
+    def generate(self, batch: list[int]) -> list[int]:
+        return batch * 2
+
+    @register(protocol=DP, returns="metrics")
+    def update(self, batch: list[int]) -> dict[str, tuple[float, float]]:
+        return {"loss": (float(sum(batch)), float(len(batch)))}
+
+
+def test_a_registered_method_is_still_the_method() -> None:
+    assert Worker().generate([1]) == [1, 1]
+    assert Base.describe.__doc__ == "Say who it is."
+
+
+def test_the_registration_is_found_on_the_method() -> None:
+    expected = MethodSpec(
+        protocol=THREE_D, rows="times", returns="batch", reads=("prompt_ids", "answer?"), writes=("response_ids",)
+    )
+    assert method_spec(Worker.generate) == expected
+    assert method_spec(Worker().generate) == expected
+    assert method_spec(Worker.local) is None
+    assert method_spec(print) is None
+
+
+def test_defaults_keep_rows_and_columns() -> None:
+    @register(protocol=DP)
+    def call(batch: object) -> object:
+        return batch
+
+    assert method_spec(call) == MethodSpec(protocol=DP, rows="same", returns="batch", reads=None, writes=None)
+
+
+def test_registered_methods_include_inherited_ones() -> None:
+    assert list(registered_methods(Base)) == ["describe"]
+    found = registered_methods(Worker)
+    assert {name: spec.returns for name, spec in found.items()} == {
+        "describe": "object",
+        "generate": "batch",
+        "update": "metrics",
+    }
+
+
+def test_an_overriding_method_registers_itself() -> None:
+    class Other(Worker):
+        @register(protocol=RANK_ZERO, returns="metrics")
+        def update(self, batch: list[int]) -> dict[str, tuple[float, float]]:
+            return {}
+
+    assert registered_methods(Other)["update"].protocol is RANK_ZERO
+    assert registered_methods(Worker)["update"].protocol is DP
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"protocol": "DP_PROTO"}, "protocol='DP_PROTO' is no TransferProtocol"),
+        ({"protocol": DP, "rows": "twice"}, "rows='twice': give one of same, times, unknown"),
+        ({"protocol": DP, "returns": "list"}, "returns='list': give one of batch, metrics, object"),
+        ({"protocol": DP, "reads": "values"}, r"reads='values' is one string: give a list .*\['values'\]"),
+        ({"protocol": DP, "writes": "values"}, "writes='values' is one string"),
+    ],
+)
+def test_a_wrong_registration_is_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ProtocolError, match=message):
+        register(**given)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_protocols import RowSelection
+
+exact = settings(max_examples=200, deadline=None, derandomize=True)
+row_lists = st.lists(st.integers(0, 30), max_size=40)
+
+
+@exact
+@given(rows=row_lists)
+def test_a_selection_is_the_list_of_its_rows(rows: list[int]) -> None:
+    selection = RowSelection.from_rows(rows)
+    assert list(selection) == rows
+    assert len(selection) == len(rows)
+    assert bool(selection) == bool(rows)
+
+
+@exact
+@given(first=row_lists, second=row_lists)
+def test_equal_rows_make_equal_selections(first: list[int], second: list[int]) -> None:
+    joined = RowSelection.from_rows(first) + RowSelection.from_rows(second)
+    assert joined == RowSelection.from_rows(first + second)
+    assert hash(joined) == hash(RowSelection.from_rows(first + second))
+    assert list(joined) == first + second
+
+
+@exact
+@given(rows=st.lists(st.integers(0, 30), min_size=1, max_size=40), data=st.data())
+def test_take_selects_from_a_selection(rows: list[int], data) -> None:
+    positions = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=40))
+    taken = RowSelection.from_rows(rows).take(RowSelection.from_rows(positions))
+    assert list(taken) == [rows[position] for position in positions]
+
+
+@exact
+@given(rows=row_lists, times=st.integers(1, 4))
+def test_repeat_makes_consecutive_rows_of_each(rows: list[int], times: int) -> None:
+    repeated = RowSelection.from_rows(rows).repeat(times)
+    assert list(repeated) == [row * times + copy for row in rows for copy in range(times)]
+
+
+@exact
+@given(rows=st.lists(st.integers(0, 2**40), max_size=20) | row_lists)
+def test_pickling_keeps_the_rows(rows: list[int]) -> None:
+    selection = RowSelection.from_rows(rows)
+    assert pickle.loads(pickle.dumps(selection)) == selection
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_pickled_row_takes_at_most_four_bytes(step: int) -> None:
+    selection = RowSelection.from_rows(range(0, 30_000, step))
+    len(selection.take(RowSelection.range(0, 10)))  # what is remembered for speed does not travel
+    assert len(pickle.dumps(selection)) <= 4 * len(selection) + 200
+
+
+def test_intervals_that_touch_are_one() -> None:
+    assert RowSelection(((0, 2), (2, 5), (7, 8))).intervals == ((0, 5), (7, 8))
+    assert RowSelection.from_rows([3, 4, 5, 4]).intervals == ((3, 6), (4, 5))
+    assert RowSelection.range(4, 4) == RowSelection() == RowSelection.from_rows([])
+
+
+def test_intervals_cost_the_same_however_long() -> None:
+    far = 10**15
+    selection = RowSelection.range(5, far) + RowSelection.range(0, 5)
+    assert len(selection) == far
+    assert selection.take(RowSelection.range(far - 6, far - 3)).intervals == ((far - 1, far), (0, 2))
+    assert selection.repeat(2).intervals == ((10, 2 * far), (0, 10))
+
+
+@pytest.mark.parametrize("interval", [(2, 1), (3, 3), (-1, 2)])
+def test_an_interval_that_holds_no_rows_is_refused(interval: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"interval .* is empty, reversed or negative: give 0 <= start < stop"):
+        RowSelection((interval,))
+    with pytest.raises(ValueError, match="interval"):
+        RowSelection.from_rows([-1])
+
+
+def test_positions_beyond_the_end_are_refused() -> None:
+    with pytest.raises(IndexError, match="position 3 of a selection of 3 rows"):
+        RowSelection.range(5, 8).take(RowSelection.range(2, 4))
+
+
+def test_rows_repeat_at_least_once() -> None:
+    with pytest.raises(ValueError, match="cannot be repeated 0 times: give 1 or more"):
+        RowSelection.range(0, 2).repeat(0)

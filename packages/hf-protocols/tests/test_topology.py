@@ -1,0 +1,352 @@
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from fractions import Fraction
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_protocols import Axis, GenerationSpec, ParallelSpec, Topology, TopologyError
+
+TRAINING_AXES = ("tp", "pp", "dp", "cp", "ep")
+exact = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+def layout(train: str, generation: str, order: str = "contiguous", grouping: str = "hybridflow") -> Topology:
+    return Topology(ParallelSpec.parse(train), GenerationSpec.parse(generation), order, grouping)
+
+
+def from_one(*groups: str) -> tuple[tuple[int, ...], ...]:
+    """Groups as the paper prints them, "13" for ranks 1 and 3, counted from 1."""
+    return tuple(tuple(int(rank) - 1 for rank in group) for group in groups)
+
+
+# ------------------------------------------------------------------------------------------------- the paper's examples
+
+
+def test_figure_8_groups() -> None:
+    topology = layout("1-4-2", "1-2")
+    assert topology.groups("tp") == from_one("1234", "5678")
+    assert topology.groups("dp") == from_one("15", "26", "37", "48")
+    assert topology.groups("gen_tp") == from_one("13", "24", "57", "68")
+    assert topology.groups("micro_dp") == from_one("12", "34", "56", "78")
+    assert topology.micro_dp_size == 2
+    assert topology.num_gen_replicas == 4
+
+
+def test_figure_8_groups_of_hybridflow_v() -> None:
+    topology = layout("1-4-2", "1-2", grouping="vanilla")
+    assert topology.groups("gen_tp") == from_one("12", "34", "56", "78")
+    assert topology.groups("micro_dp") == from_one("13", "24", "57", "68")
+    apart = [rank + 1 for rank in range(8) if not _holds_training_shard(topology, rank)]
+    assert apart == [2, 3, 6, 7]
+
+
+def test_figure_7_groups() -> None:
+    topology = layout("1-2-2", "1-1")
+    assert topology.groups("micro_dp") == ((0, 1), (2, 3))
+    assert topology.groups("gen_tp") == ((0,), (1,), (2,), (3,))
+
+
+@pytest.mark.parametrize(
+    ("train", "generation", "axis", "groups"),
+    [
+        ("2-4-1", "1-2", "gen_tp", ("13", "24", "57", "68")),
+        ("2-4-1", "1-2", "micro_dp", ("1256", "3478")),
+        ("4-2-1", "2-1", "gen_pp", ("15", "26", "37", "48")),
+        ("4-2-1", "2-1", "micro_dp", ("1234", "5678")),
+    ],
+)
+@pytest.mark.parametrize("order", ["contiguous", "megatron"])
+def test_groups_where_both_sizes_shrink(
+    train: str, generation: str, axis: Axis, groups: tuple[str, ...], order: str
+) -> None:
+    assert layout(train, generation, order).groups(axis) == from_one(*groups)
+
+
+def test_megatron_order_spreads_a_replica_over_the_ranks() -> None:
+    topology = layout("2-2-2", "1-2", "megatron")
+    assert topology.groups("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert topology.groups("dp") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert topology.groups("pp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert topology.groups("micro_dp") == ((0, 4), (1, 5), (2, 6), (3, 7))
+
+
+def test_fsdp_replicas_are_consecutive() -> None:
+    topology = layout("1-1-8", "1-2", "megatron")
+    assert not topology.is_nested
+    assert topology.groups("gen_tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert topology.groups("micro_dp") == tuple((rank,) for rank in range(8))
+
+
+def test_sizes_that_do_not_nest_share_blocks_of_the_least_common_multiple() -> None:
+    topology = layout("1-2-6", "1-3", "megatron")
+    assert topology.groups("gen_tp") == ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11))
+    assert topology.groups("micro_dp") == ((0, 3), (1, 4), (2, 5), (6, 9), (7, 10), (8, 11))
+
+
+def test_context_parallel_ranks_become_replicas_of_their_own() -> None:
+    train = ParallelSpec(tp_size=2, cp_size=2)
+    topology = Topology(train, GenerationSpec(gen_tp_size=2))
+    assert topology.groups("cp") == ((0, 2), (1, 3))
+    assert topology.groups("gen_replica") == ((0, 1), (2, 3))
+    assert topology.micro_dp_size == 1
+
+
+def test_expert_groups_are_consecutive_data_and_context_ranks() -> None:
+    topology = Topology(ParallelSpec(tp_size=2, dp_size=2, cp_size=2, ep_size=2))
+    assert topology.groups("ep") == ((0, 2), (1, 3), (4, 6), (5, 7))
+    whole = Topology(ParallelSpec(tp_size=2, dp_size=2, cp_size=2, ep_size=4))
+    assert whole.groups("ep") == ((0, 2, 4, 6), (1, 3, 5, 7))
+
+
+# ------------------------------------------------------------------------------------------------------ any topology
+
+
+@exact
+@given(data=st.data())
+def test_coordinates_count_ranks_as_nested_loops_do(data, topologies) -> None:
+    topology = data.draw(topologies())
+    train = topology.train
+    sizes = {"pp": train.pp_size, "dp": train.dp_size, "cp": train.cp_size, "tp": train.tp_size}
+    slowest_first = {"megatron": ("pp", "dp", "cp", "tp"), "contiguous": ("dp", "pp", "cp", "tp")}[topology.order]
+    for rank, at in enumerate(itertools.product(*(range(sizes[axis]) for axis in slowest_first))):
+        expected = dict(zip(slowest_first, at, strict=True))
+        coordinate = topology.coordinate(rank)
+        assert {axis: getattr(coordinate, axis) for axis in slowest_first} == expected
+        assert topology.rank(**expected) == rank
+        assert coordinate.ep == (expected["dp"] * train.cp_size + expected["cp"]) % train.ep_size
+    assert rank == topology.world_size - 1
+
+
+@exact
+@given(data=st.data())
+def test_groups_share_the_ranks_out_in_the_order_of_their_axis(data, topologies) -> None:
+    topology = data.draw(topologies())
+    axes = get_args(Axis) if topology.generation else TRAINING_AXES
+    for axis in axes:
+        groups = topology.groups(axis)
+        assert sorted(itertools.chain(*groups)) == list(range(topology.world_size))
+        assert [min(group) for group in groups] == sorted(min(group) for group in groups)
+        for group in groups:
+            assert len(group) == _axis_size(topology, axis)
+            assert [_position(topology, axis, rank) for rank in group] == list(range(len(group)))
+            assert all(topology.group_of(axis, rank) == group for rank in group)
+
+
+@exact
+@given(data=st.data())
+def test_groups_join_ranks_that_differ_in_nothing_else(data, topologies) -> None:
+    topology = data.draw(topologies())
+    for axis in ("tp", "pp", "dp", "cp"):
+        for group in topology.groups(axis):
+            others = [name for name in ("tp", "pp", "dp", "cp") if name != axis]
+            assert len({tuple(getattr(topology.coordinate(rank), name) for name in others) for rank in group}) == 1
+    for group in topology.groups("ep"):
+        at = [topology.coordinate(rank) for rank in group]
+        assert len({(one.pp, one.tp) for one in at}) == 1
+        spread = [one.dp * topology.train.cp_size + one.cp for one in at]
+        assert spread == list(range(spread[0], spread[0] + topology.train.ep_size))
+
+
+@exact
+@given(data=st.data())
+def test_every_replica_holds_each_shard_once_and_micro_dp_ranks_hold_the_same(data, topologies) -> None:
+    topology = data.draw(topologies(generates=True))
+    gen = topology.generation
+    shards = list(itertools.product(range(gen.gen_pp_size), range(gen.gen_tp_size)))
+    replicas = topology.groups("gen_replica")
+    assert len(replicas) == topology.num_gen_replicas
+    for replica in replicas:
+        at = [topology.coordinate(rank) for rank in replica]
+        assert [(one.gen_pp, one.gen_tp) for one in at] == shards
+        assert len({one.gen_replica for one in at}) == 1
+    for group in topology.groups("micro_dp"):
+        at = [topology.coordinate(rank) for rank in group]
+        assert len({(one.gen_pp, one.gen_tp) for one in at}) == 1
+        assert len({one.gen_replica for one in at}) == len(group)
+    assert {topology.coordinate(rank).gen_replica for rank in range(topology.world_size)} == set(range(len(replicas)))
+
+
+@exact
+@given(data=st.data())
+def test_nested_groups_stay_inside_a_training_replica_and_number_it_in_order(data, topologies) -> None:
+    topology = data.draw(topologies(generates=True).filter(lambda topology: topology.is_nested))
+    train, gen = topology.train, topology.generation
+    micro_dp_size = train.pp_size * train.tp_size // (gen.gen_pp_size * gen.gen_tp_size)
+    assert topology.micro_dp_size == micro_dp_size
+    for rank in range(topology.world_size):
+        at = topology.coordinate(rank)
+        assert at.gen_replica == (at.dp * train.cp_size + at.cp) * micro_dp_size + at.micro_dp
+        for axis in ("micro_dp", "gen_replica", "gen_tp", "gen_pp"):
+            peers = {(peer.dp, peer.cp) for peer in map(topology.coordinate, topology.group_of(axis, rank))}
+            assert peers == {(at.dp, at.cp)}
+
+
+@exact
+@given(data=st.data())
+def test_hybridflow_keeps_each_training_shard_and_gathers_it_inside_the_micro_dp_group(data, topologies) -> None:
+    nested = topologies(generates=True).filter(lambda one: one.is_nested and one.grouping == "hybridflow")
+    topology = data.draw(nested)
+    train, gen = topology.train, topology.generation
+    assert all(_holds_training_shard(topology, rank) for rank in range(topology.world_size))
+    for group in topology.groups("micro_dp"):
+        shards = {(topology.coordinate(rank).pp, topology.coordinate(rank).tp) for rank in group}
+        at = topology.coordinate(group[0])
+        a, b = train.pp_size // gen.gen_pp_size, train.tp_size // gen.gen_tp_size
+        whole = itertools.product(range(at.gen_pp * a, at.gen_pp * a + a), range(at.gen_tp * b, at.gen_tp * b + b))
+        assert shards == set(whole)
+    for group in topology.groups("gen_tp"):
+        steps = {after - before for before, after in itertools.pairwise(topology.coordinate(rank).tp for rank in group)}
+        assert steps <= {train.tp_size // gen.gen_tp_size}
+
+
+@exact
+@given(data=st.data())
+def test_vanilla_cuts_a_training_replica_into_consecutive_pieces(data, topologies) -> None:
+    vanilla = topologies(generates=True).filter(lambda one: one.is_nested and one.grouping == "vanilla")
+    topology = data.draw(vanilla)
+    train, gen = topology.train, topology.generation
+    for rank in range(topology.world_size):
+        at = topology.coordinate(rank)
+        index = at.pp * train.tp_size + at.tp
+        assert index == (at.micro_dp * gen.gen_pp_size + at.gen_pp) * gen.gen_tp_size + at.gen_tp
+
+
+@exact
+@given(data=st.data())
+def test_sizes_that_do_not_nest_take_consecutive_ranks_whatever_the_grouping(data, topologies) -> None:
+    topology = data.draw(topologies(generates=True).filter(lambda topology: not topology.is_nested))
+    size = topology.generation.replica_size
+    assert topology.groups("gen_replica") == tuple(
+        tuple(range(start, start + size)) for start in range(0, topology.world_size, size)
+    )
+    block = math.lcm(topology.train.pp_size * topology.train.tp_size, size)
+    expected = [
+        tuple(range(start + index, start + block, size))
+        for start in range(0, topology.world_size, block)
+        for index in range(size)
+    ]
+    assert topology.groups("micro_dp") == tuple(expected)
+
+
+@exact
+@given(data=st.data())
+def test_groupings_agree_where_every_rank_generates_alone(data, topologies) -> None:
+    topology = data.draw(topologies())
+    alone = [Topology(topology.train, GenerationSpec(), topology.order, name) for name in ("hybridflow", "vanilla")]
+    for axis in ("gen_tp", "gen_pp", "micro_dp", "gen_replica"):
+        assert alone[0].groups(axis) == alone[1].groups(axis)
+
+
+def _axis_size(topology: Topology, axis: str) -> int:
+    train, gen = topology.train, topology.generation
+    if axis == "gen_replica":
+        return gen.replica_size
+    if axis == "micro_dp":
+        model = train.pp_size * train.tp_size
+        return (model if topology.is_nested else math.lcm(model, gen.replica_size)) // gen.replica_size
+    return getattr(gen if axis.startswith("gen") else train, f"{axis}_size")
+
+
+def _position(topology: Topology, axis: str, rank: int) -> int:
+    at = topology.coordinate(rank)
+    if axis == "gen_replica":
+        return at.gen_pp * topology.generation.gen_tp_size + at.gen_tp
+    return getattr(at, axis)
+
+
+def _holds_training_shard(topology: Topology, rank: int) -> bool:
+    """Whether the layers and the columns that a rank trains are among those it generates with."""
+    at, train, gen = topology.coordinate(rank), topology.train, topology.generation
+
+    def inside(index: int, size: int, gen_index: int, gen_size: int) -> bool:
+        low, high = Fraction(index, size), Fraction(index + 1, size)
+        return Fraction(gen_index, gen_size) <= low and high <= Fraction(gen_index + 1, gen_size)
+
+    return inside(at.pp, train.pp_size, at.gen_pp, gen.gen_pp_size) and inside(
+        at.tp, train.tp_size, at.gen_tp, gen.gen_tp_size
+    )
+
+
+# ------------------------------------------------------------------------------------------------- specs and errors
+
+
+def test_specs_parse_what_the_paper_writes() -> None:
+    assert ParallelSpec.parse("1-8-2") == ParallelSpec(pp_size=1, tp_size=8, dp_size=2)
+    assert ParallelSpec.parse("1-8-2").world_size == 16
+    assert ParallelSpec(pp_size=2, tp_size=2, dp_size=2, cp_size=3, ep_size=6).world_size == 24
+    assert GenerationSpec.parse("2-4") == GenerationSpec(gen_pp_size=2, gen_tp_size=4)
+    assert GenerationSpec.parse("2-4").replica_size == 8
+
+
+@pytest.mark.parametrize("text", ["", "1-8", "1-8-2-4", "1-x-2", "1--2", "-1-8-2", "1.0-8-2", "1-8-²"])
+def test_text_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(TopologyError, match="pp-tp-dp"):
+        ParallelSpec.parse(text)
+    with pytest.raises(TopologyError, match="pp-tp"):
+        GenerationSpec.parse(text + "-" + text)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, "2", True, None])
+def test_a_size_is_a_whole_number_of_at_least_one(size: object) -> None:
+    with pytest.raises(TopologyError, match=r"tp_size=.*at least 1"):
+        ParallelSpec(tp_size=size)
+    with pytest.raises(TopologyError, match=r"gen_tp_size=.*at least 1"):
+        GenerationSpec(gen_tp_size=size)
+
+
+def test_experts_must_divide_the_data_and_context_ranks() -> None:
+    with pytest.raises(TopologyError, match=r"ep_size=4 does not divide dp_size \* cp_size = 3 \* 2"):
+        ParallelSpec(dp_size=3, cp_size=2, ep_size=4)
+
+
+def test_replicas_must_divide_the_ranks() -> None:
+    with pytest.raises(TopologyError, match=r"8 ranks cannot be cut .* 1 \* 3 = 3 ranks: choose sizes"):
+        layout("1-4-2", "1-3")
+
+
+def test_unknown_words_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(TopologyError, match=r"order='row': give one of megatron, contiguous"):
+        Topology(ParallelSpec(), order="row")
+    with pytest.raises(TopologyError, match=r"grouping='flow': give one of hybridflow, vanilla"):
+        Topology(ParallelSpec(), grouping="flow")
+    with pytest.raises(TopologyError, match=r"axis 'sp' is unknown: give one of tp, pp"):
+        Topology(ParallelSpec()).groups("sp")
+
+
+@pytest.mark.parametrize("rank", [-1, 8])
+def test_a_rank_outside_the_topology_is_refused(rank: int) -> None:
+    topology = layout("1-4-2", "1-2")
+    with pytest.raises(TopologyError, match=f"rank {rank} is not among the 8 ranks"):
+        topology.coordinate(rank)
+    with pytest.raises(TopologyError, match=f"rank {rank} is not among"):
+        topology.group_of("tp", rank)
+
+
+def test_a_coordinate_outside_its_axis_is_refused() -> None:
+    with pytest.raises(TopologyError, match="tp=4 is not among the tp_size=4"):
+        layout("1-4-2", "1-2").rank(tp=4)
+
+
+@pytest.mark.parametrize("axis", ["gen_tp", "gen_pp", "micro_dp", "gen_replica"])
+def test_generation_axes_need_a_generation_layout(axis: Axis) -> None:
+    topology = Topology(ParallelSpec(tp_size=2))
+    assert topology.coordinate(1).gen_replica is None
+    with pytest.raises(TopologyError, match="no generation layout"):
+        topology.groups(axis)
+    with pytest.raises(TopologyError, match="no generation layout"):
+        _ = topology.num_gen_replicas
+
+
+def test_a_pickled_topology_carries_its_sizes_alone() -> None:
+    topology = Topology(ParallelSpec(tp_size=8, dp_size=128), GenerationSpec(gen_tp_size=2))
+    topology.groups("micro_dp")
+    text = pickle.dumps(topology)
+    assert len(text) < 1000
+    assert pickle.loads(text) == topology
+    assert hash(pickle.loads(text)) == hash(topology)
