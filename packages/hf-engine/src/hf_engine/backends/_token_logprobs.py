@@ -43,6 +43,5 @@ def _logprobs_of_chunk(
     logprobs = scaled.gather(-1, token_ids[:, None]).squeeze(-1) - normalizer
     if not entropy:
         return logprobs, None
-    # H = logsumexp(x) - sum softmax(x) x
-    probabilities = (scaled - normalizer[:, None]).exp()
-    return logprobs, normalizer - (probabilities * scaled).sum(-1)
+    all_logprobs = scaled - normalizer[:, None]
+    return logprobs, -(all_logprobs.exp() * all_logprobs).sum(-1)

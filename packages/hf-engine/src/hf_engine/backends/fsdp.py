@@ -5,6 +5,7 @@ The same code runs on CPUs over gloo and on GPUs over NCCL.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
@@ -210,11 +211,11 @@ class FsdpBackend:
 
     def close(self) -> None:
         """Frees weights, gradients and optimizer state."""
-        if self._optimizer is not None:
-            self._optimizer.zero_grad()
-            self._optimizer = None
-        for shard in self.local_weights().values():
-            shard.untyped_storage().resize_(0)
+        self._optimizer = None
+        self._parameters.clear()
+        del self._model, self._root
+        # FSDP's hooks and modules refer to each other
+        gc.collect()
 
     @property
     def _dtype(self) -> torch.dtype:

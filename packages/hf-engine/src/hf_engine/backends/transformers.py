@@ -38,6 +38,7 @@ class TransformersBackend:
         self._topology = topology
         self._cache_bytes = cache_bytes
         self._stop_token_ids = _end_of_sequence_ids(model)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._weight_version = 0
         self._has_weights = True
 
@@ -85,9 +86,8 @@ class TransformersBackend:
 
     def weight_layout(self) -> WeightLayout:
         """Every rank holds every parameter whole; a tied embedding once."""
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
         dtype = str(self._model.dtype).removeprefix("torch.")
-        return replicated_layout(shapes, range(self._topology.world_size), dtype=dtype)
+        return replicated_layout(self._shapes, range(self._topology.world_size), dtype=dtype)
 
     def weight_buffers(self) -> Mapping[str, torch.Tensor]:
         """The model's own parameters."""
@@ -101,13 +101,13 @@ class TransformersBackend:
     def release(self) -> None:
         """Frees the weights; keys and values are freed after every `generate` anyway."""
         for parameter in self._model.parameters():
-            parameter.untyped_storage().resize_(0)
+            parameter.data = parameter.data.new_empty(0)
         self._has_weights = False
 
     def resume(self) -> None:
         """Takes the weights' memory again; the contents must be sent anew."""
-        for parameter in self._model.parameters():
-            parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size())
+        for name, parameter in self._model.named_parameters():
+            parameter.data = parameter.data.new_empty(self._shapes[name])
 
     def close(self) -> None:
         """Frees the model."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from hf_engine.testing._local_ranks import LocalRanks
 from hf_engine.testing._rollout import check_rollout_backend
+from hf_engine.testing._tiny_models import write_tiny_model
 from hf_engine.testing._train import check_train_backend, gather_weights
 
-__all__ = ["LocalRanks", "check_rollout_backend", "check_train_backend", "gather_weights"]
+__all__ = ["LocalRanks", "check_rollout_backend", "check_train_backend", "gather_weights", "write_tiny_model"]

@@ -48,7 +48,7 @@ def select_rows(batch: TensorDict, rows: Sequence[int]) -> TensorDict:
 
 def rows_of(column: torch.Tensor) -> list[torch.Tensor]:
     """The rows of a jagged column."""
-    return [row.detach() for row in column.unbind()]  # type: ignore[no-untyped-call]
+    return [row.detach() for row in column.unbind()]
 
 
 def reference_outputs(reference: Any, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:

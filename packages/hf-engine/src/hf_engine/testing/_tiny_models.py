@@ -1,0 +1,69 @@
+"""Tiny random models in Hugging Face format, written without the library that will load them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from hf_protocols.models import ModelShape
+
+__all__ = ["write_tiny_model"]
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+
+
+def write_tiny_model(
+    directory: str | Path,
+    *,
+    family: str = "llama",
+    vocab_size: int = 64,
+    max_positions: int = 48,
+    tie_embeddings: bool = True,
+    seed: int = 0,
+    **config: Any,
+) -> Path:
+    """Writes a model of 2 layers and hidden size 64, with weights large enough that greedy choices are clear.
+
+    Args:
+        directory: created if it is absent.
+        family: `"llama"`, `"mistral"` or `"qwen2"`.
+        vocab_size: size of the vocabulary.
+        max_positions: longest sequence.
+        tie_embeddings: whether the output layer is the embedding.
+        seed: of the weights.
+        **config: further entries of config.json.
+
+    Returns:
+        The directory.
+    """
+    written = {
+        "architectures": [_ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": vocab_size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": max_positions,
+        "tie_word_embeddings": tie_embeddings,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "dtype": "float32",
+    } | config
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: torch.ones(shape) if "norm" in name else torch.randn(shape, generator=generator) * 0.2
+        for name, shape in ModelShape.from_config(written).parameters().items()
+    }
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target

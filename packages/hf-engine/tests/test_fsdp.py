@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM
+
+from hf_engine import TrainConfig, load_train_backend
+from hf_engine.testing import check_train_backend, gather_weights, write_tiny_model
+from hf_engine.testing._cases import build_batch, rows_of, select_rows
+from hf_protocols import BackendError, BatchError, ParallelSpec, Topology
+
+VOCAB_SIZE = 64
+CONFIG = TrainConfig(learning_rate=1e-2, micro_batch_tokens=64)
+
+
+def topology_of_all_ranks():
+    return Topology(ParallelSpec(dp_size=dist.get_world_size()))
+
+
+def build(directory, config=CONFIG, **options):
+    return load_train_backend("fsdp").build(directory, topology=topology_of_all_ranks(), config=config, **options)
+
+
+def load_reference(directory, head="lm"):
+    """The model in one process, float32; for a value head with a zero output layer."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    if head == "value":
+        model.config.tie_word_embeddings = False
+        model.set_output_embeddings(torch.nn.Linear(model.config.hidden_size, 1, bias=False))
+        torch.nn.init.zeros_(model.get_output_embeddings().weight)
+    return model
+
+
+def negative_logprobs(outputs, micro_batch):
+    loss = -(outputs["logprobs"] * micro_batch["response_mask"]).sum()
+    return loss, {"loss": (float(loss.detach()), float(micro_batch["response_mask"].sum()))}
+
+
+def conformance(model, directory, head, shard, **changes):
+    topology = topology_of_all_ranks()
+    check_train_backend(
+        lambda config: build(model, replace(config, shard=shard, **changes), head=head),
+        load_reference(model, head),
+        topology=topology,
+        vocab_size=VOCAB_SIZE,
+        directory=Path(directory) / f"{dist.get_world_size()}",
+        head=head,
+        num_rows=3 if dist.get_world_size() == 2 else 7,
+    )
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "tied": write_tiny_model(folder / "tied"),
+        "untied": write_tiny_model(folder / "untied", tie_embeddings=False),
+        "qwen2": write_tiny_model(folder / "qwen2", family="qwen2"),
+        "mistral": write_tiny_model(folder / "mistral", family="mistral", sliding_window=4),
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "head", "shard"),
+    [("tied", "lm", "root"), ("untied", "lm", "layer"), ("tied", "value", "root"), ("qwen2", "lm", "root")],
+)
+def test_two_ranks_conform(ranks2, models, tmp_path, model, head, shard):
+    ranks2.run(conformance, models[model], tmp_path, head, shard)
+
+
+@pytest.mark.parametrize(
+    ("model", "head", "shard"), [("untied", "lm", "root"), ("mistral", "lm", "layer"), ("untied", "value", "layer")]
+)
+def test_one_rank_conforms(ranks1, models, tmp_path, model, head, shard):
+    ranks1.run(conformance, models[model], tmp_path, head, shard)
+
+
+def conformance_with_recomputation(model, directory):
+    conformance(model, directory, "lm", "layer", activation_checkpointing=True)
+
+
+def test_recomputed_activations_change_nothing(ranks2, models, tmp_path):
+    ranks2.run(conformance_with_recomputation, models["tied"], tmp_path)
+
+
+def save_after_three_steps(model, directory):
+    backend = build(model, head="value")
+    backend.load_hf(model)
+    batch = local_rows(6)
+    for _ in range(3):
+        backend.train_step(batch, squared_values, 10.0)
+    backend.save_checkpoint(Path(directory) / "checkpoint")
+    backend.export_hf(Path(directory) / "export")
+    return gather_weights(backend, topology_of_all_ranks())
+
+
+def step_from_checkpoint(model, directory, num_steps):
+    backend = build(model, head="value")
+    backend.load_checkpoint(Path(directory) / "checkpoint")
+    assert backend.optimizer_steps == 3
+    loaded = gather_weights(backend, topology_of_all_ranks())
+    for _ in range(num_steps):
+        backend.train_step(local_rows(6), squared_values, 10.0)
+    return loaded, gather_weights(backend, topology_of_all_ranks())
+
+
+def local_rows(num_rows):
+    batch = build_batch(num_rows, vocab_size=VOCAB_SIZE)
+    return select_rows(batch, range(dist.get_rank(), num_rows, dist.get_world_size()))
+
+
+def squared_values(outputs, micro_batch):
+    return ((outputs["values"] - 1.0) ** 2 * micro_batch["response_mask"]).sum(), {}
+
+
+def test_a_checkpoint_of_two_ranks_loads_on_one(ranks1, ranks2, models, tmp_path):
+    saved, _ = ranks2.run(save_after_three_steps, models["tied"], tmp_path)
+    (loaded, onwards), *_ = ranks1.run(step_from_checkpoint, models["tied"], tmp_path, 2)
+    (_, expected), _ = ranks2.run(step_from_checkpoint, models["tied"], tmp_path, 2)
+    for name, tensor in saved.items():
+        assert torch.equal(loaded[name], tensor), name
+        torch.testing.assert_close(onwards[name], expected[name], atol=1e-4, rtol=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "export"]
+
+
+def load_value_export(model, directory):
+    from_lm = build(model, head="value")
+    at_start = gather_weights(from_lm, topology_of_all_ranks())
+    from_lm.load_hf(Path(directory) / "export")
+    built = build(Path(directory) / "export", head="value")
+    return at_start, gather_weights(from_lm, topology_of_all_ranks()), gather_weights(built, topology_of_all_ranks())
+
+
+def test_a_value_head_comes_back_from_its_export(ranks1, ranks2, models, tmp_path):
+    saved, _ = ranks2.run(save_after_three_steps, models["untied"], tmp_path)
+    ((at_start, loaded, built),) = ranks1.run(load_value_export, models["untied"], tmp_path)
+    assert not at_start["lm_head.weight"].any()
+    assert saved["lm_head.weight"].any()
+    for name, tensor in saved.items():
+        assert torch.equal(loaded[name], tensor), name
+        assert torch.equal(built[name], tensor), name
+
+
+def load_trunk_keeping_head(model, other):
+    backend = build(model, head="value")
+    backend.train_step(local_rows(4), squared_values, 10.0)
+    head = gather_weights(backend, topology_of_all_ranks())["lm_head.weight"]
+    backend.load_hf(other)
+    return head, gather_weights(backend, topology_of_all_ranks())
+
+
+def test_a_language_model_gives_a_critic_its_trunk(ranks2, models, tmp_path):
+    other = write_tiny_model(tmp_path / "other", seed=5)
+    head, weights = ranks2.run(load_trunk_keeping_head, models["tied"], other)[0]
+    assert head.any()
+    assert torch.equal(weights["lm_head.weight"], head)
+    for name, parameter in load_reference(other).named_parameters():
+        assert torch.equal(weights[name], parameter), name
+
+
+def train_and_export(model, directory):
+    backend = build(model, TrainConfig(learning_rate=1e-2))
+    backend.export_hf(directory)
+    backend.train_step(local_rows(4), negative_logprobs, 10.0)
+    backend.export_hf(directory)
+    return gather_weights(backend, topology_of_all_ranks())
+
+
+@pytest.mark.parametrize("model", ["tied", "untied"])
+def test_an_export_is_a_hugging_face_model(ranks2, models, tmp_path, model):
+    directory = tmp_path / "runs" / "model"
+    weights, _ = ranks2.run(train_and_export, models[model], directory)
+    loaded = AutoModelForCausalLM.from_pretrained(directory)
+    assert {name for name, _ in loaded.named_parameters()} == set(weights)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+    assert json.loads((directory / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert [path.name for path in directory.parent.iterdir()] == ["model"]
+
+
+def export_where_a_file_is(model, directory):
+    backend = build(model, trainable=False)
+    with pytest.raises(BackendError, match=r"could not write: rank 0: .*occupied"):
+        backend.export_hf(Path(directory) / "occupied" / "model")
+    with pytest.raises(BackendError, match="could not write"):
+        backend.save_checkpoint(Path(directory) / "occupied" / "model")
+    with pytest.raises(BackendError, match="no sharded checkpoint"):
+        backend.load_checkpoint(directory)
+
+
+def test_an_unwritable_directory_is_an_error_on_every_rank(ranks2, models, tmp_path):
+    (tmp_path / "occupied").write_text("a file")
+    ranks2.run(export_where_a_file_is, models["tied"], tmp_path)
+
+
+def score_frozen(model):
+    backend = build(model, trainable=False)
+    batch = local_rows(4)
+    scored = backend.compute_logprobs(batch)["logprobs"]
+    assert not any(parameter.requires_grad for parameter in backend._parameters.values())
+    with pytest.raises(BackendError, match="trainable=True"):
+        backend.train_step(batch, negative_logprobs, 1.0)
+    with pytest.raises(BackendError, match="head='value'"):
+        backend.compute_values(batch)
+    held = sum(tensor.numel() for tensor in backend.local_weights().values())
+    backend.close()
+    return held, [row.clone() for row in rows_of(scored)]
+
+
+def test_a_frozen_model_is_sharded_and_scores(ranks1, ranks2, models):
+    ((whole, alone),) = ranks1.run(score_frozen, models["tied"])
+    (held, first), (also_held, second) = ranks2.run(score_frozen, models["tied"])
+    assert held + also_held == whole
+    assert max(held, also_held) < 0.51 * whole
+    for row, expected in zip([first[0], second[0], first[1], second[1]], alone, strict=True):
+        torch.testing.assert_close(row, expected, atol=1e-5, rtol=0)
+
+
+def refuse_rows(model):
+    backend = build(model, TrainConfig(learning_rate=1e-3, micro_batch_tokens=8))
+    columns = {"prompt_ids": [[5] * (9 if dist.get_rank() else 2)], "response_ids": [[6]]}
+    batch = TensorDict({k: jagged(v) for k, v in columns.items()}, batch_size=[1])
+    with pytest.raises(BatchError) as error:
+        backend.compute_logprobs(batch)
+    empty = TensorDict({"prompt_ids": jagged([[]]), "response_ids": jagged([[6]])}, batch_size=[1])
+    with pytest.raises(BatchError, match=r"prompts of rows \[0\] are empty"):
+        backend.compute_logprobs(empty)
+    with pytest.raises(BatchError, match=r"lacks the columns \['response_ids'\]"):
+        backend.compute_logprobs(batch.select("prompt_ids"))
+    return str(error.value)
+
+
+def jagged(rows):
+    return torch.nested.nested_tensor([torch.tensor(row, dtype=torch.int64) for row in rows], layout=torch.jagged)
+
+
+def test_rows_that_one_rank_refuses_hang_nobody(ranks2, models):
+    first, second = ranks2.run(refuse_rows, models["tied"])
+    assert "another data-parallel rank" in first
+    assert "row 0 has 9 prompt + 1 response = 10 tokens, above micro_batch_tokens=8" in second
+
+
+def refuse_models(model, other):
+    with pytest.raises(BackendError, match="tp_size=2"):
+        load_train_backend("fsdp").build(model, topology=Topology(ParallelSpec(tp_size=2)), config=CONFIG)
+    with pytest.raises(BackendError, match="cannot load a causal language model from"):
+        build(Path(model) / "absent")
+    backend = build(model, trainable=False)
+    with pytest.raises(BackendError, match=r"holds another model: 1 parameters differ, such as 'lm_head.weight'"):
+        backend.load_hf(other)
+
+
+def test_what_cannot_be_loaded_says_why(ranks1, models):
+    ranks1.run(refuse_models, models["tied"], models["untied"])
+
+
+def losses_in(model, dtype):
+    backend = build(model, TrainConfig(learning_rate=3e-3, dtype=dtype))
+    metrics = [backend.train_step(local_rows(4), negative_logprobs, 10.0) for _ in range(4)]
+    assert backend.weight_layout().dtype == "float32"
+    return [m["loss"][0] / m["loss"][1] for m in metrics]
+
+
+def test_mixed_precision_keeps_float32_masters_and_learns(ranks2, models):
+    exact, mixed = (ranks2.run(losses_in, models["tied"], dtype)[0] for dtype in ("float32", "bfloat16"))
+    assert mixed[-1] < mixed[0]
+    torch.testing.assert_close(torch.tensor(mixed), torch.tensor(exact), atol=0.15, rtol=0)
+
+
+def set_rates(model):
+    backend = build(model, TrainConfig(learning_rate=1e-3, warmup_steps=4))
+    rates = []
+    for step in range(5):
+        if step == 2:
+            backend.set_learning_rate(1e-2)
+        rates.append(backend.train_step(local_rows(2), negative_logprobs, 1.0)["learning_rate"][0])
+    with pytest.raises(BackendError, match="denominator=0"):
+        backend.train_step(local_rows(2), negative_logprobs, 0.0)
+    return rates
+
+
+def test_warm_up_and_a_new_learning_rate(ranks1, models):
+    (rates,) = ranks1.run(set_rates, models["tied"])
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-2, 1e-2, 1e-2])

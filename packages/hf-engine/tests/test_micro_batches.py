@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch, plan_micro_batches
+from hf_protocols import BatchError
+
+lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=12)
+
+
+@given(lengths, st.integers(40, 120))
+def test_every_row_is_in_one_micro_batch_within_the_budget(rows, max_tokens):
+    prompts, responses = [p for p, _ in rows], [r for _, r in rows]
+    batches = plan_micro_batches(prompts, responses, max_tokens)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(rows)))
+    for batch in batches:
+        width = max(prompts[row] for row in batch) + max(responses[row] for row in batch)
+        assert len(batch) * width <= max_tokens
+
+
+def test_similar_lengths_go_together():
+    assert plan_micro_batches([2, 9, 2, 9], [1, 1, 1, 1], 20) == [[1, 3], [0, 2]]
+
+
+def test_a_row_above_the_budget_is_named():
+    with pytest.raises(BatchError, match=r"row 1 has 30 prompt \+ 5 response = 35 tokens, above micro_batch_tokens=32"):
+        plan_micro_batches([2, 30], [2, 5], 32)
+
+
+def jagged(rows, dtype=torch.int64):
+    return torch.nested.nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+
+
+def batch_of_three():
+    columns = {
+        "prompt_ids": jagged([[1, 2, 3], [4], [5, 6]]),
+        "response_ids": jagged([[11], [12, 13, 14], [15, 16]]),
+        "advantages": jagged([[0.5], [1.0, 2.0, 3.0], [4.0, 5.0]], torch.float32),
+        "scores": torch.tensor([7.0, 8.0, 9.0]),
+    }
+    return TensorDict(columns, batch_size=[3])
+
+
+def test_prompts_end_and_responses_start_at_one_column():
+    (micro_batch,) = SequenceBatch(batch_of_three()).micro_batches(100)
+    by_row = {int(row): index for index, row in enumerate(micro_batch.rows)}
+    ids = [micro_batch.input_ids[by_row[row]].tolist() for row in range(3)]
+    assert ids == [[1, 2, 3, 11, 0, 0], [0, 0, 4, 12, 13, 14], [0, 5, 6, 15, 16, 0]]
+    positions = [micro_batch.position_ids[by_row[row]].tolist() for row in range(3)]
+    assert positions == [[0, 1, 2, 3, 3, 3], [0, 0, 0, 1, 2, 3], [0, 0, 1, 2, 3, 3]]
+    assert micro_batch.attention_mask[by_row[1]].tolist() == [False, False, True, True, True, True]
+    assert micro_batch.response_mask[by_row[2]].tolist() == [True, True, False]
+    assert micro_batch.predicting_columns.tolist() == [2, 3, 4]
+
+
+def test_a_loss_sees_padded_columns_and_results_come_back_in_order():
+    sequences = SequenceBatch(batch_of_three())
+    parts = []
+    for micro_batch in (*sequences.micro_batches(8), MicroBatch.dummy()):
+        if len(micro_batch.rows):
+            columns = sequences.padded_columns(micro_batch)
+            assert columns["advantages"].shape == micro_batch.response_mask.shape
+            assert columns["advantages"][~micro_batch.response_mask].abs().sum() == 0
+            assert torch.equal(columns["scores"] - 7.0, micro_batch.rows.float())
+            assert columns["response_mask"].dtype == torch.bool
+        parts.append((micro_batch, micro_batch.response_ids.float() * 10))
+    assert len(parts) == 4
+    assert [row.tolist() for row in sequences.jagged(parts).unbind()] == [
+        [110.0],
+        [120.0, 130.0, 140.0],
+        [150.0, 160.0],
+    ]
+
+
+def test_rows_of_a_view_with_holes_are_read_where_they_lie():
+    """A jagged tensor may start after the beginning of its values and have gaps."""
+    values = torch.arange(20)
+    column = torch.nested.nested_tensor_from_jagged(
+        values, offsets=torch.tensor([2, 8, 15, 20]), lengths=torch.tensor([3, 0, 2])
+    )
+    batch = TensorDict({"prompt_ids": jagged([[1], [1], [1]]), "response_ids": column}, batch_size=[3])
+    sequences = SequenceBatch(batch)
+    (micro_batch,) = sequences.micro_batches(100)
+    result = sequences.jagged([(micro_batch, micro_batch.response_ids.float())])
+    assert [row.tolist() for row in result.unbind()] == [[2.0, 3.0, 4.0], [], [15.0, 16.0]]

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_engine import build_groups
+from hf_engine.process_groups import local_device
+from hf_protocols import ParallelSpec, Topology, TopologyError
+
+
+def groups_of(spec, axis):
+    topology = Topology(ParallelSpec.parse(spec))
+    group = build_groups(topology, axis, timeout_s=20)
+    members = tuple(dist.get_process_group_ranks(group))
+    assert members == topology.group_of(axis, dist.get_rank())
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total, group=group)
+    assert float(total) == sum(members)
+    return members
+
+
+@pytest.mark.parametrize(("spec", "axis", "expected"), [("1-3-1", "tp", (0, 1, 2)), ("1-3-1", "dp", None)])
+def test_groups_are_those_of_the_topology(ranks3, spec, axis, expected):
+    found = ranks3.run(groups_of, spec, axis)
+    assert found == ([expected] * 3 if expected else [(0,), (1,), (2,)])
+
+
+def build_too_many():
+    with pytest.raises(TopologyError, match="4 ranks, the default process group 3"):
+        build_groups(Topology(ParallelSpec(dp_size=4)), "dp")
+
+
+def test_the_topology_must_be_the_worlds(ranks3):
+    ranks3.run(build_too_many)
+
+
+def test_without_cuda_a_rank_is_on_the_cpu():
+    assert local_device().type == ("cuda" if torch.cuda.is_available() else "cpu")

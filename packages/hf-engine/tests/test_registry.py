@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+import hf_engine.backends._registry as registry
+from hf_engine import (
+    available_rollout_backends,
+    available_train_backends,
+    load_rollout_backend,
+    load_train_backend,
+)
+from hf_protocols import BackendError, BackendUnavailableError
+
+
+class Distribution:
+    name = "hf-other"
+    requires = ("numpy>=1", 'no-such-library>=2.1,<3; extra == "other"')
+
+
+def entry_point(value, name="other", distribution=Distribution):
+    found = EntryPoint(name, value, "hf_engine.train_backends")
+    vars(found).update(dist=distribution)
+    return found
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    points = []
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    registry._load.cache_clear()
+    yield points
+    registry._load.cache_clear()
+
+
+def test_the_backends_of_this_package_are_entry_points():
+    assert "fsdp" in available_train_backends()
+    assert "transformers" in available_rollout_backends()
+    assert load_train_backend("fsdp").__name__ == "FsdpBackend"
+    assert load_rollout_backend("transformers").__name__ == "TransformersBackend"
+
+
+def test_an_unknown_name_lists_the_installed_ones(installed):
+    installed.extend([entry_point("a:B", "zebra"), entry_point("a:B", "ant")])
+    with pytest.raises(
+        BackendError, match=r"no backend named 'fdsp' in hf_engine.train_backends; installed: ant, zebra"
+    ):
+        load_train_backend("fdsp")
+
+
+def test_a_missing_library_is_answered_with_the_line_that_installs_it(installed, tmp_path, monkeypatch):
+    (tmp_path / "backend_of_another.py").write_text("import no_such_library.engine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    installed.append(entry_point("backend_of_another:Backend"))
+    with pytest.raises(BackendUnavailableError) as error:
+        load_train_backend("other")
+    assert "needs no_such_library" in str(error.value)
+    assert 'pip install "no-such-library>=2.1,<3"' in str(error.value)
+
+
+def test_a_backend_that_is_itself_missing_is_not_blamed_on_a_library(installed):
+    installed.append(entry_point("no_module_of_this_name:Backend"))
+    with pytest.raises(ModuleNotFoundError):
+        load_train_backend("other")
+
+
+def test_two_claims_to_one_name_are_refused(installed):
+    installed.extend([entry_point("os:sep"), entry_point("sys:path", distribution=None)])
+    with pytest.raises(BackendError, match="claimed by os:sep of hf-other, sys:path of an unknown distribution"):
+        load_train_backend("other")
+
+
+def test_one_backend_listed_twice_is_one_backend(installed):
+    installed.extend([entry_point("collections:OrderedDict"), entry_point("collections:OrderedDict")])
+    assert load_train_backend("other").__name__ == "OrderedDict"

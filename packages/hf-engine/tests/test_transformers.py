@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM
+
+from hf_engine import SamplingParams, load_rollout_backend
+from hf_engine.testing import check_rollout_backend, write_tiny_model
+from hf_engine.testing._cases import build_prompts, rows_of
+from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
+
+VOCAB_SIZE, MAX_POSITIONS = 64, 48
+ONE_RANK = Topology(ParallelSpec(), GenerationSpec())
+
+
+def build(directory, **options):
+    return load_rollout_backend("transformers").build(directory, topology=ONE_RANK, **options)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "tied": write_tiny_model(folder / "tied"),
+        "untied": write_tiny_model(folder / "untied", tie_embeddings=False),
+        "mistral": write_tiny_model(folder / "mistral", family="mistral", sliding_window=4),
+        "qwen2": write_tiny_model(folder / "qwen2", family="qwen2"),
+        "stopping": write_tiny_model(folder / "stopping", eos_token_id=[7, 30]),
+    }
+
+
+def conformance(model, cache_bytes):
+    topology = Topology(ParallelSpec(dp_size=dist.get_world_size()), GenerationSpec())
+    check_rollout_backend(
+        lambda: load_rollout_backend("transformers").build(model, topology=topology, cache_bytes=cache_bytes),
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(),
+        vocab_size=VOCAB_SIZE,
+        max_positions=MAX_POSITIONS,
+    )
+
+
+@pytest.mark.parametrize("model", ["tied", "untied", "mistral", "qwen2"])
+def test_the_backend_conforms(ranks1, models, model):
+    ranks1.run(conformance, models[model], 1 << 30)
+
+
+def test_the_backend_conforms_on_two_ranks_and_in_turns(ranks2, models):
+    """A cache for about two rows: generation goes in several turns."""
+    ranks2.run(conformance, models["tied"], 30_000)
+
+
+@pytest.mark.parametrize("model", ["tied", "mistral", "stopping"])
+def test_greedy_tokens_are_those_of_generate(models, model):
+    backend = build(models[model])
+    reference = AutoModelForCausalLM.from_pretrained(models[model], dtype=torch.float32).eval()
+    batch = build_prompts(9, vocab_size=VOCAB_SIZE, seed=3)
+    prompts = rows_of(batch["prompt_ids"])
+    width = max(len(row) for row in prompts)
+    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in prompts])
+    mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (width - len(row), 0)) for row in prompts])
+    expected = reference.generate(
+        input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=12, pad_token_id=63
+    )[:, width:]
+    result = backend.generate(batch, SamplingParams(max_new_tokens=12, greedy=True))
+    for found, wanted in zip(rows_of(result["response_ids"]), expected, strict=True):
+        assert torch.equal(found, wanted[: len(found)])
+        assert (wanted[len(found) :] == 63).all()
+
+
+def test_the_models_own_stop_tokens_end_a_response(models):
+    backend = build(models["stopping"])
+    batch = build_prompts(40, vocab_size=VOCAB_SIZE)
+    result = backend.generate(batch, SamplingParams(max_new_tokens=30, temperature=3.0, stop_token_ids=(11,)))
+    for ids, reason in zip(rows_of(result["response_ids"]), result["finish_reason"].tolist(), strict=True):
+        stops = [token for token in ids.tolist() if token in (7, 11, 30)]
+        assert stops == ids.tolist()[-1:] if reason == 0 else not stops
+    assert set(result["finish_reason"].tolist()) == {0, 1}
+
+
+def test_draws_follow_the_distribution(models):
+    """4,000 first tokens of one prompt against the probabilities of a plain forward pass."""
+    backend = build(models["tied"])
+    reference = AutoModelForCausalLM.from_pretrained(models["tied"], dtype=torch.float32).eval()
+    batch = build_prompts(1, vocab_size=VOCAB_SIZE)
+    with torch.no_grad():
+        logits = reference(input_ids=batch["prompt_ids"][0][None]).logits[0, -1]
+    for temperature, top_p in ((2.0, 1.0), (2.0, 0.5)):
+        sampling = SamplingParams(max_new_tokens=1, n=4000, temperature=temperature, top_p=top_p)
+        drawn = backend.generate(batch, sampling)["response_ids"].values()
+        probabilities = (logits / temperature).softmax(-1)
+        ordered = probabilities.sort(descending=True)
+        kept = ordered.indices[: int((ordered.values.cumsum(-1) < top_p).sum()) + 1]
+        allowed = torch.zeros_like(probabilities).index_fill(0, kept, 1.0) * probabilities
+        expected = allowed / allowed.sum()
+        frequencies = drawn.bincount(minlength=VOCAB_SIZE) / 4000
+        assert (frequencies - expected).abs().max() < 4 * (0.25 / 4000) ** 0.5
+        assert frequencies[expected == 0].sum() == 0
+
+
+def test_columns_can_be_used_in_training(models):
+    result = build(models["tied"]).generate(build_prompts(3, vocab_size=VOCAB_SIZE), SamplingParams(max_new_tokens=4))
+    weight = torch.ones((), requires_grad=True)
+    (weight * result["rollout_logprobs"].values()).sum().backward()
+    assert weight.grad is not None
+    assert result["response_ids"].offsets() is result["rollout_logprobs"].offsets()
+    assert result["response_ids"].to_padded_tensor(0).shape == (3, 4)
+    assert result["weight_version"].tolist() == [0, 0, 0]
+    assert isinstance(result, TensorDict)
+
+
+def test_memory_is_given_back_and_taken_again(models):
+    backend = build(models["untied"])
+    shapes = dict(backend.weight_layout().shapes)
+    assert {name: tuple(tensor.shape) for name, tensor in backend.weight_buffers().items()} == shapes
+    backend.release()
+    assert {tensor.untyped_storage().size() for tensor in backend.weight_buffers().values()} == {0}
+    assert dict(backend.weight_layout().shapes) == shapes
+    backend.resume()
+    assert {name: tuple(tensor.shape) for name, tensor in backend.weight_buffers().items()} == shapes
+
+
+def test_what_cannot_be_generated_is_refused(models):
+    with pytest.raises(BackendError, match=r"gen_pp_size=1, gen_tp_size=2 are not supported; set both to 1"):
+        load_rollout_backend("transformers").build(
+            models["tied"], topology=Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2))
+        )
+    with pytest.raises(BackendError, match=r"cannot load a causal language model from '.*absent'"):
+        build(models["tied"] / "absent")
+    backend = build(models["tied"], cache_bytes=1000)
+    prompts = [torch.arange(3, 8), torch.arange(3, 43)]
+    ids = torch.nested.nested_tensor(prompts, layout=torch.jagged)
+    batch = TensorDict({"prompt_ids": ids, "row_id": torch.arange(2)}, batch_size=[2])
+    with pytest.raises(
+        BackendError, match=r"row 1 has 40 tokens, above the model's 48 positions - max_new_tokens=9 = 39"
+    ):
+        backend.generate(batch, SamplingParams(max_new_tokens=9))
+    with pytest.raises(
+        BackendError, match=r"row 1 needs 42 tokens x 2 samples = 43008 bytes .* above cache_bytes=1000"
+    ):
+        backend.generate(batch, SamplingParams(max_new_tokens=2, n=2))
+    empty = torch.nested.nested_tensor([torch.arange(0)], layout=torch.jagged)
+    with pytest.raises(BackendError, match="prompt of row 0 is empty"):
+        backend.generate(
+            TensorDict({"prompt_ids": empty, "row_id": torch.arange(1)}, batch_size=[1]),
+            SamplingParams(max_new_tokens=2),
+        )
