@@ -107,6 +107,7 @@ def main() -> NoReturn:
     Exit codes: 1 a run that failed, 2 input that cannot be used, 130 Ctrl-C, 143 SIGTERM.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours tells more; workers inherit it
     try:
         sys.exit(cli.main(standalone_mode=False))
     except click.ClickException as error:

@@ -83,7 +83,7 @@ class ModelConfig(_Section):
     """Size of a tokenizer that is trained."""
     hidden_size: Count = 160
     intermediate_size: Count = 448
-    num_layers: Count = 4
+    num_layers: Count = 3
     num_heads: Count = 5
     num_kv_heads: Count = 5
     max_positions: Count = 32

@@ -71,7 +71,7 @@ def _build_tokenizer(config: ModelConfig, rows: Sequence[Row], directory: Path) 
 
     texts = [row.prompt + row.answer for row in rows]
     if config.tokenizer == "characters":
-        build_character_tokenizer(sorted(set("".join(texts))), directory)
+        build_character_tokenizer("".join(sorted(set("".join(texts)))), directory)
     elif config.tokenizer == "bpe":
         train_bpe_tokenizer(texts, vocab_size=config.vocab_size, directory=directory)
     elif config.tokenizer is None and config.path is None:
@@ -83,7 +83,7 @@ def _build_tokenizer(config: ModelConfig, rows: Sequence[Row], directory: Path) 
 
 def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, directory: Path, seed: int) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     for heads, size in (("num_heads", "hidden_size"), ("num_kv_heads", "num_heads")):
         if getattr(config, size) % getattr(config, heads):
@@ -105,7 +105,8 @@ def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        LlamaForCausalLM(llama).save_pretrained(directory)
+        model = AutoModelForCausalLM.from_config(llama)  # type: ignore[no-untyped-call]
+        model.save_pretrained(directory)
 
 
 def _load_shape(path: str) -> ModelShape:

@@ -23,8 +23,7 @@ def pad_rows(column: torch.Tensor) -> torch.Tensor:
 
 def unpad_rows(padded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The rows of ``padded`` [B, T] cut to the lengths of the jagged column ``like``."""
-    lengths = like.offsets().diff().tolist()
-    return to_jagged([row[:length] for row, length in zip(padded, lengths, strict=True)])
+    return to_jagged([row[: len(shape)] for row, shape in zip(padded, like.unbind(), strict=True)])
 
 
 def decode_text(column: torch.Tensor) -> list[str]:

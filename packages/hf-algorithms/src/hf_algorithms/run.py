@@ -24,7 +24,7 @@ from hf_algorithms.rewards import load_function
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.workers import ActorWorker, AdvantageWorker, CriticWorker, ReferenceWorker, RewardWorker
-from hf_controller import InProcessExecutor, RayExecutor, WorkerSpec, build_pools
+from hf_controller import Executor, InProcessExecutor, RayExecutor, WorkerSpec, build_pools
 from hf_engine import SamplingParams, TrainConfig
 from hf_protocols import ConfigError, MappingPlan, NonFiniteLossError, ParallelSpec, Topology
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from hf_controller import BatchFuture, Worker
 
 __all__ = ["RunInputs", "load_inputs", "plan_run", "run_training"]
-
-Executor = RayExecutor | InProcessExecutor
 
 _WORKERS: dict[str, type[Worker]] = {
     "actor": ActorWorker,
@@ -90,6 +88,7 @@ def run_training(
         NonFiniteLossError: after the last good weights were exported to ``model/``.
         HybridFlowError: for whatever else a user can cause.
     """
+    started_s = time.perf_counter()
     for function in (config.reward.function, config.reward.metric):
         load_function(function, search_path=search_path)
     directory.write_text("config.toml", format_toml(config))
@@ -101,7 +100,7 @@ def run_training(
         display.phase("starting workers")
         executor = stack.enter_context(_build_executor(config, plan))
         roles = _build_roles(executor, config, plan, inputs, search_path)
-        run = _Run(config, directory, inputs, executor, roles, display, memory)
+        run = _Run(config, directory, inputs, executor, roles, display, memory, started_s)
         summary = run.execute()
     write_report(directory.path)
     return summary
@@ -119,6 +118,7 @@ class _Run:
         roles: Roles,
         display: RunDisplay,
         memory: MemoryMeter,
+        started_s: float,
     ) -> None:
         self._config = config
         self._directory = directory
@@ -127,10 +127,11 @@ class _Run:
         self._roles = roles
         self._display = display
         self._memory = memory
-        self._started_s = time.perf_counter()
+        self._started_s = started_s
         self._validation = self._put_first_rows(inputs.validation)
         self._test = self._put_first_rows(inputs.test)
-        self._samples_s: list[float] = []
+        self._busy_s = 0.0
+        self._num_tokens = 0.0
         self._summary: dict[str, Any] = {"iterations": 0, "versions": {name: version(name) for name in _PACKAGES}}
 
     def execute(self) -> dict[str, Any]:
@@ -187,12 +188,14 @@ class _Run:
             futures = recipe.step(self._roles, prompts, config.algorithm, self._sampling(iteration))
             metrics = _average([future.result() for future in futures])
         elapsed_s = time.perf_counter() - start_s
-        self._samples_s.append(elapsed_s)
         if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
             metrics["eval/exact_match"] = self._evaluate_validation()
         samples = config.rollout.batch_size * config.rollout.samples_per_prompt
+        tokens = samples * metrics["response/tokens"]
+        self._busy_s += elapsed_s
+        self._num_tokens += tokens
         metrics["perf/samples_per_s"] = samples / elapsed_s
-        metrics["perf/tokens_per_s"] = samples * metrics["response/tokens"] / elapsed_s
+        metrics["perf/tokens_per_s"] = tokens / elapsed_s
         metrics["time/iteration_s"] = elapsed_s
         self._summary["iterations"] = iteration
         self._directory.append_metrics({"iteration": iteration, **metrics})
@@ -236,10 +239,10 @@ class _Run:
 
     def _write_summary(self) -> None:
         rollout = self._config.rollout
-        busy_s = sum(self._samples_s)
-        if busy_s:
-            samples = rollout.batch_size * rollout.samples_per_prompt * len(self._samples_s)
-            self._summary["samples_per_s"] = samples / busy_s
+        if self._busy_s:
+            samples = rollout.batch_size * rollout.samples_per_prompt * self._summary["iterations"]
+            self._summary["samples_per_s"] = samples / self._busy_s
+            self._summary["tokens_per_s"] = self._num_tokens / self._busy_s
         self._summary["wall_s"] = time.perf_counter() - self._started_s
         self._summary["peak_rss_bytes"] = self._memory.peak_bytes
         self._directory.write_json("summary.json", self._summary)

@@ -33,7 +33,7 @@ class AdvantageWorker(Worker):
         """What ``estimator`` makes of the padded columns: ``advantages`` and ``returns``, jagged [B, T]."""
         from tensordict import TensorDict
 
-        padded = {name: pad_rows(column) for name, column in batch.items()}
+        padded = {str(name): pad_rows(batch[name]) for name, _ in batch.items()}
         columns = {name: unpad_rows(value, batch["response_mask"]) for name, value in estimator(padded).items()}
         return TensorDict(columns, batch_size=batch.batch_size)
 
