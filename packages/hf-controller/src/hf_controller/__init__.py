@@ -15,12 +15,14 @@ from hf_controller.worker import Worker, WorkerContext, WorkerSpec
 from hf_controller.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
+    from hf_controller.executors.base import Executor
     from hf_controller.executors.in_process import InProcessExecutor
     from hf_controller.executors.ray import RayExecutor
     from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture
 
 __all__ = [
     "BatchFuture",
+    "Executor",
     "InProcessExecutor",
     "ListFuture",
     "MetricsFuture",
@@ -41,6 +43,7 @@ __all__ = [
 # Loaded at first use: they take a second or more.
 _LAZY = {
     "BatchFuture": "hf_controller.futures",
+    "Executor": "hf_controller.executors.base",
     "InProcessExecutor": "hf_controller.executors.in_process",
     "ListFuture": "hf_controller.futures",
     "MetricsFuture": "hf_controller.futures",
