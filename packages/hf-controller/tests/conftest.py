@@ -1,4 +1,4 @@
-"""One Ray cluster for the whole session: starting one takes seconds."""
+"""One Ray cluster, and one set of groups, for the whole session: starting them takes many seconds."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from hf_controller import RayExecutor
+from hf_controller.testing import Stage
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +20,9 @@ def ray_executor() -> Iterator[RayExecutor]:
         collective_timeout_s=15.0,
     ) as executor:
         yield executor
+
+
+@pytest.fixture(scope="session")
+def ray_stage(ray_executor: RayExecutor) -> Iterator[Stage]:
+    with Stage(ray_executor) as stage:
+        yield stage

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_controller import InProcessExecutor, RayExecutor
+from hf_controller import InProcessExecutor
 from hf_controller.testing import Stage, conformance_checks
 
 
@@ -15,12 +15,6 @@ def _named(*, collectives: bool) -> list[object]:
 @pytest.fixture(scope="module")
 def in_process_stage() -> Iterator[Stage]:
     with InProcessExecutor() as executor, Stage(executor) as stage:
-        yield stage
-
-
-@pytest.fixture(scope="module")
-def ray_stage(ray_executor: RayExecutor) -> Iterator[Stage]:
-    with Stage(ray_executor) as stage:
         yield stage
 
 

@@ -229,6 +229,17 @@ def every_call_leaves_a_span_per_rank(stage: Stage) -> None:
         _require(span.bytes_read > 0, True, "bytes")
 
 
+def groups_on_one_pool_take_turns(stage: Stage) -> None:
+    first = stage.two.step(_batch(4), seconds=0.3)
+    second = stage.colocated.step(_batch(4))
+    _require(
+        bool(first.result()["end"].max() <= second.result()["start"].min()), True, "the second waits for the first"
+    )
+    slow = stage.two.step_on_rank_zero(_batch(4), seconds=0.3)
+    earliest = min(stage.colocated.now().result())
+    _require(earliest >= slow.result()["end"].max(), True, "a turn lasts until every slot is done")
+
+
 def ranks_meet_in_collectives(stage: Stage) -> None:
     _require(stage.two.sum_of_ranks().result(), [1.0, 1.0], "sum over two ranks")
     _require(stage.three.sum_of_ranks().result(), [3.0, 3.0, 3.0], "sum over three ranks")
@@ -272,6 +283,7 @@ _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
     a_future_inside_a_container_is_refused,
     an_unknown_method_names_the_known_ones,
     every_call_leaves_a_span_per_rank,
+    groups_on_one_pool_take_turns,
 )
 
 _WITH_COLLECTIVES: tuple[Check, ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 from typing import Any, Self
 
@@ -152,6 +153,24 @@ class ProbeWorker(Worker):
         with self.context.span("inner"):
             return {"rows": (len(batch), 1)}
 
+    @register(protocol=DP, reads=["x"], writes=["x", "start", "end"])
+    def step(self, batch: TensorDict, seconds: float = 0.0) -> TensorDict:
+        """X + 1, and when it was made."""
+        start = torch.full(batch.batch_size, time.time(), dtype=torch.float64)
+        time.sleep(seconds)
+        end = torch.full(batch.batch_size, time.time(), dtype=torch.float64)
+        return TensorDict({"x": batch["x"] + 1, "start": start, "end": end}, batch_size=batch.batch_size)
+
+    @register(protocol=RANK_ZERO)
+    def step_on_rank_zero(self, batch: TensorDict, seconds: float) -> TensorDict:
+        """The same, while the other ranks have nothing to do."""
+        return self.step(batch, seconds)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def now(self) -> float:
+        """When it was called, in wall-clock seconds."""
+        return time.time()
+
     @register(protocol=ONE_TO_ALL, returns="object")
     def sum_of_ranks(self) -> float:
         """A collective: the sum of all ranks' numbers."""
@@ -179,7 +198,7 @@ class Stage:
     """The groups that the checks share: building them takes longer than any check.
 
     ``three`` and ``two`` have three and two data-parallel ranks on pools of their own; ``sharded`` shares the processes
-    of ``two`` with another layout (tp_size=2); ``solo`` has one rank.
+    of ``two`` with another layout (tp_size=2), ``colocated`` their slots alone; ``solo`` has one rank.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -195,6 +214,8 @@ class Stage:
         }
         shared = executor.build_groups(two, specs, fused=True, wait=False)
         self.two, self.sharded = shared["two"], shared["sharded"]
+        spec = _spec(ParallelSpec(dp_size=2))
+        self.colocated = executor.build_groups(two, {"colocated": spec}, wait=False)["colocated"]
         spec = _spec(ParallelSpec(dp_size=3), balance=True)
         self.three = executor.build_groups(three, {"three": spec}, wait=False)["three"]
         self.solo = executor.build_groups(solo, {"solo": _spec(ParallelSpec(), worker=SoloWorker)})["solo"]

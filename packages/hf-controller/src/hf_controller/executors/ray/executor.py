@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import ray
+
 from hf_controller.dispatch import Call
 from hf_controller.executors.base import Executor, check_specs
 from hf_controller.executors.ray.cluster import start_cluster, stop_cluster
@@ -127,7 +129,7 @@ class RayExecutor(Executor):
         occupied = self._occupied.pop(pool, None)
         if occupied is None:
             return
-        if orderly:
+        if orderly and _is_idle(occupied):
             for host_set in occupied.host_sets:
                 host_set.close(_CLOSE_TIMEOUT_S)
         for host_set in occupied.host_sets:
@@ -171,6 +173,12 @@ class RayExecutor(Executor):
         if group not in self._host_sets:
             raise PoolError(f"group {group.role!r} is closed: its pool {group.pool.name!r} was released")
         return self._host_sets[group]
+
+
+def _is_idle(occupied: _Occupied) -> bool:
+    """Whether the last call is over: ranks that are still at one may never answer."""
+    reports = list(occupied.last_reports)
+    return not reports or not ray.wait(reports, num_returns=len(reports), timeout=0)[1]
 
 
 def _is_unready(occupied: _Occupied) -> bool:

@@ -42,8 +42,8 @@ def is_importable_elsewhere(module: ModuleType) -> bool:
 
 @contextmanager
 def _by_value(module: ModuleType) -> Iterator[None]:
-    cloudpickle.register_pickle_by_value(module)
+    cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        cloudpickle.unregister_pickle_by_value(module)
+        cloudpickle.unregister_pickle_by_value(module)  # type: ignore[no-untyped-call]

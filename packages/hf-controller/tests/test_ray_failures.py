@@ -1,0 +1,163 @@
+"""What a group says when a rank raises, dies, hangs or cannot start; and that it can be built again afterwards."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+import torch
+
+from hf_controller import RayExecutor, RemoteCallError, ResourcePool, Worker, WorkerGroup, WorkerSpec
+from hf_protocols import (
+    DP,
+    ONE_TO_ALL,
+    BatchError,
+    ConfigError,
+    ParallelSpec,
+    PoolError,
+    RewardError,
+    Topology,
+    WorkerTimeoutError,
+    register,
+)
+
+TWO = Topology(ParallelSpec(dp_size=2))
+ONE = Topology(ParallelSpec())
+
+
+class Fragile(Worker):
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def pid(self):
+        return os.getpid()
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def sleep_on(self, rank, seconds):
+        if self.context.rank == rank:
+            time.sleep(seconds)
+        return rank
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def meet(self, but=None, how=None):
+        if self.context.rank == but:
+            if how == "raise":
+                raise RewardError("rank left the collective")
+            os._exit(3)
+        total = torch.ones(())
+        torch.distributed.all_reduce(total)
+        return total.item()
+
+
+class Unbuildable(Worker):
+    needs_process_group = False
+
+    def __init__(self, context, *, how):
+        super().__init__(context)
+        if how == "raise":
+            raise ConfigError("no such model")
+        if how == "hang":
+            time.sleep(60)
+        raise KeyError("lost")
+
+    @register(protocol=DP)
+    def never(self, batch):
+        return batch
+
+
+def build(executor: RayExecutor, pool: ResourcePool) -> WorkerGroup:
+    return executor.build_groups(pool, {"fragile": WorkerSpec(worker=Fragile, topology=TWO)})["fragile"]
+
+
+@pytest.fixture
+def pool(ray_executor: RayExecutor) -> Iterator[ResourcePool]:
+    pool = ResourcePool([2], device="cpu", name="fragile")
+    yield pool
+    ray_executor.release(pool)
+
+
+def test_slow_and_dead_ranks_are_named_and_the_group_can_be_built_again(ray_executor, pool):
+    group = build(ray_executor, pool)
+    before = group.pid().result()
+    with pytest.raises(WorkerTimeoutError) as timeout:
+        group.sleep_on(1, 3.0).result(timeout_s=1.0)
+    assert "rank(s) 1:" in str(timeout.value)
+    assert "fragile.sleep_on: computing" in str(timeout.value)
+    assert "time.sleep(seconds)" in str(timeout.value)
+    assert "idle" in ray_executor.describe(group)[0]
+
+    with pytest.raises(RemoteCallError, match=r"fragile.meet on rank 1 failed: .*its process is gone") as death:
+        group.meet(but=1, how="die").result()
+    assert death.value.rank == 1
+    with pytest.raises(RemoteCallError, match="process is gone"):
+        group.pid().result()
+    assert "no answer" in ray_executor.describe(group)[1]
+
+    ray_executor.release(pool)
+    again = build(ray_executor, pool)
+    assert again.meet().result() == [2.0, 2.0]
+    assert set(again.pid().result()).isdisjoint(before)
+    with pytest.raises(PoolError, match="released"):
+        group.pid()
+
+    started = time.monotonic()
+    with pytest.raises(RewardError, match="rank left the collective") as error:
+        again.meet(but=1, how="raise").result()
+    assert time.monotonic() - started < 10.0  # its peer hangs on until the collective's deadline, 15 s
+    assert "fragile.meet on rank 1" in error.value.__notes__[0]
+
+
+def test_a_constructor_that_raises_is_reported_and_frees_the_pool(ray_executor):
+    for how, kind in (("raise", ConfigError), ("other", RemoteCallError)):
+        spec = WorkerSpec(worker=Unbuildable, topology=ONE, kwargs={"how": how})
+        group = ray_executor.build_groups(ResourcePool([1], device="cpu"), {"unbuildable": spec}, wait=False)[
+            "unbuildable"
+        ]
+        called = group.never(1)
+        with pytest.raises(kind):
+            called.result()
+        with pytest.raises(kind) as error:
+            ray_executor.wait_until_ready()
+        assert "unbuildable.__init__ on rank 0" in error.value.__notes__[0]
+        with pytest.raises(PoolError, match="released"):
+            group.never(1)
+
+
+def test_a_constructor_that_hangs_ends_in_a_timeout(ray_executor, monkeypatch):
+    monkeypatch.setattr(ray_executor, "_start_timeout_s", 3.0)
+    spec = WorkerSpec(worker=Unbuildable, topology=ONE, kwargs={"how": "hang"})
+    with pytest.raises(WorkerTimeoutError, match="hanging/0 not constructed within 3 s"):
+        ray_executor.build_groups(ResourcePool([1], device="cpu"), {"hanging": spec})
+
+
+def test_more_slots_than_the_cluster_has_are_refused_at_once(ray_executor):
+    spec = WorkerSpec(worker=Fragile, topology=Topology(ParallelSpec(dp_size=99)))
+    started = time.monotonic()
+    with pytest.raises(PoolError, match=r"asks for 99 slots, that is 99 CPU; the cluster has .* of 16 CPU free"):
+        ray_executor.build_groups(ResourcePool([99], device="cpu", name="huge"), {"fragile": spec})
+    with pytest.raises(PoolError, match="1 CPU and 1 GPU; the cluster has"):
+        ray_executor.build_groups(ResourcePool([1], name="gpus"), {"fragile": WorkerSpec(worker=Fragile, topology=ONE)})
+    assert time.monotonic() - started < 5.0
+
+
+def test_slots_that_others_hold_are_refused_within_the_deadline(ray_executor, monkeypatch):
+    monkeypatch.setattr(ray_executor, "_start_timeout_s", 2.0)
+    blocker = ray.util.placement_group([{"CPU": 1.0}])
+    assert blocker.wait(10)
+    spec = WorkerSpec(worker=Fragile, topology=Topology(ParallelSpec(dp_size=16)))
+    with pytest.raises(PoolError, match=r"of 16 CPU free on 1 machine.*not free within 2 s"):
+        ray_executor.build_groups(ResourcePool([16], device="cpu"), {"fragile": spec})
+    ray.util.remove_placement_group(blocker)
+
+
+def test_a_topology_of_another_size_than_the_pool_is_refused(ray_executor):
+    with pytest.raises(PoolError, match=r"fragile has 2 ranks .* pool 'pool' has 1 = 1 slots"):
+        build(ray_executor, ResourcePool([1], device="cpu"))
+
+
+def test_a_batch_that_cannot_travel_is_refused_at_once(ray_executor):
+    from tensordict import TensorDict
+
+    with pytest.raises(BatchError, match="column 'names'"):
+        ray_executor.put(TensorDict({"names": ["a", "b"]}, batch_size=[2]))

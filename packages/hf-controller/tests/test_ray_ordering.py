@@ -1,0 +1,64 @@
+"""Calls run in the order in which they were made, and never wait for each other in a circle."""
+
+from __future__ import annotations
+
+import time
+
+import ray
+import torch
+from tensordict import TensorDict
+
+
+def batch(num_rows: int = 4, width: int = 1) -> TensorDict:
+    return TensorDict({"x": torch.zeros(num_rows, width)}, batch_size=[num_rows])
+
+
+def test_other_pools_do_not_wait(ray_stage):
+    slow = ray_stage.two.step(batch(), seconds=1.0)
+    assert ray_stage.three.step(batch()).result()["end"].max() < slow.result()["end"].min()
+
+
+def test_a_rank_that_waits_for_its_inputs_answers_questions(ray_executor, ray_stage):
+    unready = ray_stage.three.step(batch(), seconds=2.0)
+    waiting = ray_stage.two.step(unready)
+    behind = ray_stage.colocated.step(batch())
+    time.sleep(0.3)
+    asked = time.monotonic()
+    first, second = (ray_executor.describe(group) for group in (ray_stage.two, ray_stage.colocated))
+    assert time.monotonic() - asked < 1.0
+    assert all("two.step: waiting for its inputs" in text for text in first.values())
+    assert all("colocated.step: waiting for the pool's earlier call" in text for text in second.values())
+    assert "in look_up" in first[0]
+    assert waiting.result()["end"].max() <= behind.result()["start"].min()
+
+
+def test_pools_that_feed_each_other_do_not_wait_in_a_circle(ray_stage):
+    future = ray_stage.two.step(batch())
+    for turn in range(20):
+        future = (ray_stage.three, ray_stage.colocated, ray_stage.two)[turn % 3].step(future)
+    assert future.result()["x"].flatten().tolist() == [21.0] * 4
+
+
+def test_a_call_answers_before_it_runs(ray_stage):
+    started = time.monotonic()
+    future = ray_stage.two.step(batch(), seconds=1.0)
+    for _ in range(10):
+        future = ray_stage.three.step(future)
+    assert time.monotonic() - started < 0.9
+    assert future.num_rows == 4
+
+
+def test_dropped_futures_free_their_memory(ray_stage):
+    used = []
+    for step in range(300):
+        made = ray_stage.two.step(batch(width=2**16))  # 1 MiB, in a store of 200
+        assert ray_stage.solo.step(made).num_rows == 4
+        if step in (9, 299):
+            del made
+            time.sleep(1.5)  # Ray publishes the store's size twice a second
+            used.append(ray.cluster_resources()["object_store_memory"] - _free_bytes())
+    assert used[1] <= used[0] + 2**20
+
+
+def _free_bytes() -> float:
+    return ray.available_resources()["object_store_memory"]
