@@ -172,6 +172,7 @@ class _Laws:
         changes = backend.weight_changes
         backend.train_step(self._local, self._loss, self._num_tokens)
         onwards = gather_weights(backend, self._topology)
+        self._score(backend)  # whatever scoring leaves behind must not hide the load that follows
         backend.load_checkpoint(directory / "checkpoint")
         assert backend.optimizer_steps == 5, f"{backend.optimizer_steps} optimizer steps in a checkpoint of five"
         assert backend.weight_changes == changes + 2, "a step and a load are two changes of the weights"
@@ -180,6 +181,7 @@ class _Laws:
         again = gather_weights(backend, self._topology)
         off = max(float((onwards[name] - again[name]).abs().max()) for name in onwards)
         assert off <= self._tolerance, f"a step from the checkpoint ends {off} off: optimizer state was lost"
+        self._score(backend)
         backend.load_hf(directory / "export")
         assert backend.optimizer_steps == 0, "load_hf starts the optimizer anew"
         self.check_scores(backend, "from the export", trained)
@@ -189,6 +191,9 @@ class _Laws:
         pairs = zip(rows_of(self._local["prompt_ids"]), rows_of(self._local["response_ids"]), strict=True)
         with torch.no_grad():
             return [(reference_outputs(reference, prompt, response), response) for prompt, response in pairs]
+
+    def _score(self, backend: TrainBackend) -> None:
+        _ = backend.compute_values(self._local) if self._head == "value" else backend.compute_logprobs(self._local)
 
     def _loss(self, outputs: TensorDict, micro_batch: TensorDict) -> tuple[torch.Tensor, Metrics]:
         """A policy-gradient-like loss on log-probs, a squared error on values."""
