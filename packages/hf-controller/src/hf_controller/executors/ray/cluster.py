@@ -10,19 +10,54 @@ from typing import Any
 import ray
 from ray.util.debug import log_once
 
+from hf_controller.executors.ray.watchdog import Watchdog
 from hf_protocols import PoolError
 
-__all__ = ["start_cluster", "stop_cluster"]
+__all__ = ["Cluster"]
 
 
-def start_cluster(*, address: str, num_cpus: int | None, object_store_bytes: int, log_to_driver: bool) -> None:
-    """Start a cluster on this machine (``address="local"``), or join the one at ``address``.
+class Cluster:
+    """A cluster that this process is connected to.
+
+    Args:
+        address: ``"local"`` starts one on this machine, whatever ``RAY_ADDRESS`` says; else the address of one to join.
+        num_cpus: slots of CPU pools of a local cluster; None: one per core.
+        object_store_bytes: shared memory of a local cluster.
+        log_to_driver: show what workers print.
 
     Raises:
         PoolError: if Ray already runs in this process.
     """
-    if ray.is_initialized():
-        raise PoolError("Ray already runs in this process: close the other executor, or call ray.shutdown() first")
+
+    def __init__(self, *, address: str, num_cpus: int | None, object_store_bytes: int, log_to_driver: bool) -> None:
+        if ray.is_initialized():
+            raise PoolError("Ray already runs in this process: close the other executor, or call ray.shutdown() first")
+        self._watchdog: Watchdog | None = None
+        _set_environment()
+        options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
+        if address == "local":
+            options |= {
+                "num_cpus": num_cpus,
+                "object_store_memory": object_store_bytes,
+                "include_dashboard": False,
+                "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
+            }
+        try:
+            context: Any = ray.init(address=address, **options)
+            if address == "local":
+                self._watchdog = Watchdog(context.address_info["session_dir"])
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Leave the cluster; a local one ends with all its processes."""
+        ray.shutdown()
+        if self._watchdog is not None:
+            self._watchdog.dismiss()
+
+
+def _set_environment() -> None:
     # Ray's hook for `uv run` would ship the tree and start every worker through uv.
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
@@ -32,20 +67,3 @@ def start_cluster(*, address: str, num_cpus: int | None, object_store_bytes: int
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     # Lines that many ranks print alike are printed once, without Ray's hint of how to change that.
     log_once("log_dedup_warning")
-    options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
-    if address == "local":
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            object_store_memory=object_store_bytes,
-            include_dashboard=False,
-            _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
-            **options,
-        )
-    else:
-        ray.init(address=address, **options)
-
-
-def stop_cluster() -> None:
-    """Leave the cluster; one that was started here ends with all its processes."""
-    ray.shutdown()

@@ -11,7 +11,7 @@ import ray
 
 from hf_controller.dispatch import Call
 from hf_controller.executors.base import Executor, check_specs
-from hf_controller.executors.ray.cluster import start_cluster, stop_cluster
+from hf_controller.executors.ray.cluster import Cluster
 from hf_controller.executors.ray.host_set import HostSet, await_ready
 from hf_controller.executors.ray.pending import RayCall, describe_ranks, take_ready
 from hf_controller.executors.ray.placement import PlacedPool, place
@@ -71,7 +71,7 @@ class RayExecutor(Executor):
         self._host_sets: dict[WorkerGroup, HostSet] = {}
         self._closed = False
         self._guard = TerminationGuard()
-        start_cluster(
+        self._cluster = Cluster(
             address=address, num_cpus=num_cpus, object_store_bytes=object_store_bytes, log_to_driver=log_to_driver
         )
         self._guard.install()
@@ -147,7 +147,7 @@ class RayExecutor(Executor):
                 for pool in list(self._occupied):
                     self._release(pool, orderly=orderly)
             finally:
-                stop_cluster()
+                self._cluster.stop()
                 self._guard.restore()
 
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> RayCall:

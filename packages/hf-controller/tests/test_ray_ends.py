@@ -1,0 +1,138 @@
+"""However a program ends, nothing of it stays: no process, no shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PROGRAM = """
+import signal, sys, time
+from hf_protocols import ONE_TO_ALL, ParallelSpec, Topology, register
+from hf_controller import RayExecutor, ResourcePool, Worker, WorkerSpec
+
+class Sleeper(Worker):
+    needs_process_group = False
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def sleep_on(self, seconds):
+        time.sleep(seconds)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with RayExecutor(num_cpus=1, object_store_bytes=100 * 2**20) as executor:
+    spec = WorkerSpec(worker=Sleeper, topology=Topology(ParallelSpec(dp_size=1)))
+    group = executor.build_groups(ResourcePool([1], device="cpu"), {"sleeper": spec})["sleeper"]
+    print("ready", flush=True)
+    if sys.argv[1] == "close":
+        group.sleep_on(0).result()
+    elif sys.argv[1] == "raise":
+        group.sleep_on(600)
+        raise ValueError("this program is wrong")
+    else:  # a signal comes
+        group.sleep_on(600).result()
+print("closed", flush=True)
+"""
+
+
+class Process(NamedTuple):
+    pid: int
+    started: str
+    """Ticks since the machine's start: a later process with the same number has another."""
+
+
+def all_processes() -> dict[Process, tuple[int, str]]:
+    """Parent and command of every process; those that only wait to be reaped do not count."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            name, _, rest = (folder / "stat").read_text().rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        fields = rest.split()
+        if fields[0] != "Z":
+            found[Process(int(folder.name), fields[19])] = (int(fields[1]), name.partition("(")[2])
+    return found
+
+
+def tree_of(pid: int) -> set[Process]:
+    """A process and all that it started, and they started."""
+    family, processes = {pid}, all_processes()
+    while grown := {process.pid for process, (parent, _) in processes.items() if parent in family} - family:
+        family |= grown
+    return {process for process in processes if process.pid in family}
+
+
+def start(argument: str) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, argument], text=True, start_new_session=True, **pipes)
+
+
+def wait_until_ready(program: subprocess.Popen[str]) -> set[Process]:
+    """Its processes."""
+    assert program.stdout is not None
+    assert program.stdout.readline() == "ready\n", program.communicate()
+    return tree_of(program.pid)
+
+
+def wait_until_gone(tree: set[Process], within_s: float) -> None:
+    deadline_s = time.monotonic() + within_s
+    while left := {process: command for process, command in all_processes().items() if process in tree}:
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.1)
+
+
+def shared_memory() -> set[str]:
+    """Segments but for the semaphores of Python's multiprocessing, of which these programs make none."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
+ENDS = {
+    "close": (None, 0),
+    "raise": (None, 1),
+    "interrupt": (signal.SIGINT, -signal.SIGINT),
+    "end": (signal.SIGTERM, 143),
+}
+
+
+@pytest.fixture(scope="module")
+def programs() -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All of them start together."""
+    programs = {argument: start(argument) for argument in ENDS}
+    yield programs
+    for program in programs.values():
+        program.kill()
+        program.communicate(timeout=15)
+
+
+@pytest.mark.parametrize("argument", ENDS)
+def test_nothing_is_left_behind(argument, programs):
+    program, (sent, exit_code) = programs[argument], ENDS[argument]
+    before = shared_memory()
+    tree = wait_until_ready(program)
+    if sent is not None:
+        time.sleep(0.5)
+        program.send_signal(sent)
+    output, errors = program.communicate(timeout=15)
+    assert program.returncode == exit_code, (output, errors)
+    assert ("closed" in output) is (argument == "close")
+    assert ("ValueError: this program is wrong" in errors) is (argument == "raise")
+    wait_until_gone(tree, within_s=10.0)
+    assert shared_memory() - before == set()
+
+
+@pytest.mark.slow
+def test_a_watchdog_ends_what_a_killed_program_leaves_behind():
+    before = shared_memory()
+    program = start("interrupt")
+    tree = wait_until_ready(program)
+    program.kill()
+    program.communicate(timeout=10)
+    wait_until_gone(tree, within_s=10.0)
+    assert shared_memory() - before == set()
