@@ -321,6 +321,25 @@ def test_mixed_precision_keeps_float32_masters_and_learns(ranks2, models):
     torch.testing.assert_close(torch.tensor(mixed), torch.tensor(exact), atol=0.15, rtol=0)
 
 
+def regularized(outputs, micro_batch):
+    assert outputs["entropy"].shape == outputs["logprobs"].shape == micro_batch["response_mask"].shape
+    assert (micro_batch["prompt_ids"] > 0).sum() > 0
+    assert micro_batch["row_id"].shape == (len(micro_batch),)
+    loss = -(outputs["entropy"] * micro_batch["response_mask"]).sum()
+    return loss, {"entropy": (-float(loss.detach()), float(micro_batch["response_mask"].sum()))}
+
+
+def raise_entropy(model):
+    backend = build(model)
+    entropies = [backend.train_step(local_rows(5), regularized, 10.0, entropy=True)["entropy"] for _ in range(3)]
+    return [total / count for total, count in entropies]
+
+
+def test_a_loss_may_use_the_entropy(ranks2, models):
+    before, *_, after = ranks2.run(raise_entropy, models["tied"])[0]
+    assert before < after <= torch.tensor(float(VOCAB_SIZE)).log()
+
+
 def set_rates(model):
     backend = build(model, TrainConfig(learning_rate=1e-3, warmup_steps=4))
     rates = []

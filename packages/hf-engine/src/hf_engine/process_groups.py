@@ -46,10 +46,12 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
 
 
 def local_device() -> torch.device:
-    """The device of this rank: the CUDA device numbered LOCAL_RANK where CUDA is available, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    """The device of this rank: the CUDA device numbered LOCAL_RANK, made the current one, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def wait_for_device() -> None:

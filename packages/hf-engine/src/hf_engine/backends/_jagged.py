@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["Ragged", "to_jagged"]
+from hf_protocols.errors import BatchError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["Ragged", "require_columns", "to_jagged"]
 
 
 @dataclass(frozen=True)
@@ -71,3 +77,14 @@ def to_jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         bounds = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
     jagged: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets, **bounds)
     return jagged
+
+
+def require_columns(batch: TensorDict, names: Sequence[str]) -> None:
+    """Refuses a batch without these columns.
+
+    Raises:
+        BatchError: naming what is missing and what is there.
+    """
+    present = set(map(str, batch.keys()))
+    if missing := [name for name in names if name not in present]:
+        raise BatchError(f"the batch lacks the columns {missing}; it has {sorted(present)}")

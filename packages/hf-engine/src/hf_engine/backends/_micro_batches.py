@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_engine.backends._jagged import Ragged, to_jagged
+from hf_engine.backends._jagged import Ragged, require_columns, to_jagged
 from hf_protocols.errors import BatchError
 
 if TYPE_CHECKING:
@@ -62,20 +62,23 @@ class SequenceBatch:
     """A batch of prompts and responses, cut into micro-batches.
 
     Raises:
-        BatchError: for a missing column, an empty prompt, or a row above the token budget.
+        BatchError: for a missing column.
     """
 
     def __init__(self, batch: TensorDict) -> None:
-        if missing := [name for name in ("prompt_ids", "response_ids") if name not in batch.keys()]:  # noqa: SIM118
-            raise BatchError(f"the batch lacks the columns {missing}; it has {sorted(map(str, batch.keys()))}")
+        require_columns(batch, ("prompt_ids", "response_ids"))
         self._batch = batch
         self._prompts = Ragged(batch["prompt_ids"])
         self._responses = Ragged(batch["response_ids"])
-        if empty := (self._prompts.lengths == 0).nonzero().flatten().tolist():
-            raise BatchError(f"the prompts of rows {empty} are empty; a first token has nothing to be predicted from")
 
     def micro_batches(self, max_tokens: int) -> list[MicroBatch]:
-        """Every row in one micro-batch of at most `max_tokens` tokens, padding included."""
+        """Every row in one micro-batch of at most `max_tokens` tokens, padding included.
+
+        Raises:
+            BatchError: for an empty prompt, or a row above the token budget.
+        """
+        if empty := (self._prompts.lengths == 0).nonzero().flatten().tolist():
+            raise BatchError(f"the prompts of rows {empty} are empty; a first token has nothing to be predicted from")
         prompts, responses = self._prompts.lengths.tolist(), self._responses.lengths.tolist()
         return [self._pad(torch.tensor(rows)) for rows in plan_micro_batches(prompts, responses, max_tokens)]
 

@@ -32,12 +32,12 @@ class ShardedAdamW:
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
-            foreach=True,
+            fused=True,
         )
         for parameter in self._parameters:
             # torch.distributed.checkpoint would create a missing state by a step of its own, and count it.
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            self.adamw.state[parameter] = {"step": torch.zeros(()), **moments}
+            self.adamw.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
     @property
     def next_learning_rate(self) -> float:

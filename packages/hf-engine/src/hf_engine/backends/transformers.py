@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._decoding import LENGTH, Decoding
-from hf_engine.backends._jagged import Ragged, to_jagged
+from hf_engine.backends._jagged import Ragged, require_columns, to_jagged
 from hf_engine.backends._sampling import draw_uniforms
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
@@ -118,6 +118,7 @@ class TransformersBackend:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
         if not self._has_weights:
             raise BackendError("the weights were released; resume, send them anew and commit before generating")
+        require_columns(batch, ("prompt_ids", "row_id"))
         prompts = Ragged(batch["prompt_ids"])
         self._check_prompts(prompts, sampling)
         uniforms = draw_uniforms(batch["row_id"], sampling)
