@@ -114,9 +114,9 @@ def main() -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     except (ConfigError, DataError, PlanError) as error:
-        _fail(str(error), 2)
+        _fail(_describe(error), 2)
     except HybridFlowError as error:
-        _fail(str(error), 1)
+        _fail(_describe(error), 1)
     except (KeyboardInterrupt, click.Abort):
         _fail("interrupted; the files already written are complete", 130)
 
@@ -124,6 +124,16 @@ def main() -> NoReturn:
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     """SIGTERM unwinds the program like Ctrl-C, so that workers are shut down on the way out."""
     sys.exit(128 + signum)
+
+
+def _describe(error: HybridFlowError) -> str:
+    """The message, and where it was raised; the whole remote traceback where the error is none of ours."""
+    from hf_controller import RemoteCallError
+
+    notes = getattr(error, "__notes__", [])
+    if not isinstance(error, RemoteCallError):
+        notes = [f"({note.partition(', traceback there:')[0]})" for note in notes]
+    return "\n".join([str(error), *notes])
 
 
 def _fail(message: str, code: int) -> NoReturn:

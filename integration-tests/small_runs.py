@@ -1,0 +1,69 @@
+"""What the tests of small runs share: the configuration, how a command ended, and how to read its metrics."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SMALL_RUN = """
+[run]
+output_dir = "{output}"
+iterations = 2
+eval_every = 1
+executor = "in_process"
+[data]
+train = "{data}/train.jsonl"
+validation = "{data}/validation.jsonl"
+test = "{data}/test.jsonl"
+max_eval_rows = 16
+[model]
+tokenizer = "characters"
+hidden_size = 32
+intermediate_size = 64
+num_layers = 1
+num_heads = 1
+num_kv_heads = 1
+max_positions = 16
+[warm_start]
+max_steps = 4
+batch_size = 16
+eval_every = 2
+[optimizer]
+actor_learning_rate = 1e-4
+critic_learning_rate = 1e-3
+[rollout]
+batch_size = 8
+max_new_tokens = 5
+[reward]
+function = "small_runs:response_length"
+[training]
+shard = "root"
+[cluster]
+gpus_per_machine = 1
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    exit_code: int
+    output: str
+    errors: str
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The objects of ``metrics.jsonl``."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics less those that measure time."""
+    return [{name: row[name] for name in row if not name.startswith(("time/", "perf/"))} for row in metrics]
+
+
+def response_length(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
+    """A reward that differs between the responses of an untrained model, so that there is something to learn."""
+    return [len(response) / 5 for response in responses]

@@ -1,0 +1,43 @@
+"""Small runs of the ``hybridflow`` command, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_algorithms import cli
+from hf_algorithms.data import write_addition_data
+from small_runs import SMALL_RUN, Outcome
+
+
+@pytest.fixture(scope="session")
+def addition_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("addition")
+    write_addition_data(directory, seed=0)
+    return directory
+
+
+@pytest.fixture
+def small_config(tmp_path: Path, addition_data: Path) -> Path:
+    """A configuration of a run of seconds; its output goes to ``run`` beside it."""
+    path = tmp_path / "config.toml"
+    path.write_text(SMALL_RUN.format(output=tmp_path / "run", data=addition_data))
+    return path
+
+
+@pytest.fixture
+def hybridflow(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Run the command in this process, as a shell would."""
+
+    def run(*arguments: object) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["hybridflow", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        output, errors = capfd.readouterr()
+        code = ended.value.code
+        return Outcome(code if isinstance(code, int) else int(code is not None), output, errors)
+
+    return run

@@ -1,0 +1,150 @@
+"""Whatever a user can get wrong ends in one clear message and an exit code; what was written stays intact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_protocols import GenerationSpec, MachinePlan, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
+from small_runs import Outcome, read_metrics
+
+SLOTS = {"models": 4, "reward": 1, "advantage": 1}
+
+REWARDS = """
+import math
+
+def raises(prompts, responses, answers):
+    return [1 / 0 for _ in prompts]
+
+def not_a_number(prompts, responses, answers):
+    return [math.nan] * len(prompts)
+
+def too_few(prompts, responses, answers):
+    return [1.0]
+"""
+
+
+def write_rows(path: Path, lines: list[str]) -> Path:
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def assert_one_message(outcome: Outcome, code: int, *parts: str) -> None:
+    message = [line for line in outcome.errors.splitlines() if line.startswith("Error: ")]
+    assert len(message) == 1, outcome.errors
+    assert outcome.exit_code == code, outcome.errors
+    assert "Traceback" not in outcome.errors.split("Error: ")[0], outcome.errors
+    for part in parts:
+        assert part in outcome.errors
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("data.train=absent.jsonl", ("absent.jsonl", "no such file")),
+        ("run.itertions=3", ("run.itertions", "did you mean 'run.iterations'?")),
+        ("run.iterations=many", ("run.iterations = 'many'",)),
+        ("model.max_positions=8", ("tokens", "model.max_positions")),
+        ("model.path=no/such/model", ("no/such/model",)),
+        ("rollout.backend=no-such-engine", ("no-such-engine", "transformers")),
+        ("reward.function=no_such_module:f", ("no_such_module",)),
+        ("reward.function=hf_algorithms.rewards:exact_mach", ("exact_match",)),
+        ("cluster.gpu=h10000", ("h10000", "h100")),
+        ("model.num_heads=3", ("model.hidden_size=32", "model.num_heads=3")),
+    ],
+)
+def test_a_bad_value_is_named(
+    small_config: Path, hybridflow: Callable[..., Outcome], override: str, parts: tuple[str, ...]
+) -> None:
+    outcome = hybridflow("train", small_config, "--set", override)
+    code = 1 if override.startswith("rollout.backend") else 2
+    assert_one_message(outcome, code, *parts)
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("", ("line 2", "empty")),
+        ('{"prompt": "1+1=", "answer"', ("line 2",)),
+        ('{"prompt": "1+1="}', ("line 2", "answer")),
+        ('["1+1=", "2"]', ("line 2",)),
+    ],
+)
+def test_a_bad_line_is_named_with_its_number(
+    small_config: Path, hybridflow: Callable[..., Outcome], line: str, parts: tuple[str, ...]
+) -> None:
+    good = '{"prompt": "1+1=", "answer": "2"}'
+    rows = write_rows(small_config.with_name("rows.jsonl"), [good, line, good])
+    assert_one_message(hybridflow("train", small_config, "--set", f"data.train={rows}"), 2, "rows.jsonl", *parts)
+
+
+def test_a_batch_that_the_ranks_cannot_share(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
+    pools = [PoolPlan(name=name, machines=(MachinePlan(gpu_kind="cpu", slots=slots),)) for name, slots in SLOTS.items()]
+    layout = ParallelSpec(dp_size=4)
+    models = {role: ModelPlan(pool="models", backend="fsdp", train=layout) for role in ("critic", "reference")}
+    models["actor"] = ModelPlan(pool="models", backend="fsdp", train=layout, generation=GenerationSpec())
+    models |= {role: ModelPlan(pool=role, backend="function") for role in ("reward", "advantage")}
+    plan = small_config.with_name("plan.json")
+    plan.write_text(MappingPlan(pools=tuple(pools), models=models).to_json())
+    outcome = hybridflow("train", small_config, "--plan", plan, "--set", "rollout.batch_size=2")
+    assert_one_message(outcome, 2, "rollout.batch_size = 2 rows cannot be shared by 4 generation replicas")
+
+
+def test_a_model_directory_without_a_tokenizer(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = small_config.with_name("model")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=16, num_key_value_heads=1, **sizes)).save_pretrained(model)
+    text = small_config.read_text().replace('tokenizer = "characters"', f'path = "{model}"')
+    small_config.write_text(text)
+    assert_one_message(hybridflow("train", small_config), 2, "holds no tokenizer", "model.tokenizer")
+
+
+def test_an_output_directory_that_cannot_be_written(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
+    outcome = hybridflow("train", small_config, "--set", f"run.output_dir={small_config}/run")
+    assert_one_message(outcome, 2, "run.output_dir", "cannot be written")
+
+
+def test_an_earlier_run_is_not_overwritten_unasked(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
+    output = small_config.parent / "run"
+    output.mkdir()
+    (output / "precious.txt").write_text("mine")
+    assert_one_message(hybridflow("train", small_config, "--overwrite"), 2, "is not empty")
+    assert (output / "precious.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("function", "parts"),
+    [
+        ("raises", ("ZeroDivisionError", "my_rewards.py")),
+        ("not_a_number", ("nan",)),
+        ("too_few", ("1 ", "8 ")),
+    ],
+)
+def test_a_reward_function_that_fails(
+    small_config: Path, hybridflow: Callable[..., Outcome], function: str, parts: tuple[str, ...]
+) -> None:
+    small_config.with_name("my_rewards.py").write_text(REWARDS)
+    outcome = hybridflow("train", small_config, "--set", f"reward.function=my_rewards:{function}")
+    assert_one_message(outcome, 1, *parts)
+    assert json.loads((small_config.parent / "run" / "summary.json").read_text())["iterations"] == 0
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_weights(
+    small_config: Path, hybridflow: Callable[..., Outcome]
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    outcome = hybridflow("train", small_config, "--set", "optimizer.critic_learning_rate=1e30")
+    assert_one_message(outcome, 1, "loss", "update_critic")
+    run = small_config.parent / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert "stopped" in summary
+    assert len(read_metrics(run)) == summary["iterations"] == 1
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())

@@ -1,0 +1,108 @@
+"""A whole run in this process: warm start, two PPO iterations, every file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_protocols import MappingPlan
+from small_runs import Outcome, read_metrics, without_times
+
+SPANS = {
+    "actor.generate_sequences",
+    "reshard",
+    "actor.compute_logprobs",
+    "critic.compute_values",
+    "reference.compute_ref_logprobs",
+    "reward.compute_reward",
+    "advantage.compute_advantages",
+    "critic.update_critic",
+    "actor.update_actor",
+}
+
+
+@pytest.fixture
+def run(small_config: Path, hybridflow: Callable[..., Outcome]) -> Path:
+    outcome = hybridflow("train", small_config)
+    assert outcome.exit_code == 0, outcome.errors
+    return small_config.parent / "run"
+
+
+def test_a_run_leaves_every_file(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert {
+        "exact_match_before",
+        "exact_match_after",
+        "iterations",
+        "wall_s",
+        "samples_per_s",
+        "tokens_per_s",
+        "peak_rss_bytes",
+        "versions",
+        "kl_to_reference_nats",
+    } <= summary.keys()
+    assert [row["iteration"] for row in read_metrics(run)] == [1, 2]
+    assert MappingPlan.from_json((run / "plan.json").read_text()).models["actor"].backend == "fsdp"
+    assert (run / "report.html").read_text().startswith("<!doctype html>")
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    for iteration in (1, 2):
+        calls = [event for event in events if event.get("args", {}).get("iteration") == iteration]
+        assert SPANS - {"reshard"} <= {event["name"] for event in calls}
+        generate = next(event for event in calls if event["name"] == "actor.generate_sequences")
+        inside = [event["name"] for event in events if _lies_in(event, generate)]
+        assert "reshard" in inside
+
+
+def _lies_in(event: dict[str, Any], outer: dict[str, Any]) -> bool:
+    same_row = event["ph"] == "X" and (event["pid"], event["tid"]) == (outer["pid"], outer["tid"])
+    return same_row and outer["ts"] <= event["ts"] and event["ts"] + event["dur"] <= outer["ts"] + outer["dur"]
+
+
+def test_the_model_loads_and_is_not_the_one_it_started_from(run: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    warm = AutoModelForCausalLM.from_pretrained(run / "warm_model")
+    tokens = tokenizer("37+85=", return_tensors="pt")["input_ids"]
+    assert model(tokens).logits.shape == (1, 6, len(tokenizer))
+    assert not torch.equal(model.lm_head.weight, warm.lm_head.weight)
+
+
+def test_a_second_run_with_the_seed_gives_the_same_metrics(run: Path, hybridflow: Callable[..., Outcome]) -> None:
+    again = run.with_name("again")
+    assert hybridflow("train", run.parent / "config.toml", "--set", f"run.output_dir={again}").exit_code == 0
+    assert without_times(read_metrics(again)) == without_times(read_metrics(run))
+    other = run.with_name("other")
+    arguments = ("--set", f"run.output_dir={other}", "--set", "run.seed=1")
+    assert hybridflow("train", run.parent / "config.toml", *arguments).exit_code == 0
+    assert without_times(read_metrics(other)) != without_times(read_metrics(run))
+
+
+def test_a_run_follows_the_plan_it_is_given(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
+    planned = hybridflow("plan", small_config, "--json")
+    assert planned.exit_code == 0, planned.errors
+    file = small_config.with_name("my-plan.json")
+    file.write_text(planned.output.replace('"micro_batch_tokens": 8192', '"micro_batch_tokens": 64'))
+    assert hybridflow("train", small_config, "--plan", file).exit_code == 0
+    used = MappingPlan.from_json((small_config.parent / "run" / "plan.json").read_text())
+    assert used.models["actor"].micro_batch_tokens == 64
+
+
+def test_a_breakpoint_in_a_worker_method_stops_there(
+    small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_in: list[str] = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stopped_in.append(sys._getframe(1).f_code.co_name))
+    (small_config.parent / "my_reward.py").write_text(
+        "def constant(prompts, responses, answers):\n    breakpoint()\n    return [1.0] * len(prompts)\n"
+    )
+    assert hybridflow("train", small_config, "--set", "reward.function=my_reward:constant").exit_code == 0
+    assert stopped_in == ["constant"] * len(stopped_in)
+    assert len(stopped_in) >= 2
