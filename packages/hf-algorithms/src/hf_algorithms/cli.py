@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -107,6 +108,8 @@ def main() -> NoReturn:
     Exit codes: 1 a run that failed, 2 input that cannot be used, 130 Ctrl-C, 143 SIGTERM.
     """
     signal.signal(signal.SIGTERM, _terminate)
+    # a deprecation notice of torch about its own use of itself, at the first jagged tensor
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours tells more; workers inherit it
     try:
         sys.exit(cli.main(standalone_mode=False))
