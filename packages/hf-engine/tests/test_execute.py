@@ -12,6 +12,7 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.execute import ReshardExecutor, check_weights, execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.plan import plan_reshard
+from hf_engine.testing import LocalRanks
 from hf_protocols.errors import ReshardError
 
 SHAPES = {"embed": (13, 4), "norm": (5,), "head": (1, 8), "scale": (), "experts": (3, 2, 5)}
@@ -130,6 +131,16 @@ def a_rank_outside_the_group_is_refused():
     return True
 
 
+def wait_for_a_peer_that_does_not_come():
+    shapes = {"w": (6,)}
+    executor = ReshardExecutor(plan_reshard(fsdp_layout(shapes, range(2)), replicated_layout(shapes, range(2))))
+    if dist.get_rank() == 0:
+        shard = {"w": torch.ones(3)}
+        with pytest.raises(ReshardError, match="the transfer of weights failed on rank 0"):
+            executor.run(shard, {"w": torch.zeros(6)})
+        assert torch.equal(shard["w"], torch.ones(3))
+
+
 def seconds_for_a_million_parameters(num_runs):
     shapes = {"embed": (64, 160)}
     for layer in range(4):
@@ -172,6 +183,11 @@ def test_disjoint_ranks(ranks3):
 
 def test_the_group_must_hold_every_peer(ranks3):
     assert ranks3.run(a_rank_outside_the_group_is_refused) == [True] * 3
+
+
+def test_a_missing_peer_is_a_typed_error_within_the_deadline():
+    with LocalRanks(2, timeout_s=3) as ranks:
+        ranks.run(wait_for_a_peer_that_does_not_come)
 
 
 def test_a_million_parameters_take_milliseconds(ranks2):
