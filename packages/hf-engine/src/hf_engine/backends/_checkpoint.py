@@ -31,7 +31,14 @@ def save_sharded(
     state = _state(model, optimizer)
     if optimizer is not None:
         state["steps"] = optimizer.steps
-    write_directory(directory, lambda path: save(state, checkpoint_id=path, process_group=group), group)
+
+    def write(path: Path) -> None:
+        try:
+            save(state, checkpoint_id=path, process_group=group)
+        except CheckpointException as error:
+            raise OSError(str(error)) from error
+
+    write_directory(directory, write, group)
 
 
 def load_sharded(

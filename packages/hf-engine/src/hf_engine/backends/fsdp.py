@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -196,7 +197,10 @@ class FsdpBackend:
 
         def write(path: Path) -> None:
             if is_writer:
-                self._model.save_pretrained(path, state_dict=full)
+                try:
+                    self._model.save_pretrained(path, state_dict=full)
+                except SafetensorError as error:  # a full disk, among others
+                    raise OSError(str(error)) from error
 
         write_directory(directory, write, self._group)
 
