@@ -3,36 +3,86 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["TerminationGuard", "shielded"]
+__all__ = ["SignalGuard", "shielded"]
+
+Handler = Callable[[int, FrameType | None], Any]
 
 
-class TerminationGuard:
-    """Turns SIGTERM into ``SystemExit(143)`` in the main thread, so that ``with`` blocks and ``finally`` run.
+class SignalGuard:
+    """Makes Ctrl-C and SIGTERM exceptions of the main thread, so that ``with`` blocks and ``finally`` run.
 
-    Ctrl-C is an exception in Python already. Outside the main thread, where Python allows no handlers, it does nothing.
+    SIGTERM becomes ``SystemExit(143)``. Ctrl-C keeps its handler, and is ignored where it was ignored. An exception
+    that gets lost, because a library swallows it or because it is raised where Python cannot raise (in a finalizer,
+    say), is raised again by the next :meth:`watching`. Outside the main thread, where Python allows no handlers, the
+    guard does nothing.
     """
 
     def __init__(self) -> None:
-        self._before: Any = None
-        self._installed = False
+        self._received: int | None = None
+        self._lost: int | None = None
+        self._terminating = False
+        self._before: dict[int, Any] = {}
+        self._unraisable_before: Any = None
 
     def install(self) -> None:
-        """Start; the handler that was there before comes back with :meth:`restore`."""
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, _exit)
-            self._installed = True
+        """Start; the handlers that were there before come back with :meth:`restore`."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._record(_exit))
+        interrupt = signal.getsignal(signal.SIGINT)
+        if callable(interrupt):
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._record(interrupt))
+        self._unraisable_before, sys.unraisablehook = sys.unraisablehook, self._note_lost
 
     def restore(self) -> None:
         """Stop."""
-        if self._installed and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
-            self._installed = False
+        if not self._before or threading.current_thread() is not threading.main_thread():
+            return
+        for kind, handler in self._before.items():
+            signal.signal(kind, handler if handler is not None else signal.SIG_DFL)
+        self._before.clear()
+        sys.unraisablehook = self._unraisable_before
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a library's wait: a signal that arrives within it raises its exception at the end, whatever the
+        library made of it.
+        """
+        self._received = None
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            if self._received is None:
+                raise
+        kinds = {self._received, self._lost}
+        self._received, self._lost = None, None
+        # Code that ends the program in order (except, finally, __exit__) may wait for a last call.
+        ends_unnoticed = self._terminating and not isinstance(sys.exc_info()[1], SystemExit)
+        if ends_unnoticed or signal.SIGTERM in kinds:
+            _exit(signal.SIGTERM, None)
+        if signal.SIGINT in kinds:
+            raise KeyboardInterrupt
+
+    def _record(self, handler: Handler) -> Handler:
+        def record(kind: int, frame: FrameType | None) -> None:
+            self._received = kind
+            self._terminating = self._terminating or kind == signal.SIGTERM
+            handler(kind, frame)
+
+        return record
+
+    def _note_lost(self, unraisable: sys.UnraisableHookArgs) -> None:
+        if self._received is not None and isinstance(unraisable.exc_value, KeyboardInterrupt | SystemExit):
+            self._lost = self._received
+        else:
+            self._unraisable_before(unraisable)
 
 
 @contextmanager

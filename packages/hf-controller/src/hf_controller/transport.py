@@ -11,17 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from hf_protocols import BatchError, RowSelection
 
 if TYPE_CHECKING:
+    import torch
     from tensordict import TensorDict
 
 __all__ = ["Column", "ObjectStore", "Shard", "as_tensor", "encode_batch"]
-
-# Types that numpy lacks travel as bit patterns of the same width.
-_BIT_PATTERNS = {1: torch.uint8, 2: torch.int16}
 
 
 class ObjectStore(Protocol):
@@ -99,6 +95,8 @@ def encode_batch(
     Raises:
         BatchError: for a batch_size that is not one number, or a column that is no tensor or no jagged nested tensor.
     """
+    import torch
+
     if len(batch.batch_size) != 1:
         raise BatchError(f"a batch has batch_size [rows], got {list(batch.batch_size)}: flatten or unsqueeze it first")
     columns: dict[str, Column] = {}
@@ -128,6 +126,8 @@ def encode_batch(
 
 def as_tensor(array: Any, dtype: str | None = None) -> torch.Tensor:
     """View a stored array as a tensor, without a copy. Its memory is shared: read it, never write into it."""
+    import torch
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         tensor = torch.from_numpy(array)
@@ -136,6 +136,8 @@ def as_tensor(array: Any, dtype: str | None = None) -> torch.Tensor:
 
 def _split_jagged(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Values on the host, contiguous, and the int32 lengths of a jagged column."""
+    import torch
+
     if not value.is_nested:
         return value.cpu().contiguous(), None
     if value.layout is not torch.jagged or getattr(value, "_ragged_idx", 1) != 1:
@@ -153,6 +155,8 @@ def _split_jagged(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 def _index_of(row_lengths: torch.Tensor, known: list[torch.Tensor]) -> int:
+    import torch
+
     for index, other in enumerate(known):
         if torch.equal(row_lengths, other):
             return index
@@ -161,8 +165,10 @@ def _index_of(row_lengths: torch.Tensor, known: list[torch.Tensor]) -> int:
 
 
 def _as_array(values: torch.Tensor) -> Any:
-    """A numpy view of the same memory."""
+    """A numpy view of the same memory; types that numpy lacks are seen as bit patterns of the same width."""
+    import torch
+
     try:
         return values.numpy()
     except TypeError:
-        return values.view(_BIT_PATTERNS[values.element_size()]).numpy()
+        return values.view({1: torch.uint8, 2: torch.int16}[values.element_size()]).numpy()

@@ -16,8 +16,9 @@ from hf_controller.executors.ray.host_set import HostSet, await_ready
 from hf_controller.executors.ray.pending import RayCall, describe_ranks, take_ready
 from hf_controller.executors.ray.placement import PlacedPool, place
 from hf_controller.executors.ray.store import RayStore
+from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.resource_pool import ResourcePool
-from hf_controller.signals import TerminationGuard, shielded
+from hf_controller.signals import SignalGuard, shielded
 from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
@@ -70,7 +71,8 @@ class RayExecutor(Executor):
         self._occupied: dict[ResourcePool, _Occupied] = {}
         self._host_sets: dict[WorkerGroup, HostSet] = {}
         self._closed = False
-        self._guard = TerminationGuard()
+        self._guard = SignalGuard()
+        self._waiter = Waiter(self._guard)
         self._cluster = Cluster(
             address=address, num_cpus=num_cpus, object_store_bytes=object_store_bytes, log_to_driver=log_to_driver
         )
@@ -101,7 +103,7 @@ class RayExecutor(Executor):
         """Wait until every worker is constructed; see :meth:`Executor.wait_until_ready`."""
         host_sets = [host_set for occupied in self._occupied.values() for host_set in occupied.host_sets]
         try:
-            await_ready(host_sets, self._start_timeout_s)
+            await_ready(host_sets, self._start_timeout_s, self._waiter)
         except HybridFlowError:
             for pool in [pool for pool, occupied in self._occupied.items() if _is_unready(occupied)]:
                 self._release(pool, orderly=False)
@@ -167,6 +169,7 @@ class RayExecutor(Executor):
             reports=reports,
             collected=spec.protocol.collect(group.topology).ranks,
             timeout_s=self.call_timeout_s,
+            waiter=self._waiter,
         )
 
     def _host_set_of(self, group: WorkerGroup) -> HostSet:

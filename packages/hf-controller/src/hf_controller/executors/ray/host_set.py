@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 from hf_controller.executors.ray.actor import Construction, HostActor
 from hf_controller.executors.ray.placement import PlacedPool
 from hf_controller.executors.ray.shipping import pickle_specs
+from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.failures import Failure
 from hf_controller.worker import WorkerSpec
 from hf_protocols import WorkerTimeoutError
@@ -69,7 +70,7 @@ class HostSet:
             ray.kill(actor)
 
 
-def await_ready(host_sets: Sequence[HostSet], timeout_s: float) -> None:
+def await_ready(host_sets: Sequence[HostSet], timeout_s: float, waiter: Waiter) -> None:
     """Wait until every worker of ``host_sets`` is constructed.
 
     Raises:
@@ -80,16 +81,18 @@ def await_ready(host_sets: Sequence[HostSet], timeout_s: float) -> None:
     labels = {handle: label for host_set in host_sets for handle, label in host_set.constructing.items()}
     pending = list(labels)
     while pending:
-        ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline_s - time.monotonic()))
+        ready = waiter.wait_any(pending, deadline_s - time.monotonic())
         if not ready:
             missing = ", ".join(sorted(labels[handle] for handle in pending))
             raise WorkerTimeoutError(
                 f"{missing} not constructed within {timeout_s:g} s: raise start_timeout_s, or look at what the "
                 "constructor waits for"
             )
-        failure = _construction_failure(ready[0], labels[ready[0]])
-        if failure is not None:
-            raise failure.to_error()
+        for handle in ready:
+            failure = _construction_failure(handle, labels[handle])
+            if failure is not None:
+                raise failure.to_error()
+        pending = [handle for handle in pending if handle not in ready]
     for host_set in host_sets:
         host_set.constructing.clear()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
+from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.failures import Failure
 from hf_protocols import HybridFlowError, WorkerTimeoutError
 
@@ -32,6 +33,7 @@ class RayCall:
         reports: handle of every called rank's report.
         collected: the ranks whose outcomes make the result.
         timeout_s: deadline where none is given.
+        waiter: waits.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class RayCall:
         reports: Mapping[int, Any],
         collected: Sequence[int],
         timeout_s: float,
+        waiter: Waiter,
     ) -> None:
         self.handles = [outcomes[rank] for rank in collected]
         self._what = f"{role}.{method}"
@@ -53,6 +56,7 @@ class RayCall:
         self._reports = dict(reports)
         self._collected = tuple(collected)
         self._timeout_s = timeout_s
+        self._waiter = waiter
         self._done: dict[int, CallReport] = {}
         self._failure: Failure | None = None
 
@@ -68,9 +72,9 @@ class RayCall:
         while self._failure is None and len(self._done) < len(self._reports):
             pending = {handle: rank for rank, handle in self._reports.items() if rank not in self._done}
             left_s = max(0.0, deadline_s - time.monotonic())
-            if not ray.wait(list(pending), num_returns=1, timeout=left_s)[0]:
+            ready = self._waiter.wait_any(list(pending), left_s)
+            if not ready:
                 raise self._to_timeout(sorted(pending.values()), timeout_s)
-            ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
             for handle in ready:
                 self._read_report(pending[handle], handle)
         if self._failure is not None:

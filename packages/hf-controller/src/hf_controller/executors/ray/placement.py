@@ -18,6 +18,8 @@ __all__ = ["SLOT_SHARE", "PlacedPool", "place"]
 SLOT_SHARE = 0.05
 """What one process takes of its slot, so that several host sets fit on it."""
 
+_SLICE_S = 0.2
+
 
 class PlacedPool:
     """A pool that has its slots.
@@ -66,8 +68,10 @@ def place(pool: ResourcePool, timeout_s: float) -> PlacedPool:
     try:
         groups.extend(placement_group([unit] * slots, strategy="STRICT_PACK") for slots in pool.slots)
         for group in groups:
-            if not group.wait(max(0.1, deadline_s - time.monotonic())):
-                raise PoolError(_describe(pool, unit, f"they were not free within {timeout_s:g} s"))
+            # In slices: Ray sees no signal meanwhile.
+            while not group.wait(_SLICE_S):
+                if time.monotonic() > deadline_s:
+                    raise PoolError(_describe(pool, unit, f"they were not free within {timeout_s:g} s"))
     except BaseException:
         _remove(groups)
         raise

@@ -1,0 +1,39 @@
+"""Waiting on the controller: in slices, so that signals are seen, and with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from hf_controller.signals import SignalGuard
+
+__all__ = ["Waiter"]
+
+# Ray looks for signals once a second, and loses some of the exceptions that their handlers raise.
+_SLICE_S = 0.2
+
+
+class Waiter:
+    """Waits for Ray objects.
+
+    Args:
+        guard: knows of signals that arrive meanwhile.
+    """
+
+    def __init__(self, guard: SignalGuard) -> None:
+        self._guard = guard
+
+    def wait_any(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
+        """The handles that are ready as soon as one is; none if none is in time."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline_s - time.monotonic()
+            with self._guard.watching():
+                ready = ray.wait(list(handles), num_returns=1, timeout=max(0.0, min(_SLICE_S, left_s)))[0]
+            if ready:
+                return list(ray.wait(list(handles), num_returns=len(handles), timeout=0)[0])
+            if left_s <= 0:
+                return []

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+
+import pytest
+
+from hf_controller.signals import SignalGuard, shielded
+
+
+@pytest.fixture
+def guard():
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), sys.unraisablehook
+    guard = SignalGuard()
+    guard.install()
+    yield guard
+    guard.restore()
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), sys.unraisablehook) == before
+
+
+def test_sigterm_is_an_exception_with_the_usual_exit_code(guard):
+    with pytest.raises(SystemExit) as error:
+        signal.raise_signal(signal.SIGTERM)
+    assert error.value.code == 143
+
+
+def test_ctrl_c_stays_what_it_is(guard):
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with guard.watching():
+        pass  # it was raised once, and is not raised again
+
+
+def test_ctrl_c_that_was_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    guard = SignalGuard()
+    guard.install()
+    signal.raise_signal(signal.SIGINT)
+    guard.restore()
+    assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN
+
+
+def swallow(kind: int) -> None:
+    """What a library should not do."""
+    with contextlib.suppress(BaseException):
+        signal.raise_signal(kind)
+
+
+@pytest.mark.parametrize(("kind", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_an_exception_that_a_library_swallows_while_it_waits_is_raised_again(guard, kind, error):
+    with pytest.raises(error) as raised, guard.watching():
+        swallow(kind)
+    assert getattr(raised.value, "code", 143) == 143
+
+
+def test_a_termination_that_was_swallowed_is_raised_by_the_next_wait(guard):
+    swallow(signal.SIGTERM)
+    with pytest.raises(SystemExit), guard.watching():
+        pass
+
+
+def test_code_that_ends_the_program_in_order_may_still_wait(guard):
+    with pytest.raises(SystemExit):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            with guard.watching():
+                finished = True
+    assert finished
+
+
+def change(kind: int) -> None:
+    """Ray does this."""
+    try:
+        signal.raise_signal(kind)
+    except SystemExit:
+        sys.exit(1)
+
+
+def test_an_exception_that_a_library_changes_is_raised_as_it_was(guard):
+    with pytest.raises(SystemExit) as raised, guard.watching():
+        change(signal.SIGTERM)
+    assert raised.value.code == 143
+
+
+def test_an_exception_in_a_finalizer_is_raised_by_the_next_wait(guard):
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    Finalized()
+    with pytest.raises(KeyboardInterrupt), guard.watching():
+        pass
+    with guard.watching():
+        pass
+
+
+def test_other_exits_pass_through(guard):
+    with pytest.raises(SystemExit) as raised, guard.watching():
+        sys.exit(5)
+    assert raised.value.code == 5
+
+
+def test_shielded_delivers_a_signal_afterwards():
+    finished = []
+    with pytest.raises(KeyboardInterrupt), shielded():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        finished.append(True)
+    assert finished
