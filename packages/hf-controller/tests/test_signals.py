@@ -61,7 +61,7 @@ def test_a_termination_that_was_swallowed_is_raised_by_the_next_wait(guard):
 
 
 def test_code_that_ends_the_program_in_order_may_still_wait(guard):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit):  # noqa: PT012
         try:
             signal.raise_signal(signal.SIGTERM)
         finally:
@@ -104,7 +104,7 @@ def test_other_exits_pass_through(guard):
 
 def test_shielded_delivers_a_signal_afterwards():
     finished = []
-    with pytest.raises(KeyboardInterrupt), shielded():
+    with pytest.raises(KeyboardInterrupt), shielded():  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         finished.append(True)

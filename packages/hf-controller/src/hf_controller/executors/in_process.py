@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_controller.rank_host import RankHost
     from hf_controller.results import Outcome
 
-__all__ = ["InProcessExecutor"]
+__all__ = ["InProcessExecutor", "LocalStore"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,13 +30,19 @@ class _Box:
     value: Any
 
 
-class _LocalStore:
+class LocalStore:
     """Values of this process. Arrays are copied in, so that a result stays what it was when it was returned."""
 
     def put(self, value: Any) -> _Box:
+        """Store a copy of an array, or of a list of arrays."""
         return _Box([array.copy() for array in value] if isinstance(value, list) else value.copy())
 
+    def hold(self, value: Any) -> _Box:
+        """Store a value as it is."""
+        return _Box(value)
+
     def get(self, handles: Sequence[_Box], timeout_s: float) -> list[Any]:
+        """The values themselves."""
         return [handle.value for handle in handles]
 
     def wait(self, handles: Sequence[_Box], timeout_s: float) -> None:
@@ -79,7 +85,7 @@ class InProcessExecutor(Executor):
         super().__init__()
         self.call_timeout_s = 600.0
         self.trace = Trace(lambda pending: (pending, []))
-        self._store = _LocalStore()
+        self._store = LocalStore()
         self._device = device
         self._hosts: dict[WorkerGroup, list[RankHost]] = {}
         self._owns_default_group = False

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec
+from hf_controller.dispatch import BatchArgument, Call, build_calls, compute_called_ranks
+from hf_controller.worker_group import WorkerGroup
+from hf_protocols import (
+    ALL_TO_ALL,
+    DP,
+    RANK_ZERO,
+    THREE_D,
+    BatchError,
+    Collection,
+    ParallelSpec,
+    PerRank,
+    ProtocolError,
+    RowSelection,
+    Topology,
+    TransferProtocol,
+    register,
+)
+
+
+def spec_of(protocol: TransferProtocol):
+    @register(protocol=protocol)
+    def method(self):
+        pass
+
+    return method.__hybridflow_method__
+
+
+def call(*args, **kwargs) -> Call:
+    return Call(call_id=1, role="actor", method="m", args=args, kwargs=kwargs, after=(), submit_s=0.0, timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "ranks"), [(DP, (0, 1, 2, 3)), (RANK_ZERO, (0,)), (THREE_D, (0, 1, 2, 3)), (ALL_TO_ALL, (0, 1, 2, 3))]
+)
+def test_the_ranks_of_a_call_are_those_that_get_rows_or_are_collected(protocol, ranks):
+    assert compute_called_ranks(spec_of(protocol), Topology(ParallelSpec(tp_size=2, dp_size=2))) == ranks
+
+
+def test_a_protocol_that_forgets_ranks_is_refused():
+    forgetful = TransferProtocol(
+        name="MINE",
+        distribute=lambda topology, num_rows, weights=None: [RowSelection.range(0, num_rows)],
+        collect=lambda topology: Collection(ranks=(0,), combine="concat"),
+    )
+    with pytest.raises(ProtocolError, match="'MINE' distributes to 1 ranks, the topology has 2"):
+        compute_called_ranks(spec_of(forgetful), Topology(ParallelSpec(dp_size=2)))
+
+
+def test_one_call_serves_all_ranks_unless_each_has_its_own_item():
+    with InProcessExecutor() as executor:
+        batch = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
+        shared = build_calls(call(batch, scale=2), spec_of(DP), (0, 1), executor.put)
+        assert shared[0] is shared[1]
+        assert isinstance(shared[0].args[0], BatchArgument)
+        assert shared[0].kwargs == {"scale": 2}
+        own = build_calls(call(PerRank([batch, 5]), 7), spec_of(ALL_TO_ALL), (0, 1), executor.put)
+        assert own[0].args[0].whole
+        assert own[1].args == (5, 7)
+
+
+@pytest.mark.parametrize("container", [lambda f: [f], lambda f: {"a": f}, lambda f: (1, f)])
+def test_a_future_does_not_travel_inside_a_container(container):
+    with InProcessExecutor() as executor:
+        future = executor.put(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
+        with pytest.raises(ProtocolError, match="take it out of the list"):
+            build_calls(call(container(future)), spec_of(DP), (0,), executor.put)
+
+
+class Clash(Worker):
+    @register(protocol=DP)
+    def topology(self, batch):
+        return batch
+
+
+def test_a_method_must_not_hide_a_name_of_the_group():
+    spec = WorkerSpec(worker=Clash, topology=Topology(ParallelSpec()))
+    with pytest.raises(ProtocolError, match="Clash registers topology"):
+        WorkerGroup("clash", spec, ResourcePool([1], device="cpu"), lambda *_: None)
+
+
+@pytest.mark.parametrize("worker", [object, Worker])
+def test_a_worker_is_a_worker_with_methods(worker):
+    with pytest.raises(ProtocolError):
+        WorkerSpec(worker=worker, topology=Topology(ParallelSpec()))
+
+
+def test_rows_that_are_known_are_checked_when_the_call_is_made():
+    class Half(Worker):
+        needs_process_group = False
+
+        @register(protocol=DP, reads=["y"])
+        def m(self, batch):
+            return batch
+
+    with InProcessExecutor() as executor:
+        spec = WorkerSpec(worker=Half, topology=Topology(ParallelSpec(dp_size=2)))
+        group = executor.build_groups(ResourcePool([2], device="cpu"), {"half": spec})["half"]
+        with pytest.raises(BatchError, match="1 rows cannot be shared by 2"):
+            group.m(TensorDict({"y": torch.zeros(1)}, batch_size=[1]))
+        with pytest.raises(BatchError, match=r"half.m asks for y; the batch has x"):
+            group.m(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))

@@ -1,0 +1,174 @@
+"""Rows of shards against the same rows of one eager batch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from hf_controller.executors.in_process import LocalStore
+from hf_controller.expressions import Concat, Leaf, Rename, Rows, Select, Source, Union
+from hf_controller.failures import Failure, UpstreamFailure
+from hf_controller.gather import BatchReader, Table
+from hf_controller.transport import encode_batch
+from hf_protocols import BatchError, RowSelection
+
+STORE = LocalStore()
+
+
+def batch(lengths: list[int], offset: int = 0) -> TensorDict:
+    rows = [torch.arange(length) + 1000 * (row + offset) for row, length in enumerate(lengths)]
+    return TensorDict(
+        {
+            "row": torch.arange(len(lengths)) + offset,
+            "wide": torch.arange(2 * len(lengths)).reshape(-1, 2) + offset,
+            "half": torch.arange(len(lengths), dtype=torch.bfloat16),
+            "tokens": torch.nested.nested_tensor(rows, layout=torch.jagged),
+            "vectors": torch.nested.nested_tensor([row[:, None].float() * 2 for row in rows], layout=torch.jagged),
+            "other": torch.nested.nested_tensor([row[::2] for row in rows], layout=torch.jagged),
+        },
+        batch_size=[len(lengths)],
+    )
+
+
+def split(whole: TensorDict, parts: list[list[int]]) -> Source:
+    """Shards that hold the given rows each."""
+    return Source(
+        [
+            encode_batch(
+                whole[torch.tensor(part)], STORE, selection=RowSelection.from_rows(part), input_rows=len(whole)
+            )
+            for part in parts
+        ]
+    )
+
+
+def read(tree, wanted: list[int]) -> TensorDict:
+    reader = BatchReader(STORE, 1.0)
+    reader.look_up([tree])
+    return reader.read(tree, RowSelection.from_rows(wanted), tree.columns(reader.extents))
+
+
+def assert_equal(got: TensorDict, whole: TensorDict, wanted: list[int]) -> None:
+    assert got.batch_size == (len(wanted),)
+    assert set(got.keys()) == set(whole.keys())
+    for name, column in got.items():
+        assert column.dtype == whole[name].dtype
+        rows = whole[name].unbind()
+        assert all(torch.equal(one, rows[row]) for one, row in zip(column.unbind(), wanted, strict=True)), name
+
+
+@st.composite
+def sharded(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
+    """Tokens of each row, and a permuted split of the rows over one to four shards."""
+    lengths = draw(st.lists(st.integers(0, 4), min_size=1, max_size=40))
+    rows = draw(st.permutations(range(len(lengths)))) if draw(st.booleans()) else list(range(len(lengths)))
+    count = draw(st.integers(1, min(4, len(rows))))
+    borders = [0, *sorted(draw(st.lists(st.integers(0, len(rows)), min_size=count - 1, max_size=count - 1))), len(rows)]
+    parts = [list(rows[low:high]) for low, high in pairwise(borders)]
+    return lengths, [part for part in parts if part]
+
+
+@given(sharded(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_rows_of_any_split_are_the_rows_of_the_whole(case, data):
+    lengths, parts = case
+    whole = batch(lengths)
+    wanted = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=40))
+    assert_equal(read(Leaf(split(whole, parts)), wanted), whole, wanted)
+
+
+def test_neighbouring_rows_of_one_shard_are_not_copied():
+    whole = batch([2, 3, 1, 4])
+    source = split(whole, [[0, 1, 2], [3]])
+    tree = Leaf(source)
+    stored = STORE.get([source.shards[0].columns["row"].handle, source.shards[0].columns["tokens"].handle], 1.0)
+    got = read(tree, [1, 2])
+    assert got["row"].data_ptr() == stored[0].ctypes.data + 8
+    assert got["tokens"].values().data_ptr() == stored[1].ctypes.data + 2 * 8
+
+
+def test_columns_of_several_sources_stand_side_by_side():
+    left, right = batch([1, 2, 3]), batch([3, 2, 1], offset=10)
+    tree = Union(
+        Select(Leaf(split(left, [[0, 1], [2]])), ("row",)),
+        Rename(Select(Leaf(split(right, [[2, 0, 1]])), ("tokens", "row")), (("row", "right"),)),
+    )
+    got = read(tree, [2, 0])
+    assert got["row"].tolist() == [2, 0]
+    assert got["right"].tolist() == [12, 10]
+    assert [row.tolist() for row in got["tokens"].unbind()] == [[12000], [10000, 10001, 10002]]
+
+
+def test_one_column_may_come_from_two_columns_of_one_shard():
+    source = split(batch([1, 1]), [[0, 1]])
+    renamed = Rename(Select(Leaf(source), ("wide",)), (("wide", "x"),))
+    double = Rename(Select(Leaf(source), ("wide",)), (("wide", "x"),))
+    got = read(Concat(Rows(renamed, RowSelection.from_rows([1])), double), [0, 1, 2])
+    assert got["x"].tolist() == [[2, 3], [0, 1], [2, 3]]
+
+
+def test_no_rows_are_an_empty_batch_of_the_same_kind():
+    whole = batch([1, 2])
+    got = read(Leaf(split(whole, [[0], [1]])), [])
+    assert got.batch_size == (0,)
+    assert {name: column.dtype for name, column in got.items()} == {name: c.dtype for name, c in whole.items()}
+
+
+def test_bytes_are_counted_for_the_rows_that_are_read():
+    reader = BatchReader(STORE, 1.0)
+    tree = Leaf(split(batch([2, 3]), [[0, 1]]))
+    reader.look_up([tree])
+    reader.read(tree, RowSelection.range(1, 2), ["row", "tokens"])
+    assert reader.bytes_read == 8 + 3 * 8
+
+
+def test_weights_are_tokens_with_equal_lengths_counted_once():
+    reader = BatchReader(STORE, 1.0)
+    tree = Leaf(split(batch([4, 0, 3]), [[2, 0], [1]]))
+    reader.look_up([tree])
+    assert reader.row_weights(tree, 3) == [4 + 2, 0, 3 + 2]  # tokens and vectors agree; other has every second one
+    assert reader.row_weights(Select(tree, ("row",)), 3) is None
+
+
+def test_results_that_are_copies_follow_one_another():
+    whole = batch([1, 2])
+    everything = RowSelection.range(0, 2)
+    table = Table([encode_batch(whole, STORE, selection=everything, input_rows=2) for _ in range(3)])
+    assert table.extent.num_rows == 6
+    assert table.held == {0: RowSelection.range(0, 2), 1: RowSelection.range(2, 4), 2: RowSelection.range(4, 6)}
+
+
+def test_shards_that_disagree_are_refused():
+    with pytest.raises(BatchError, match="different columns"):
+        Table([encode_batch(batch([1]), STORE), encode_batch(batch([1]).select("row"), STORE)])
+    one, two = RowSelection.from_rows([0]), RowSelection.from_rows([1])
+    shards = [
+        encode_batch(batch([1, 1]), STORE, selection=one, input_rows=2),
+        encode_batch(batch([1, 1, 1, 1]), STORE, selection=two, input_rows=2),
+    ]
+    with pytest.raises(BatchError, match=r"1 -> 2, 1 -> 4\): register it with rows='unknown'"):
+        Table(shards)
+
+
+def test_a_failed_source_is_passed_on():
+    failure = Failure.of(ValueError("lost"), role="actor", method="m", rank=1)
+    reader = BatchReader(STORE, 1.0)
+    with pytest.raises(UpstreamFailure) as error:
+        reader.look_up([Leaf(Source([STORE.hold(failure)]))])
+    assert error.value.failure is failure
+
+
+def test_writing_in_place_is_seen():
+    reader = BatchReader(STORE, 1.0)
+    tree = Leaf(split(batch([2, 3]), [[0, 1]]))
+    reader.look_up([tree])
+    got = reader.read(tree, RowSelection.range(0, 2), ["row", "tokens", "wide"])
+    assert reader.written_columns() == []
+    got["row"][0] = 5
+    got["tokens"].values().mul_(2)
+    assert reader.written_columns() == ["row", "tokens"]

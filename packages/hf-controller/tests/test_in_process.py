@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from hf_controller import InProcessExecutor, RemoteCallError, ResourcePool, Worker, WorkerSpec
+from hf_protocols import DP, ONE_TO_ALL, ParallelSpec, PoolError, ProtocolError, Topology, register
+
+ONE = Topology(ParallelSpec())
+
+
+class Model(Worker):
+    def __init__(self, context):
+        super().__init__(context)
+        from torch.distributed.fsdp import fully_shard
+
+        self.model = torch.nn.Linear(3, 1)
+        fully_shard(self.model)
+        self.closed = False
+
+    @register(protocol=DP, returns="metrics")
+    def train(self, batch):
+        loss = self.model(batch["x"]).square().mean()
+        loss.backward()
+        return {"loss": (loss.item(), 1)}
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def stop_here(self):
+        breakpoint()
+
+    @register(protocol=DP)
+    def fail(self, batch):
+        raise KeyError("lost")
+
+    def close(self):
+        CLOSED.append(self.context.role)
+
+
+CLOSED = []
+
+
+def build(executor, worker=Model, ranks=1):
+    topology = Topology(ParallelSpec(dp_size=ranks))
+    spec = WorkerSpec(worker=worker, topology=topology)
+    return executor.build_groups(ResourcePool([ranks], device="cpu"), {"model": spec})["model"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    with InProcessExecutor() as executor:
+        yield build(executor)
+
+
+def batch(rows=2):
+    return TensorDict({"x": torch.ones(rows, 3)}, batch_size=[rows])
+
+
+def test_one_rank_trains_with_fsdp(model):
+    assert model.train(batch()).result()["loss"] >= 0.0
+
+
+def test_a_breakpoint_stops_in_the_method(model, monkeypatch):
+    stops = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(sys._getframe(1).f_code.co_name))
+    model.stop_here()
+    assert stops == ["stop_here"]
+
+
+def test_a_failure_has_the_original_exception_as_its_cause(model):
+    with pytest.raises(RemoteCallError, match=r"model.fail on rank 0 failed: KeyError: 'lost'") as error:
+        model.fail(batch()).result()
+    assert isinstance(error.value.__cause__, KeyError)
+    assert error.value.__cause__.__traceback__ is not None
+
+
+def test_closing_closes_the_workers_and_leaves_the_process_group():
+    script = """
+from torch import distributed
+from hf_protocols import ONE_TO_ALL, ParallelSpec, Topology, register
+from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec
+
+class Plain(Worker):
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def world(self):
+        return distributed.get_world_size()
+    def close(self):
+        print("closed")
+
+spec = WorkerSpec(worker=Plain, topology=Topology(ParallelSpec()))
+for _ in range(2):
+    with InProcessExecutor() as executor:
+        group = executor.build_groups(ResourcePool([1], device="cpu"), {"plain": spec})["plain"]
+        print(group.world().result())
+    executor.close()
+    print(distributed.is_initialized())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["[1]", "closed", "False"] * 2
+
+
+def test_ranks_of_a_larger_group_do_not_run_beside_a_default_group(model):
+    with InProcessExecutor() as executor, pytest.raises(ProtocolError, match="rank 0 of 2 cannot run beside"):
+        build(executor, ranks=2)
+
+
+def test_released_groups_refuse_calls():
+    class Quiet(Worker):
+        needs_process_group = False
+
+        @register(protocol=ONE_TO_ALL, returns="object")
+        def m(self):
+            return 1
+
+    with InProcessExecutor() as executor:
+        group = build(executor, Quiet)
+        assert group.m().result() == [1]
+        executor.release(group.pool)
+        with pytest.raises(PoolError, match="released"):
+            group.m()
+    with pytest.raises(PoolError, match="closed"):
+        build(executor, Quiet)

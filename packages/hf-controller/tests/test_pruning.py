@@ -1,0 +1,93 @@
+"""Pruned expressions against whole ones: the wanted columns lie in the same places, and nothing else is waited for."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_controller.expressions import (
+    Chunk,
+    Concat,
+    Expression,
+    Extent,
+    Leaf,
+    Rename,
+    Repeat,
+    Rows,
+    Select,
+    Source,
+    Union,
+)
+from hf_controller.pruning import known_columns, prune
+from hf_protocols import RowSelection
+
+NAMES = ("a", "b", "c", "d")
+NUM_ROWS = 6
+
+
+@st.composite
+def batches(draw: st.DrawFn, depth: int = 3) -> Expression:
+    """Expressions of six rows over sources that may or may not say what they hold."""
+    if depth == 0 or draw(st.booleans()):
+        columns = tuple(sorted(draw(st.sets(st.sampled_from(NAMES), min_size=1))))
+        source = Source((columns,), columns=columns if draw(st.booleans()) else None)
+        return Leaf(source)
+    below = batches(depth=depth - 1)
+    kind = draw(st.sampled_from(["rows", "halves", "union", "union", "concat", "select", "rename"]))
+    batch = draw(below)
+    if kind == "rows":
+        return Rows(batch, RowSelection.from_rows(draw(st.permutations(range(NUM_ROWS)))))
+    if kind == "halves":
+        return Repeat(Chunk(batch, draw(st.integers(0, 1)), 2), 2)
+    if kind == "union":
+        return Union(batch, draw(below))
+    if kind == "concat":
+        return Concat(Chunk(batch, 0, 2), Chunk(batch, 1, 2))
+    if kind == "select":
+        return Select(batch, tuple(draw(st.permutations([f"{name}?" for name in NAMES]))[:3]))
+    columns = batch.columns(extents_of(batch))
+    return Rename(batch, ((columns[0], "z"),)) if columns and "z" not in columns else batch
+
+
+def extents_of(batch: Expression) -> dict[Source, Extent]:
+    return {source: Extent(NUM_ROWS, source.shards[0]) for source in batch.sources()}
+
+
+@given(batch=batches(), data=st.data())
+def test_wanted_columns_lie_where_they_lay(batch: Expression, data: st.DataObject) -> None:
+    extents = extents_of(batch)
+    columns = batch.columns(extents)
+    wanted = data.draw(st.sets(st.sampled_from(columns), min_size=1)) if columns else set()
+    pruned = prune(batch, wanted)
+    assert set(pruned.sources()) <= set(batch.sources())
+    assert pruned.num_rows(extents) == batch.num_rows(extents) == NUM_ROWS
+    assert wanted <= set(pruned.columns(extents))
+    every_row = RowSelection.range(0, NUM_ROWS)
+    assert pruned.locate(every_row, sorted(wanted), extents) == batch.locate(every_row, sorted(wanted), extents)
+
+
+@given(batch=batches())
+def test_known_columns_are_the_columns(batch: Expression) -> None:
+    known = known_columns(batch)
+    assert known is None or known == set(batch.columns(extents_of(batch)))
+
+
+def test_a_call_does_not_wait_for_what_it_does_not_read() -> None:
+    prompts, responses, values = (Leaf(Source((), columns=(name,))) for name in ("prompt", "response", "values"))
+    batch = Union(Union(Repeat(prompts, 2), responses), values)
+    assert prune(batch, {"response"}) == responses
+    assert prune(batch, {"prompt", "response"}).sources() == [prompts.source, responses.source]
+    assert prune(batch, {"prompt", "values"}).sources() == [prompts.source, values.source]
+
+
+def test_a_source_that_does_not_say_what_it_holds_stays() -> None:
+    known, unknown = Leaf(Source((), columns=("a",))), Leaf(Source(()))
+    assert prune(Union(known, unknown), {"a"}).sources() == [known.source, unknown.source]
+    assert prune(Union(unknown, known), {"a"}) == known
+
+
+@pytest.mark.parametrize("wanted", [{"z"}, {"z", "a"}])
+def test_a_wanted_column_that_nobody_has_is_left_to_the_reader_to_name(wanted: set[str]) -> None:
+    batch = Union(Leaf(Source((("a",),), columns=("a",))), Leaf(Source((("b",),), columns=("b",))))
+    assert "z" not in prune(batch, wanted).columns(extents_of(batch))

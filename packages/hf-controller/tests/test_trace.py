@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+
+from hf_controller import Span, SubSpan, Trace
+from hf_controller.trace import CallReport
+
+
+def span(**changes) -> Span:
+    fields = {
+        "call_id": 1,
+        "pool": "gpus",
+        "host": "actor+critic",
+        "role": "actor",
+        "method": "generate",
+        "rank": 0,
+        "submit_s": 100.0,
+        "ready_s": 101.0,
+        "fetched_s": 101.5,
+        "computed_s": 104.0,
+        "end_s": 104.25,
+        "bytes_read": 10,
+        "bytes_written": 20,
+    }
+    return Span(**fields | changes)
+
+
+def test_times_are_kept_apart():
+    assert (span().queue_s, span().fetch_s, span().compute_s, span().store_s) == (1.0, 0.5, 2.5, 0.25)
+
+
+def test_drain_answers_each_span_once_and_leaves_what_is_not_ready():
+    ready = []
+    trace = Trace(lambda pending: (list(ready), [report for report in pending if report not in ready]))
+    reports = [CallReport(span=span(call_id=number)) for number in range(3)]
+    trace.watch(reports)
+    assert trace.drain() == []
+    ready[:] = reports[:2]
+    assert [each.call_id for each in trace.drain()] == [0, 1]
+    ready[:] = reports[2:]
+    assert [each.call_id for each in trace.drain()] == [2]
+
+
+def test_chrome_trace_has_one_row_per_rank_and_the_parts_inside_a_call(tmp_path):
+    spans = [
+        span(sub_spans=(SubSpan("reshard", 102.0, 103.0),)),
+        span(rank=1),
+        span(role="critic", method="update", failed=True),
+        span(pool="cpu", host="reward", role="reward", method="score", fetched_s=101.0, end_s=104.0),
+    ]
+    trace = Trace(lambda pending: (pending, []))
+    trace.watch(CallReport(span=each) for each in spans)
+    trace.write_chrome(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert len(names) == 3
+    processes = {e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert processes == {"gpus: actor+critic", "cpu: reward"}
+    calls = [e for e in events if e["ph"] == "X" and "queue_ms" in e["args"]]
+    assert [e["name"] for e in calls] == ["actor.generate", "actor.generate", "critic.update", "reward.score"]
+    assert (calls[0]["ts"], calls[0]["dur"]) == (101.0e6, 3.25e6)
+    assert calls[0]["args"]["queue_ms"] == 1000.0
+    assert calls[0]["args"]["fetch_ms"] == 500.0
+    assert calls[0]["args"]["compute_ms"] == 2500.0
+    assert calls[0]["args"]["bytes_read"] == 10
+    assert calls[2]["args"]["failed"] is True
+    inner = [(e["name"], e["tid"]) for e in events if e["ph"] == "X" and "queue_ms" not in e["args"]]
+    assert inner.count(("reshard", 0)) == 1
+    assert inner.count(("fetch", 0)) == 2

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from hf_controller.executors.in_process import LocalStore
+from hf_controller.transport import as_tensor, encode_batch
+from hf_protocols import BatchError
+
+
+def one_column(value: object, num_rows: int = 2) -> TensorDict:
+    return TensorDict({"x": value}, batch_size=[num_rows])
+
+
+DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64", "int8", "uint8", "bool", "complex64")
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_type_travels(name):
+    store = LocalStore()
+    value = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).to(getattr(torch, name))
+    column = encode_batch(one_column(value), store).columns["x"]
+    back = as_tensor(store.get([column.handle], 1.0)[0], column.dtype)
+    assert back.dtype == value.dtype
+    assert torch.equal(back.view(torch.uint8), value.view(torch.uint8))
+
+
+def test_a_shard_describes_its_columns():
+    store = LocalStore()
+    tokens = torch.nested.nested_tensor([torch.arange(3), torch.arange(1)], layout=torch.jagged)
+    values = torch.nested.nested_tensor([torch.zeros(3, 5), torch.zeros(1, 5)], layout=torch.jagged)
+    other = torch.nested.nested_tensor([torch.arange(2), torch.arange(2)], layout=torch.jagged)
+    shard = encode_batch(
+        TensorDict({"a": tokens, "b": values, "c": other, "d": torch.zeros(2, 7)}, batch_size=[2]), store
+    )
+    assert {name: (c.row_shape, c.lengths, c.num_bytes) for name, c in shard.columns.items()} == {
+        "a": ((), 0, 4 * 8),
+        "b": ((5,), 0, 4 * 5 * 4),
+        "c": ((), 1, 4 * 8),
+        "d": ((7,), None, 2 * 7 * 4),
+    }
+    assert [lengths.tolist() for lengths in store.get([shard.lengths], 1.0)[0]] == [[3, 1], [2, 2]]
+    assert shard.num_bytes == 32 + 80 + 32 + 56
+
+
+def test_views_and_gradients_are_stored_as_plain_rows():
+    store = LocalStore()
+    base = torch.nested.nested_tensor([torch.arange(5.0), torch.arange(3.0), torch.arange(4.0)], layout=torch.jagged)
+    batch = TensorDict({"x": base, "y": torch.randn(3, 4, requires_grad=True).t()[:3]}, batch_size=[3])[1:]
+    shard = encode_batch(batch, store)
+    x, y, lengths = store.get([shard.columns["x"].handle, shard.columns["y"].handle, shard.lengths], 1.0)
+    assert x.tolist() == [0, 1, 2, 0, 1, 2, 3]
+    assert lengths[0].tolist() == [3, 4]
+    assert torch.equal(as_tensor(y), batch["y"].detach())
+
+
+def test_jagged_rows_with_holes_are_stored_without_them():
+    store = LocalStore()
+    values, offsets, lengths = torch.arange(10), torch.tensor([0, 4, 8]), torch.tensor([2, 3])
+    holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths)
+    shard = encode_batch(one_column(holes), store)
+    assert store.get([shard.columns["x"].handle], 1.0)[0].tolist() == [0, 1, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (TensorDict({"y": torch.zeros(2)}, batch_size=[2]), "column 'x' is a TensorDict"),
+        (torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)]), "not jagged in dim 1"),
+    ],
+)
+def test_what_cannot_travel_is_named(value, message):
+    with pytest.raises(BatchError, match=message):
+        encode_batch(one_column(value), LocalStore())
+
+
+def test_a_batch_has_rows():
+    with pytest.raises(BatchError, match=r"got \[2, 3\]"):
+        encode_batch(TensorDict({"x": torch.zeros(2, 3)}, batch_size=[2, 3]), LocalStore())
