@@ -15,7 +15,7 @@ def ray_executor() -> Iterator[RayExecutor]:
     with RayExecutor(
         num_cpus=16,
         object_store_bytes=200 * 2**20,
-        start_timeout_s=90.0,
+        start_timeout_s=180.0,
         call_timeout_s=60.0,
         collective_timeout_s=15.0,
     ) as executor:

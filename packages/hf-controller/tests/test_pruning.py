@@ -91,3 +91,8 @@ def test_a_source_that_does_not_say_what_it_holds_stays() -> None:
 def test_a_wanted_column_that_nobody_has_is_left_to_the_reader_to_name(wanted: set[str]) -> None:
     batch = Union(Leaf(Source((("a",),), columns=("a",))), Leaf(Source((("b",),), columns=("b",))))
     assert "z" not in prune(batch, wanted).columns(extents_of(batch))
+
+
+def test_a_selection_without_a_wanted_column_stays_whole_so_that_the_reader_names_what_there_is() -> None:
+    tree = Select(Leaf(Source((), columns=("a", "b"))), ("a",))
+    assert prune(tree, {"b"}) is tree

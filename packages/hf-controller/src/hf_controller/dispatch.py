@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_controller.expressions import Expression, Extent, choose_columns
 from hf_controller.futures import STAYS_HERE, BatchFuture, CallFuture, ListFuture, MetricsFuture, ObjectFuture
+from hf_controller.pruning import known_columns, prune
 from hf_protocols import ALL_TO_ALL, MethodSpec, PerRank, ProtocolError, Topology
 
 __all__ = ["BatchArgument", "Call", "StoredArgument", "build_calls", "check_rows", "compute_called_ranks"]
@@ -118,20 +119,29 @@ def _replace(value: Any, spec: MethodSpec, what: str, ranks: Sequence[int], put:
             )
         if len(value.items) != len(ranks):
             raise ProtocolError(f"{what} has {len(ranks)} ranks and got PerRank of {len(value.items)} items")
-        return PerRank([_replace_one(item, put, whole=True) for item in value.items])
-    replaced = _replace_one(value, put, whole=False)
+        return PerRank([_replace_one(item, spec, put, whole=True) for item in value.items])
+    replaced = _replace_one(value, spec, put, whole=False)
     if per_rank and isinstance(replaced, BatchArgument):
         raise ProtocolError(f"{what} is registered with ALL_TO_ALL: give PerRank([...]), one batch for each rank")
     return replaced
 
 
-def _replace_one(value: Any, put: Callable[[Any], BatchFuture], *, whole: bool) -> Any:
+def _prune(expression: Expression, spec: MethodSpec) -> Expression:
+    """What the method reads of a batch: the call waits for nothing else."""
+    if spec.reads is None:
+        return expression
+    known = known_columns(expression)
+    absent = set() if known is None else {name for name in spec.reads if name.endswith("?") and name[:-1] not in known}
+    return prune(expression, {name.removesuffix("?") for name in spec.reads if name not in absent})
+
+
+def _replace_one(value: Any, spec: MethodSpec, put: Callable[[Any], BatchFuture], *, whole: bool) -> Any:
     if isinstance(value, MetricsFuture):
         raise ProtocolError("metrics are no argument of a call: give their .result()")
     if isinstance(value, ObjectFuture):
         return StoredArgument(value.handle)
     if isinstance(value, BatchFuture):
-        return BatchArgument(value.expression, whole)
+        return BatchArgument(_prune(value.expression, spec), whole)
     _refuse_nested(value)
     # A TensorDict is recognised without importing tensordict, which takes seconds.
     tensordict = sys.modules.get("tensordict")

@@ -45,11 +45,13 @@ class Source:
     Args:
         shards: one handle per collected rank, opaque here; a rank process looks the shard's metadata up with it.
         call: the pending call on the controller's side; it does not travel.
+        columns: names of its columns where they are known beforehand; they do not travel either.
     """
 
-    def __init__(self, shards: Sequence[Any], call: Any = None) -> None:
+    def __init__(self, shards: Sequence[Any], call: Any = None, columns: Sequence[str] | None = None) -> None:
         self.shards = tuple(shards)
         self.call = call
+        self.columns = None if columns is None else tuple(columns)
 
     def __reduce__(self) -> tuple[type[Source], tuple[Any, ...]]:
         return Source, (self.shards,)

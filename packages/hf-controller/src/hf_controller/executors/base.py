@@ -102,7 +102,8 @@ class Executor(ABC):
         """
         from hf_controller.transport import encode_batch
 
-        return self._batch_future(Source([encode_batch(batch, self._store)]))
+        shard = encode_batch(batch, self._store)
+        return self._batch_future(Source([shard], columns=tuple(shard.columns)))
 
     def _submit(self, group: WorkerGroup, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         spec = group.methods[method]
@@ -130,8 +131,8 @@ class Executor(ABC):
             return ListFuture(call, None) if listed or len(call.handles) > 1 else ObjectFuture(call)
         if listed:
             parts = [_Part(call, index) for index in range(len(call.handles))]
-            return ListFuture(call, [self._batch_future(Source(part.handles, part)) for part in parts])
-        return self._batch_future(Source(call.handles, call))
+            return ListFuture(call, [self._batch_future(Source(part.handles, part, spec.writes)) for part in parts])
+        return self._batch_future(Source(call.handles, call, spec.writes))
 
     def _batch_future(self, source: Source) -> BatchFuture:
         return BatchFuture(Leaf(source), self._store, self.call_timeout_s)
