@@ -12,6 +12,7 @@ from hf_protocols.errors import ConfigError
 __all__ = ["CallKind", "Dataflow", "ModelCall"]
 
 CallKind = Literal["generation", "inference", "training", "function"]
+"""Kind of work of a call: the paper's three workloads, and functions without a model."""
 
 
 @dataclass(frozen=True, kw_only=True)

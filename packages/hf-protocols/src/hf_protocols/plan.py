@@ -13,6 +13,7 @@ from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 __all__ = ["SCHEMA_VERSION", "MachinePlan", "MappingPlan", "ModelPlan", "PoolPlan"]
 
 SCHEMA_VERSION = 1
+"""Version of the plan's JSON; a release reads its own version only."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,11 @@ from hf_protocols.errors import TopologyError
 __all__ = ["Axis", "Coordinate", "GenerationSpec", "Grouping", "Order", "ParallelSpec", "Topology"]
 
 Order = Literal["megatron", "contiguous"]
+"""How ranks are numbered; see :class:`Topology`."""
 Grouping = Literal["hybridflow", "vanilla"]
+"""How generation groups are cut from training groups; see :class:`Topology`."""
 Axis = Literal["tp", "pp", "dp", "cp", "ep", "gen_tp", "gen_pp", "micro_dp", "gen_replica"]
+"""An axis of a topology; see :meth:`Topology.groups`."""
 
 _GENERATION_AXES = ("gen_tp", "gen_pp", "micro_dp", "gen_replica")
 
