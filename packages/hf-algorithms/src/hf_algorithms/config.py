@@ -113,6 +113,8 @@ class OptimizerConfig(_Section):
     betas: tuple[Share, Share] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Positive = 1.0
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Updates in which the learning rate grows to its value; Adam's first steps are as long as any and all noise."""
 
 
 class RolloutConfig(_Section):

@@ -9,7 +9,7 @@ from hf_algorithms.run_directory import RunDirectory
 __all__ = ["prepare_quickstart"]
 
 
-def prepare_quickstart(directory: RunDirectory, *, seed: int = 0, iterations: int = 120, ranks: int = 2) -> Config:
+def prepare_quickstart(directory: RunDirectory, *, seed: int = 0, iterations: int = 300, ranks: int = 2) -> Config:
     """Write the addition data to ``directory/data`` and return the run's configuration.
 
     Args:
@@ -31,7 +31,7 @@ def prepare_quickstart(directory: RunDirectory, *, seed: int = 0, iterations: in
             "model": {"tokenizer": "characters", "max_positions": 16},
             "warm_start": {"max_steps": 1000, "learning_rate": 1e-3, "stop_at": 0.35, "fail_above": 0.5},
             "algorithm": {"name": "ppo", "kl_coefficient": 0.02, "gamma": 1.0, "gae_lambda": 0.95, "clip_range": 0.2},
-            "optimizer": {"actor_learning_rate": 1e-4, "critic_learning_rate": 1e-3},
+            "optimizer": {"actor_learning_rate": 5e-5, "critic_learning_rate": 1e-3, "warmup_steps": 20},
             "rollout": {"batch_size": 128, "max_new_tokens": 5},
             "training": {"shard": "root"},
             "cluster": {"gpus_per_machine": ranks},

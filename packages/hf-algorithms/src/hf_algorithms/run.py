@@ -165,7 +165,6 @@ class _Run:
         if config.max_steps == 0:
             return
         self._display.phase("warm start")
-        optimizer = self._config.optimizer
         self._roles.actor.set_learning_rate(config.learning_rate).result()
         self._summary["warm_start_steps"] = warm_start(
             self._roles, self._supervised_batches(), self._evaluate_validation, config, note=self._display.note
@@ -174,7 +173,6 @@ class _Run:
         self._export(warm)
         for role in ("actor", "critic", "reference"):
             getattr(self._roles, role).load_model(str(warm)).result()
-        self._roles.actor.set_learning_rate(optimizer.actor_learning_rate).result()
 
     def _iterate(self, iteration: int) -> None:
         """One step of the recipe, its metrics, and an evaluation every now and then."""
@@ -291,6 +289,7 @@ def _build_spec(
                 betas=config.optimizer.betas,
                 weight_decay=config.optimizer.weight_decay,
                 max_grad_norm=config.optimizer.max_grad_norm,
+                warmup_steps=config.optimizer.warmup_steps,
                 micro_batch_tokens=model.micro_batch_tokens,
                 dtype=config.training.dtype,
                 shard=config.training.shard,

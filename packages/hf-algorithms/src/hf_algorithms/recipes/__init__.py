@@ -15,3 +15,4 @@ AlgorithmConfig = PPOConfig
 """Any recipe's configuration."""
 
 RECIPES = {PPO.name: PPO}
+"""The recipes by the name that ``[algorithm] name`` gives."""

@@ -47,7 +47,7 @@ class ModelWorker(Worker):
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def load_model(self, directory: str) -> None:
-        """Replace the weights by those of a Hugging Face directory; optimizer state starts anew."""
+        """Replace the weights by those of a Hugging Face directory; optimizer and learning rate start anew."""
         self._train.load_hf(directory)
 
     @register(protocol=ONE_TO_ALL, returns="object")
