@@ -1,0 +1,139 @@
+"""However a run on Ray ends, its processes and shared memory go with it, and what it wrote is complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from small_runs import read_metrics, without_times
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+REWARD = """
+calls = 0
+
+def fails_later(prompts, responses, answers):
+    global calls
+    calls += 1
+    if calls == 6:
+        raise RuntimeError("the reward's server is gone")
+    return [len(response) / 5 for response in responses]
+"""
+# A model and a batch that the mapper finds worth two ranks.
+ON_RAY = {
+    "run.executor": "ray",
+    "cluster.gpus_per_machine": 2,
+    "rollout.batch_size": 256,
+    "model.hidden_size": 64,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 2,
+}
+
+
+def on_two_ranks(config: Path) -> list[str]:
+    """The command that runs ``config`` on a local Ray cluster with a plan of two ranks."""
+    reward = "small_runs:response_length"
+    (config.parent / "rewards_of_this_run.py").write_text(REWARD)
+    (config.parent / "small_runs.py").write_text(Path(sys.modules["small_runs"].__file__ or "").read_text())
+    command = [str(Path(sys.executable).with_name("hybridflow")), "train", str(config)]
+    overrides = {**ON_RAY, "reward.function": reward}
+    return [*command, *(word for key, value in overrides.items() for word in ("--set", f"{key}={value}"))]
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """The program and its lines of output so far; killed at the end if it still runs."""
+    lines: list[str] = []
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as program:
+        reader = threading.Thread(target=lambda: lines.extend(iter(program.stdout.readline, "")), daemon=True)
+        reader.start()
+        try:
+            yield program, lines
+        finally:
+            program.kill()
+
+
+def wait_for_iteration(program: subprocess.Popen[str], lines: list[str], number: int) -> list[psutil.Process]:
+    """Wait until an iteration is reported; the processes of the program then."""
+    deadline_s = time.monotonic() + 120
+    while not any(line.startswith("iteration") and f" {number}/" in line for line in lines):
+        assert program.poll() is None, "".join(lines)
+        assert time.monotonic() < deadline_s, "".join(lines)
+        time.sleep(0.1)
+    root = psutil.Process(program.pid)
+    return [root, *root.children(recursive=True)]
+
+
+def wait_until_gone(processes: list[psutil.Process], within_s: float) -> None:
+    deadline_s = time.monotonic() + within_s
+    while left := [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline_s, left
+        time.sleep(0.1)
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
+
+
+@pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_and_all_its_processes(small_config: Path, sent: signal.Signals, exit_code: int) -> None:
+    before = shared_memory()
+    with started([*on_two_ranks(small_config), "--set", "run.iterations=1000"]) as (program, lines):
+        processes = wait_for_iteration(program, lines, 2)
+        assert len(processes) > 4
+        program.send_signal(sent)
+        assert program.wait(timeout=20) == exit_code, "".join(lines)
+        wait_until_gone(processes, within_s=10)
+    assert shared_memory() <= before
+    run = small_config.parent / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert len(read_metrics(run)) == summary["iterations"] >= 2
+    json.loads((run / "trace.json").read_text())
+
+
+def test_an_exception_in_a_worker_ends_the_run_with_its_message(small_config: Path) -> None:
+    before = shared_memory()
+    command = [*on_two_ranks(small_config), "--set", "reward.function=rewards_of_this_run:fails_later"]
+    with started([*command, "--set", "run.iterations=1000"]) as (program, lines):
+        processes = wait_for_iteration(program, lines, 2)
+        assert program.wait(timeout=60) == 1, "".join(lines)
+        wait_until_gone(processes, within_s=10)
+    text = "".join(lines)
+    assert text.count("the reward's server is gone") == 1, text
+    assert "(reward.compute_reward on rank 0)" in text
+    assert shared_memory() <= before
+
+
+def test_a_killed_run_leaves_nothing_behind(small_config: Path) -> None:
+    before = shared_memory()
+    with started([*on_two_ranks(small_config), "--set", "run.iterations=1000"]) as (program, lines):
+        processes = wait_for_iteration(program, lines, 2)
+        program.kill()
+        program.wait(timeout=10)
+        wait_until_gone(processes, within_s=90)
+    assert shared_memory() <= before
+
+
+def test_two_runs_on_two_ranks_give_the_same_metrics(small_config: Path) -> None:
+    metrics = []
+    for name in ("one", "two"):
+        run = small_config.parent / name
+        command = [*on_two_ranks(small_config), "--set", f"run.output_dir={run}", "--set", "run.iterations=4"]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+        assert ended.returncode == 0, ended.stderr
+        metrics.append(without_times(read_metrics(run)))
+        assert json.loads((run / "plan.json").read_text())["models"]["actor"]["train"]["dp_size"] == 2
+    assert metrics[0] == metrics[1]
+    assert len(metrics[0]) == 4
