@@ -81,7 +81,7 @@ def await_ready(host_sets: Sequence[HostSet], timeout_s: float, waiter: Waiter) 
     labels = {handle: label for host_set in host_sets for handle, label in host_set.constructing.items()}
     pending = list(labels)
     while pending:
-        ready = waiter.wait_any(pending, deadline_s - time.monotonic())
+        ready = waiter.wait_some(pending, deadline_s - time.monotonic())
         if not ready:
             missing = ", ".join(sorted(labels[handle] for handle in pending))
             raise WorkerTimeoutError(

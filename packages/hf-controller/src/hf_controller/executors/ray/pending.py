@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -72,11 +72,10 @@ class RayCall:
         while self._failure is None and len(self._done) < len(self._reports):
             pending = {handle: rank for rank, handle in self._reports.items() if rank not in self._done}
             left_s = max(0.0, deadline_s - time.monotonic())
-            ready = self._waiter.wait_any(list(pending), left_s)
+            ready = self._waiter.wait_some(list(pending), left_s)
             if not ready:
                 raise self._to_timeout(sorted(pending.values()), timeout_s)
-            for handle in ready:
-                self._read_report(pending[handle], handle)
+            self._read_reports({pending[handle]: handle for handle in ready})
         if self._failure is not None:
             raise self._failure.to_error()
         return [self._done[rank].num_rows for rank in self._collected]
@@ -86,19 +85,20 @@ class RayCall:
         self.wait(timeout_s)
         return list(ray.get(self.handles, timeout=self._timeout_s))
 
-    def _read_report(self, rank: int, handle: Any) -> None:
+    def _read_reports(self, ready: Mapping[int, Any]) -> None:
         try:
-            report: CallReport = ray.get(handle)
-        except RayError as error:
-            self._failure = self._describe_death(rank, error)
+            reports: list[CallReport] = ray.get(list(ready.values()))
+        except RayError:
+            self._failure = self._find_death() or next(
+                self._describe_death(rank, error) for rank, error in _lost_reports(ready)
+            )
             return
-        self._done[rank] = report
-        if report.failure is None or self._failure is not None:
-            return
-        # A dead peer makes the others fail in their collective: then the death is the cause to report.
-        self._failure = report.failure
-        if not report.upstream:
-            self._failure = self._find_death() or report.failure
+        self._done.update(zip(ready, reports, strict=True))
+        failed = [report for report in reports if report.failure is not None]
+        if failed:
+            # A dead peer makes the others fail in their collective: then the death is the cause to report.
+            death = None if failed[0].upstream else self._find_death()
+            self._failure = death or failed[0].failure
 
     def _find_death(self) -> Failure | None:
         pings = {actor.ping.remote(): rank for rank, actor in self._actors.items()}
@@ -126,6 +126,14 @@ class RayCall:
         lines = [f"{head}: raise call_timeout_s, or look at what they are at:"]
         described = describe_ranks({rank: self._actors[rank] for rank in ranks}, _ANSWER_TIMEOUT_S)
         return WorkerTimeoutError("\n".join([*lines, *(f"rank {rank}: {text}" for rank, text in described.items())]))
+
+
+def _lost_reports(handles: Mapping[int, Any]) -> Iterator[tuple[int, RayError]]:
+    for rank, handle in handles.items():
+        try:
+            ray.get(handle)
+        except RayError as error:
+            yield rank, error
 
 
 def describe_ranks(actors: Mapping[int, Any], timeout_s: float) -> dict[int, str]:

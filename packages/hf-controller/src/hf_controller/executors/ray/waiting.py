@@ -26,14 +26,12 @@ class Waiter:
     def __init__(self, guard: SignalGuard) -> None:
         self._guard = guard
 
-    def wait_any(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The handles that are ready as soon as one is; none if none is in time."""
+    def wait_some(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
+        """The handles that are ready once all are, or some are and a moment has passed; none if none is in time."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             left_s = deadline_s - time.monotonic()
             with self._guard.watching():
-                ready = ray.wait(list(handles), num_returns=1, timeout=max(0.0, min(_SLICE_S, left_s)))[0]
-            if ready:
-                return list(ray.wait(list(handles), num_returns=len(handles), timeout=0)[0])
-            if left_s <= 0:
-                return []
+                ready = ray.wait(list(handles), num_returns=len(handles), timeout=max(0.0, min(_SLICE_S, left_s)))[0]
+            if ready or left_s <= 0:
+                return list(ready)
