@@ -23,7 +23,7 @@ from hf_mapper.parallelism import (
     parallel_layouts,
     wave_counts,
 )
-from hf_protocols import ConfigError, ModelShape, ParallelSpec, Topology
+from hf_protocols import ConfigError, GenerationSpec, ModelShape, ParallelSpec, Topology
 
 LLAMA = ModelShape.preset("llama-2-7b")
 WORKLOAD = WorkloadSpec(global_batch=1024, prompt_tokens=1024, response_tokens=1024, mini_batches=8)
@@ -171,3 +171,20 @@ def test_two_generations_in_a_stage_share_one_transition() -> None:
     for one, two in zip(*(build_options(demand, CLUSTER, 4, WORKLOAD, BOTH) for demand in (once, twice)), strict=True):
         assert one.stage_s[0] < two.stage_s[0] <= 2 * one.stage_s[0]
         assert (two.parallel, two.generation, two.work_bytes) == (one.parallel, one.generation, one.work_bytes)
+
+
+def test_an_engine_that_cannot_cut_the_model_bounds_the_generation_layouts():
+    machine = MachineSpec(gpu=gpu("a100-80"), num_gpus=8)
+    model = ModelShape.preset("llama-2-7b")
+    free = WorkloadSpec(global_batch=64, prompt_tokens=8, response_tokens=8)
+    for layout in (ParallelSpec(dp_size=8), ParallelSpec(pp_size=2, tp_size=4)):
+        backend = "fsdp" if layout.dp_size == 8 else "megatron"
+        every = set(generation_layouts(model, machine, layout, backend, free))
+        assert len(every) > 1
+        for largest in (GenerationSpec(), GenerationSpec(gen_tp_size=2), GenerationSpec(gen_pp_size=2, gen_tp_size=1)):
+            bounded = dataclasses.replace(free, largest_generation=largest)
+            assert set(generation_layouts(model, machine, layout, backend, bounded)) == {
+                spec
+                for spec in every
+                if spec.gen_pp_size <= largest.gen_pp_size and spec.gen_tp_size <= largest.gen_tp_size
+            }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from hf_algorithms.recipes import RECIPES
+from hf_engine import load_rollout_backend
 from hf_mapper import HOST_KIND, ClusterSpec, MachineSpec, WorkloadSpec, gpu, host_gpu, map_dataflow
 from hf_protocols import ConfigError, Dataflow, MappingPlan, ModelShape, Topology
 
@@ -39,6 +40,7 @@ def plan_placement(config: Config, shape: ModelShape, *, prompt_tokens: int) -> 
         mini_batches=config.algorithm.mini_batches,
         dtype=config.training.dtype,
         micro_batch_tokens=config.training.micro_batch_tokens,
+        largest_generation=load_rollout_backend(config.rollout.backend).largest_generation,
     )
     models = {role: shape for role in dataflow.roles if role in MODEL_ROLES}
     cluster = _describe_cluster(config.cluster)

@@ -38,7 +38,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hf_mapper._names import unknown_name
 from hf_mapper.specs import HOST_KIND, ClusterSpec, EfficiencySpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
-from hf_protocols import ConfigError, Dataflow, ModelShape
+from hf_protocols import ConfigError, Dataflow, GenerationSpec, ModelShape
 
 __all__ = ["MapperConfig", "read_config"]
 
@@ -82,7 +82,7 @@ def read_config(path: Path | str) -> MapperConfig:
         dataflow=Dataflow.preset(body["dataflow"]),
         models={role: _read_model(entry, f"models.{role}", path.parent) for role, entry in models.items()},
         cluster=_read_cluster(_table(body["cluster"], "cluster")),
-        workload=_build(WorkloadSpec, _table(body["workload"], "workload"), "workload"),
+        workload=_read_workload(_table(body["workload"], "workload")),
         backends=_read_backends(body.get("backends")),
     )
 
@@ -113,6 +113,13 @@ def _read_cluster(table: dict[str, Any]) -> ClusterSpec:
     if not isinstance(machines, list) or not all(isinstance(machine, dict) for machine in machines):
         raise ConfigError("cluster.machines must be one [[cluster.machines]] table or more")
     return _build(ClusterSpec, {**table, "machines": tuple(map(_read_machine, machines))}, "cluster")
+
+
+def _read_workload(table: dict[str, Any]) -> WorkloadSpec:
+    largest = table.get("largest_generation")
+    if isinstance(largest, str):  # written pp-tp
+        table = {**table, "largest_generation": GenerationSpec.parse(largest)}
+    return _build(WorkloadSpec, table, "workload")
 
 
 def _read_machine(table: dict[str, Any]) -> MachineSpec:

@@ -115,8 +115,11 @@ def generation_layouts(
     """Every valid generation layout on the ranks of ``parallel``, gen_pp then gen_tp ascending."""
     num_gpus = parallel.world_size
     tensor_sizes = _divisors(model.num_heads, machine.num_gpus) if backend == "fsdp" else _divisors(parallel.tp_size)
-    for gen_pp in _divisors(parallel.pp_size):
+    largest = workload.largest_generation
+    for gen_pp in _divisors(parallel.pp_size, largest.gen_pp_size if largest else None):
         for gen_tp in tensor_sizes:
+            if largest and gen_tp > largest.gen_tp_size:
+                break
             heads = model.num_kv_heads % gen_tp == 0 or gen_tp % model.num_kv_heads == 0
             valid = heads and _splits(model, gen_tp) and _inside_machine(machine, num_gpus, gen_tp)
             replicas, rest = divmod(num_gpus, gen_pp * gen_tp)

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from hf_mapper._catalogue import CATALOGUE
 from hf_mapper._names import unknown_name
-from hf_protocols.errors import ConfigError
+from hf_protocols import ConfigError, GenerationSpec
 
 __all__ = [
     "HOST_KIND",
@@ -268,6 +268,7 @@ class WorkloadSpec:
     ``global_batch`` counts prompts; each gets ``samples_per_prompt`` responses, and the sequences are trained on
     ``epochs`` times, in ``mini_batches`` updates each time. Lengths are per sequence; all responses have one length.
     ``micro_batch_tokens`` bounds what one forward pass of one rank takes (always at least one sequence).
+    ``largest_generation`` bounds the sizes of a generation replica, for an engine that cannot cut the model further.
     ``max_generation_waves``: a layout whose KV cache is so small that a batch needs more rounds is out of memory.
 
     Raises:
@@ -284,6 +285,7 @@ class WorkloadSpec:
     recompute: Recompute = "full"
     micro_batch_tokens: int = 8192
     max_generation_waves: int = 16
+    largest_generation: GenerationSpec | None = None
 
     def __post_init__(self) -> None:
         counts = (

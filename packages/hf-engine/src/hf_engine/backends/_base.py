@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 from hf_protocols.errors import ConfigError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hf_engine.resharding.execute import Weights
     from hf_engine.resharding.layouts import WeightLayout
-    from hf_protocols.topology import Topology
+    from hf_protocols.topology import GenerationSpec, Topology
 
 __all__ = [
     "Head",
@@ -260,6 +260,9 @@ class TrainBackend(Protocol):
 
 class RolloutBackend(Protocol):
     """A generation engine on the ranks of a topology. Every method is called on every rank."""
+
+    largest_generation: ClassVar[GenerationSpec | None]
+    """Largest sizes of a generation replica that the engine runs, for whoever plans; None: any."""
 
     @classmethod
     def build(cls, model: str | Path, *, topology: Topology, seed: int = 0) -> RolloutBackend:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -22,7 +22,7 @@ from hf_engine.backends._sampling import draw_uniforms
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
 from hf_protocols.errors import BackendError
-from hf_protocols.topology import Topology
+from hf_protocols.topology import GenerationSpec, Topology
 
 __all__ = ["TransformersBackend"]
 
@@ -32,6 +32,8 @@ class TransformersBackend:
 
     Supports `gen_tp_size = gen_pp_size = 1`. Log-probs are of the full distribution at the sampling temperature.
     """
+
+    largest_generation: ClassVar[GenerationSpec | None] = GenerationSpec()
 
     def __init__(self, model: Any, *, topology: Topology, cache_bytes: int) -> None:
         self._model = model
@@ -65,7 +67,7 @@ class TransformersBackend:
             BackendError: for a generation layout other than 1-1, or a model that transformers cannot load.
         """
         generation = topology.generation
-        if generation is not None and (generation.gen_pp_size, generation.gen_tp_size) != (1, 1):
+        if generation is not None and generation != cls.largest_generation:
             raise BackendError(
                 f"backend 'transformers' holds the whole model on every rank: gen_pp_size={generation.gen_pp_size}, "
                 f"gen_tp_size={generation.gen_tp_size} are not supported; set both to 1 or choose another backend"
