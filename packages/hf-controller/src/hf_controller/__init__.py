@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hf_controller.connection import Connection, connect
 from hf_controller.failures import RemoteCallError
 from hf_controller.resource_pool import ResourcePool, build_pools
 from hf_controller.trace import Span, SubSpan, Trace
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchFuture",
+    "Connection",
     "Executor",
     "InProcessExecutor",
     "ListFuture",
@@ -38,6 +40,7 @@ __all__ = [
     "WorkerGroup",
     "WorkerSpec",
     "build_pools",
+    "connect",
 ]
 
 # Loaded at first use: they take a second or more.

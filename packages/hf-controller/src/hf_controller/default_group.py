@@ -1,20 +1,24 @@
-"""The default process group of a host, and the generators' seeds: what a worker finds when it is constructed."""
+"""Process groups of ``torch.distributed``: the default one of a host set, joint ones of two groups, and the seeds."""
 
 from __future__ import annotations
 
 import os
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["Rendezvous", "join_default_group", "open_rendezvous", "seed_generators"]
+__all__ = ["Rendezvous", "join_default_group", "join_joint_group", "open_rendezvous", "seed_generators"]
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a host set meet; None of both for a single rank, which meets nobody."""
+    """Where ranks meet."""
 
     address: str
     port: int
@@ -38,7 +42,7 @@ def join_default_group(
     store: Any = None,
     on_one_machine: bool = True,
 ) -> None:
-    """Make ``torch.distributed``'s default group of the host set: gloo on the CPU, nccl on GPUs.
+    """Make ``torch.distributed``'s default group of a host set: gloo on the CPU, nccl on GPUs.
 
     Args:
         rank: this rank.
@@ -47,8 +51,7 @@ def join_default_group(
         timeout_s: deadline of every collective.
         rendezvous: where to meet; None with one rank.
         store: the store itself on the rank that opened it.
-        on_one_machine: whether all ranks share a machine; gloo then talks over the loopback interface, which needs no
-            name resolution.
+        on_one_machine: whether all ranks share a machine.
     """
     import torch
     from torch import distributed
@@ -56,18 +59,52 @@ def join_default_group(
     timeout = timedelta(seconds=timeout_s)
     if world_size == 1:
         store = distributed.HashStore()  # type: ignore[attr-defined]
-    elif store is None:
-        assert rendezvous is not None
-        store = distributed.TCPStore(  # type: ignore[attr-defined]
-            rendezvous.address, rendezvous.port, is_master=False, timeout=timeout
-        )
-    if on_one_machine and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device != "cpu":
         torch.cuda.set_device(device)
+    if on_one_machine and sys.platform == "linux":
+        # The loopback interface needs no name resolution. It stays chosen for the groups that workers make later.
+        os.environ.setdefault(_INTERFACE, "lo")
     distributed.init_process_group(
-        "gloo" if device == "cpu" else "nccl", store=store, rank=rank, world_size=world_size, timeout=timeout
+        _backend(device),
+        store=store or _connect(rendezvous, timeout),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
     )
+
+
+def join_joint_group(
+    name: str,
+    rank: int,
+    world_size: int,
+    *,
+    device: str,
+    timeout_s: float,
+    rendezvous: Rendezvous,
+    store: Any = None,
+    on_one_machine: bool = True,
+) -> Any:
+    """Make a process group beside the default one, of ranks that have no default group in common.
+
+    Ranks in it are joint ranks, as an argument of ``torch.distributed``'s functions too (``src``, ``dst``). ``device``
+    is ``"cpu"`` for gloo or a CUDA device for nccl; the other arguments are those of :func:`join_default_group`.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    timeout = timedelta(seconds=timeout_s)
+    with _reaching(on_one_machine):
+        # The public constructors need one default group over all ranks, and these come from two.
+        group, _ = c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            c10d.Backend(_backend(device)),
+            c10d.PrefixStore(name, store or _connect(rendezvous, timeout)),
+            group_name=c10d.GroupName(name),
+            timeout=timeout,
+        )
+    c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    return group
 
 
 def seed_generators(seed: int) -> None:
@@ -79,3 +116,30 @@ def seed_generators(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
+
+
+def _backend(device: str) -> str:
+    return "gloo" if device == "cpu" else "nccl"
+
+
+def _connect(rendezvous: Rendezvous | None, timeout: timedelta) -> Any:
+    from torch import distributed
+
+    assert rendezvous is not None
+    return distributed.TCPStore(  # type: ignore[attr-defined]
+        rendezvous.address, rendezvous.port, is_master=False, timeout=timeout
+    )
+
+
+@contextmanager
+def _reaching(on_one_machine: bool) -> Iterator[None]:
+    """Without the loopback interface where ranks of other machines are to be reached."""
+    chosen = os.environ.get(_INTERFACE)
+    if on_one_machine or chosen != "lo":
+        yield
+        return
+    del os.environ[_INTERFACE]
+    try:
+        yield
+    finally:
+        os.environ[_INTERFACE] = chosen

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from hf_controller.connection import Connection
 from hf_controller.trace import SubSpan
 from hf_protocols import Coordinate, ProtocolError, Topology, registered_methods
 
@@ -27,6 +28,8 @@ class WorkerContext:
         seed: the group's seed, equal on all ranks. Python's, numpy's and torch's global generators were seeded with
             it before the worker was constructed.
         pool: name of the resource pool.
+        connections: joint process groups with other groups, by name; see :func:`hf_controller.connect`.
+        sub_spans: what :meth:`span` timed in the running call.
     """
 
     role: str
@@ -36,6 +39,7 @@ class WorkerContext:
     device: str = "cpu"
     seed: int = 0
     pool: str = "pool"
+    connections: dict[str, Connection] = field(default_factory=dict, repr=False, compare=False)
     sub_spans: list[SubSpan] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -82,6 +86,9 @@ class WorkerSpec:
         topology: the role's layout; its world size is the number of slots of the pool.
         kwargs: the constructor's arguments. They travel, so they are picklable.
         seed: seed of the global generators, equal on all ranks.
+        environment: variables of the ranks' processes, set before anything heavy is imported there. Roles that share
+            processes share them. ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+            ``MASTER_PORT`` are set in any case, as torchrun does.
         balance_tokens: give ranks rows of equal token sums, where a protocol splits rows. The number of rows per rank
             still differs by at most one, and results come back in their logical order.
 
@@ -93,6 +100,7 @@ class WorkerSpec:
     topology: Topology
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
     balance_tokens: bool = False
 
     def __post_init__(self) -> None:

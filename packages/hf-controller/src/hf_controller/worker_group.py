@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.worker import WorkerSpec
 from hf_protocols import MethodSpec, ProtocolError, Topology, registered_methods
 
-__all__ = ["WorkerGroup"]
+__all__ = ["GroupExecutor", "WorkerGroup"]
+
+
+class GroupExecutor(Protocol):
+    """What a group asks of its executor."""
+
+    def submit(self, group: WorkerGroup, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call; the answer is a future."""
+        ...
+
+    def connect(self, first: WorkerGroup, second: WorkerGroup, name: str) -> None:
+        """Join two groups in one process group."""
+        ...
 
 
 class WorkerGroup:
@@ -28,13 +40,13 @@ class WorkerGroup:
         role: str,
         spec: WorkerSpec,
         pool: ResourcePool,
-        submit: Callable[[WorkerGroup, str, tuple[Any, ...], dict[str, Any]], Any],
+        executor: GroupExecutor,
     ) -> None:
         self.role = role
         self.spec = spec
         self.pool = pool
         self.methods: dict[str, MethodSpec] = registered_methods(spec.worker)
-        self._submit = submit
+        self.executor = executor
         taken = sorted(name for name in self.methods if name in type(self).__dict__ or name in self.__dict__)
         if taken:
             raise ProtocolError(
@@ -59,7 +71,7 @@ class WorkerGroup:
         return partial(self._call, name)
 
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        return self._submit(self, method, args, kwargs)
+        return self.executor.submit(self, method, args, kwargs)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self.methods})

@@ -71,6 +71,13 @@ class Executor(ABC):
     def release(self, pool: ResourcePool) -> None:
         """Close every group on ``pool`` and give its slots back; the pool can then be built on again."""
 
+    def connect(self, first: WorkerGroup, second: WorkerGroup, name: str) -> None:
+        """Join two groups in one process group; see :func:`hf_controller.connect`."""
+        raise ProtocolError(
+            f"{type(self).__name__} runs all ranks in one process and cannot connect {first.role} and {second.role}: "
+            "use RayExecutor"
+        )
+
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
         """What each rank of ``group`` is at, with the Python stack of its call, asked beside the calls.
 
@@ -105,7 +112,8 @@ class Executor(ABC):
         shard = encode_batch(batch, self._store)
         return self._batch_future(Source([shard], columns=tuple(shard.columns)))
 
-    def _submit(self, group: WorkerGroup, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def submit(self, group: WorkerGroup, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call; groups do, for their methods."""
         spec = group.methods[method]
         call = Call(
             call_id=next(self._call_ids),

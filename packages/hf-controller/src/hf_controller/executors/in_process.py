@@ -102,7 +102,7 @@ class InProcessExecutor(Executor):
             self._join_default_group(pool)
         name = "+".join(specs)
         hosts = [self._build_host(pool, specs, name, rank) for rank in range(pool.num_slots)]
-        groups = {role: WorkerGroup(role, spec, pool, self._submit) for role, spec in specs.items()}
+        groups = {role: WorkerGroup(role, spec, pool, self) for role, spec in specs.items()}
         self._hosts.update(dict.fromkeys(groups.values(), hosts))
         return groups
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from types import TracebackType
 from typing import Any, Self
@@ -178,6 +179,22 @@ class ProbeWorker(Worker):
         torch.distributed.all_reduce(total)
         return total.item()
 
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def meet(self, connection: str) -> tuple[int, float, float]:
+        """A collective over two groups: joint rank, the sum of joint ranks, and what the last one broadcasts."""
+        joint = self.context.connections[connection]
+        total = torch.tensor(float(joint.rank))
+        torch.distributed.all_reduce(total, group=joint.group)
+        told = torch.tensor(100.0 + joint.rank)
+        torch.distributed.broadcast(told, src=joint.world_size - 1, group=joint.group)
+        return joint.rank, total.item(), told.item()
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def environment(self) -> dict[str, str]:
+        """The variables that torchrun would set, and the probe's own."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "PROBE")
+        return {name: os.environ[name] for name in names if name in os.environ}
+
     @register(protocol=THREE_D, returns="metrics")
     def sum_over_skew(self, batch: TensorDict) -> dict[str, tuple[float, float]]:
         """A collective in a method whose ranks have very different numbers of tokens."""
@@ -234,4 +251,11 @@ def _spec(
     train: ParallelSpec, *, scale: float = 1.0, balance: bool = False, worker: type[Worker] = ProbeWorker
 ) -> WorkerSpec:
     kwargs = {"scale": scale}
-    return WorkerSpec(worker=worker, topology=Topology(train), kwargs=kwargs, seed=11, balance_tokens=balance)
+    return WorkerSpec(
+        worker=worker,
+        topology=Topology(train),
+        kwargs=kwargs,
+        seed=11,
+        environment={"PROBE": "set"},
+        balance_tokens=balance,
+    )

@@ -14,14 +14,22 @@ import ray
 from ray import cloudpickle
 
 from hf_controller.attribution import attribute_streams
-from hf_controller.default_group import Rendezvous, join_default_group, open_rendezvous, seed_generators
+from hf_controller.connection import Connection
+from hf_controller.default_group import (
+    Rendezvous,
+    join_default_group,
+    join_joint_group,
+    open_rendezvous,
+    seed_generators,
+)
 from hf_controller.dispatch import Call
 from hf_controller.executors.ray.store import RayStore
 from hf_controller.failures import Failure
 from hf_controller.trace import refuse
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec
+from hf_protocols import ProtocolError
 
-__all__ = ["Construction", "HostActor"]
+__all__ = ["Construction", "HostActor", "Joining"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +40,8 @@ class Construction:
         specs: pickled ``{role: WorkerSpec}``.
         pool: the pool's name.
         device: ``"cpu"`` or ``"cuda"``.
+        slots: slots on each machine.
+        environment: variables to set.
         process_group: whether a worker needs the default process group.
         on_one_machine: whether all ranks share a machine.
         collective_timeout_s: deadline of every collective.
@@ -40,9 +50,32 @@ class Construction:
     specs: bytes
     pool: str
     device: str
+    slots: tuple[int, ...]
+    environment: Mapping[str, str]
     process_group: bool
     on_one_machine: bool
     collective_timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joining:
+    """How a connection is made, for the ranks of one role.
+
+    Attributes:
+        name: the connection's name.
+        role: this rank's role.
+        ranks: the joint ranks of both roles.
+        device: ``"cpu"`` for gloo, a CUDA device for nccl.
+        on_one_machine: whether all ranks share a machine.
+        timeout_s: deadline of meeting, and of every collective.
+    """
+
+    name: str
+    role: str
+    ranks: Mapping[str, tuple[int, ...]]
+    device: str
+    on_one_machine: bool
+    timeout_s: float
 
 
 class HostActor:
@@ -59,7 +92,8 @@ class HostActor:
         self._rank = rank
         self._world_size = world_size
         self._host: Any = None
-        self._rendezvous_store: Any = None
+        self._workers: dict[str, Worker] = {}
+        self._rendezvous_stores: dict[Rendezvous, Any] = {}
         self._thread: int | None = None
         self._unbuilt: Failure | None = None
         self._role = name
@@ -70,9 +104,10 @@ class HostActor:
 
     @ray.method(concurrency_group="service")
     def open_rendezvous(self, on_one_machine: bool) -> Rendezvous:
-        """Rank 0: listen for the others."""
+        """Listen for other ranks."""
         address = "127.0.0.1" if on_one_machine else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        rendezvous, self._rendezvous_store = open_rendezvous(str(address))
+        rendezvous, store = open_rendezvous(str(address))
+        self._rendezvous_stores[rendezvous] = store
         return rendezvous
 
     def construct(self, construction: Construction, rendezvous: Rendezvous | None) -> Failure | None:
@@ -83,19 +118,48 @@ class HostActor:
             specs: Mapping[str, WorkerSpec] = cloudpickle.loads(construction.specs)
             device = "cpu" if construction.device == "cpu" else "cuda:0"
             self._prepare(construction, device, rendezvous)
-            workers: dict[str, Worker] = {}
             for role, spec in specs.items():
                 self._role = role
-                workers[role] = self._construct_worker(role, spec, construction, device)
+                self._workers[role] = self._construct_worker(role, spec, construction, device)
         except Exception as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
             self._unbuilt = Failure.of(error, role=self._role, method="__init__", rank=self._rank)
             return self._unbuilt
         from hf_controller.rank_host import RankHost
 
         self._host = RankHost(
-            pool=construction.pool, name=self._name, rank=self._rank, workers=workers, specs=specs, store=RayStore()
+            pool=construction.pool,
+            name=self._name,
+            rank=self._rank,
+            workers=self._workers,
+            specs=specs,
+            store=RayStore(),
         )
         self._role = self._name
+        return None
+
+    def connect(self, joining: Joining, rendezvous: Rendezvous) -> Failure | None:
+        """Join the ranks of another group; what goes wrong is the answer."""
+        try:
+            connections = self._workers[joining.role].context.connections
+            if joining.name in connections:
+                raise ProtocolError(f"{joining.role} has a connection {joining.name!r} already: choose another name")
+            rank = joining.ranks[joining.role][self._rank]
+            world_size = sum(map(len, joining.ranks.values()))
+            group = join_joint_group(
+                joining.name,
+                rank,
+                world_size,
+                device=joining.device,
+                timeout_s=joining.timeout_s,
+                rendezvous=rendezvous,
+                store=self._rendezvous_stores.get(rendezvous),
+                on_one_machine=joining.on_one_machine,
+            )
+        except Exception as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
+            return Failure.of(error, role=joining.role, method="connect", rank=self._rank)
+        connections[joining.name] = Connection(
+            name=joining.name, group=group, rank=rank, world_size=world_size, ranks=joining.ranks
+        )
         return None
 
     @ray.method(num_returns=2)
@@ -128,6 +192,8 @@ class HostActor:
             self._host.close()
 
     def _prepare(self, construction: Construction, device: str, rendezvous: Rendezvous | None) -> None:
+        os.environ.update(_torchrun_environment(self._rank, construction, rendezvous))
+        os.environ.update(construction.environment)
         import torch
 
         # This thread runs every call; torch counts threads per calling thread.
@@ -139,7 +205,7 @@ class HostActor:
                 device=device,
                 timeout_s=construction.collective_timeout_s,
                 rendezvous=rendezvous,
-                store=self._rendezvous_store,
+                store=None if rendezvous is None else self._rendezvous_stores.get(rendezvous),
                 on_one_machine=construction.on_one_machine,
             )
 
@@ -155,3 +221,20 @@ class HostActor:
             pool=construction.pool,
         )
         return spec.worker(context, **spec.kwargs)
+
+
+def _torchrun_environment(rank: int, construction: Construction, rendezvous: Rendezvous | None) -> dict[str, str]:
+    """What engines that expect torchrun look for. A GPU process sees its own GPU only, as number 0."""
+    machine_of = [machine for machine, count in enumerate(construction.slots) for _ in range(count)]
+    machine = machine_of[rank]
+    local_rank, local_size = rank - machine_of.index(machine), construction.slots[machine]
+    if construction.device != "cpu":
+        local_rank, local_size = 0, 1
+    met = {} if rendezvous is None else {"MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port)}
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(machine_of)),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        **met,
+    }

@@ -11,8 +11,9 @@ import ray
 
 from hf_controller.dispatch import Call
 from hf_controller.executors.base import Executor, check_specs
+from hf_controller.executors.ray.actor import Joining
 from hf_controller.executors.ray.cluster import Cluster
-from hf_controller.executors.ray.host_set import HostSet, await_ready
+from hf_controller.executors.ray.host_set import HostSet, await_answers, await_ready
 from hf_controller.executors.ray.pending import RayCall, describe_ranks, take_ready
 from hf_controller.executors.ray.placement import PlacedPool, place
 from hf_controller.executors.ray.store import RayStore
@@ -22,7 +23,7 @@ from hf_controller.signals import SignalGuard, shielded
 from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
-from hf_protocols import HybridFlowError, MethodSpec, PoolError
+from hf_protocols import HybridFlowError, MethodSpec, PoolError, ProtocolError
 
 __all__ = ["RayExecutor"]
 
@@ -93,7 +94,7 @@ class RayExecutor(Executor):
             host_set = HostSet(occupied.placed, roles, collective_timeout_s=self._collective_timeout_s)
             occupied.host_sets.append(host_set)
             for role, spec in roles.items():
-                groups[role] = WorkerGroup(role, spec, pool, self._submit)
+                groups[role] = WorkerGroup(role, spec, pool, self)
                 self._host_sets[groups[role]] = host_set
         if wait:
             self.wait_until_ready()
@@ -108,6 +109,27 @@ class RayExecutor(Executor):
             for pool in [pool for pool, occupied in self._occupied.items() if _is_unready(occupied)]:
                 self._release(pool, orderly=False)
             raise
+
+    def connect(self, first: WorkerGroup, second: WorkerGroup, name: str) -> None:
+        """Join two groups in one process group; see :func:`hf_controller.connect`."""
+        host_sets = [self._host_set_of(group) for group in (first, second)]
+        if host_sets[0] is host_sets[1]:
+            raise ProtocolError(f"{first.role} and {second.role} share their processes: they have one group already")
+        nodes = self._occupied[first.pool].placed.nodes | self._occupied[second.pool].placed.nodes
+        border, end = first.world_size, first.world_size + second.world_size
+        joining = Joining(
+            name=name,
+            role=first.role,
+            ranks={first.role: tuple(range(border)), second.role: tuple(range(border, end))},
+            device="cpu" if "cpu" in (first.pool.device, second.pool.device) else "cuda:0",
+            on_one_machine=len(nodes) == 1,
+            timeout_s=self._collective_timeout_s,
+        )
+        rendezvous = host_sets[0].actors[0].open_rendezvous.remote(len(nodes) == 1)
+        labels: dict[Any, str] = {}
+        for group, host_set in zip((first, second), host_sets, strict=True):
+            labels |= host_set.connect(dataclasses.replace(joining, role=group.role), rendezvous)
+        await_answers(labels, "connect", self._start_timeout_s, self._waiter)
 
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
         """What each rank is at; see :meth:`Executor.describe`."""

@@ -9,15 +9,15 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from hf_controller.executors.ray.actor import Construction, HostActor
+from hf_controller.executors.ray.actor import Construction, HostActor, Joining
 from hf_controller.executors.ray.placement import PlacedPool
 from hf_controller.executors.ray.shipping import pickle_specs
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.failures import Failure
 from hf_controller.worker import WorkerSpec
-from hf_protocols import WorkerTimeoutError
+from hf_protocols import ProtocolError, WorkerTimeoutError
 
-__all__ = ["HostSet", "await_ready"]
+__all__ = ["HostSet", "await_answers", "await_ready"]
 
 
 class HostSet:
@@ -47,6 +47,8 @@ class HostSet:
             specs=pickle_specs(roles),
             pool=pool.name,
             device=pool.device,
+            slots=pool.slots,
+            environment=_merge_environments(roles),
             process_group=process_group,
             on_one_machine=placed.on_one_machine,
             collective_timeout_s=collective_timeout_s,
@@ -56,6 +58,13 @@ class HostSet:
             rendezvous = self.actors[0].open_rendezvous.remote(placed.on_one_machine)
         self.constructing = {
             actor.construct.remote(construction, rendezvous): f"{self.name}/{rank}"
+            for rank, actor in enumerate(self.actors)
+        }
+
+    def connect(self, joining: Joining, rendezvous: Any) -> dict[Any, str]:
+        """Start joining another group: the label of every rank by the handle of its answer."""
+        return {
+            actor.connect.remote(joining, rendezvous): f"{joining.role}/{rank}"
             for rank, actor in enumerate(self.actors)
         }
 
@@ -71,36 +80,64 @@ class HostSet:
 
 
 def await_ready(host_sets: Sequence[HostSet], timeout_s: float, waiter: Waiter) -> None:
-    """Wait until every worker of ``host_sets`` is constructed.
+    """Wait until every worker of ``host_sets`` is constructed; raises what :func:`await_answers` raises."""
+    labels = {handle: label for host_set in host_sets for handle, label in host_set.constructing.items()}
+    await_answers(labels, "__init__", timeout_s, waiter)
+    for host_set in host_sets:
+        host_set.constructing.clear()
+
+
+def await_answers(labels: Mapping[Any, str], method: str, timeout_s: float, waiter: Waiter) -> None:
+    """Wait until every rank has answered that it is done.
+
+    Args:
+        labels: the label of every rank, such as ``"actor/0"``, by the handle of its answer.
+        method: what the ranks do.
+        timeout_s: deadline.
+        waiter: waits.
 
     Raises:
-        HybridFlowError: what the first constructor that failed raised.
+        HybridFlowError: what went wrong on the first rank that failed.
         WorkerTimeoutError: if one is not done in time.
     """
     deadline_s = time.monotonic() + timeout_s
-    labels = {handle: label for host_set in host_sets for handle, label in host_set.constructing.items()}
     pending = list(labels)
     while pending:
         ready = waiter.wait_some(pending, deadline_s - time.monotonic())
         if not ready:
             missing = ", ".join(sorted(labels[handle] for handle in pending))
             raise WorkerTimeoutError(
-                f"{missing} not constructed within {timeout_s:g} s: raise start_timeout_s, or look at what the "
-                "constructor waits for"
+                f"{missing} not done with {method} within {timeout_s:g} s: raise start_timeout_s, or look at what it "
+                "waits for"
             )
         for handle in ready:
-            failure = _construction_failure(handle, labels[handle])
+            failure = _failure(handle, labels[handle], method)
             if failure is not None:
                 raise failure.to_error()
         pending = [handle for handle in pending if handle not in ready]
-    for host_set in host_sets:
-        host_set.constructing.clear()
 
 
-def _construction_failure(handle: Any, label: str) -> Failure | None:
+def _failure(handle: Any, label: str, method: str) -> Failure | None:
     try:
         failure: Failure | None = ray.get(handle)
     except RayError as error:
         role, _, rank = label.rpartition("/")
-        return Failure.of(error, role=role, method="__init__", rank=int(rank))
+        return Failure.of(error, role=role, method=method, rank=int(rank))
     return failure
+
+
+def _merge_environments(roles: Mapping[str, WorkerSpec]) -> dict[str, str]:
+    """The variables of roles that share processes.
+
+    Raises:
+        ProtocolError: if two roles want different values.
+    """
+    merged: dict[str, str] = {}
+    for role, spec in roles.items():
+        for name, value in spec.environment.items():
+            if merged.setdefault(name, value) != value:
+                raise ProtocolError(
+                    f"{role} wants {name}={value!r} in its environment, another role in its processes wants "
+                    f"{merged[name]!r}: give them one value, or build them without fused=True"
+                )
+    return merged

@@ -29,6 +29,7 @@ class PlacedPool:
         groups: a placement group for each machine, ready.
 
     Attributes:
+        nodes: the machines' ids.
         on_one_machine: whether all slots are on one machine.
     """
 
@@ -36,8 +37,8 @@ class PlacedPool:
         self.pool = pool
         self._groups = list(groups)
         tables = [placement_group_table(group) for group in groups]
-        nodes = {node for table in tables for node in table["bundles_to_node_id"].values()}
-        self.on_one_machine = len(nodes) == 1
+        self.nodes = {node for table in tables for node in table["bundles_to_node_id"].values()}
+        self.on_one_machine = len(self.nodes) == 1
 
     def options(self, rank: int) -> dict[str, Any]:
         """Where an actor of ``rank`` goes: actor options."""

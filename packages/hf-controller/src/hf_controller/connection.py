@@ -1,0 +1,58 @@
+"""A process group that joins two worker groups, for what moves between them beside the calls: weights, say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_protocols import ProtocolError
+
+if TYPE_CHECKING:
+    from hf_controller.worker_group import WorkerGroup
+
+__all__ = ["Connection", "connect"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """One rank's end of a connection.
+
+    Attributes:
+        name: the connection's name.
+        group: the joint ``torch.distributed.ProcessGroup``; ranks in its collectives are joint ranks.
+        rank: this rank in it.
+        world_size: ranks of both worker groups.
+        ranks: the joint ranks of each role, in the role's own order.
+    """
+
+    name: str
+    group: Any
+    rank: int
+    world_size: int
+    ranks: Mapping[str, tuple[int, ...]]
+
+
+def connect(first: WorkerGroup, second: WorkerGroup, *, name: str | None = None) -> str:
+    """Join the ranks of two disjoint groups in one process group, and wait until they met.
+
+    Their workers find it in ``self.context.connections[name]``. Joint ranks count ``first``'s ranks, then ``second``'s.
+
+    Args:
+        first: a group.
+        second: a group of other processes, of the same executor.
+        name: the connection's name; ``"first-second"`` after the roles by default.
+
+    Returns:
+        The name.
+
+    Raises:
+        ProtocolError: if the groups share processes or run in different executors, or the name is taken.
+        HybridFlowError: what went wrong on a rank.
+        WorkerTimeoutError: if the ranks do not meet in time.
+    """
+    if first.executor is not second.executor:
+        raise ProtocolError(f"{first.role} and {second.role} belong to different executors: build both with one")
+    name = name or f"{first.role}-{second.role}"
+    first.executor.connect(first, second, name)
+    return name
