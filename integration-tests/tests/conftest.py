@@ -7,10 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_algorithms import cli
 from hf_algorithms.data import write_addition_data
 from small_runs import SMALL_RUN, Outcome
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """As on a rank: runs inside this process neither wait for busy cores nor depend on how many there are."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
