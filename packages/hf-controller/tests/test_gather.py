@@ -20,6 +20,20 @@ from hf_protocols import BatchError, RowSelection
 STORE = LocalStore()
 
 
+class FarStore(LocalStore):
+    """Everything is on another machine."""
+
+    def __init__(self) -> None:
+        self.requests = []
+
+    def is_far(self, origin):
+        return True
+
+    def request(self, shard, request):
+        self.requests.append((shard, request))
+        return super().request(shard, request)
+
+
 def batch(lengths: list[int], offset: int = 0) -> TensorDict:
     rows = [torch.arange(length) + 1000 * (row + offset) for row, length in enumerate(lengths)]
     return TensorDict(
@@ -47,8 +61,8 @@ def split(whole: TensorDict, parts: list[list[int]]) -> Source:
     )
 
 
-def read(tree, wanted: list[int]) -> TensorDict:
-    reader = BatchReader(STORE, 1.0)
+def read(tree, wanted: list[int], store: LocalStore = STORE) -> TensorDict:
+    reader = BatchReader(store, 1.0)
     reader.look_up([tree])
     return reader.read(tree, RowSelection.from_rows(wanted), tree.columns(reader.extents))
 
@@ -74,7 +88,7 @@ def sharded(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
 
 
 @given(sharded(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_rows_of_any_split_are_the_rows_of_the_whole(case, data):
     lengths, parts = case
     whole = batch(lengths)
@@ -86,10 +100,44 @@ def test_neighbouring_rows_of_one_shard_are_not_copied():
     whole = batch([2, 3, 1, 4])
     source = split(whole, [[0, 1, 2], [3]])
     tree = Leaf(source)
-    stored = STORE.get([source.shards[0].columns["row"].handle, source.shards[0].columns["tokens"].handle], 1.0)
+    (stored,) = STORE.get([source.shards[0].arrays], 1.0)
+    columns = source.shards[0].columns
     got = read(tree, [1, 2])
-    assert got["row"].data_ptr() == stored[0].ctypes.data + 8
-    assert got["tokens"].values().data_ptr() == stored[1].ctypes.data + 2 * 8
+    assert got["row"].data_ptr() == stored[columns["row"].position].ctypes.data + 8
+    assert got["tokens"].values().data_ptr() == stored[columns["tokens"].position].ctypes.data + 2 * 8
+
+
+@given(sharded(), st.data())
+@settings(max_examples=40, deadline=None)
+def test_far_rows_are_the_same_rows(case, data):
+    lengths, parts = case
+    whole = batch(lengths)
+    wanted = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=40))
+    assert_equal(read(Leaf(split(whole, parts)), wanted, FarStore()), whole, wanted)
+
+
+def test_of_far_shards_only_what_is_read_travels_and_each_row_once():
+    store = FarStore()
+    reader = BatchReader(store, 1.0)
+    tree = Select(Leaf(split(batch([4, 3, 2, 1]), [[0, 1], [2, 3]])), ("row", "tokens"))
+    reader.look_up([tree])
+    got = reader.read(tree, RowSelection.from_rows([1, 1, 0, 3]), ["row", "tokens"])
+    assert got["row"].tolist() == [1, 1, 0, 3]
+    assert len(store.requests) == 2
+    assert [request.rows for _, request in store.requests] == [RowSelection.range(0, 2), RowSelection.range(1, 2)]
+    assert reader.bytes_from_afar == 3 * 8 + (4 + 3 + 1) * 8
+    assert reader.row_weights(tree, 4) == [4, 3, 2, 1]
+    assert reader.bytes_from_afar == 3 * 8 + (4 + 3 + 1) * 8
+
+
+def test_a_far_shard_that_is_read_as_a_whole_moves_in_one_piece():
+    store = FarStore()
+    reader = BatchReader(store, 1.0)
+    tree = Leaf(split(batch([2, 3]), [[0, 1]]))
+    reader.look_up([tree])
+    reader.read(tree, RowSelection.range(0, 2), tree.columns(reader.extents))
+    assert store.requests == []
+    assert reader.bytes_from_afar == tree.source.shards[0].num_bytes
 
 
 def test_columns_of_several_sources_stand_side_by_side():

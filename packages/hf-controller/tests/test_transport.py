@@ -20,8 +20,8 @@ DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "int64",
 def test_every_type_travels(name):
     store = LocalStore()
     value = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).to(getattr(torch, name))
-    column = encode_batch(one_column(value), store).columns["x"]
-    back = as_tensor(store.get([column.handle], 1.0)[0], column.dtype)
+    shard = encode_batch(one_column(value), store)
+    back = as_tensor(store.get([shard.arrays], 1.0)[0][0], shard.columns["x"].dtype)
     assert back.dtype == value.dtype
     assert torch.equal(back.view(torch.uint8), value.view(torch.uint8))
 
@@ -34,13 +34,13 @@ def test_a_shard_describes_its_columns():
     shard = encode_batch(
         TensorDict({"a": tokens, "b": values, "c": other, "d": torch.zeros(2, 7)}, batch_size=[2]), store
     )
-    assert {name: (c.row_shape, c.lengths, c.num_bytes) for name, c in shard.columns.items()} == {
-        "a": ((), 0, 4 * 8),
-        "b": ((5,), 0, 4 * 5 * 4),
-        "c": ((), 1, 4 * 8),
-        "d": ((7,), None, 2 * 7 * 4),
+    assert {name: (c.position, c.row_shape, c.lengths, c.num_bytes) for name, c in shard.columns.items()} == {
+        "a": (0, (), 4, 4 * 8),
+        "b": (1, (5,), 4, 4 * 5 * 4),
+        "c": (2, (), 5, 4 * 8),
+        "d": (3, (7,), None, 2 * 7 * 4),
     }
-    assert [lengths.tolist() for lengths in store.get([shard.lengths], 1.0)[0]] == [[3, 1], [2, 2]]
+    assert [lengths.tolist() for lengths in store.get([shard.arrays], 1.0)[0][4:]] == [[3, 1], [2, 2]]
     assert shard.num_bytes == 32 + 80 + 32 + 56
 
 
@@ -49,9 +49,9 @@ def test_views_and_gradients_are_stored_as_plain_rows():
     base = torch.nested.nested_tensor([torch.arange(5.0), torch.arange(3.0), torch.arange(4.0)], layout=torch.jagged)
     batch = TensorDict({"x": base, "y": torch.randn(3, 4, requires_grad=True).t()[:3]}, batch_size=[3])[1:]
     shard = encode_batch(batch, store)
-    x, y, lengths = store.get([shard.columns["x"].handle, shard.columns["y"].handle, shard.lengths], 1.0)
+    ((x, y, lengths),) = store.get([shard.arrays], 1.0)
     assert x.tolist() == [0, 1, 2, 0, 1, 2, 3]
-    assert lengths[0].tolist() == [3, 4]
+    assert lengths.tolist() == [3, 4]
     assert torch.equal(as_tensor(y), batch["y"].detach())
 
 
@@ -60,7 +60,7 @@ def test_jagged_rows_with_holes_are_stored_without_them():
     values, offsets, lengths = torch.arange(10), torch.tensor([0, 4, 8]), torch.tensor([2, 3])
     holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths)
     shard = encode_batch(one_column(holes), store)
-    assert store.get([shard.columns["x"].handle], 1.0)[0].tolist() == [0, 1, 4, 5, 6]
+    assert store.get([shard.arrays], 1.0)[0][0].tolist() == [0, 1, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,8 @@ import torch
 from hf_controller.assembly import Assembly, Part
 from hf_controller.expressions import Expression, Extent, Segment, Source
 from hf_controller.failures import Failure, UpstreamFailure
-from hf_controller.transport import Column, ObjectStore, Shard, as_tensor
+from hf_controller.holdings import Holder, Holding, Taken
+from hf_controller.transport import ObjectStore, Shard
 from hf_protocols import BatchError, Collection, RowSelection, compute_held_rows, route
 
 if TYPE_CHECKING:
@@ -61,19 +61,6 @@ def _compute_held(shards: Sequence[Shard]) -> dict[int, RowSelection]:
     return held
 
 
-@dataclass(frozen=True, eq=False)
-class _Taken:
-    """Local rows taken from one column of one shard, in order."""
-
-    shard: Shard
-    name: str
-    rows: RowSelection
-
-    @property
-    def column(self) -> Column:
-        return self.shard.columns[self.name]
-
-
 class BatchReader:
     """Reads batches out of a store. Metadata and arrays are fetched once for as long as the reader lives.
 
@@ -85,10 +72,14 @@ class BatchReader:
         self.bytes_read = 0
         self._store = store
         self._timeout_s = timeout_s
+        self._holder = Holder(store, timeout_s)
         self._tables: dict[Source, Table] = {}
-        self._arrays: dict[tuple[Shard, str], torch.Tensor] = {}
-        self._lengths: dict[Shard, list[torch.Tensor]] = {}
-        self._assemblies: dict[tuple[tuple[int, RowSelection], ...], Assembly] = {}
+        self._assemblies: dict[tuple[Part, ...], Assembly] = {}
+
+    @property
+    def bytes_from_afar(self) -> int:
+        """Bytes of columns that came from other machines."""
+        return self._holder.bytes_from_afar
 
     def look_up(self, expressions: Iterable[Expression]) -> None:
         """Fetch the metadata of every source below ``expressions``.
@@ -116,13 +107,15 @@ class BatchReader:
     def read(self, expression: Expression, rows: RowSelection, columns: Sequence[str]) -> TensorDict:
         """``rows`` of ``columns``, in that order, as one batch on the host.
 
-        Where the rows of a column are neighbours in one shard, the tensor is a view of shared memory.
+        Where the rows of a column are neighbours in one shard on this machine, the tensor is a view of shared memory.
         """
         from tensordict import TensorDict
 
         located = self._locate(expression, rows, columns)
-        self._fetch([taken for column in located.values() for taken in column])
-        return TensorDict({name: self._build(taken) for name, taken in located.items()}, batch_size=[len(rows)])
+        wanted = [taken for column in located.values() for taken in column]
+        held = iter(self._holder.hold(wanted))
+        tensors = {name: self._build(taken, [next(held) for _ in taken]) for name, taken in located.items()}
+        return TensorDict(tensors, batch_size=[len(rows)])
 
     def row_weights(self, expression: Expression, num_rows: int) -> list[float] | None:
         """Tokens per row over all jagged columns, equal lengths counted once; None without jagged columns."""
@@ -130,22 +123,21 @@ class BatchReader:
         seen: dict[tuple[tuple[Shard, int | None], ...], torch.Tensor] = {}
         for taken in located.values():
             key = tuple((each.shard, each.column.lengths) for each in taken)
-            if key in seen or any(index is None for _, index in key):
+            if key in seen or any(position is None for _, position in key):
                 continue
-            self._fetch(taken, lengths_only=True)
-            assembly, places = self._assemble(taken)
-            seen[key] = assembly.build_dense([self._lengths_of(each) for each in places])
+            assembly = Assembly([Part(number, each.rows) for number, each in enumerate(taken)])
+            seen[key] = assembly.build_dense(self._holder.lengths(taken))
         return torch.stack(list(seen.values())).sum(0, dtype=torch.float64).tolist() if seen else None
 
     def written_columns(self) -> list[str]:
-        """Columns whose shared memory was written in place since they were read, by torch's count of such writes."""
-        return sorted({name for (_, name), array in self._arrays.items() if array._version})
+        """Columns that were written in place since they were read, though others share their memory."""
+        return self._holder.written_columns()
 
-    def _locate(self, expression: Expression, rows: RowSelection, columns: Sequence[str]) -> dict[str, list[_Taken]]:
+    def _locate(self, expression: Expression, rows: RowSelection, columns: Sequence[str]) -> dict[str, list[Taken]]:
         """For every column the shards' local rows, in order."""
         located = expression.locate(rows, columns, self.extents)
         routes: dict[tuple[Source, int], list[tuple[Shard, RowSelection]]] = {}
-        taken: dict[str, list[_Taken]] = {}
+        taken: dict[str, list[Taken]] = {}
         for name, segments in located.items():
             taken[name] = []
             for segment in segments:
@@ -153,7 +145,7 @@ class BatchReader:
                 key = (segment.source, id(segment.rows))
                 if key not in routes:
                     routes[key] = self._route(segment)
-                taken[name] += [_Taken(shard, segment.column, local) for shard, local in routes[key]]
+                taken[name] += [Taken(shard, segment.column, local) for shard, local in routes[key]]
         return taken
 
     def _route(self, segment: Segment) -> list[tuple[Shard, RowSelection]]:
@@ -163,44 +155,34 @@ class BatchReader:
             return [(table.shards[0], RowSelection())]
         return [(table.shards[piece.producer], piece.rows) for piece in pieces]
 
-    def _fetch(self, wanted: Sequence[_Taken], *, lengths_only: bool = False) -> None:
-        """Get the arrays that are not here yet, all at once."""
-        columns = {} if lengths_only else {(each.shard, each.name): each.column.handle for each in wanted}
-        columns = {key: handle for key, handle in columns.items() if key not in self._arrays}
-        jagged = {each.shard: each.shard.lengths for each in wanted if each.column.lengths is not None}
-        jagged = {shard: handle for shard, handle in jagged.items() if shard not in self._lengths}
-        handles = [*columns.values(), *jagged.values()]
-        values = self._store.get(handles, self._timeout_s) if handles else []
-        for (shard, name), array in zip(columns, values, strict=False):
-            self._arrays[shard, name] = as_tensor(array, shard.columns[name].dtype)
-        for shard, arrays in zip(jagged, values[len(columns) :], strict=True):
-            self._lengths[shard] = [as_tensor(array) for array in arrays]
-
-    def _lengths_of(self, taken: _Taken) -> torch.Tensor:
-        assert taken.column.lengths is not None
-        return self._lengths[taken.shard][taken.column.lengths]
-
-    def _build(self, taken: Sequence[_Taken]) -> torch.Tensor:
-        assembly, places = self._assemble(taken)
-        arrays = [self._arrays[each.shard, each.name] for each in places]
-        if places[0].column.lengths is None:
+    def _build(self, taken: Sequence[Taken], held: Sequence[tuple[Holding, RowSelection]]) -> torch.Tensor:
+        assembly, firsts = self._assemble(taken, held)
+        arrays = [held[first][0].values(taken[first].name) for first in firsts]
+        lengths = [
+            held[first][0].lengths(position)
+            for first in firsts
+            if (position := taken[first].column.lengths) is not None
+        ]
+        if not lengths:
             built = assembly.build_dense(arrays)
             self.bytes_read += built.numel() * built.element_size()
             return built
-        built = assembly.build_jagged(arrays, [self._lengths_of(each) for each in places])
+        built = assembly.build_jagged(arrays, lengths)
         self.bytes_read += built.values().numel() * built.element_size()
         return built
 
-    def _assemble(self, taken: Sequence[_Taken]) -> tuple[Assembly, list[_Taken]]:
-        """The assembly of a column (one for all columns with the same rows), and one taken for each of its arrays."""
-        places: dict[tuple[Shard, str], int] = {}
-        for each in taken:
-            places.setdefault((each.shard, each.name), len(places))
-        numbers = [places[each.shard, each.name] for each in taken]
-        key = tuple((number, each.rows) for number, each in zip(numbers, taken, strict=True))
-        if key not in self._assemblies:
-            self._assemblies[key] = Assembly(
-                [Part(number, each.rows) for number, each in zip(numbers, taken, strict=True)]
-            )
-        firsts = [taken[numbers.index(number)] for number in range(len(places))]
-        return self._assemblies[key], firsts
+    def _assemble(
+        self, taken: Sequence[Taken], held: Sequence[tuple[Holding, RowSelection]]
+    ) -> tuple[Assembly, list[int]]:
+        """The assembly of a column, one for all columns with the same rows, and where each array first stands."""
+        numbers: dict[tuple[Holding, str], int] = {}
+        parts = []
+        firsts = []
+        for index, (each, (holding, rows)) in enumerate(zip(taken, held, strict=True)):
+            if (holding, each.name) not in numbers:
+                numbers[holding, each.name] = len(numbers)
+                firsts.append(index)
+            parts.append(Part(numbers[holding, each.name], rows))
+        if tuple(parts) not in self._assemblies:
+            self._assemblies[tuple(parts)] = Assembly(parts)
+        return self._assemblies[tuple(parts)], firsts

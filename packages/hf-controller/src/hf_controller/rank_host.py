@@ -195,6 +195,7 @@ class RankHost:
             computed_s=times.computed_s or end_s,
             end_s=end_s,
             bytes_read=reader.bytes_read,
+            bytes_from_afar=reader.bytes_from_afar,
             bytes_written=shard.num_bytes if shard else 0,
             sub_spans=tuple(self._workers[call.role].context.sub_spans),
             failed=failure is not None,

@@ -39,6 +39,7 @@ class Span:
         computed_s: the method returned.
         end_s: the results were stored.
         bytes_read: bytes of the rows that the method was given.
+        bytes_from_afar: bytes of columns that came from other machines for it.
         bytes_written: bytes of the columns that it returned.
         sub_spans: named parts inside the method.
         failed: whether the call ended in an error.
@@ -58,6 +59,7 @@ class Span:
     end_s: float
     bytes_read: int
     bytes_written: int
+    bytes_from_afar: int = 0
     sub_spans: tuple[SubSpan, ...] = ()
     failed: bool = False
     labels: Mapping[str, Any] = field(default_factory=dict)
@@ -207,6 +209,7 @@ def _arguments(span: Span) -> dict[str, Any]:
         "compute_ms": round(span.compute_s * 1e3, 3),
         "store_ms": round(span.store_s * 1e3, 3),
         "bytes_read": span.bytes_read,
+        "bytes_from_afar": span.bytes_from_afar,
         "bytes_written": span.bytes_written,
         "failed": span.failed,
         **span.labels,

@@ -12,6 +12,7 @@ from hf_controller.dispatch import Call
 from hf_controller.executors.base import Executor, check_specs
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.trace import CallReport, Trace
+from hf_controller.transport import take_slices
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec
 from hf_controller.worker_group import WorkerGroup
 from hf_protocols import MethodSpec, PoolError, ProtocolError
@@ -19,6 +20,7 @@ from hf_protocols import MethodSpec, PoolError, ProtocolError
 if TYPE_CHECKING:
     from hf_controller.rank_host import RankHost
     from hf_controller.results import Outcome
+    from hf_controller.transport import Shard, SliceRequest
 
 __all__ = ["InProcessExecutor", "LocalStore"]
 
@@ -33,9 +35,14 @@ class _Box:
 class LocalStore:
     """Values of this process. Arrays are copied in, so that a result stays what it was when it was returned."""
 
+    @property
+    def origin(self) -> None:
+        """Here."""
+        return
+
     def put(self, value: Any) -> _Box:
-        """Store a copy of an array, or of a list of arrays."""
-        return _Box([array.copy() for array in value] if isinstance(value, list) else value.copy())
+        """Store copies of a list of arrays."""
+        return _Box([array.copy() for array in value])
 
     def hold(self, value: Any) -> _Box:
         """Store a value as it is."""
@@ -47,6 +54,14 @@ class LocalStore:
 
     def wait(self, handles: Sequence[_Box], timeout_s: float) -> None:
         """Everything is there already."""
+
+    def is_far(self, origin: None) -> bool:
+        """Nothing is."""
+        return False
+
+    def request(self, shard: Shard, request: SliceRequest) -> _Box:
+        """Cut the slice at once."""
+        return _Box(take_slices(shard.arrays.value, request))
 
 
 class _LocalCall:

@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import cloudpickle
@@ -29,7 +29,18 @@ from hf_controller.trace import refuse
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec
 from hf_protocols import ProtocolError
 
-__all__ = ["Construction", "HostActor", "Joining"]
+if TYPE_CHECKING:
+    from hf_controller.transport import SliceReply, SliceRequest
+
+__all__ = ["Construction", "HostActor", "Joining", "Slicer"]
+
+
+class Slicer:
+    """Cuts slices on the controller's machine, for what the controller put."""
+
+    def cut(self, arrays: list[Any], request: SliceRequest) -> SliceReply:
+        """Cut a slice of a shard that is on this machine."""
+        return _cut(arrays, request)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +96,11 @@ class HostActor:
         name: the host set's name: its roles.
         rank: this rank.
         world_size: ranks of the host set.
+        slicer: the name under which other machines ask this process for slices.
     """
 
-    def __init__(self, name: str, rank: int, world_size: int) -> None:
+    def __init__(self, name: str, rank: int, world_size: int, slicer: str) -> None:
+        self._slicer = slicer
         self._name = name
         self._rank = rank
         self._world_size = world_size
@@ -132,7 +145,7 @@ class HostActor:
             rank=self._rank,
             workers=self._workers,
             specs=specs,
-            store=RayStore(),
+            store=RayStore(self._slicer),
         )
         self._role = self._name
         return None
@@ -186,6 +199,11 @@ class HostActor:
         """The process id."""
         return os.getpid()
 
+    @ray.method(concurrency_group="slices")
+    def cut(self, arrays: list[Any], request: SliceRequest) -> SliceReply:
+        """Cut a slice of a shard that is on this machine."""
+        return _cut(arrays, request)
+
     def close(self) -> None:
         """Close every worker and leave the process group."""
         if self._host is not None:
@@ -238,3 +256,10 @@ def _torchrun_environment(rank: int, construction: Construction, rendezvous: Ren
         "LOCAL_WORLD_SIZE": str(local_size),
         **met,
     }
+
+
+def _cut(arrays: list[Any], request: SliceRequest) -> SliceReply:
+    """Cut a slice out of the arrays behind the one handle in ``arrays``."""
+    from hf_controller.transport import take_slices
+
+    return take_slices(ray.get(arrays[0]), request)

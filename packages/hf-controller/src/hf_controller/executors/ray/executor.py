@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hf_controller.dispatch import Call
 from hf_controller.executors.base import Executor, check_specs
-from hf_controller.executors.ray.actor import Joining
+from hf_controller.executors.ray.actor import Joining, Slicer
 from hf_controller.executors.ray.cluster import Cluster
 from hf_controller.executors.ray.host_set import HostSet, await_answers, await_ready
 from hf_controller.executors.ray.pending import RayCall, describe_ranks, take_ready
@@ -66,7 +68,6 @@ class RayExecutor(Executor):
         super().__init__()
         self.call_timeout_s = call_timeout_s
         self.trace = Trace(take_ready)
-        self._store = RayStore()
         self._start_timeout_s = start_timeout_s
         self._collective_timeout_s = collective_timeout_s
         self._occupied: dict[ResourcePool, _Occupied] = {}
@@ -77,6 +78,10 @@ class RayExecutor(Executor):
         self._cluster = Cluster(
             address=address, num_cpus=num_cpus, object_store_bytes=object_store_bytes, log_to_driver=log_to_driver
         )
+        # Joined clusters have other machines, whose ranks ask for slices of what the controller puts.
+        self._slicer: Any
+        self._slicer, slicer_name = _start_slicer() if address != "local" else (None, None)
+        self._store = RayStore(slicer_name)
         self._guard.install()
 
     def build_groups(
@@ -198,6 +203,14 @@ class RayExecutor(Executor):
         if group not in self._host_sets:
             raise PoolError(f"group {group.role!r} is closed: its pool {group.pool.name!r} was released")
         return self._host_sets[group]
+
+
+def _start_slicer() -> tuple[Any, str]:
+    """An actor on this machine that cuts slices of what the controller puts, and its name."""
+    name = f"slicer-{uuid.uuid4().hex[:12]}"
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    slicer: Any = ray.remote(Slicer)
+    return slicer.options(name=name, num_cpus=0, scheduling_strategy=here).remote(), name
 
 
 def _is_idle(occupied: _Occupied) -> bool:

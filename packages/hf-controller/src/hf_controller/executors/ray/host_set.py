@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,10 +37,9 @@ class HostSet:
     def __init__(self, placed: PlacedPool, roles: Mapping[str, WorkerSpec], *, collective_timeout_s: float) -> None:
         pool = placed.pool
         self.name = "+".join(roles)
-        decorate: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"service": 4})  # type: ignore[call-overload]
-        host_actor = decorate(HostActor)
+        prefix = f"{self.name}-{uuid.uuid4().hex[:12]}"
         self.actors = [
-            host_actor.options(**placed.options(rank)).remote(self.name, rank, pool.num_slots)
+            _start_host(f"{prefix}-{rank}", self.name, rank, pool.num_slots, **placed.options(rank))
             for rank in range(pool.num_slots)
         ]
         process_group = any(spec.worker.needs_process_group for spec in roles.values())
@@ -77,6 +77,12 @@ class HostSet:
         """End the processes at once."""
         for actor in self.actors:
             ray.kill(actor)
+
+
+def _start_host(name: str, *args: Any, **options: Any) -> Any:
+    groups = {"service": 4, "slices": 2}
+    decorate: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=groups)  # type: ignore[call-overload]
+    return decorate(HostActor).options(name=name, **options).remote(*args, name)
 
 
 def await_ready(host_sets: Sequence[HostSet], timeout_s: float, waiter: Waiter) -> None:

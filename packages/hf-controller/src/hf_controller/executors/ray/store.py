@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from hf_protocols import WorkerError, WorkerTimeoutError
 
-__all__ = ["RayStore"]
+if TYPE_CHECKING:
+    from hf_controller.transport import Shard, SliceRequest
+
+__all__ = ["Origin", "RayStore"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where objects lie: a machine, and the actor there that cuts slices of them, if there is one."""
+
+    node: str
+    slicer: str | None
 
 
 class RayStore:
-    """Objects in shared memory; a handle is an ObjectRef, and dropping every copy of it frees the object."""
+    """Objects in shared memory; a handle is an ObjectRef, and dropping every copy of it frees the object.
+
+    Args:
+        slicer: name of the actor that cuts slices of what this process puts.
+    """
+
+    def __init__(self, slicer: str | None = None) -> None:
+        self._slicer = slicer
+        self._actors: dict[str, Any] = {}
+
+    @cached_property
+    def origin(self) -> Origin:
+        """This process's machine and slicer."""
+        return Origin(ray.get_runtime_context().get_node_id(), self._slicer)
 
     def put(self, value: Any) -> Any:
-        """Store a value; arrays are copied into shared memory once."""
+        """Store a list of arrays; they are copied into shared memory once."""
         return ray.put(value)
 
     def get(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
@@ -48,6 +74,25 @@ class RayStore:
             raise WorkerTimeoutError(
                 f"the pool's earlier call was not done after {timeout_s:g} s on {len(pending)} rank(s)"
             )
+
+    def is_far(self, origin: Origin) -> bool:
+        """Whether objects of ``origin`` are on another machine, and somebody there cuts slices."""
+        return origin.slicer is not None and origin.node != self.origin.node
+
+    def request(self, shard: Shard, request: SliceRequest) -> Any:
+        """Ask a far shard's slicer for a slice.
+
+        Raises:
+            WorkerError: if the slicer is gone.
+        """
+        name = shard.origin.slicer
+        try:
+            if name not in self._actors:
+                self._actors[name] = ray.get_actor(name)
+        except ValueError as error:
+            raise WorkerError(f"an earlier call's result is lost: the process {name} that holds it is gone") from error
+        # In a list, so that the object itself stays where it is.
+        return self._actors[name].cut.remote([shard.arrays], request)
 
 
 def _first_line(error: RayError) -> str:
