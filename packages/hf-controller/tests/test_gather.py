@@ -140,6 +140,24 @@ def test_a_far_shard_that_is_read_as_a_whole_moves_in_one_piece():
     assert reader.bytes_from_afar == tree.source.shards[0].num_bytes
 
 
+@given(sharded(), st.data())
+@settings(max_examples=40, deadline=None)
+def test_pieces_follow_one_another_and_are_views(case, data):
+    lengths, parts = case
+    whole = batch(lengths)
+    wanted = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=20))
+    tree = Union(Leaf(split(whole, parts)), Select(Leaf(split(whole, [list(range(len(lengths)))])), ("row",)))
+    reader = BatchReader(STORE, 1.0)
+    reader.look_up([tree])
+    pieces = reader.read_pieces(tree, RowSelection.from_rows(wanted), tree.columns(reader.extents))
+    assert_equal(torch.cat(pieces), whole, wanted)
+    stored = [array for source in tree.sources() for s in source.shards for array in STORE.get([s.arrays], 1.0)[0]]
+    memory = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in stored]
+    for piece in pieces:
+        for values in (piece["wide"], piece["tokens"].values()):
+            assert not values.numel() or any(low <= values.data_ptr() < high for low, high in memory)
+
+
 def test_columns_of_several_sources_stand_side_by_side():
     left, right = batch([1, 2, 3]), batch([3, 2, 1], offset=10)
     tree = Union(

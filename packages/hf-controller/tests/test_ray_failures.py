@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import pytest
 import ray
 import torch
+from tensordict import TensorDict
 
 from hf_controller import RayExecutor, RemoteCallError, ResourcePool, Worker, WorkerGroup, WorkerSpec
+from hf_controller.testing import SoloWorker
 from hf_protocols import (
     DP,
     ONE_TO_ALL,
@@ -18,8 +20,10 @@ from hf_protocols import (
     ConfigError,
     ParallelSpec,
     PoolError,
+    ProtocolError,
     RewardError,
     Topology,
+    WorkerError,
     WorkerTimeoutError,
     register,
 )
@@ -156,8 +160,38 @@ def test_a_topology_of_another_size_than_the_pool_is_refused(ray_executor):
         build(ray_executor, ResourcePool([1], device="cpu"))
 
 
-def test_a_batch_that_cannot_travel_is_refused_at_once(ray_executor):
-    from tensordict import TensorDict
+def test_fused_roles_of_a_library_with_one_layout_have_one_layout(ray_executor):
+    class Rigid(Fragile):
+        one_layout_per_process = True
 
+    specs = {
+        "rigid": WorkerSpec(worker=Rigid, topology=TWO),
+        "other": WorkerSpec(worker=Fragile, topology=Topology(ParallelSpec(tp_size=2))),
+    }
+    with pytest.raises(ProtocolError, match="rigid cannot share processes with roles of another layout"):
+        ray_executor.build_groups(ResourcePool([2], device="cpu"), specs, fused=True)
+
+
+def test_results_of_a_released_pool_are_lost_and_say_so(ray_executor, ray_stage):
+    pool = ResourcePool([1], device="cpu", name="short")
+    group = ray_executor.build_groups(pool, {"short": WorkerSpec(worker=SoloWorker, topology=ONE)})["short"]
+    future = group.echo(TensorDict({"x": torch.zeros(4)}, batch_size=[4]))
+    future.wait()
+    ray_executor.release(pool)
+    deadline_s = time.monotonic() + 20.0
+    with pytest.raises(WorkerError, match="an earlier call's result is lost"):  # noqa: PT012
+        while time.monotonic() < deadline_s:  # Ray frees them soon after
+            assert future.result()["x"].tolist() == [0.0] * 4
+            time.sleep(0.5)
+    with pytest.raises(WorkerError, match="an earlier call's result is lost"):
+        ray_stage.two.echo(future).result()
+
+
+def test_what_a_method_returns_must_be_picklable(ray_executor, ray_stage):
+    with pytest.raises(RemoteCallError, match=r"two.make_unpicklable on rank 0 failed: .*pickle"):
+        ray_stage.two.make_unpicklable().result()
+
+
+def test_a_batch_that_cannot_travel_is_refused_at_once(ray_executor):
     with pytest.raises(BatchError, match="column 'names'"):
         ray_executor.put(TensorDict({"names": ["a", "b"]}, batch_size=[2]))

@@ -60,5 +60,10 @@ def test_dropped_futures_free_their_memory(ray_stage):
     assert used[1] <= used[0] + 2**20
 
 
+def test_results_that_do_not_fit_in_memory_are_spilled_and_read_back(ray_stage):
+    made = [ray_stage.solo.step(batch(width=15 * 2**18)) for _ in range(4)]  # 60 MiB each, in a store of 200
+    assert [ray_stage.two.step(each).rows([3]).result()["x"].mean().item() for each in made] == [2.0] * 4
+
+
 def _free_bytes() -> float:
     return ray.available_resources()["object_store_memory"]

@@ -12,7 +12,7 @@ from hf_controller.connection import Connection, connect
 from hf_controller.failures import RemoteCallError
 from hf_controller.resource_pool import ResourcePool, build_pools
 from hf_controller.trace import Span, SubSpan, Trace
-from hf_controller.worker import Worker, WorkerContext, WorkerSpec
+from hf_controller.worker import Worker, WorkerContext, WorkerSpec, as_pieces
 from hf_controller.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ __all__ = [
     "WorkerContext",
     "WorkerGroup",
     "WorkerSpec",
+    "as_pieces",
     "build_pools",
     "connect",
 ]

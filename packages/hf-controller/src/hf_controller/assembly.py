@@ -11,7 +11,7 @@ import torch
 
 from hf_protocols import RowSelection
 
-__all__ = ["Assembly", "Part"]
+__all__ = ["Assembly", "Part", "jagged_view"]
 
 # Up to this many runs of neighbouring rows are copied run by run; beyond it, by index.
 _MAX_RUNS = 16
@@ -96,6 +96,13 @@ class Assembly:
                 )
             self._tokens[key] = offsets, indices
         return self._tokens[key][1]
+
+
+def jagged_view(values: torch.Tensor, lengths: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Rows ``start`` to ``stop - 1`` of a jagged column, without a copy."""
+    offsets = _offsets(lengths[:stop])[start:]
+    _spend_warning()
+    return torch.nested.nested_tensor_from_jagged(values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
 
 
 @cache

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +12,7 @@ from hf_controller.assembly import Assembly, Part
 from hf_controller.expressions import Expression, Extent, Segment, Source
 from hf_controller.failures import Failure, UpstreamFailure
 from hf_controller.holdings import Holder, Holding, Taken
+from hf_controller.pieces import ColumnRuns
 from hf_controller.transport import ObjectStore, Shard
 from hf_protocols import BatchError, Collection, RowSelection, compute_held_rows, route
 
@@ -99,6 +101,13 @@ class BatchReader:
                     raise UpstreamFailure(shard)
             self._tables[source] = Table(shards)
 
+    def look_up_value(self, handle: Any) -> Any:
+        """The object that another call returned; raises what :meth:`look_up` raises."""
+        (outcome,) = self._store.get([handle], self._timeout_s)
+        if isinstance(outcome, Failure):
+            raise UpstreamFailure(outcome)
+        return outcome.value
+
     @property
     def extents(self) -> Mapping[Source, Extent]:
         """Rows and columns of every source that was looked up."""
@@ -116,6 +125,21 @@ class BatchReader:
         held = iter(self._holder.hold(wanted))
         tensors = {name: self._build(taken, [next(held) for _ in taken]) for name, taken in located.items()}
         return TensorDict(tensors, batch_size=[len(rows)])
+
+    def read_pieces(self, expression: Expression, rows: RowSelection, columns: Sequence[str]) -> list[TensorDict]:
+        """The rows of :meth:`read` as one or more batches that follow one another, all of them views."""
+        from tensordict import TensorDict
+
+        located = self._locate(expression, rows, columns)
+        held = iter(self._holder.hold([taken for column in located.values() for taken in column]))
+        runs = {name: ColumnRuns(taken, [next(held) for _ in taken]) for name, taken in located.items()}
+        borders = sorted({0, len(rows)}.union(*(column.borders for column in runs.values())))
+        pieces = []
+        for start, stop in pairwise(borders if len(borders) > 1 else [0, 0]):
+            tensors = {name: column.view(start, stop) for name, column in runs.items()}
+            self.bytes_read += sum(map(_count_bytes, tensors.values()))
+            pieces.append(TensorDict(tensors, batch_size=[stop - start]))
+        return pieces
 
     def row_weights(self, expression: Expression, num_rows: int) -> list[float] | None:
         """Tokens per row over all jagged columns, equal lengths counted once; None without jagged columns."""
@@ -163,12 +187,8 @@ class BatchReader:
             for first in firsts
             if (position := taken[first].column.lengths) is not None
         ]
-        if not lengths:
-            built = assembly.build_dense(arrays)
-            self.bytes_read += built.numel() * built.element_size()
-            return built
-        built = assembly.build_jagged(arrays, lengths)
-        self.bytes_read += built.values().numel() * built.element_size()
+        built = assembly.build_jagged(arrays, lengths) if lengths else assembly.build_dense(arrays)
+        self.bytes_read += _count_bytes(built)
         return built
 
     def _assemble(
@@ -186,3 +206,8 @@ class BatchReader:
         if tuple(parts) not in self._assemblies:
             self._assemblies[tuple(parts)] = Assembly(parts)
         return self._assemblies[tuple(parts)], firsts
+
+
+def _count_bytes(column: Any) -> int:
+    values = column.values() if column.is_nested else column
+    return int(values.numel() * values.element_size())

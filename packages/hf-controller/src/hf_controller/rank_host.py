@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hf_controller.dispatch import BatchArgument, Call, StoredArgument
 from hf_controller.expressions import Select
@@ -17,7 +16,7 @@ from hf_controller.gather import BatchReader
 from hf_controller.results import Outcome, publish
 from hf_controller.trace import CallReport, Span
 from hf_controller.transport import ObjectStore, Shard
-from hf_controller.worker import Worker, WorkerSpec
+from hf_controller.worker import Worker, WorkerSpec, takes_pieces
 from hf_protocols import BatchError, MethodSpec, RowSelection, registered_methods
 
 __all__ = ["RankHost", "Stage"]
@@ -103,17 +102,24 @@ class RankHost:
         if call.after:
             self._enter(call, "waiting for the pool's earlier call")
             self._store.wait(list(call.after), call.timeout_s)
-        if batches:
+        if any(isinstance(value, BatchArgument | StoredArgument) for value in given):
             self._enter(call, "waiting for its inputs")
+            given = [reader.look_up_value(v.handle) if isinstance(v, StoredArgument) else v for v in given]
             reader.look_up([batch.expression for batch in batches])
         times.ready_s = time.time()
         self._enter(call, "fetching rows")
         selections, input_rows = self._select_rows(call.role, spec, batches, reader)
-        values = [self._resolve(value, spec, selections, reader, call.timeout_s) for value in given]
+        method = getattr(worker, call.method)
+        read = reader.read_pieces if takes_pieces(method) else reader.read
+        values = list(given)
+        for position, value in enumerate(given):
+            if isinstance(value, BatchArgument):
+                expression = value.expression if spec.reads is None else Select(value.expression, spec.reads)
+                values[position] = read(expression, selections[id(value)], expression.columns(reader.extents))
         times.fetched_s = time.time()
         self._enter(call, "computing")
         kwargs = dict(zip(call.kwargs, values[len(call.args) :], strict=True))
-        returned = getattr(worker, call.method)(*values[: len(call.args)], **kwargs)
+        returned = method(*values[: len(call.args)], **kwargs)
         times.computed_s = time.time()
         self._check_unwritten(call, reader)
         if self._rank not in spec.protocol.collect(worker.context.topology).ranks:
@@ -143,24 +149,6 @@ class RankHost:
                 weights[num_rows] = reader.row_weights(batch.expression, num_rows) if balanced else None
             selections[id(batch)] = spec.protocol.distribute(topology, num_rows, weights[num_rows])[self._rank]
         return selections, counts[0] if counts else 0
-
-    def _resolve(
-        self,
-        value: Any,
-        spec: MethodSpec,
-        selections: Mapping[int, RowSelection],
-        reader: BatchReader,
-        timeout_s: float,
-    ) -> Any:
-        if isinstance(value, BatchArgument):
-            expression = value.expression if spec.reads is None else Select(value.expression, spec.reads)
-            return reader.read(expression, selections[id(value)], expression.columns(reader.extents))
-        if isinstance(value, StoredArgument):
-            stored = self._store.get([value.handle], timeout_s)[0]
-            if isinstance(stored, Failure):
-                raise UpstreamFailure(stored)
-            return stored.value
-        return value
 
     def _check_unwritten(self, call: Call, reader: BatchReader) -> None:
         written = reader.written_columns()

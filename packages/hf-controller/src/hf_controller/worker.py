@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from hf_controller.connection import Connection
 from hf_controller.trace import SubSpan
 from hf_protocols import Coordinate, ProtocolError, Topology, registered_methods
 
-__all__ = ["Worker", "WorkerContext", "WorkerSpec"]
+__all__ = ["Worker", "WorkerContext", "WorkerSpec", "as_pieces", "takes_pieces"]
+
+_PIECES = "__hybridflow_pieces__"
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,9 @@ class Worker:
     needs_process_group: ClassVar[bool] = True
     """False spares a worker that calls no collective the default process group."""
 
+    one_layout_per_process: ClassVar[bool] = False
+    """True refuses ``fused=True`` with a role of another topology: for libraries that keep one layout in globals."""
+
     def __init__(self, context: WorkerContext, **kwargs: Any) -> None:
         if kwargs:
             raise TypeError(f"{type(self).__name__} takes no arguments, got {', '.join(sorted(kwargs))}")
@@ -75,6 +82,21 @@ class Worker:
 
     def close(self) -> None:
         """Free what the worker holds; called when its group is closed in order."""
+
+
+def as_pieces(method: Method) -> Method:
+    """Give a registered method each batch argument as a list of TensorDicts, none of them a copy.
+
+    A batch whose rows come from several producers is copied into one; a method that works through its rows piece by
+    piece anyway can do without. Together the pieces have the batch's rows, in order; there is at least one.
+    """
+    setattr(method, _PIECES, True)
+    return method
+
+
+def takes_pieces(method: Callable[..., Any]) -> bool:
+    """Whether ``method`` is marked with :func:`as_pieces`."""
+    return bool(getattr(method, _PIECES, False))
 
 
 @dataclass(frozen=True, kw_only=True)

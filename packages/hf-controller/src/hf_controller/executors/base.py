@@ -161,12 +161,13 @@ class _Part:
         return self._call.outcomes(timeout_s)[self._index : self._index + 1]
 
 
-def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec]) -> None:
-    """Refuse roles that do not fit the pool.
+def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool) -> None:
+    """Refuse roles that do not fit the pool, or one another's process.
 
     Raises:
         PoolError: if a topology has another number of ranks than the pool has slots.
-        ProtocolError: if there is no role.
+        ProtocolError: if there is no role, or fused roles of different topologies have a worker that keeps its layout
+            in globals.
     """
     if not specs:
         raise ProtocolError(f"build_groups on pool {pool.name!r} got no role: give {{role: WorkerSpec(...)}}")
@@ -176,3 +177,10 @@ def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec]) -> None:
                 f"{role} has {spec.topology.world_size} ranks (pp * tp * cp * dp), pool {pool.name!r} has "
                 f"{' + '.join(map(str, pool.slots))} = {pool.num_slots} slots: make them equal"
             )
+    layouts = {role: spec.topology for role, spec in specs.items()}
+    rigid = [role for role, spec in specs.items() if spec.worker.one_layout_per_process]
+    if fused and rigid and len(set(layouts.values())) > 1:
+        raise ProtocolError(
+            f"{', '.join(rigid)} cannot share processes with roles of another layout, because the library keeps its "
+            f"layout in globals: give {', '.join(layouts)} one topology, or build them without fused=True"
+        )

@@ -112,7 +112,7 @@ class InProcessExecutor(Executor):
         """Build one group per role; see :meth:`Executor.build_groups`. Everything is fused and ready at once here."""
         if self._closed:
             raise PoolError("this executor is closed: make another")
-        check_specs(pool, specs)
+        check_specs(pool, specs, fused=fused)
         if pool.num_slots == 1 and any(spec.worker.needs_process_group for spec in specs.values()):
             self._join_default_group(pool)
         name = "+".join(specs)

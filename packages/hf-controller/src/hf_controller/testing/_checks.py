@@ -109,6 +109,16 @@ def two_batches_are_split_alike(stage: Stage) -> None:
     _require_batch(result, TensorDict({"a": left["x"], "b": right["x"]}, batch_size=[7]))
 
 
+def a_method_may_take_its_rows_in_pieces(stage: Stage) -> None:
+    whole = stage.solo.echo(_batch(7)).select(["tokens"])
+    halves = stage.two.echo(_batch(7)).select(["row"])
+    pieces = [([0, 1, 2, 3], [0, 1, 2, 3]), ([4, 5, 6], [4, 5, 6])]
+    _require(stage.solo.see_pieces(halves.union(whole)).result(), [pieces], "pieces of the producers' rows")
+    chosen = halves.union(whole).rows([5, 6, 2, 2])
+    pieces = [([5, 6], [5, 6]), ([2], [2]), ([2], [2])]
+    _require(stage.solo.see_pieces(chosen).result(), [pieces], "pieces of chosen rows")
+
+
 def listed_results_feed_all_to_all(stage: Stage) -> None:
     batch = _batch(3)
     listed = stage.two.copy_all(batch)
@@ -268,6 +278,7 @@ _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
     unknown_rows_follow_in_collected_order,
     only_asked_columns_travel,
     two_batches_are_split_alike,
+    a_method_may_take_its_rows_in_pieces,
     listed_results_feed_all_to_all,
     rank_zero_sees_the_whole_batch,
     metrics_are_sums_over_counts,

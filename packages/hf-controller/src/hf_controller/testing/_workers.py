@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from types import TracebackType
 from typing import Any, Self
@@ -12,7 +13,7 @@ from tensordict import TensorDict
 
 from hf_controller.executors.base import Executor
 from hf_controller.resource_pool import ResourcePool
-from hf_controller.worker import Worker, WorkerContext, WorkerSpec
+from hf_controller.worker import Worker, WorkerContext, WorkerSpec, as_pieces
 from hf_protocols import (
     ALL_TO_ALL,
     DP,
@@ -88,6 +89,12 @@ class ProbeWorker(Worker):
         """Every row, from every stage."""
         return TensorDict({"row": batch["row"]}, batch_size=batch.batch_size)
 
+    @as_pieces
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def see_pieces(self, batch: list[TensorDict]) -> list[tuple[list[int], list[int]]]:
+        """Row numbers and numbers of tokens of every piece."""
+        return [(each["row"].tolist(), each["tokens"].offsets().diff().tolist()) for each in batch]
+
     @register(protocol=DP, returns="metrics")
     def count(self, batch: TensorDict) -> dict[str, tuple[float, float]]:
         """Mean of row numbers, rows per rank, and a metric without data."""
@@ -103,6 +110,11 @@ class ProbeWorker(Worker):
     def answer(self, value: Any) -> Any:
         """What it is given, with the worker's own settings."""
         return {"value": value, "scale": self.scale, "drawn": self.drawn}
+
+    @register(protocol=RANK_ZERO, returns="object")
+    def make_unpicklable(self) -> Any:
+        """A mistake: a lock cannot travel."""
+        return threading.Lock()
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def where(self) -> tuple[int, int, str]:

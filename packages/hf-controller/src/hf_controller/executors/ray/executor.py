@@ -90,7 +90,7 @@ class RayExecutor(Executor):
         """Build one group per role; see :meth:`Executor.build_groups`."""
         if self._closed:
             raise PoolError("this executor is closed: make another")
-        check_specs(pool, specs)
+        check_specs(pool, specs, fused=fused)
         if pool not in self._occupied:
             self._occupied[pool] = _Occupied(place(pool, self._start_timeout_s))
         occupied = self._occupied[pool]

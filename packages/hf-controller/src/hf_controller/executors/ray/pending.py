@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.failures import Failure
@@ -111,14 +111,15 @@ class RayCall:
         return None
 
     def _describe_death(self, rank: int, error: RayError) -> Failure:
+        cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
         reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         return Failure(
             role=self._role,
             method=self._method,
             rank=rank,
-            cause_type=type(error).__name__,
-            message=f"its process is gone: {reason}",
-            remote_traceback="",
+            cause_type=type(cause or error).__name__,
+            message=f"its process is gone: {reason}" if cause is None else str(cause),
+            remote_traceback="" if cause is None else str(error),
         )
 
     def _to_timeout(self, ranks: Sequence[int], timeout_s: float) -> HybridFlowError:
