@@ -4,10 +4,13 @@
 # index-url    a mirror of the registry
 # cert         the certificates to trust
 
+# The merged configuration: `pip config get` sees one file only.
+_pip_settings=$("${python:-python3}" -m pip config list 2>/dev/null || true)
+
 _pip_setting() { # $1: the setting's name, from the variable PIP_<NAME> or else from pip's configuration
     local variable
     variable="PIP_$(echo "$1" | tr 'a-z-' 'A-Z_')"
-    echo "${!variable:-$("${python:-python3}" -m pip config get "global.$1" 2>/dev/null || true)}"
+    echo "${!variable:-$(sed -n "s/^\(global\|install\)\.$1='\(.*\)'$/\2/p" <<<"$_pip_settings" | tail -n 1)}"
 }
 
 _export_unless_set() { # $1: the variable that uv reads, $2: its value, if any

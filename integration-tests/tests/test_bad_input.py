@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,9 @@ def raises(prompts, responses, answers):
 
 def not_a_number(prompts, responses, answers):
     return [math.nan] * len(prompts)
+
+def exits(prompts, responses, answers):
+    raise SystemExit(3)
 
 def too_few(prompts, responses, answers):
     return [1.0]
@@ -117,12 +121,57 @@ def test_an_earlier_run_is_not_overwritten_unasked(small_config: Path, hybridflo
     assert (output / "precious.txt").read_text() == "mine"
 
 
+def test_inputs_that_overwriting_would_remove_are_refused(
+    small_config: Path, hybridflow: Callable[..., Outcome]
+) -> None:
+    assert hybridflow("train", small_config).exit_code == 0
+    run = small_config.parent / "run"
+    before = (run / "summary.json").read_text()
+    words = ("--overwrite", "--set", f"model.path={run}/model", "--set", f"model.tokenizer={run}/model")
+    assert_one_message(hybridflow("train", small_config, *words), 2, "model.path", "run.output_dir")
+    outcome = hybridflow("train", small_config, "--overwrite", "--set", "data.train=absent.jsonl")
+    assert_one_message(outcome, 2, "absent.jsonl")
+    assert (run / "summary.json").read_text() == before
+    assert hybridflow("train", small_config, "--overwrite").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda plan: plan["models"].pop("critic"), "has the roles actor, critic"),
+        (lambda plan: plan["models"]["actor"].update(train=None), "gives actor no layout"),
+        (lambda plan: plan["pools"][0]["machines"][0].update(slots="two"), "slots='two'"),
+        (lambda plan: plan["models"]["actor"].update(micro_batch_tokens="x"), "micro_batch_tokens='x'"),
+        (lambda plan: plan.update(schema_version=99), "schema_version 99"),
+    ],
+)
+def test_a_plan_that_was_edited_wrongly(
+    small_config: Path, hybridflow: Callable[..., Outcome], change: Callable[[Any], object], part: str
+) -> None:
+    plan = json.loads(hybridflow("plan", small_config, "--json").output)
+    change(plan)
+    file = small_config.with_name("plan.json")
+    file.write_text(json.dumps(plan))
+    assert_one_message(hybridflow("train", small_config, "--plan", file), 2, part)
+
+
+def test_weights_that_are_damaged(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
+    assert hybridflow("train", small_config).exit_code == 0
+    model = small_config.parent / "run" / "model"
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    small_config.write_text(small_config.read_text().replace('tokenizer = "characters"', f'path = "{model}"'))
+    outcome = hybridflow("train", small_config, "--set", f"run.output_dir={small_config.parent}/other")
+    assert_one_message(outcome, 1, str(model))
+
+
 @pytest.mark.parametrize(
     ("function", "parts"),
     [
         ("raises", ("ZeroDivisionError", "my_rewards.py")),
         ("not_a_number", ("nan",)),
         ("too_few", ("1 ", "8 ")),
+        ("exits", ("SystemExit", "my_rewards.py")),
     ],
 )
 def test_a_reward_function_that_fails(
@@ -134,17 +183,25 @@ def test_a_reward_function_that_fails(
     assert json.loads((small_config.parent / "run" / "summary.json").read_text())["iterations"] == 0
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_weights(
-    small_config: Path, hybridflow: Callable[..., Outcome]
+@pytest.mark.parametrize(
+    ("key", "parts"),
+    [
+        ("optimizer.critic_learning_rate", ("optimizer step 2 was refused", "(critic.update_critic on rank 0)")),
+        ("optimizer.actor_learning_rate", ("are not finite", "(actor.generate_sequences on rank 0)")),
+    ],
+)
+def test_numbers_that_are_not_finite_stop_the_run_and_keep_the_last_good_weights(
+    small_config: Path, hybridflow: Callable[..., Outcome], key: str, parts: tuple[str, ...]
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    outcome = hybridflow("train", small_config, "--set", "optimizer.critic_learning_rate=1e30")
-    assert_one_message(outcome, 1, "loss", "update_critic")
+    outcome = hybridflow("train", small_config, "--set", f"{key}=1e30", "--set", "run.eval_every=5")
+    assert_one_message(outcome, 1, *parts)
     run = small_config.parent / "run"
     summary = json.loads((run / "summary.json").read_text())
-    assert "stopped" in summary
+    assert summary["stopped"].startswith("NonFiniteLossError: ")
+    assert summary["model_iteration"] == 0
     assert len(read_metrics(run)) == summary["iterations"] == 1
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())

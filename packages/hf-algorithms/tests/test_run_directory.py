@@ -5,33 +5,68 @@ from pathlib import Path
 
 import pytest
 
-from hf_algorithms.run_directory import RunDirectory
+from hf_algorithms.run_directory import RunDirectory, RunDirectoryError
 from hf_protocols import ConfigError
 
 
+def begun(path: Path, **options: bool) -> RunDirectory:
+    directory = RunDirectory(path, **options)
+    directory.begin()
+    return directory
+
+
 def test_metrics_are_one_object_a_line(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path / "deep" / "run")
+    directory = begun(tmp_path / "deep" / "run")
     directory.append_metrics({"iteration": 1, "reward/mean": 0.5})
     directory.append_metrics({"iteration": 2, "reward/mean": 0.75})
     lines = (directory.path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [1, 2]
 
 
-def test_an_earlier_run_is_replaced_only_when_asked(tmp_path: Path) -> None:
-    first = RunDirectory(tmp_path / "run")
+def test_an_earlier_run_is_replaced_only_when_asked_and_only_at_the_beginning(tmp_path: Path) -> None:
+    first = begun(tmp_path / "run")
     first.write_json("summary.json", {"iterations": 1})
     with pytest.raises(ConfigError, match="is not empty: choose another directory, or --overwrite"):
         RunDirectory(tmp_path / "run")
+    second = RunDirectory(tmp_path / "run", overwrite=True)
     assert (first.path / "summary.json").is_file()
-    RunDirectory(tmp_path / "run", overwrite=True)
+    (first.path / "notes.txt").write_text("mine")
+    second.begin()
     assert not (first.path / "summary.json").exists()
+    assert (first.path / "notes.txt").read_text() == "mine"
 
 
-def test_a_folder_that_no_run_made_is_never_emptied(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
+def test_a_folder_that_no_run_made_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("another program's")
     with pytest.raises(ConfigError, match="is not empty"):
         RunDirectory(tmp_path, overwrite=True)
-    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_inputs_of_the_run_that_would_be_replaced_are_refused(tmp_path: Path) -> None:
+    directory = begun(tmp_path)
+    (tmp_path / "model").mkdir()
+    directory.check_inputs({"data.train": str(tmp_path / "data" / "rows.jsonl"), "data.test": None})
+    with pytest.raises(ConfigError, match=r"model\.path=.* belongs to the run that would be replaced"):
+        directory.check_inputs({"model.path": str(tmp_path / "model")})
+
+
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    directory = begun(tmp_path)
+    with directory.replacing("model") as folder:
+        folder.mkdir()
+        (folder / "weights").write_text("old")
+    with pytest.raises(FileNotFoundError), directory.replacing("model") as folder:
+        (folder / "weights").write_text("into a folder that nobody made")
+    assert (tmp_path / "model" / "weights").read_text() == "old"
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    directory = begun(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl in run\.output_dir=.* cannot be written"):
+        directory.append_metrics({"iteration": 1})
 
 
 def test_an_unwritable_place_is_named(tmp_path: Path) -> None:

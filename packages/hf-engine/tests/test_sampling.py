@@ -90,3 +90,10 @@ def test_forbidden_tokens_are_never_drawn():
 def test_values_out_of_range_are_named(changes, message):
     with pytest.raises(ConfigError, match=message):
         SamplingParams(**({"max_new_tokens": 8} | changes))
+
+
+def test_logits_that_are_not_finite_still_give_a_token_of_the_vocabulary():
+    logits = torch.full((3, 5), float("nan"))
+    uniforms = torch.tensor([0.0, 0.5, 0.999], dtype=torch.float64)
+    tokens = sample_tokens(logits, uniforms, SamplingParams(max_new_tokens=1))
+    assert bool(((tokens >= 0) & (tokens < 5)).all())

@@ -120,6 +120,8 @@ def main() -> NoReturn:
         _fail(_describe(error), 2)
     except HybridFlowError as error:
         _fail(_describe(error), 1)
+    except OSError as error:
+        _fail(f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}", 1)
     except (KeyboardInterrupt, click.Abort):
         _fail("interrupted; the files already written are complete", 130)
 
@@ -149,6 +151,8 @@ def _read_plan(path: Path) -> MappingPlan:
 
     try:
         return MappingPlan.from_json(path.read_text(encoding="utf-8"))
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None
     except OSError as error:
         raise PlanError(f"the plan {path} cannot be read: {error.strerror}") from None
 

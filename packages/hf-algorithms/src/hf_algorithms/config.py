@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 Count = Annotated[int, Field(ge=1)]
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -50,7 +50,7 @@ class RunConfig(_Section):
     iterations: Count = 100
     """Iterations of the algorithm."""
     eval_every: Count = 10
-    """Iterations between two greedy evaluations on the validation rows."""
+    """Iterations between two greedy evaluations on the validation rows; each commits ``model/``."""
     executor: Literal["ray", "in_process"] = "ray"
     """``in_process`` runs one rank in the program itself, for debuggers."""
 

@@ -83,6 +83,7 @@ def _build_tokenizer(config: ModelConfig, rows: Sequence[Row], directory: Path) 
 
 def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, directory: Path, seed: int) -> None:
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     for heads, size in (("num_heads", "hidden_size"), ("num_kv_heads", "num_heads")):
@@ -106,7 +107,10 @@ def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(llama)  # type: ignore[no-untyped-call]
-        model.save_pretrained(directory)
+        try:
+            model.save_pretrained(directory)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"the fresh model cannot be written to {directory}: {error}") from None
 
 
 def _load_shape(path: str) -> ModelShape:

@@ -9,12 +9,12 @@ import psutil
 from hf_algorithms.recipes import RECIPES
 from hf_engine import load_rollout_backend
 from hf_mapper import HOST_KIND, ClusterSpec, MachineSpec, WorkloadSpec, gpu, host_gpu, map_dataflow
-from hf_protocols import ConfigError, Dataflow, MappingPlan, ModelShape, Topology
+from hf_protocols import ConfigError, Dataflow, MappingPlan, ModelShape, ParallelSpec, PlanError, Topology
 
 if TYPE_CHECKING:
     from hf_algorithms.config import ClusterConfig, Config
 
-__all__ = ["MODEL_ROLES", "check_shares", "plan_placement"]
+__all__ = ["MODEL_ROLES", "check_plan", "plan_placement"]
 
 MODEL_ROLES = ("actor", "critic", "reference")
 """Roles that hold a model; the others call functions."""
@@ -47,21 +47,33 @@ def plan_placement(config: Config, shape: ModelShape, *, prompt_tokens: int) -> 
     return map_dataflow(dataflow, models, cluster, workload, backends=(config.training.backend,))
 
 
-def check_shares(config: Config, plan: MappingPlan) -> None:
-    """Every rank must get a row of every batch.
+def check_plan(config: Config, plan: MappingPlan) -> None:
+    """A plan must have the algorithm's roles, and every rank a row of every batch.
 
     Raises:
+        PlanError: for a role that is missing or unknown, or a model without a layout.
         ConfigError: naming the batch, the number of ranks and the keys that change either.
     """
-    actor = plan.models["actor"]
-    assert actor.train is not None
-    topology = Topology(actor.train, actor.generation)
-    rows = config.rollout.batch_size * config.rollout.samples_per_prompt // config.algorithm.mini_batches
-    wanted = [("rollout.batch_size", config.rollout.batch_size, topology.num_gen_replicas, "generation replicas")]
-    for role in ("actor", "critic"):
-        layout = plan.models[role].train
-        share = "rollout.batch_size * rollout.samples_per_prompt / algorithm.mini_batches"
-        wanted.append((share, rows, layout.dp_size if layout else 1, f"data-parallel ranks of the {role}"))
+    roles = Dataflow.preset(RECIPES[config.algorithm.name].dataflow).roles
+    if set(plan.models) != set(roles):
+        raise PlanError(
+            f"the plan places {', '.join(plan.models)}; {config.algorithm.name} has the roles {', '.join(roles)}: "
+            "make the plan anew with hybridflow plan --json"
+        )
+    layouts = {role: plan.models[role].train for role in roles if role in MODEL_ROLES}
+    for role, layout in layouts.items():
+        if layout is None:
+            raise PlanError(f"the plan gives {role} no layout: set its train to sizes, such as a dp_size")
+    rollout = config.rollout
+    replicas = Topology(layouts["actor"] or ParallelSpec(), plan.models["actor"].generation).num_gen_replicas
+    share = "rollout.batch_size * rollout.samples_per_prompt / algorithm.mini_batches"
+    rows = rollout.batch_size * rollout.samples_per_prompt // config.algorithm.mini_batches
+    wanted = [("rollout.batch_size", rollout.batch_size, replicas, "generation replicas")]
+    wanted += [
+        (share, rows, layout.dp_size, f"data-parallel ranks of the {role}")
+        for role, layout in layouts.items()
+        if layout
+    ]
     for name, size, ranks, what in wanted:
         if size < ranks:
             raise ConfigError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.config import Config, format_toml
@@ -15,7 +17,7 @@ from hf_algorithms.data import PromptDataset, load_rows, select_rows
 from hf_algorithms.display import RunDisplay
 from hf_algorithms.evaluation import collect_samples, evaluate, measure_divergence
 from hf_algorithms.initial_model import InitialModel, build_initial_model
-from hf_algorithms.placement import check_shares, plan_placement
+from hf_algorithms.placement import check_plan, plan_placement
 from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.recipes import RECIPES
 from hf_algorithms.recipes.sft import warm_start
@@ -26,7 +28,7 @@ from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.workers import ActorWorker, AdvantageWorker, CriticWorker, ReferenceWorker, RewardWorker
 from hf_controller import Executor, InProcessExecutor, RayExecutor, WorkerSpec, build_pools
 from hf_engine import SamplingParams, TrainConfig
-from hf_protocols import ConfigError, MappingPlan, NonFiniteLossError, ParallelSpec, Topology
+from hf_protocols import MappingPlan, ParallelSpec, Topology
 
 if TYPE_CHECKING:
     from hf_controller import BatchFuture, Worker
@@ -52,6 +54,12 @@ class RunInputs:
     train: PromptDataset
     validation: PromptDataset
     test: PromptDataset
+
+    def moved(self, before: str, after: str) -> RunInputs:
+        """The same inputs, with what lies in folder ``before`` in ``after``."""
+        old = self.model
+        path, tokenizer_path = (after if each == before else each for each in (old.path, old.tokenizer_path))
+        return replace(self, model=replace(old, path=path, tokenizer_path=tokenizer_path))
 
 
 def load_inputs(config: Config, directory: Path) -> RunInputs:
@@ -85,17 +93,13 @@ def run_training(
         The contents of ``summary.json``.
 
     Raises:
-        NonFiniteLossError: after the last good weights were exported to ``model/``.
+        NonFiniteLossError: ``model/`` then holds the weights of the last evaluation.
         HybridFlowError: for whatever else a user can cause.
     """
     started_s = time.perf_counter()
     for function in (config.reward.function, config.reward.metric):
         load_function(function, search_path=search_path)
-    directory.write_text("config.toml", format_toml(config))
-    inputs = load_inputs(config, directory.path / "initial_model")
-    plan = plan or plan_run(config, inputs)
-    check_shares(config, plan)
-    directory.write_text("plan.json", plan.to_json())
+    inputs, plan = _prepare(config, directory, plan)
     with MemoryMeter() as memory, RunDisplay(config.run.iterations) as display, ExitStack() as stack:
         display.phase("starting workers")
         executor = stack.enter_context(_build_executor(config, plan))
@@ -104,6 +108,25 @@ def run_training(
         summary = run.execute()
     write_report(directory.path)
     return summary
+
+
+def _prepare(config: Config, directory: RunDirectory, plan: MappingPlan | None) -> tuple[RunInputs, MappingPlan]:
+    """Find everything good before an earlier run's files go."""
+    data, model = config.data, config.model
+    paths = {"data.train": data.train, "data.validation": data.validation, "data.test": data.test}
+    directory.check_inputs({**paths, "model.path": model.path, "model.tokenizer": model.tokenizer})
+    with TemporaryDirectory() as trial:
+        inputs = load_inputs(config, Path(trial))
+        plan = plan or plan_run(config, inputs)
+        check_plan(config, plan)
+        directory.begin()
+        if inputs.model.tokenizer_path == trial:
+            with directory.replacing("initial_model") as folder:
+                shutil.copytree(trial, folder)
+            inputs = inputs.moved(trial, str(directory.path / "initial_model"))
+    directory.write_text("config.toml", format_toml(config))
+    directory.write_text("plan.json", plan.to_json())
+    return inputs, plan
 
 
 class _Run:
@@ -139,6 +162,7 @@ class _Run:
         try:
             self._warm_start()
             self._display.phase("evaluating the starting point")
+            self._commit_model(0)
             samples = {"before": self._collect_samples()}
             self._summary["exact_match_before"] = evaluate(self._roles, self._test, self._sampling(0))
             self._display.phase(self._config.algorithm.name)
@@ -149,14 +173,12 @@ class _Run:
             self._summary["kl_to_reference_nats"] = measure_divergence(self._roles, self._test, self._sampling(0))
             samples["after"] = self._collect_samples()
             self._directory.write_json("samples.json", samples)
-            self._export(self._directory.path / "model")
-        except NonFiniteLossError as error:
-            self._summary["stopped"] = str(error)
-            self._export(self._directory.path / "model")
+        except BaseException as error:
+            self._summary["stopped"] = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._executor.trace.write_chrome(self._directory.path / "trace.json")
             self._write_summary()
+            self._executor.trace.write_chrome(self._directory.path / "trace.json")
         return self._summary
 
     def _warm_start(self) -> None:
@@ -169,8 +191,7 @@ class _Run:
         self._summary["warm_start_steps"] = warm_start(
             self._roles, self._supervised_batches(), self._evaluate_validation, config, note=self._display.note
         )
-        warm = self._directory.path / "warm_model"
-        self._export(warm)
+        warm = self._export("warm_model")
         for role in ("actor", "critic", "reference"):
             getattr(self._roles, role).load_model(str(warm)).result()
 
@@ -188,6 +209,7 @@ class _Run:
         elapsed_s = time.perf_counter() - start_s
         if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
             metrics["eval/exact_match"] = self._evaluate_validation()
+            self._commit_model(iteration)
         samples = config.rollout.batch_size * config.rollout.samples_per_prompt
         tokens = samples * metrics["response/tokens"]
         self._busy_s += elapsed_s
@@ -231,9 +253,16 @@ class _Run:
             step=step,
         )
 
-    def _export(self, directory: Path) -> None:
-        self._roles.actor.export_model(str(directory)).result()
-        self._inputs.model.tokenizer.save_pretrained(directory)
+    def _commit_model(self, iteration: int) -> None:
+        """The weights that were just evaluated are the last good state."""
+        self._export("model")
+        self._summary["model_iteration"] = iteration
+
+    def _export(self, name: str) -> Path:
+        with self._directory.replacing(name) as folder:
+            self._roles.actor.export_model(str(folder)).result()
+            self._inputs.model.tokenizer.save_pretrained(folder)
+        return self._directory.path / name
 
     def _write_summary(self) -> None:
         rollout = self._config.rollout
@@ -264,9 +293,6 @@ def _build_roles(
     executor: Executor, config: Config, plan: MappingPlan, inputs: RunInputs, search_path: Sequence[str]
 ) -> Roles:
     """The worker groups of every pool; models that share a pool share one process per slot."""
-    unknown = set(plan.models) - set(_WORKERS)
-    if unknown:
-        raise ConfigError(f"the plan has roles without a worker: {', '.join(sorted(unknown))}")
     groups = {}
     for name, pool in build_pools(plan).items():
         specs = {role: _build_spec(role, config, plan, inputs, search_path) for role in plan.roles_of(name)}

@@ -16,6 +16,12 @@ SCHEMA_VERSION = 1
 """Version of the plan's JSON; a release reads its own version only."""
 
 
+def _check_count(owner: str, **counts: object) -> None:
+    for name, count in counts.items():
+        if type(count) is not int or count < 1:
+            raise PlanError(f"{owner} has {name}={count!r}: give a whole number of at least 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MachinePlan:
     """Slots on one machine; ``gpu_kind`` is a name of the mapper's catalogue, ``"cpu"`` for host processes."""
@@ -24,8 +30,7 @@ class MachinePlan:
     slots: int
 
     def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise PlanError(f"a machine of a pool has slots={self.slots!r}: give at least 1, or leave the machine out")
+        _check_count("a machine of a pool", slots=self.slots)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +67,7 @@ class ModelPlan:
     micro_batch_tokens: int = 8192
 
     def __post_init__(self) -> None:
-        if self.micro_batch_tokens < 1:
-            raise PlanError(f"micro_batch_tokens={self.micro_batch_tokens!r}: a forward takes at least 1 token")
+        _check_count("a model", micro_batch_tokens=self.micro_batch_tokens)
         if self.train and self.generation:
             Topology(self.train, self.generation)  # refuses replicas that do not divide the ranks
 
@@ -134,6 +138,8 @@ class MappingPlan:
         """
         try:
             body = json.loads(text)
+            if not isinstance(body, dict):
+                raise PlanError("this is no mapping plan: the JSON is no object")
             version = body.pop("schema_version", None)
             if version != SCHEMA_VERSION:
                 raise PlanError(

@@ -28,7 +28,7 @@ def compute_scores(
     """
     try:
         scores = _as_list(function(list(prompts), list(responses), list(answers)))
-    except Exception as error:  # whatever a user's function may raise is the user's to see
+    except (Exception, SystemExit) as error:  # whatever a user's function may raise is the user's to see
         raise RewardError(_describe_exception(function, error)) from error
     if scores is None or len(scores) != len(responses):
         given = "no list" if scores is None else f"{len(scores)} scores"
@@ -70,7 +70,7 @@ def _is_finite(score: Real) -> bool:
         return False
 
 
-def _describe_exception(function: RewardFunction, error: Exception) -> str:
+def _describe_exception(function: RewardFunction, error: BaseException) -> str:
     # The first frame is the call in this module; a function written in C has no frame of its own.
     frames = traceback.extract_tb(error.__traceback__)[1:]
     text = "".join(traceback.format_exception_only(error)).strip()

@@ -296,6 +296,7 @@ class RolloutBackend(Protocol):
         Raises:
             BackendError: for a prompt that does not fit the model with `max_new_tokens`, with row and numbers, or
                 weights that were released and not committed again.
+            NonFiniteLossError: for logits that are not finite.
         """
         ...
 

@@ -63,7 +63,9 @@ def _sample_chunk(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampli
     total = cumulative[:, -1:]
     # Below the total even after rounding, so that the search never passes the last allowed token.
     threshold = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    # Of logits that are not finite nothing can be drawn; the caller sees it in the log-probs.
+    return tokens.clamp_(max=logits.shape[-1] - 1)
 
 
 def _allowed(probabilities: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:

@@ -296,7 +296,7 @@ def _load_model(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[Any,
     """Loads a causal language model; for a value head, says whether the directory had one. True for `"lm"`."""
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise BackendError(f"transformers cannot load a causal language model from {str(model)!r}: {error}") from error
     if head == "lm":
         return loaded, True

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import SafetensorError
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -21,7 +22,7 @@ from hf_engine.backends._jagged import Ragged, require_columns, to_jagged
 from hf_engine.backends._sampling import draw_uniforms
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
-from hf_protocols.errors import BackendError
+from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.topology import GenerationSpec, Topology
 
 __all__ = ["TransformersBackend"]
@@ -74,7 +75,7 @@ class TransformersBackend:
             )
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise BackendError(
                 f"transformers cannot load a causal language model from {str(model)!r}: {error}"
             ) from error
@@ -136,6 +137,12 @@ class TransformersBackend:
             decoding.run(*prompts.pad_left(rows, width), uniforms[samples], _build_cache(self._model, width + capacity))
             tokens[samples], logprobs[samples] = decoding.tokens.cpu(), decoding.logprobs.cpu()
             lengths[samples], reasons[samples] = decoding.lengths.cpu(), decoding.reasons.cpu()
+        if not torch.isfinite(logprobs).all():
+            row = int((~torch.isfinite(logprobs)).any(dim=1).nonzero()[0]) // sampling.n
+            raise NonFiniteLossError(
+                f"the model's logits for the prompt of row {row} are not finite at weight version "
+                f"{self._weight_version}: the weights have diverged; lower the learning rate"
+            )
         return self._columns(tokens, logprobs, lengths, reasons)
 
     def _columns(
