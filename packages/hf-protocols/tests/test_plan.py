@@ -117,7 +117,7 @@ def test_an_unknown_key_or_kind_of_value_is_refused(path: tuple[str | int, ...],
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    with pytest.raises(PlanError, match="this is no mapping plan|give a whole number"):
+    with pytest.raises(PlanError, match=r"this is no mapping plan|give a whole number"):
         MappingPlan.from_json(json.dumps(body))
 
 
