@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 
@@ -190,6 +191,13 @@ def test_results_of_a_released_pool_are_lost_and_say_so(ray_executor, ray_stage)
 def test_what_a_method_returns_must_be_picklable(ray_executor, ray_stage):
     with pytest.raises(RemoteCallError, match=r"two.make_unpicklable on rank 0 failed: .*pickle"):
         ray_stage.two.make_unpicklable().result()
+
+
+def test_arguments_may_be_anything_that_cloudpickle_takes(ray_stage):
+    answer = ray_stage.solo.answer(lambda number: number + 1).result()
+    assert answer["value"](1) == 2
+    with pytest.raises(TypeError, match="pickle"):
+        ray_stage.solo.answer(threading.Lock())
 
 
 def test_a_batch_that_cannot_travel_is_refused_at_once(ray_executor):

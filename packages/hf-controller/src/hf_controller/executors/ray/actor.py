@@ -22,8 +22,8 @@ from hf_controller.default_group import (
     open_rendezvous,
     seed_generators,
 )
-from hf_controller.dispatch import Call
 from hf_controller.executors.ray.store import RayStore
+from hf_controller.executors.ray.wire import pack_report, unpack_call
 from hf_controller.failures import Failure
 from hf_controller.trace import refuse
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec
@@ -176,15 +176,17 @@ class HostActor:
         return None
 
     @ray.method(num_returns=2)
-    def run(self, call: Call) -> tuple[Any, Any]:
+    def run(self, packed: bytes, references: list[Any]) -> tuple[Any, bytes]:
         """Run one call: its outcome, for readers, and its report, for the controller."""
+        call = unpack_call(packed, references)
         if self._host is None:
             assert self._unbuilt is not None
-            return self._unbuilt, refuse(call, self._unbuilt, pool="", host=self._name, rank=self._rank)
+            report = refuse(call, self._unbuilt, pool="", host=self._name, rank=self._rank)
+            return self._unbuilt, pack_report(report)
         self._role = call.role
         outcome, report = self._host.run(call)
         self._role = self._name
-        return outcome, report
+        return outcome, pack_report(report)
 
     @ray.method(concurrency_group="service")
     def describe(self) -> tuple[str, str]:

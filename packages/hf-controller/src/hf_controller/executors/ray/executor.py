@@ -20,6 +20,7 @@ from hf_controller.executors.ray.pending import RayCall, describe_ranks, take_re
 from hf_controller.executors.ray.placement import PlacedPool, place
 from hf_controller.executors.ray.store import RayStore
 from hf_controller.executors.ray.waiting import Waiter
+from hf_controller.executors.ray.wire import pack_call
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.signals import SignalGuard, shielded
 from hf_controller.trace import Trace
@@ -183,9 +184,10 @@ class RayExecutor(Executor):
         host_set, occupied = self._host_set_of(group), self._occupied[group.pool]
         # The same processes run their calls in order; others wait for the pool's last call.
         after = list(occupied.last_reports) if len(occupied.host_sets) > 1 else ()
+        packed = {id(call): pack_call(dataclasses.replace(call, after=after)) for call in calls.values()}
         outcomes, reports = {}, {}
         for rank, call in calls.items():
-            outcomes[rank], reports[rank] = host_set.actors[rank].run.remote(dataclasses.replace(call, after=after))
+            outcomes[rank], reports[rank] = host_set.actors[rank].run.remote(*packed[id(call)])
         occupied.last_reports = list(reports.values())
         self.trace.watch(reports.values())
         return RayCall(

@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from hf_controller.executors.ray.waiting import Waiter
+from hf_controller.executors.ray.wire import unpack_report
 from hf_controller.failures import Failure
 from hf_protocols import HybridFlowError, WorkerTimeoutError
 
@@ -87,7 +88,7 @@ class RayCall:
 
     def _read_reports(self, ready: Mapping[int, Any]) -> None:
         try:
-            reports: list[CallReport] = ray.get(list(ready.values()))
+            reports = [unpack_report(packed) for packed in ray.get(list(ready.values()))]
         except RayError:
             self._failure = self._find_death() or next(
                 self._describe_death(rank, error) for rank, error in _lost_reports(ready)
@@ -160,7 +161,7 @@ def take_ready(handles: list[Any]) -> tuple[list[CallReport], list[Any]]:
     reports = []
     for handle in ready:
         try:
-            reports.append(ray.get(handle))
+            reports.append(unpack_report(ray.get(handle)))
         except RayError:
             continue
     return reports, pending
