@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,7 +58,9 @@ def started(command: list[str]) -> Iterator[tuple[subprocess.Popen[str], list[st
     """The program and its lines of output so far; killed at the end if it still runs."""
     lines: list[str] = []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as program:
+    # A shell's background job, as these tests may be, ignores Ctrl-C; a user's program does not.
+    hear_ctrl_c = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, text=True, start_new_session=True, preexec_fn=hear_ctrl_c, **pipes) as program:
         reader = threading.Thread(target=lambda: lines.extend(iter(program.stdout.readline, "")), daemon=True)
         reader.start()
         try:
@@ -93,7 +97,10 @@ def test_a_signal_ends_the_run_and_all_its_processes(small_config: Path, sent: s
     with started([*on_two_ranks(small_config), "--set", "run.iterations=1000"]) as (program, lines):
         processes = wait_for_iteration(program, lines, 2)
         assert len(processes) > 4
-        program.send_signal(sent)
+        if sent == signal.SIGINT:  # a terminal sends it to the whole group
+            os.killpg(program.pid, sent)
+        else:
+            program.send_signal(sent)
         assert program.wait(timeout=20) == exit_code, "".join(lines)
         wait_until_gone(processes, within_s=10)
     assert shared_memory() <= before
@@ -111,8 +118,22 @@ def test_an_exception_in_a_worker_ends_the_run_with_its_message(small_config: Pa
         assert program.wait(timeout=60) == 1, "".join(lines)
         wait_until_gone(processes, within_s=10)
     text = "".join(lines)
-    assert text.count("the reward's server is gone") == 1, text
+    assert text.count("Error: ") == text.count("raised RuntimeError: the reward's server is gone") == 1, text
     assert "(reward.compute_reward on rank 0)" in text
+    assert shared_memory() <= before
+
+
+def test_a_killed_worker_ends_the_run_and_is_named(small_config: Path) -> None:
+    before = shared_memory()
+    with started([*on_two_ranks(small_config), "--set", "run.iterations=1000"]) as (program, lines):
+        processes = wait_for_iteration(program, lines, 2)
+        workers = [each for each in processes if "HostActor" in " ".join(each.cmdline())]
+        assert len(workers) == 4
+        workers[0].kill()
+        assert program.wait(timeout=60) == 1, "".join(lines)
+        wait_until_gone(processes, within_s=10)
+    (message,) = [line for line in lines if line.startswith("Error: ")]
+    assert re.search(r"process (actor\+critic\+reference/[01]|reward/0|advantage/0) is gone", message), message
     assert shared_memory() <= before
 
 

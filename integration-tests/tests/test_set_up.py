@@ -133,7 +133,8 @@ def test_find_links_from_a_variable(checkout: Checkout, variables: dict[str, str
 
 
 def test_find_links_from_pips_configuration(checkout: Checkout) -> None:
-    answer = '[ "$*" = "-m pip config get global.find-links" ] && echo wheels && exit'
+    listed = "echo \"global.timeout='9'\"; echo \"global.find-links='wheels'\"; exit"
+    answer = f'if [ "$*" = "-m pip config list" ]; then {listed}; fi'
     checkout.program("python-with-pip", f'#!/bin/sh\n{answer}\nexec {sys.executable} "$@"\n')
     checkout.set_up(PYTHON="python-with-pip")
     assert checkout.calls()[-1].endswith("[find-links: wheels]")

@@ -92,10 +92,10 @@ def test_slow_and_dead_ranks_are_named_and_the_group_can_be_built_again(ray_exec
     assert "time.sleep(seconds)" in str(timeout.value)
     assert "idle" in ray_executor.describe(group)[0]
 
-    with pytest.raises(RemoteCallError, match=r"fragile.meet on rank 1 failed: .*its process is gone") as death:
+    with pytest.raises(RemoteCallError, match=r"fragile.meet on rank 1 failed: .*process fragile/1 is gone") as death:
         group.meet(but=1, how="die").result()
     assert death.value.rank == 1
-    with pytest.raises(RemoteCallError, match="process is gone"):
+    with pytest.raises(RemoteCallError, match="process fragile/1 is gone"):
         group.pid().result()
     assert "no answer" in ray_executor.describe(group)[1]
 

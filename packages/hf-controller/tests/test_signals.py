@@ -9,6 +9,14 @@ import pytest
 from hf_controller.signals import SignalGuard, shielded
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_is_heard():
+    """A shell's background job, as these tests may be, is started with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def guard():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), sys.unraisablehook

@@ -296,7 +296,8 @@ def _build_roles(
     groups = {}
     for name, pool in build_pools(plan).items():
         specs = {role: _build_spec(role, config, plan, inputs, search_path) for role in plan.roles_of(name)}
-        groups.update(executor.build_groups(pool, specs, fused=len(specs) > 1))
+        groups.update(executor.build_groups(pool, specs, fused=len(specs) > 1, wait=False))
+    executor.wait_until_ready()
     return Roles(groups)
 
 

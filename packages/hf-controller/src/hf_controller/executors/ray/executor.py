@@ -199,7 +199,17 @@ class RayExecutor(Executor):
             collected=spec.protocol.collect(group.topology).ranks,
             timeout_s=self.call_timeout_s,
             waiter=self._waiter,
+            everyone=self._label_actors,
         )
+
+    def _label_actors(self) -> dict[str, Any]:
+        """Every process by its roles and rank, such as ``"process actor+critic/0"``."""
+        host_sets = [host_set for occupied in self._occupied.values() for host_set in occupied.host_sets]
+        return {
+            f"process {host_set.name}/{rank}": actor
+            for host_set in host_sets
+            for rank, actor in enumerate(host_set.actors)
+        }
 
     def _host_set_of(self, group: WorkerGroup) -> HostSet:
         if group not in self._host_sets:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -35,6 +35,8 @@ class RayCall:
         collected: the ranks whose outcomes make the result.
         timeout_s: deadline where none is given.
         waiter: waits.
+        everyone: every process of the executor by its label, such as ``"actor+critic/0"``: a call can fail because a
+            process of another group died, and its results with it.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class RayCall:
         collected: Sequence[int],
         timeout_s: float,
         waiter: Waiter,
+        everyone: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.handles = [outcomes[rank] for rank in collected]
         self._what = f"{role}.{method}"
@@ -58,6 +61,7 @@ class RayCall:
         self._collected = tuple(collected)
         self._timeout_s = timeout_s
         self._waiter = waiter
+        self._everyone = everyone
         self._done: dict[int, CallReport] = {}
         self._failure: Failure | None = None
 
@@ -102,16 +106,18 @@ class RayCall:
             self._failure = death or failed[0].failure
 
     def _find_death(self) -> Failure | None:
-        pings = {actor.ping.remote(): rank for rank, actor in self._actors.items()}
+        pings = {actor.ping.remote(): label for label, actor in self._everyone().items()}
         answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_ANSWER_TIMEOUT_S)
+        ranks = {actor: rank for rank, actor in self._actors.items()}
         for ping in answered:
             try:
                 ray.get(ping)
             except RayError as error:
-                return self._describe_death(pings[ping], error)
+                label = pings[ping]
+                return self._describe_death(ranks.get(self._everyone()[label], min(ranks.values())), error, label)
         return None
 
-    def _describe_death(self, rank: int, error: RayError) -> Failure:
+    def _describe_death(self, rank: int, error: RayError, label: str = "its process") -> Failure:
         cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
         reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         return Failure(
@@ -119,7 +125,7 @@ class RayCall:
             method=self._method,
             rank=rank,
             cause_type=type(cause or error).__name__,
-            message=f"its process is gone: {reason}" if cause is None else str(cause),
+            message=f"{label} is gone: {reason}" if cause is None else str(cause),
             remote_traceback="" if cause is None else str(error),
         )
 
