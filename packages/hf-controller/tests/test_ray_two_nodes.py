@@ -73,7 +73,7 @@ with RayExecutor(address=cluster.address, call_timeout_s=60, collective_timeout_
         lost.result()
     except WorkerError as error:
         assert error.rank == (2 if nodes[0] == head else 0) or error.rank == (3 if nodes[0] == head else 1), error
-        assert "its process is gone" in str(error), error
+        assert f"process spread/{error.rank} is gone" in str(error), error
         print("lost", flush=True)
 cluster.shutdown()
 """

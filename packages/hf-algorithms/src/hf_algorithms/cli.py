@@ -29,7 +29,7 @@ def cli() -> None:
 @cli.command()
 @click.option("--output", type=click.Path(path_type=Path), default=Path("runs/quickstart"), show_default=True)
 @click.option("--seed", default=0, show_default=True)
-@click.option("--iterations", default=200, show_default=True, type=click.IntRange(min=1), help="PPO iterations.")
+@click.option("--iterations", default=280, show_default=True, type=click.IntRange(min=1), help="PPO iterations.")
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(min=1), help="1 runs without Ray.")
 def quickstart(output: Path, seed: int, iterations: int, ranks: int) -> None:
     """Teach a small model addition with PPO, on this machine. Replaces an earlier quickstart in OUTPUT."""

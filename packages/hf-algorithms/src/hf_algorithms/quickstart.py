@@ -9,7 +9,7 @@ from hf_algorithms.run_directory import RunDirectory
 __all__ = ["prepare_quickstart"]
 
 
-def prepare_quickstart(directory: RunDirectory, *, seed: int = 0, iterations: int = 200, ranks: int = 2) -> Config:
+def prepare_quickstart(directory: RunDirectory, *, seed: int = 0, iterations: int = 280, ranks: int = 2) -> Config:
     """Write the addition data to ``directory/data`` and return the run's configuration.
 
     Args:
