@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import time
 from itertools import product
 
 import pytest
@@ -141,25 +140,6 @@ def wait_for_a_peer_that_does_not_come():
         assert torch.equal(shard["w"], torch.ones(3))
 
 
-def seconds_for_a_million_parameters(num_runs):
-    shapes = {"embed": (64, 160)}
-    for layer in range(4):
-        shapes.update({f"{layer}.{n}": (160, 160) for n in "qkvo"})
-        shapes.update({f"{layer}.gate": (432, 160), f"{layer}.up": (432, 160), f"{layer}.down": (160, 432)})
-        shapes.update({f"{layer}.norm{n}": (160,) for n in range(2)})
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    source, target = fsdp_layout(shapes, range(world_size)), replicated_layout(shapes, range(world_size))
-    executor = ReshardExecutor(plan_reshard(source, target))
-    shards, weights = cut(source, rank, full_weights(shapes)), empty(target, rank)
-    times = []
-    for _ in range(num_runs):
-        dist.barrier()
-        start = time.perf_counter()
-        executor.run(shards, weights)
-        times.append(time.perf_counter() - start)
-    return sorted(times)[num_runs // 2]
-
-
 def test_random_layouts_reshard_bit_exactly_and_back(ranks2, ranks3):
     ranks2.run(reshard_between_random_layouts, 25)
     ranks3.run(reshard_between_random_layouts, 25)
@@ -188,10 +168,6 @@ def test_the_group_must_hold_every_peer(ranks3):
 def test_a_missing_peer_is_a_typed_error_within_the_deadline():
     with LocalRanks(2, timeout_s=3) as ranks:
         ranks.run(wait_for_a_peer_that_does_not_come)
-
-
-def test_a_million_parameters_take_milliseconds(ranks2):
-    assert max(ranks2.run(seconds_for_a_million_parameters, 15)) < 0.1
 
 
 def test_tensors_that_do_not_match_the_layout_are_refused():

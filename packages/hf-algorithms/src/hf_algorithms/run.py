@@ -187,6 +187,9 @@ class _Run:
         if config.max_steps == 0:
             return
         self._display.phase("warm start")
+        limit = self._config.rollout.max_new_tokens
+        if cut := self._inputs.train.count_cut_answers(limit):
+            self._display.note(f"{cut} of {len(self._inputs.train)} answers are cut to rollout.max_new_tokens={limit}")
         self._roles.actor.set_learning_rate(config.learning_rate).result()
         self._summary["warm_start_steps"] = warm_start(
             self._roles, self._supervised_batches(), self._evaluate_validation, config, note=self._display.note
