@@ -23,12 +23,12 @@ def test_a_rank_that_waits_for_its_inputs_answers_questions(ray_executor, ray_st
     waiting = ray_stage.two.step(unready)
     behind = ray_stage.colocated.step(batch())
     time.sleep(0.3)
-    asked = time.monotonic()
     first, second = (ray_executor.describe(group) for group in (ray_stage.two, ray_stage.colocated))
-    assert time.monotonic() - asked < 1.0
+    answered_s = time.time()
     assert all("two.step: waiting for its inputs" in text for text in first.values())
     assert all("colocated.step: waiting for the pool's earlier call" in text for text in second.values())
     assert "in look_up" in first[0]
+    assert answered_s < unready.result()["end"].min()
     assert waiting.result()["end"].max() <= behind.result()["start"].min()
 
 
@@ -40,11 +40,11 @@ def test_pools_that_feed_each_other_do_not_wait_in_a_circle(ray_stage):
 
 
 def test_a_call_answers_before_it_runs(ray_stage):
-    started = time.monotonic()
-    future = ray_stage.two.step(batch(), seconds=1.0)
+    slow = future = ray_stage.two.step(batch(), seconds=2.0)
     for _ in range(10):
         future = ray_stage.three.step(future)
-    assert time.monotonic() - started < 0.9
+    answered_s = time.time()
+    assert answered_s < slow.result()["end"].min()
     assert future.num_rows == 4
 
 

@@ -5,18 +5,14 @@ import subprocess
 import sys
 
 PROGRAM = """
-import json, sys, time
-start = time.perf_counter()
-import torch
-middle = time.perf_counter()
+import json, sys
 import hf_engine
-print(json.dumps([middle - start, time.perf_counter() - middle, sorted(sys.modules)]))
+print(json.dumps(sorted(sys.modules)))
 """
 
 
-def test_importing_the_package_loads_no_backend_and_costs_little_beyond_torch():
+def test_importing_the_package_loads_no_backend():
     output = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True).stdout
-    torch_s, ours_s, modules = json.loads(output)
+    modules = json.loads(output)
     heavy = ("tensordict", "transformers", "safetensors", "torch.distributed.fsdp", "hf_engine.backends.fsdp", "ray")
     assert not set(heavy) & set(modules)
-    assert ours_s < 0.5 * torch_s

@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import time
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -197,11 +196,9 @@ def test_a_row_may_be_wanted_twice_and_by_nobody() -> None:
 
 
 def test_route_costs_intervals_and_not_rows() -> None:
-    far = 10**15
+    far = 10**15  # row by row this would never end
     held = {0: RowSelection.range(far // 2, far), 1: RowSelection.range(0, far // 2)}
-    start = time.perf_counter()
     found = route(held, split_rows(far, 3))
-    assert time.perf_counter() - start < 1
     assert found.bytes_moved(1) == far
     assert [piece.producer for pieces in found.pieces for piece in pieces] == [1, 1, 0, 0]
 
