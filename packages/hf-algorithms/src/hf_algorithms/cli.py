@@ -102,6 +102,25 @@ def report(run: Path) -> None:
     click.echo(write_report(run))
 
 
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
+def trace(run: Path, as_json: bool) -> None:
+    """Show where the time of RUN went: by role and method, and how idle each pool was."""
+    import json
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from hf_algorithms.report import load_breakdown, render_breakdown
+
+    breakdown = load_breakdown(run)
+    if as_json:
+        click.echo(json.dumps(asdict(breakdown), indent=2))
+    else:
+        render_breakdown(breakdown, Console())
+
+
 def main() -> NoReturn:
     """Entry point: one clear line for whatever a user can cause, and an exit code that tells it.
 

@@ -204,6 +204,7 @@ def _complete(pid: int, rank: int, name: str, start_s: float, end_s: float, args
 def _arguments(span: Span) -> dict[str, Any]:
     return {
         "call": span.call_id,
+        "pool": span.pool,
         "queue_ms": round(span.queue_s * 1e3, 3),
         "fetch_ms": round(span.fetch_s * 1e3, 3),
         "compute_ms": round(span.compute_s * 1e3, 3),

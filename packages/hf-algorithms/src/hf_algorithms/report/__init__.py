@@ -1,15 +1,32 @@
-"""A run's directory as one page: ``report.html`` needs no network, no server and no scripts."""
+"""A run's directory as one page, ``report.html`` (no network, no server, no scripts), and its trace as two tables."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from hf_algorithms.atomic_files import write_text
-from hf_algorithms.report._files import read_run
+from hf_algorithms.report._breakdown import Breakdown, Usage, compute_breakdown
+from hf_algorithms.report._breakdown_tables import render_breakdown
+from hf_algorithms.report._files import read_run, read_trace
 from hf_algorithms.report._page import render_page
+from hf_algorithms.report._timeline import read_calls
 from hf_protocols.errors import DataError
 
-__all__ = ["write_report"]
+__all__ = ["Breakdown", "Usage", "load_breakdown", "render_breakdown", "write_report"]
+
+
+def load_breakdown(directory: str | Path) -> Breakdown:
+    """What the calls of the run in ``directory`` spent their time on, from its ``trace.json``.
+
+    Raises:
+        DataError: when there is no trace, it is damaged, or it has no call.
+    """
+    directory = Path(directory)
+    calls = read_calls(read_trace(directory))
+    try:
+        return compute_breakdown(calls)
+    except DataError as error:
+        raise DataError(f"{directory / 'trace.json'}: {error}") from None
 
 
 def write_report(directory: str | Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_protocols.errors import DataError
 
-__all__ = ["RunFiles", "read_run"]
+__all__ = ["RunFiles", "read_run", "read_trace"]
 
 _NAMES = ("config.toml", "metrics.jsonl", "summary.json", "trace.json", "samples.json")
 
@@ -66,6 +66,25 @@ def read_run(directory: Path) -> RunFiles:
         samples={moment: _mappings(samples.get(moment)) for moment in ("before", "after")},
         unreadable=unreadable,
     )
+
+
+def read_trace(directory: Path) -> Sequence[Mapping[str, Any]]:
+    """The events of ``trace.json``.
+
+    Raises:
+        DataError: when the file is absent, cannot be read or is no Chrome trace.
+    """
+    name = "trace.json"
+    unreadable: list[str] = []
+    text = _read_text(directory / name, unreadable)
+    if text is None and not unreadable:
+        raise DataError(f"{directory} holds no {name}: a run writes it when it ends")
+    body = _parse_json(name, {name: text}, unreadable)
+    if not unreadable and not isinstance(body.get("traceEvents"), list):
+        unreadable.append(f"{name} is no Chrome trace: it has no list 'traceEvents'")
+    if unreadable:
+        raise DataError(f"in {directory}: {unreadable[0]}")
+    return _mappings(body["traceEvents"])
 
 
 def _read_text(path: Path, unreadable: list[str]) -> str | None:

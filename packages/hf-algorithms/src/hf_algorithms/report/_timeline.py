@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Call", "Part", "Row", "Timeline", "choose_iteration", "read_timeline"]
+__all__ = ["Call", "Part", "Row", "Timeline", "choose_iteration", "read_calls", "read_timeline"]
 
 RowKey = tuple[str, str]
 
@@ -28,13 +28,16 @@ class Call:
     Attributes:
         row: process and thread of the trace.
         key: what the same call has in common on all ranks.
+        iteration: that the call belonged to; None outside of any.
+        arguments: what else the trace says of it.
         bytes_read: of the rows that it was given; None if the trace does not say.
     """
 
     row: RowKey
     name: str
     key: str
-    iteration: int
+    iteration: int | None
+    arguments: Mapping[str, Any]
     start_us: float
     end_us: float
     bytes_read: float | None
@@ -89,8 +92,9 @@ def read_timeline(events: Sequence[Mapping[str, Any]]) -> dict[int, Timeline]:
     """Every iteration that the trace names: calls carry ``args.iteration``; spans inside a call are its parts."""
     labels = _read_labels(events)
     by_iteration: dict[int, list[Call]] = {}
-    for call in _read_calls(events):
-        by_iteration.setdefault(call.iteration, []).append(call)
+    for call in read_calls(events):
+        if call.iteration is not None:
+            by_iteration.setdefault(call.iteration, []).append(call)
     timelines = {}
     for iteration, calls in sorted(by_iteration.items()):
         keys = sorted({call.row for call in calls}, key=_natural)
@@ -107,14 +111,15 @@ def choose_iteration(timelines: Mapping[int, Timeline]) -> Timeline | None:
     return candidates[len(candidates) // 2] if candidates else None
 
 
-def _read_calls(events: Iterable[Mapping[str, Any]]) -> list[Call]:
+def read_calls(events: Iterable[Mapping[str, Any]]) -> list[Call]:
+    """Every span that lies in no other span of its row; spans inside it are its parts."""
     by_row: dict[RowKey, list[Mapping[str, Any]]] = {}
     for event in events:
         if event.get("ph") == "X" and all(_is_finite(event.get(name)) for name in ("ts", "dur")):
             by_row.setdefault(_row_key(event), []).append(event)
     calls: list[Call] = []
     for row, spans in by_row.items():
-        calls += [call for call in map(_to_call, [row] * len(spans), _nest(spans)) if call is not None]
+        calls += [_to_call(row, opened) for opened in _nest(spans)]
     return calls
 
 
@@ -131,18 +136,17 @@ def _nest(spans: list[Mapping[str, Any]]) -> list[_Open]:
     return opened
 
 
-def _to_call(row: RowKey, opened: _Open) -> Call | None:
+def _to_call(row: RowKey, opened: _Open) -> Call:
     arguments = _arguments(opened.event)
     iteration = arguments.get("iteration")
-    if not isinstance(iteration, int):
-        return None
     name = str(opened.event.get("name", ""))
     bytes_read = arguments.get("bytes_read")
     return Call(
         row=row,
         name=name,
         key=str(arguments.get("call", name)),
-        iteration=iteration,
+        iteration=iteration if isinstance(iteration, int) else None,
+        arguments=arguments,
         start_us=opened.event["ts"],
         end_us=_end(opened.event),
         bytes_read=bytes_read if isinstance(bytes_read, (int, float)) else None,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -239,6 +242,33 @@ def every_call_leaves_a_span_per_rank(stage: Stage) -> None:
         _require(span.bytes_read > 0, True, "bytes")
 
 
+def the_written_trace_keeps_times_and_bytes_of_every_call_and_rank(stage: Stage) -> None:
+    batch = _batch(4)
+    with stage.executor.trace.label(check="written"):
+        stage.two.step(stage.two.echo(batch), seconds=0.05).result()
+        stage.sharded.per_stage(batch.select("row")).result()
+    with tempfile.TemporaryDirectory() as folder:
+        stage.executor.trace.write_chrome(Path(folder, "trace.json"))
+        events = json.loads(Path(folder, "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    calls = {(each["name"], each["tid"]): each for each in events if each["args"].get("check") == "written"}
+    said = {key: (call["args"]["pool"], call["args"]["bytes_read"]) for key, call in calls.items()}
+    # Each rank of a DP call has 2 of 4 rows; step reads x alone, 4 bytes a row. Both ranks of the one stage get all
+    # 4 rows, 8 bytes each, though only the first is collected.
+    steps = {("two.step", rank): ("stage-two", 2 * 4) for rank in range(2)}
+    stages = {("sharded.per_stage", rank): ("stage-two", 4 * 8) for rank in range(2)}
+    echoes = {key: said.get(key) for key in (("two.echo", 0), ("two.echo", 1))}
+    _require(said, {**steps, **stages, **echoes}, "pool and bytes of each call and rank")
+    for key, call in calls.items():
+        times = [call["args"][f"{part}_ms"] for part in ("queue", "fetch", "compute", "store")]
+        _require(min(times) >= 0.0, True, f"times of {key}: {times}")
+        # The bar is fetch, compute and store; the queue lies before it. Each of the four is rounded to a microsecond.
+        _require(abs(sum(times[1:]) - call["dur"] / 1e3) < 0.01, True, f"times of {key}: {times}, {call['dur']} us")
+        _require(call["args"]["bytes_from_afar"], 0, f"bytes from other machines for {key}")
+    _require(
+        min(calls["two.step", rank]["args"]["compute_ms"] for rank in range(2)) >= 49.0, True, "compute of a sleep"
+    )
+
+
 def groups_on_one_pool_take_turns(stage: Stage) -> None:
     first = stage.two.step(_batch(4), seconds=0.3)
     second = stage.colocated.step(_batch(4))
@@ -294,6 +324,7 @@ _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
     a_future_inside_a_container_is_refused,
     an_unknown_method_names_the_known_ones,
     every_call_leaves_a_span_per_rank,
+    the_written_trace_keeps_times_and_bytes_of_every_call_and_rank,
     groups_on_one_pool_take_turns,
 )
 
