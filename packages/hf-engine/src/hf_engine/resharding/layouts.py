@@ -39,12 +39,14 @@ class WeightLayout:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise ReshardError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-        checked: set[tuple[str, tuple[Box, ...]]] = set()
-        for rank, held in self.boxes.items():
+        # Ranks share mappings and parameters of one shape share boxes: thousands of ranks cost a few checks.
+        checked: set[tuple[object, ...]] = set()
+        for rank, held in {id(held): (rank, held) for rank, held in self.boxes.items()}.values():
             for name, boxes in held.items():
-                if (name, boxes) not in checked:
+                key = (self.shapes.get(name), boxes)
+                if key not in checked:
                     self._check_boxes(rank, name, boxes)
-                    checked.add((name, boxes))
+                    checked.add(key)
 
     def _check_boxes(self, rank: int, name: str, boxes: tuple[Box, ...]) -> None:
         if name not in self.shapes:
@@ -92,10 +94,10 @@ def fsdp_layout(shapes: Mapping[str, Sequence[int]], ranks: Iterable[int], *, dt
     scalars = [name for name, shape in full.items() if not shape]
     if scalars or not members:
         raise ReshardError(f"FSDP shards dimension 0 over at least one rank; {len(members)} ranks, scalars {scalars}")
-    boxes = {
-        rank: {name: (_chunk(shape, index, len(members)),) for name, shape in full.items()}
-        for index, rank in enumerate(members)
-    }
+    boxes = {}
+    for index, rank in enumerate(members):
+        chunks = {shape: (_chunk(shape, index, len(members)),) for shape in set(full.values())}
+        boxes[rank] = {name: chunks[shape] for name, shape in full.items()}
     return WeightLayout(shapes=full, boxes=boxes, dtype=dtype)
 
 

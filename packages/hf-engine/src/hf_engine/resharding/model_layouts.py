@@ -1,0 +1,177 @@
+"""The layouts of a whole model under a topology: Megatron's in training, vLLM's and SGLang's in generation. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from hf_engine.resharding.boxes import Box
+from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.resharding.tensor_parallel import cut_box, cut_of, expert_of, layer_of, padded_vocab_size, split_layers
+from hf_protocols.errors import ReshardError
+from hf_protocols.models import ModelShape
+from hf_protocols.topology import Topology
+
+__all__ = ["generation_layout", "megatron_layout", "model_shapes"]
+
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
+_Boxes = Mapping[str, tuple[Box, ...]]
+
+
+def model_shapes(model: ModelShape, head: Literal["lm", "value"] = "lm") -> dict[str, tuple[int, ...]]:
+    """Full shape of every parameter; a value head is one row in the place of the output embedding."""
+    shapes = model.parameters()
+    if head == "value":
+        shapes[_HEAD] = (1, model.hidden_size)
+    return shapes
+
+
+def megatron_layout(
+    model: ModelShape,
+    topology: Topology,
+    *,
+    dtype: str = "float32",
+    layers_per_stage: Sequence[int] | None = None,
+    vocab_rows: int | None = None,
+    head: Literal["lm", "value"] = "lm",
+) -> WeightLayout:
+    """Megatron-core's layout: tensor, pipeline and expert parallel, replicated over data-parallel ranks.
+
+    A rank's query, key and value rows are one box per key-value group, because the fused projection interleaves them
+    group by group. A tied embedding is on the first and on the last stage. Context-parallel ranks are replicas.
+
+    Args:
+        model: heads, experts and parameters.
+        topology: ranks; its training sizes.
+        dtype: dtype of the weights.
+        layers_per_stage: uneven pipeline stages; as equal as possible by default, larger ones first.
+        vocab_rows: rows of the padded embeddings; `padded_vocab_size` by default.
+        head: a language model's head, or a value head: one row, whole on every rank of the last stage.
+
+    Raises:
+        ReshardError: for sizes that do not share out: heads, key-value heads, experts, layers.
+    """
+    train = topology.train
+    if model.num_kv_heads % train.tp_size:
+        raise ReshardError(
+            f"{model.name}: num_kv_heads={model.num_kv_heads} do not share out over tp_size={train.tp_size}; "
+            "choose a tp_size that divides them"
+        )
+    experts = _split_experts(model, train.ep_size)
+    stages = split_layers(model.num_layers, train.pp_size, layers_per_stage)
+    rows = vocab_rows or padded_vocab_size(model.vocab_size, train.tp_size)
+    shapes = model_shapes(model, head)
+    tied = _HEAD not in shapes
+    last = train.pp_size - 1
+    held: dict[tuple[int, int, int], _Boxes] = {}
+    boxes: dict[int, _Boxes] = {}
+    for rank in range(topology.world_size):
+        at = topology.coordinate(rank)
+        key = (at.pp, at.tp, at.ep)
+        if key not in held:
+            names = [
+                name
+                for name in _of_stage(shapes, stages, at.pp, embedding_last=tied)
+                if (expert := expert_of(name)) is None or expert in experts[at.ep]
+            ]
+            held[key] = {
+                name: (Box.whole(shapes[name]),)
+                if name == _HEAD and head == "value" and at.pp == last
+                else _by_kv_group(name, cut_box(name, shapes[name], at.tp, train.tp_size, model, rows), model)
+                for name in names
+            }
+        boxes[rank] = held[key]
+    return WeightLayout(shapes=shapes, boxes=boxes, dtype=dtype)
+
+
+def generation_layout(
+    model: ModelShape,
+    topology: Topology,
+    *,
+    dtype: str = "float32",
+    layers_per_stage: Sequence[int] | None = None,
+    vocab_rows: int | None = None,
+) -> WeightLayout:
+    """The layout of vLLM and SGLang: tensor and pipeline parallel inside a generation replica.
+
+    Key-value heads are replicated where gen_tp_size is larger than their number; experts are cut like dense layers.
+    A replica of one rank holds the whole model.
+
+    Args:
+        model: heads, experts and parameters.
+        topology: ranks; its generation sizes and grouping.
+        dtype: dtype of the weights.
+        layers_per_stage: counts of the generation stages. By default each holds the layers of the training stages
+            that nest in it, else as equal as possible.
+        vocab_rows: rows of the padded embeddings; `padded_vocab_size` by default.
+
+    Raises:
+        ReshardError: for heads or layers that do not share out.
+        TopologyError: for a topology without generation.
+    """
+    generation = topology.generation
+    if generation is None:
+        topology.groups("gen_tp")  # raises, and says what to give
+        raise AssertionError("a topology without generation has no generation groups")
+    if layers_per_stage is None and topology.train.pp_size % generation.gen_pp_size == 0:
+        nested = split_layers(model.num_layers, topology.train.pp_size)
+        width = topology.train.pp_size // generation.gen_pp_size
+        layers_per_stage = [
+            sum(map(len, nested[stage * width : (stage + 1) * width])) for stage in range(generation.gen_pp_size)
+        ]
+    stages = split_layers(model.num_layers, generation.gen_pp_size, layers_per_stage)
+    rows = vocab_rows or padded_vocab_size(model.vocab_size, generation.gen_tp_size)
+    shapes = model_shapes(model)
+    held: dict[tuple[int, int], _Boxes] = {}
+    boxes: dict[int, _Boxes] = {}
+    for rank in range(topology.world_size):
+        at = topology.coordinate(rank)
+        assert at.gen_pp is not None and at.gen_tp is not None
+        key = (at.gen_pp, at.gen_tp)
+        if key not in held:
+            held[key] = {
+                name: cut_box(name, shapes[name], at.gen_tp, generation.gen_tp_size, model, rows)
+                for name in _of_stage(shapes, stages, at.gen_pp, embedding_last=_HEAD not in shapes)
+            }
+        boxes[rank] = held[key]
+    return WeightLayout(shapes=shapes, boxes=boxes, dtype=dtype)
+
+
+def _of_stage(
+    shapes: Mapping[str, tuple[int, ...]], stages: Sequence[range], stage: int, *, embedding_last: bool
+) -> Iterable[str]:
+    """Names of one pipeline stage: its layers, the embedding first, the final norm and the head last."""
+    last = len(stages) - 1
+    for name in shapes:
+        layer = layer_of(name)
+        if layer is not None:
+            if layer in stages[stage]:
+                yield name
+        elif name == _EMBEDDING:
+            if stage == 0 or (embedding_last and stage == last):
+                yield name
+        elif stage == last:
+            yield name
+
+
+def _by_kv_group(name: str, boxes: tuple[Box, ...], model: ModelShape) -> tuple[Box, ...]:
+    """Cuts a rank's rows of an attention projection between key-value groups."""
+    if cut_of(name) not in ("query", "key-value"):
+        return boxes
+    (box,) = boxes
+    group = model.head_dim * (model.num_heads // model.num_kv_heads if cut_of(name) == "query" else 1)
+    return tuple(
+        Box((start, *box.offset[1:]), (group, *box.shape[1:])) for start in range(box.offset[0], box.stop[0], group)
+    )
+
+
+def _split_experts(model: ModelShape, ep_size: int) -> list[range]:
+    if ep_size > 1 and (not model.num_experts or model.num_experts % ep_size):
+        raise ReshardError(
+            f"{model.name}: num_experts={model.num_experts} do not share out over ep_size={ep_size}; "
+            "choose an ep_size that divides them (1 for a dense model)"
+        )
+    step = model.num_experts // ep_size
+    return [range(index * step, (index + 1) * step) for index in range(ep_size)]

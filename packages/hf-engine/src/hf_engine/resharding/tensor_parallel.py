@@ -1,0 +1,138 @@
+"""How tensor parallelism cuts a parameter: one rule by Hugging Face name, for training and generation alike.
+
+Column-parallel parameters are cut along dimension 0, row-parallel ones along dimension 1, embeddings by rows of the
+padded vocabulary; attention is cut between key-value groups: a group is one key-value head with its query heads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import lcm
+from typing import Literal
+
+from hf_engine.resharding.boxes import Box
+from hf_protocols.errors import ReshardError
+from hf_protocols.models import ModelShape
+
+__all__ = ["VOCAB_PADDING", "Cut", "cut_of", "expert_of", "layer_of", "padded_vocab_size", "split_layers"]
+
+Cut = Literal["query", "key-value", "columns", "rows", "vocabulary", "replicated"]
+"""Which dimension tensor parallelism cuts, and in which units."""
+
+VOCAB_PADDING = 64
+"""Embeddings are padded to a multiple of this many rows, as vLLM and SGLang pad them, and of the tp_size."""
+
+_CUTS: dict[str, Cut] = {
+    "q_proj": "query",
+    "k_proj": "key-value",
+    "v_proj": "key-value",
+    "o_proj": "rows",
+    "gate_proj": "columns",
+    "up_proj": "columns",
+    "down_proj": "rows",
+    "w1": "columns",
+    "w3": "columns",
+    "w2": "rows",
+    "embed_tokens": "vocabulary",
+    "lm_head": "vocabulary",
+}
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def cut_of(name: str) -> Cut:
+    """How the parameter is cut; a row-parallel layer's bias is added once, so every rank holds it whole."""
+    module, _, kind = name.rpartition(".")
+    cut = _CUTS.get(module.rpartition(".")[2], "replicated")
+    return "replicated" if cut == "rows" and kind == "bias" else cut
+
+
+def layer_of(name: str) -> int | None:
+    """Number of the decoder layer that the parameter is in; None outside the layers."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
+
+
+def expert_of(name: str) -> int | None:
+    """Number of the expert that the parameter belongs to; None for what is no expert's."""
+    found = _EXPERT.search(name)
+    return int(found[1]) if found else None
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """Rows of the embeddings with padding: equal on both sides wherever tp_size divides the padding."""
+    unit = lcm(VOCAB_PADDING, tp_size)
+    return -(-vocab_size // unit) * unit
+
+
+def split_layers(num_layers: int, num_stages: int, layers_per_stage: Sequence[int] | None = None) -> list[range]:
+    """The decoder layers of every pipeline stage.
+
+    Args:
+        num_layers: of the model.
+        num_stages: pp_size or gen_pp_size.
+        layers_per_stage: the counts, where they are not as equal as possible with the larger ones first.
+
+    Raises:
+        ReshardError: for counts that do not add up, or more stages than layers.
+    """
+    if layers_per_stage is None:
+        size, longer = divmod(num_layers, num_stages)
+        layers_per_stage = [size + (stage < longer) for stage in range(num_stages)]
+    if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
+        raise ReshardError(
+            f"{num_layers} layers cannot be {list(layers_per_stage)} on {num_stages} pipeline stages: "
+            "give every stage at least one layer, adding up to the model's"
+        )
+    starts = [sum(layers_per_stage[:stage]) for stage in range(num_stages)]
+    return [range(start, start + count) for start, count in zip(starts, layers_per_stage, strict=True)]
+
+
+def cut_box(
+    name: str, shape: tuple[int, ...], index: int, size: int, model: ModelShape, vocab_rows: int
+) -> tuple[Box, ...]:
+    """The boxes that tensor-parallel rank `index` of `size` holds of one parameter.
+
+    Args:
+        name: Hugging Face name.
+        shape: full shape.
+        index: rank on the tensor-parallel axis.
+        size: number of ranks on it.
+        model: for its heads.
+        vocab_rows: rows of the embeddings with padding.
+
+    Raises:
+        ReshardError: for a dimension that does not divide.
+    """
+    cut = cut_of(name)
+    whole = Box.whole(shape)
+    if cut == "replicated" or size == 1:
+        return (whole,)
+    if cut == "vocabulary":
+        if vocab_rows % size:
+            raise ReshardError(f"a vocabulary padded to {vocab_rows} rows does not share out over {size} ranks")
+        step = vocab_rows // size
+        start = min(index * step, shape[0])
+        return (_narrow(whole, 0, start, min(step, shape[0] - start)),)
+    if cut == "key-value":
+        # More ranks than key-value heads: neighbouring ranks hold the same head.
+        parts = min(size, model.num_kv_heads)
+        if parts != size and size % parts:
+            raise ReshardError(f"{name}: {size} ranks are no multiple of num_kv_heads={model.num_kv_heads}")
+        return (_part(name, whole, 0, index * parts // size, parts, model.num_kv_heads),)
+    units = {"query": model.num_heads, "columns": shape[0], "rows": shape[-1]}[cut]
+    return (_part(name, whole, 1 if cut == "rows" else 0, index, size, units),)
+
+
+def _part(name: str, whole: Box, dim: int, index: int, size: int, units: int) -> Box:
+    if units % size:
+        unit = "elements" if units == whole.shape[dim] else "heads"
+        raise ReshardError(f"{name}: {units} {unit} do not share out over {size} tensor-parallel ranks")
+    step = whole.shape[dim] // size
+    return _narrow(whole, dim, index * step, step)
+
+
+def _narrow(box: Box, dim: int, start: int, length: int) -> Box:
+    offset = (*box.offset[:dim], start, *box.offset[dim + 1 :])
+    return Box(offset, (*box.shape[:dim], length, *box.shape[dim + 1 :]))
