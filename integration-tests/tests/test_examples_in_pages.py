@@ -1,4 +1,6 @@
-"""Python shown in a package's README runs; elsewhere it parses, and what it imports from us exists."""
+"""Python shown in a package's README runs, and where a page shows what a block prints, it prints that; elsewhere it
+parses, and what it imports from us exists.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,7 @@ def _blocks(pages: list[Path]) -> list[Any]:
     return [
         pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
         for page in pages
-        for number, block in enumerate(
-            re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL), 1
-        )
+        for number, block in enumerate(PYTHON_BLOCK.findall(page.read_text()), 1)
     ]
 
 
@@ -35,6 +35,27 @@ def test_a_readmes_block_runs(block: str, tmp_path: Path) -> None:
     finished = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout
+
+
+PRINTING_BLOCK = re.compile(r"^```python\n(.*?)^```\n\nprints\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PRINTING = [
+    pytest.param(block, shown, id=f"{page.relative_to(ROOT)}-{number}")
+    for page in PAGES
+    for number, (block, shown) in enumerate(PRINTING_BLOCK.findall(page.read_text()), 1)
+]
+
+
+def test_the_page_on_the_data_plane_shows_what_its_blocks_print() -> None:
+    assert sum("data-plane" in str(case.id) for case in PRINTING) == 2
+
+
+@pytest.mark.parametrize(("block", "shown"), PRINTING)
+def test_a_pages_block_prints_what_the_page_shows(block: str, shown: str, tmp_path: Path) -> None:
+    program = tmp_path / "example.py"
+    program.write_text(block)
+    finished = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == shown
 
 
 @pytest.mark.parametrize("block", _blocks(PAGES))

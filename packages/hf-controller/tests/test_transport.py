@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
 from tensordict import TensorDict
 
 from hf_controller.executors.in_process import LocalStore
 from hf_controller.transport import as_tensor, encode_batch
-from hf_protocols import BatchError
+from hf_protocols import BatchError, RowSelection
 
 
 def one_column(value: object, num_rows: int = 2) -> TensorDict:
@@ -42,6 +45,21 @@ def test_a_shard_describes_its_columns():
     }
     assert [lengths.tolist() for lengths in store.get([shard.arrays], 1.0)[0][4:]] == [[3, 1], [2, 2]]
     assert shard.num_bytes == 32 + 80 + 32 + 56
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_metadata_and_lengths_take_at_most_eight_bytes_a_row(step):
+    """What a consumer needs to know before it fetches rows: which rows lie here, and how long they are."""
+    num_rows = 3000
+    tokens = torch.nested.nested_tensor([torch.arange(row % 5) for row in range(num_rows)], layout=torch.jagged)
+    batch = TensorDict({"tokens": tokens, "logprobs": tokens * 0.5, "wide": torch.zeros(num_rows, 64)}, [num_rows])
+    store = LocalStore()
+    selection = RowSelection.from_rows(range(0, step * num_rows, step))
+    shard = encode_batch(batch, store, selection=selection, input_rows=step * num_rows)
+    (arrays,) = store.get([shard.arrays], 1.0)
+    lengths = {column.lengths: arrays[column.lengths].nbytes for column in shard.columns.values() if column.lengths}
+    metadata = len(pickle.dumps(replace(shard, arrays=None)))
+    assert metadata + sum(lengths.values()) <= 8 * num_rows + 1000
 
 
 def test_views_and_gradients_are_stored_as_plain_rows():
