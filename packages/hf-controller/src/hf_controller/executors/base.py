@@ -16,7 +16,7 @@ from hf_controller.resource_pool import ResourcePool
 from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
-from hf_protocols import MethodSpec, PoolError, ProtocolError
+from hf_protocols import MethodSpec, PoolError, ProtocolError, Topology
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -180,7 +180,23 @@ def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: b
     layouts = {role: spec.topology for role, spec in specs.items()}
     rigid = [role for role, spec in specs.items() if spec.worker.one_layout_per_process]
     if fused and rigid and len(set(layouts.values())) > 1:
+        described = "; ".join(f"{role} is {_describe_layout(topology)}" for role, topology in layouts.items())
         raise ProtocolError(
             f"{', '.join(rigid)} cannot share processes with roles of another layout, because the library keeps its "
-            f"layout in globals: give {', '.join(layouts)} one topology, or build them without fused=True"
+            f"layout in globals (pp-tp-dp: {described}): give them one topology, or build them without fused=True"
         )
+
+
+def _describe_layout(topology: Topology) -> str:
+    """pp-tp-dp, and whatever is not as usual."""
+    train, generation = topology.train, topology.generation
+    unusual = {
+        "cp": train.cp_size if train.cp_size > 1 else None,
+        "ep": train.ep_size if train.ep_size > 1 else None,
+        "generation pp-tp": generation and f"{generation.gen_pp_size}-{generation.gen_tp_size}",
+        "order": topology.order if topology.order != "megatron" else None,
+        "grouping": topology.grouping if topology.grouping != "hybridflow" else None,
+    }
+    return " ".join(
+        [f"{train.pp_size}-{train.tp_size}-{train.dp_size}", *(f"{k} {v}" for k, v in unusual.items() if v)]
+    )
