@@ -104,6 +104,14 @@ def test_expert_groups_are_consecutive_data_and_context_ranks() -> None:
     assert whole.groups("ep") == ((0, 2, 4, 6), (1, 3, 5, 7))
 
 
+def test_the_defaults_are_megatron_and_hybridflow() -> None:
+    train, generation = ParallelSpec.parse("2-4-2"), GenerationSpec.parse("1-2")
+    default = Topology(train, generation)
+    assert default == Topology(train, generation, order="megatron", grouping="hybridflow")
+    assert default != Topology(train, generation, order="contiguous")
+    assert default != Topology(train, generation, grouping="vanilla")
+
+
 # ------------------------------------------------------------------------------------------------------ any topology
 
 
@@ -203,6 +211,20 @@ def test_hybridflow_keeps_each_training_shard_and_gathers_it_inside_the_micro_dp
     for group in topology.groups("gen_tp"):
         steps = {after - before for before, after in itertools.pairwise(topology.coordinate(rank).tp for rank in group)}
         assert steps <= {train.tp_size // gen.gen_tp_size}
+
+
+@exact
+@given(data=st.data())
+def test_hybridflow_coordinates_are_quotients_and_rests_of_the_training_coordinates(data, topologies) -> None:
+    """Paper, section 5.3: a generation shard is a quotient; the rests number the micro-DP ranks, pp slower."""
+    nested = topologies(generates=True).filter(lambda one: one.is_nested and one.grouping == "hybridflow")
+    topology = data.draw(nested)
+    pp_step = topology.train.pp_size // topology.generation.gen_pp_size
+    tp_step = topology.train.tp_size // topology.generation.gen_tp_size
+    for rank in range(topology.world_size):
+        at = topology.coordinate(rank)
+        assert (at.gen_pp, at.gen_tp) == (at.pp // pp_step, at.tp // tp_step)
+        assert at.micro_dp == (at.pp % pp_step) * tp_step + at.tp % tp_step
 
 
 @exact

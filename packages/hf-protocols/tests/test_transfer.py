@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_protocols import (
+    DP,
+    ONE_TO_ALL,
+    RANK_ZERO,
     THREE_D,
+    THREE_D_ALL_MICRO_DP,
+    THREE_D_PP_AS_DP,
+    THREE_D_PP_ONLY,
     BatchError,
     Collection,
     ParallelSpec,
@@ -166,6 +172,36 @@ def test_route_finds_rows_in_long_intervals(data, num_rows: int, gap: int) -> No
     rows = sorted(row for selection in held.values() for row in selection)
     wanted = data.draw(st.lists(st.lists(st.sampled_from(rows), max_size=60) | st.just(rows), max_size=3))
     _check_route(held, [RowSelection.from_rows(one) for one in wanted])
+
+
+SPLITTING = (DP, THREE_D, THREE_D_ALL_MICRO_DP, THREE_D_PP_AS_DP)
+WHOLE = (ONE_TO_ALL, RANK_ZERO, THREE_D_PP_ONLY)
+
+
+@exact
+@given(data=st.data(), extra=st.integers(0, 30), seed=st.integers(0, 2**32))
+def test_every_row_reaches_the_ranks_that_the_consumers_protocol_names_once(
+    data, topologies, extra: int, seed: int
+) -> None:
+    """Any two groups and protocols, with token weights on either side or none: rows carry their logical number."""
+    producers, consumers = data.draw(topologies(generates=True)), data.draw(topologies(generates=True))
+    gives, takes = data.draw(st.sampled_from(SPLITTING)), data.draw(st.sampled_from((*SPLITTING, *WHOLE)))
+    num_rows = max(producers.world_size, consumers.world_size) + extra
+    rng = random.Random(seed)
+    weights = [[rng.randint(1, 4000) for _ in range(num_rows)] if data.draw(st.booleans()) else None for _ in range(2)]
+    made = gives.distribute(
+        producers, num_rows, weights[0]
+    )  # an identity worker: rank r has the rows that it was given
+    held = compute_held_rows(gives.collect(producers), made, num_rows)
+    wanted = takes.distribute(consumers, num_rows, weights[1])
+    found = route(held, wanted)
+    contents = {rank: list(made[rank]) for rank in held}
+    received = [[contents[piece.producer][row] for piece in pieces for row in piece.rows] for pieces in found.pieces]
+    assert received == [list(rows) for rows in wanted]
+    assert found.bytes_moved(row_bytes=6) == 6 * sum(map(len, received))
+    # Replicas apart, every row reaches the consumers exactly once.
+    shares = {tuple(rows) for rows in received if rows}
+    assert sorted(itertools.chain(*shares)) == list(range(num_rows))
 
 
 def test_route_of_the_papers_three_to_two_example() -> None:

@@ -13,8 +13,9 @@ from tensordict import TensorDict
 
 from hf_controller.failures import RemoteCallError
 from hf_controller.futures import BatchFuture
+from hf_controller.testing._expectations import build_batch, require, require_batch, require_raises, sum_tokens
 from hf_controller.testing._workers import Stage
-from hf_protocols import BatchError, HybridFlowError, PerRank, ProtocolError, RewardError, split_rows
+from hf_protocols import BatchError, PerRank, ProtocolError, RewardError, split_rows
 
 __all__ = ["conformance_checks"]
 
@@ -27,35 +28,42 @@ def conformance_checks(*, collectives: bool = True) -> tuple[Check, ...]:
 
 
 def rows_reach_the_ranks_that_the_protocol_names(stage: Stage) -> None:
-    batch = _batch(7)
+    batch = build_batch(7)
     result = stage.two.echo(batch).result()
-    _require_batch(result.select("row", "x", "tokens"), batch.select("row", "x", "tokens"))
-    _require(result["rank"].tolist(), [0, 0, 0, 0, 1, 1, 1], "rank of each row")
+    require_batch(result.select("row", "x", "tokens"), batch.select("row", "x", "tokens"))
+    require(result["rank"].tolist(), [0, 0, 0, 0, 1, 1, 1], "rank of each row")
+
+
+def a_users_protocol_places_rows_and_keeps_their_order(stage: Stage) -> None:
+    for group, size in ((stage.two, 2), (stage.three, 3)):
+        result = group.echo_round_robin(group.echo(build_batch(7)).select(["row", "tokens"])).result()
+        require(result["rank"].tolist(), [row % size for row in range(7)], "rank of each row")
+        require_batch(result.select("row", "tokens"), build_batch(7).select("row", "tokens"))
 
 
 def every_kind_of_column_survives_the_way(stage: Stage) -> None:
-    batch = _batch(7)
+    batch = build_batch(7)
     for _ in range(2):
         batch = stage.two.echo(stage.two.echo(batch).select(list(batch.keys()))).select(list(batch.keys())).result()
-    _require_batch(batch, _batch(7))
+    require_batch(batch, build_batch(7))
 
 
 def rows_move_between_groups_whose_chunks_do_not_align(stage: Stage) -> None:
-    batch = _batch(7)
+    batch = build_batch(7)
     columns = list(batch.keys())
     there = stage.two.echo(batch).select(columns)
     back = stage.two.echo(stage.three.echo(there).select(columns)).select(columns)
-    _require_batch(back.result(), batch)
-    _require(back.num_rows, 7, "number of rows")
+    require_batch(back.result(), batch)
+    require(back.num_rows, 7, "number of rows")
 
 
 def one_rank_of_a_replica_answers_for_it(stage: Stage) -> None:
-    _require(stage.sharded.echo(_batch(4)).result()["rank"].tolist(), [0, 0, 1, 1], "DP counts every rank")
-    _require(stage.sharded.count(_batch(4)).result()["rows"], 2.0, "rows per rank")
+    require(stage.sharded.echo(build_batch(4)).result()["rank"].tolist(), [0, 0, 1, 1], "DP counts every rank")
+    require(stage.sharded.count(build_batch(4)).result()["rows"], 2.0, "rows per rank")
 
 
 def the_algebra_of_futures_is_that_of_tensordicts(stage: Stage) -> None:
-    batch, other = _batch(6), _batch(6, seed=1)
+    batch, other = build_batch(6), build_batch(6, seed=1)
     future, beside = stage.two.echo(batch).select(["x", "tokens"]), stage.three.echo(other).select(["x", "tokens"])
     eager, eager_beside = batch.select("x", "tokens"), other.select("x", "tokens")
     joined = torch.cat([eager, eager_beside])
@@ -72,122 +80,128 @@ def the_algebra_of_futures_is_that_of_tensordicts(stage: Stage) -> None:
         (future.repeat(2).split(2)[1].rows([0, 5]), eager[torch.tensor([3, 5])]),
     ]
     for index, (lazy, expected) in enumerate(cases):
-        _require(lazy.num_rows, len(expected), f"rows of case {index}")
-        _require_batch(lazy.result(), expected, f"case {index}")
-        _require_batch(stage.solo.echo(lazy).select(list(expected.keys())).result(), expected, f"argument {index}")
+        require(lazy.num_rows, len(expected), f"rows of case {index}")
+        require_batch(lazy.result(), expected, f"case {index}")
+        require_batch(stage.solo.echo(lazy).select(list(expected.keys())).result(), expected, f"argument {index}")
 
 
 def rows_times_keeps_the_prompt_major_order(stage: Stage) -> None:
-    result = stage.two.sample(_batch(5), n=3).result()
-    _require(result["row"].tolist(), [row for row in range(5) for _ in range(3)], "row")
-    _require(result["sample"].tolist(), [0, 1, 2] * 5, "sample")
+    result = stage.two.sample(build_batch(5), n=3).result()
+    require(result["row"].tolist(), [row for row in range(5) for _ in range(3)], "row")
+    require(result["sample"].tolist(), [0, 1, 2] * 5, "sample")
 
 
 def a_token_balanced_split_is_placement_and_no_reorder(stage: Stage) -> None:
-    batch = _batch(12, tokens=[40, 38, 36, 34, 1, 1, 1, 1, 1, 1, 1, 1])
-    _require(stage.three.sample(batch, n=2).result()["row"].tolist(), [r for r in range(12) for _ in range(2)], "row")
-    _require_batch(stage.three.echo(batch).select(["row", "tokens"]).result(), batch.select("row", "tokens"))
+    batch = build_batch(12, tokens=[40, 38, 36, 34, 1, 1, 1, 1, 1, 1, 1, 1])
+    require(stage.three.sample(batch, n=2).result()["row"].tolist(), [r for r in range(12) for _ in range(2)], "row")
+    require_batch(stage.three.echo(batch).select(["row", "tokens"]).result(), batch.select("row", "tokens"))
     counts = stage.three.count_tokens(batch).result()
     contiguous = max(sum(batch["tokens"].offsets().diff().tolist()[r] for r in rows) for rows in split_rows(12, 3))
-    _require(max(counts.values()) < contiguous / 1.5, True, f"{counts} against {contiguous} of a contiguous split")
+    require(max(counts.values()) < contiguous / 1.5, True, f"{counts} against {contiguous} of a contiguous split")
 
 
 def unknown_rows_follow_in_collected_order(stage: Stage) -> None:
-    _require(stage.two.keep_even(_batch(7)).result()["row"].tolist(), [0, 2, 4, 6], "row")
+    require(stage.two.keep_even(build_batch(7)).result()["row"].tolist(), [0, 2, 4, 6], "row")
 
 
 def only_asked_columns_travel(stage: Stage) -> None:
-    batch = _batch(4)
-    _require_batch(stage.two.add(batch, amount=1.0).result(), TensorDict({"y": batch["x"] * 2 + 1}, batch_size=[4]))
-    error = _require_raises(BatchError, lambda: stage.two.add(batch.select("row")))
-    _require("x" in str(error) and "row" in str(error), True, f"names missing and existing columns: {error}")
+    batch = build_batch(4)
+    require_batch(stage.two.add(batch, amount=1.0).result(), TensorDict({"y": batch["x"] * 2 + 1}, batch_size=[4]))
+    error = require_raises(BatchError, lambda: stage.two.add(batch.select("row")))
+    require("x" in str(error) and "row" in str(error), True, f"names missing and existing columns: {error}")
     later = stage.two.add(stage.two.echo(batch).select(["row", "rank"]))
-    error = _require_raises(BatchError, later.result)
-    _require("rank, row" in str(error), True, f"names the existing columns: {error}")
+    error = require_raises(BatchError, later.result)
+    require("rank, row" in str(error), True, f"names the existing columns: {error}")
 
 
 def two_batches_are_split_alike(stage: Stage) -> None:
-    left, right = _batch(7), _batch(7, seed=1)
+    left, right = build_batch(7), build_batch(7, seed=1)
     result = stage.three.join(left, right=stage.two.echo(right).select(["x"])).result()
-    _require_batch(result, TensorDict({"a": left["x"], "b": right["x"]}, batch_size=[7]))
+    require_batch(result, TensorDict({"a": left["x"], "b": right["x"]}, batch_size=[7]))
 
 
 def a_method_may_take_its_rows_in_pieces(stage: Stage) -> None:
-    whole = stage.solo.echo(_batch(7)).select(["tokens"])
-    halves = stage.two.echo(_batch(7)).select(["row"])
+    whole = stage.solo.echo(build_batch(7)).select(["tokens"])
+    halves = stage.two.echo(build_batch(7)).select(["row"])
     pieces = [([0, 1, 2, 3], [0, 1, 2, 3]), ([4, 5, 6], [4, 5, 6])]
-    _require(stage.solo.see_pieces(halves.union(whole)).result(), [pieces], "pieces of the producers' rows")
+    require(stage.solo.see_pieces(halves.union(whole)).result(), [pieces], "pieces of the producers' rows")
     chosen = halves.union(whole).rows([5, 6, 2, 2])
     pieces = [([5, 6], [5, 6]), ([2], [2]), ([2], [2])]
-    _require(stage.solo.see_pieces(chosen).result(), [pieces], "pieces of chosen rows")
+    require(stage.solo.see_pieces(chosen).result(), [pieces], "pieces of chosen rows")
 
 
 def listed_results_feed_all_to_all(stage: Stage) -> None:
-    batch = _batch(3)
+    batch = build_batch(3)
     listed = stage.two.copy_all(batch)
     copies = listed.result()
-    _require([copy["rank"].tolist() for copy in copies], [[0] * 3, [1] * 3], "ranks")
+    require([copy["rank"].tolist() for copy in copies], [[0] * 3, [1] * 3], "ranks")
     again = stage.two.take_own(listed, factor=PerRank([10, 20])).result()
-    _require([item["row"].tolist() for item in again], [[0, 10, 20], [0, 20, 40]], "items")
+    require([item["row"].tolist() for item in again], [[0, 10, 20], [0, 20, 40]], "items")
     own = stage.two.take_own(PerRank([batch[:1], stage.two.echo(batch).rows([2, 1])]), factor=1).result()
-    _require([item["row"].tolist() for item in own], [[0], [2, 1]], "items")
-    _require_raises(ProtocolError, lambda: stage.two.echo(listed))
-    _require_raises(ProtocolError, lambda: stage.two.take_own(batch, factor=1))
-    _require_raises(ProtocolError, lambda: stage.three.take_own(listed, factor=1))
+    require([item["row"].tolist() for item in own], [[0], [2, 1]], "items")
+    require_raises(ProtocolError, lambda: stage.two.echo(listed))
+    require_raises(ProtocolError, lambda: stage.two.take_own(batch, factor=1))
+    require_raises(ProtocolError, lambda: stage.three.take_own(listed, factor=1))
 
 
 def rank_zero_sees_the_whole_batch(stage: Stage) -> None:
-    batch = _batch(7)
+    batch = build_batch(7)
     expected = TensorDict({"centered": batch["x"] - batch["x"].mean()}, batch_size=[7])
-    _require_batch(stage.solo.center(stage.three.echo(batch)).result(), expected)
-    _require_batch(stage.two.center(stage.three.echo(batch)).result(), expected)
+    require_batch(stage.solo.center(stage.three.echo(batch)).result(), expected)
+    require_batch(stage.two.center(stage.three.echo(batch)).result(), expected)
 
 
 def metrics_are_sums_over_counts(stage: Stage) -> None:
-    metrics = stage.two.count(_batch(7)).result()
-    _require((metrics["row"], metrics["rows"]), (3.0, 3.5), "metrics")
-    _require(metrics["none"] != metrics["none"], True, "a metric without data is nan")
-    _require_raises(ProtocolError, lambda: stage.two.answer(stage.two.count(_batch(7))))
+    metrics = stage.two.count(build_batch(7)).result()
+    require((metrics["row"], metrics["rows"]), (3.0, 3.5), "metrics")
+    require(metrics["none"] != metrics["none"], True, "a metric without data is nan")
+    require_raises(ProtocolError, lambda: stage.two.answer(stage.two.count(build_batch(7))))
 
 
 def objects_come_back_and_go_on(stage: Stage) -> None:
     answer = stage.two.answer({"text": "a"})
-    _require(answer.result()["value"], {"text": "a"}, "object")
-    _require(stage.solo.answer(value=answer).result()["value"]["scale"], 2.0, "object as argument")
-    _require(stage.two.where().result(), [(0, 2, "two"), (1, 2, "two")], "listed objects")
+    require(answer.result()["value"], {"text": "a"}, "object")
+    require(stage.solo.answer(value=answer).result()["value"]["scale"], 2.0, "object as argument")
+    require(stage.two.where().result(), [(0, 2, "two"), (1, 2, "two")], "listed objects")
 
 
 def equal_seeds_construct_equal_workers(stage: Stage) -> None:
     drawn = {group.role: group.answer(0).result()["drawn"] for group in (stage.two, stage.sharded, stage.solo)}
-    _require(len(set(drawn.values())), 1, f"first random numbers {drawn}")
+    require(len(set(drawn.values())), 1, f"first random numbers {drawn}")
+
+
+def ranks_know_where_they_run(stage: Stage) -> None:
+    for group in (stage.two, stage.sharded, stage.solo):
+        known = group.answer(0).result()["known"]
+        require(known, ("cpu", 11, group.pool.name, group.topology.coordinate(0)), "device, seed, pool and coordinate")
 
 
 def a_result_is_what_was_returned(stage: Stage) -> None:
-    future = stage.two.lend_buffer(_batch(4))
+    future = stage.two.lend_buffer(build_batch(4))
     stage.two.write_buffer().result()
-    _require(future.result()["lent"].tolist(), [0.0] * 4, "column after its worker wrote on")
+    require(future.result()["lent"].tolist(), [0.0] * 4, "column after its worker wrote on")
 
 
 def writing_into_shared_rows_is_an_error(stage: Stage) -> None:
-    future = stage.two.echo(_batch(4)).select(["x"])
-    error = _require_raises(BatchError, stage.two.write_in_place(future).result)
-    _require("wrote in place into x" in str(error), True, str(error))
+    future = stage.two.echo(build_batch(4)).select(["x"])
+    error = require_raises(BatchError, stage.two.write_in_place(future).result)
+    require("wrote in place into x" in str(error), True, str(error))
 
 
 def results_are_held_to_their_registration(stage: Stage) -> None:
     for method, kind in (("lose_a_row", BatchError), ("write_other", BatchError), ("return_dict", ProtocolError)):
-        error = _require_raises(kind, getattr(stage.two, method)(_batch(4)).result)
-        _require(f"two.{method}" in str(error), True, str(error))
+        error = require_raises(kind, getattr(stage.two, method)(build_batch(4)).result)
+        require(f"two.{method}" in str(error), True, str(error))
 
 
 def fewer_rows_than_ranks_is_an_error_with_both_numbers(stage: Stage) -> None:
-    for attempt in (lambda: stage.three.echo(_batch(2)), stage.three.echo(stage.two.echo(_batch(2))).result):
-        error = _require_raises(BatchError, attempt)
-        _require("2 rows" in str(error) and "3 " in str(error), True, str(error))
+    for attempt in (lambda: stage.three.echo(build_batch(2)), stage.three.echo(stage.two.echo(build_batch(2))).result):
+        error = require_raises(BatchError, attempt)
+        require("2 rows" in str(error) and "3 " in str(error), True, str(error))
 
 
 def wrong_rows_and_columns_are_named(stage: Stage) -> None:
-    future = stage.two.echo(_batch(4))
+    future = stage.two.echo(build_batch(4))
     for wrong in (
         future.rows([4]),
         future.select(["nothing"]),
@@ -197,53 +211,53 @@ def wrong_rows_and_columns_are_named(stage: Stage) -> None:
         future.concat(future.select(["x"])),
         future.split(5)[0],
     ):
-        _require_raises(BatchError, wrong.result)
-        _require_raises(BatchError, stage.solo.echo(wrong).result)
+        require_raises(BatchError, wrong.result)
+        require_raises(BatchError, stage.solo.echo(wrong).result)
     for attempt in (lambda: future.rows([True, False]), lambda: future.rows([-1]), lambda: future.repeat(0)):
-        _require_raises(BatchError, attempt)
+        require_raises(BatchError, attempt)
 
 
 def an_exception_comes_back_as_what_it_is(stage: Stage) -> None:
-    error = _require_raises(RewardError, stage.two.fail(_batch(4), "ours").result)
-    _require(str(error), "no reward today", "message")
-    _require(len(error.__notes__), 1, "notes")
-    _require("two.fail on rank 1" in error.__notes__[0], True, error.__notes__[0])
-    other = _require_raises(RemoteCallError, stage.two.fail(_batch(4), "other").result)
-    _require((other.role, other.method, other.rank, other.cause_type), ("two", "fail", 1, "KeyError"), "attributes")
-    _require("in fail" in other.remote_traceback, True, other.remote_traceback)
+    error = require_raises(RewardError, stage.two.fail(build_batch(4), "ours").result)
+    require(str(error), "no reward today", "message")
+    require(len(error.__notes__), 1, "notes")
+    require("two.fail on rank 1" in error.__notes__[0], True, error.__notes__[0])
+    other = require_raises(RemoteCallError, stage.two.fail(build_batch(4), "other").result)
+    require((other.role, other.method, other.rank, other.cause_type), ("two", "fail", 1, "KeyError"), "attributes")
+    require("in fail" in other.remote_traceback, True, other.remote_traceback)
 
 
 def a_failed_input_is_passed_on_as_the_first_failure(stage: Stage) -> None:
-    failed = stage.two.fail(_batch(4), "ours")
-    error = _require_raises(RewardError, stage.solo.center(stage.three.echo(failed)).result)
-    _require("two.fail on rank 1" in error.__notes__[0], True, error.__notes__[0])
-    _require(stage.two.echo(_batch(4)).num_rows, 4, "rows of a call after a failure")
+    failed = stage.two.fail(build_batch(4), "ours")
+    error = require_raises(RewardError, stage.solo.center(stage.three.echo(failed)).result)
+    require("two.fail on rank 1" in error.__notes__[0], True, error.__notes__[0])
+    require(stage.two.echo(build_batch(4)).num_rows, 4, "rows of a call after a failure")
 
 
 def a_future_inside_a_container_is_refused(stage: Stage) -> None:
-    future = stage.two.echo(_batch(4))
-    _require_raises(ProtocolError, lambda: stage.two.answer([future]).result())
+    future = stage.two.echo(build_batch(4))
+    require_raises(ProtocolError, lambda: stage.two.answer([future]).result())
 
 
 def an_unknown_method_names_the_known_ones(stage: Stage) -> None:
-    error = _require_raises(AttributeError, lambda: stage.two.nothing)
-    _require("echo" in str(error) and "echo" in dir(stage.two), True, str(error))
+    error = require_raises(AttributeError, lambda: stage.two.nothing)
+    require("echo" in str(error) and "echo" in dir(stage.two), True, str(error))
 
 
 def every_call_leaves_a_span_per_rank(stage: Stage) -> None:
     stage.executor.trace.drain()
-    stage.two.timed(stage.two.echo(_batch(4))).result()
+    stage.two.timed(stage.two.echo(build_batch(4))).result()
     spans = [span for span in stage.executor.trace.drain() if span.method == "timed"]
-    _require([(span.role, span.rank) for span in spans], [("two", 0), ("two", 1)], "spans")
+    require([(span.role, span.rank) for span in spans], [("two", 0), ("two", 1)], "spans")
     for span in spans:
         times = [span.submit_s, span.ready_s, span.fetched_s, span.computed_s, span.end_s]
-        _require(times, sorted(times), "order of times")
-        _require([sub.name for sub in span.sub_spans], ["inner"], "sub-spans")
-        _require(span.bytes_read > 0, True, "bytes")
+        require(times, sorted(times), "order of times")
+        require([sub.name for sub in span.sub_spans], ["inner"], "sub-spans")
+        require(span.bytes_read > 0, True, "bytes")
 
 
 def the_written_trace_keeps_times_and_bytes_of_every_call_and_rank(stage: Stage) -> None:
-    batch = _batch(4)
+    batch = build_batch(4)
     with stage.executor.trace.label(check="written"):
         stage.two.step(stage.two.echo(batch), seconds=0.05).result()
         stage.sharded.per_stage(batch.select("row")).result()
@@ -257,48 +271,52 @@ def the_written_trace_keeps_times_and_bytes_of_every_call_and_rank(stage: Stage)
     steps = {("two.step", rank): ("stage-two", 2 * 4) for rank in range(2)}
     stages = {("sharded.per_stage", rank): ("stage-two", 4 * 8) for rank in range(2)}
     echoes = {key: said.get(key) for key in (("two.echo", 0), ("two.echo", 1))}
-    _require(said, {**steps, **stages, **echoes}, "pool and bytes of each call and rank")
+    require(said, {**steps, **stages, **echoes}, "pool and bytes of each call and rank")
     for key, call in calls.items():
         times = [call["args"][f"{part}_ms"] for part in ("queue", "fetch", "compute", "store")]
-        _require(min(times) >= 0.0, True, f"times of {key}: {times}")
+        require(min(times) >= 0.0, True, f"times of {key}: {times}")
         # The bar is fetch, compute and store; the queue lies before it. Each of the four is rounded to a microsecond.
-        _require(abs(sum(times[1:]) - call["dur"] / 1e3) < 0.01, True, f"times of {key}: {times}, {call['dur']} us")
-        _require(call["args"]["bytes_from_afar"], 0, f"bytes from other machines for {key}")
-    _require(
-        min(calls["two.step", rank]["args"]["compute_ms"] for rank in range(2)) >= 49.0, True, "compute of a sleep"
-    )
+        require(abs(sum(times[1:]) - call["dur"] / 1e3) < 0.01, True, f"times of {key}: {times}, {call['dur']} us")
+        require(call["args"]["bytes_from_afar"], 0, f"bytes from other machines for {key}")
+    require(min(calls["two.step", rank]["args"]["compute_ms"] for rank in range(2)) >= 49.0, True, "compute of a sleep")
 
 
 def groups_on_one_pool_take_turns(stage: Stage) -> None:
-    first = stage.two.step(_batch(4), seconds=0.3)
-    second = stage.colocated.step(_batch(4))
-    _require(
-        bool(first.result()["end"].max() <= second.result()["start"].min()), True, "the second waits for the first"
-    )
-    slow = stage.two.step_on_rank_zero(_batch(4), seconds=0.3)
+    first = stage.two.step(build_batch(4), seconds=0.3)
+    second = stage.colocated.step(build_batch(4))
+    require(bool(first.result()["end"].max() <= second.result()["start"].min()), True, "the second waits for the first")
+    slow = stage.two.step_on_rank_zero(build_batch(4), seconds=0.3)
     earliest = min(stage.colocated.now().result())
-    _require(earliest >= slow.result()["end"].max(), True, "a turn lasts until every slot is done")
+    require(earliest >= slow.result()["end"].max(), True, "a turn lasts until every slot is done")
 
 
 def ranks_meet_in_collectives(stage: Stage) -> None:
-    _require(stage.two.sum_of_ranks().result(), [1.0, 1.0], "sum over two ranks")
-    _require(stage.three.sum_of_ranks().result(), [3.0, 3.0, 3.0], "sum over three ranks")
+    require(stage.two.sum_of_ranks().result(), [1.0, 1.0], "sum over two ranks")
+    require(stage.three.sum_of_ranks().result(), [3.0, 3.0, 3.0], "sum over three ranks")
 
 
 def fused_roles_with_other_layouts_share_the_ranks(stage: Stage) -> None:
-    _require(stage.sharded.sum_of_ranks().result(), [1.0, 1.0], "sum over the sharded role")
-    _require(
-        stage.sharded.sum_over_skew(_batch(3)).result(), {"total": _token_sum(_batch(3)) * 2}, "both ranks get all"
+    require(stage.sharded.sum_of_ranks().result(), [1.0, 1.0], "sum over the sharded role")
+    require(
+        stage.sharded.sum_over_skew(build_batch(3)).result(),
+        {"total": sum_tokens(build_batch(3)) * 2},
+        "both ranks get all",
     )
 
 
+def three_rows_on_two_ranks_meet_in_a_collective(stage: Stage) -> None:
+    batch = build_batch(3, tokens=[4, 5, 6])
+    require(stage.two.sum_over_skew(batch).result(), {"total": sum_tokens(batch)}, "sum over ranks")
+
+
 def skewed_token_counts_meet_in_a_collective(stage: Stage) -> None:
-    batch = _batch(4, tokens=[500, 500, 5, 5])
-    _require(stage.two.sum_over_skew(batch).result(), {"total": _token_sum(batch)}, "sum over ranks")
+    batch = build_batch(4, tokens=[500, 500, 5, 5])
+    require(stage.two.sum_over_skew(batch).result(), {"total": sum_tokens(batch)}, "sum over ranks")
 
 
 _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
     rows_reach_the_ranks_that_the_protocol_names,
+    a_users_protocol_places_rows_and_keeps_their_order,
     every_kind_of_column_survives_the_way,
     rows_move_between_groups_whose_chunks_do_not_align,
     one_rank_of_a_replica_answers_for_it,
@@ -314,6 +332,7 @@ _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
     metrics_are_sums_over_counts,
     objects_come_back_and_go_on,
     equal_seeds_construct_equal_workers,
+    ranks_know_where_they_run,
     a_result_is_what_was_returned,
     writing_into_shared_rows_is_an_error,
     results_are_held_to_their_registration,
@@ -331,58 +350,6 @@ _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
 _WITH_COLLECTIVES: tuple[Check, ...] = (
     ranks_meet_in_collectives,
     fused_roles_with_other_layouts_share_the_ranks,
+    three_rows_on_two_ranks_meet_in_a_collective,
     skewed_token_counts_meet_in_a_collective,
 )
-
-
-def _batch(num_rows: int, *, seed: int = 0, tokens: list[int] | None = None) -> TensorDict:
-    """Columns of every kind; row i has i tokens (so the first has none), or as many as given."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = tokens or list(range(num_rows))
-    rows = [torch.arange(length) + 100 * row for row, length in enumerate(lengths)]
-    tokens_column = torch.nested.nested_tensor(rows, layout=torch.jagged)
-    logprobs = torch.nested.nested_tensor([-row.float() for row in rows], layout=torch.jagged)
-    x = torch.randn(num_rows, generator=generator)
-    return TensorDict(
-        {
-            "row": torch.arange(num_rows),
-            "x": x,
-            "wide": torch.randn(num_rows, 2, 3, generator=generator),
-            "half": x.to(torch.bfloat16),
-            "flag": x > 0,
-            "byte": torch.arange(num_rows, dtype=torch.uint8),
-            "tokens": tokens_column,
-            "logprobs": logprobs,
-            "mask": torch.nested.nested_tensor([row % 2 == 0 for row in rows], layout=torch.jagged),
-        },
-        batch_size=[num_rows],
-    )
-
-
-def _token_sum(batch: TensorDict) -> float:
-    return float(batch["tokens"].values().sum())
-
-
-def _require(got: Any, wanted: Any, what: str) -> None:
-    if got != wanted:
-        raise AssertionError(f"{what}: got {got}, wanted {wanted}")
-
-
-def _require_batch(got: TensorDict, wanted: TensorDict, what: str = "batch") -> None:
-    _require(sorted(got.keys()), sorted(wanted.keys()), f"columns of {what}")
-    _require(list(got.batch_size), list(wanted.batch_size), f"batch_size of {what}")
-    for name in wanted.keys():  # noqa: SIM118 - a TensorDict iterates its rows
-        mine, theirs = got[name], wanted[name]
-        _require((mine.dtype, mine.is_nested), (theirs.dtype, theirs.is_nested), f"kind of column {name} of {what}")
-        pairs = zip(mine.unbind(), theirs.unbind(), strict=True) if theirs.is_nested else [(mine, theirs)]
-        _require(all(torch.equal(one, other) for one, other in pairs), True, f"values of column {name} of {what}")
-
-
-def _require_raises(kind: type[BaseException], attempt: Callable[[], Any]) -> Any:
-    try:
-        outcome = attempt()
-    except (HybridFlowError, AttributeError) as error:
-        if isinstance(error, kind):
-            return error
-        raise
-    raise AssertionError(f"{kind.__name__} was expected, got {outcome!r}")

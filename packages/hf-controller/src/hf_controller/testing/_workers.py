@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,13 +23,29 @@ from hf_protocols import (
     THREE_D,
     THREE_D_PP_ONLY,
     BatchError,
+    Collection,
     ParallelSpec,
     RewardError,
+    RowSelection,
     Topology,
+    TransferProtocol,
     register,
 )
 
 __all__ = ["ProbeWorker", "SoloWorker", "Stage"]
+
+
+def _every_other_row(topology: Topology, num_rows: int, weights: Sequence[float] | None = None) -> list[RowSelection]:
+    size = topology.world_size
+    return [RowSelection.from_rows(range(rank, num_rows, size)) for rank in range(size)]
+
+
+def _last_rank_first(topology: Topology) -> Collection:
+    return Collection(tuple(reversed(range(topology.world_size))))
+
+
+ROUND_ROBIN = TransferProtocol("round robin", _every_other_row, _last_rank_first)
+"""A protocol as a user would write it."""
 
 
 class ProbeWorker(Worker):
@@ -44,6 +61,11 @@ class ProbeWorker(Worker):
     def echo(self, batch: TensorDict) -> TensorDict:
         """The batch, and the rank that had each row."""
         return batch.clone().set("rank", torch.full(batch.batch_size, self.context.rank))
+
+    @register(protocol=ROUND_ROBIN)
+    def echo_round_robin(self, batch: TensorDict) -> TensorDict:
+        """The same, by a protocol that is none of the eight."""
+        return self.echo(batch)
 
     @register(protocol=DP, reads=["x", "missing?"], writes=["y"])
     def add(self, batch: TensorDict, amount: float = 0.0) -> TensorDict:
@@ -109,7 +131,8 @@ class ProbeWorker(Worker):
     @register(protocol=RANK_ZERO, returns="object")
     def answer(self, value: Any) -> Any:
         """What it is given, with the worker's own settings."""
-        return {"value": value, "scale": self.scale, "drawn": self.drawn}
+        known = (self.context.device, self.context.seed, self.context.pool, self.context.coordinate)
+        return {"value": value, "scale": self.scale, "drawn": self.drawn, "known": known}
 
     @register(protocol=RANK_ZERO, returns="object")
     def make_unpicklable(self) -> Any:
@@ -178,6 +201,11 @@ class ProbeWorker(Worker):
     def step_on_rank_zero(self, batch: TensorDict, seconds: float) -> TensorDict:
         """The same, while the other ranks have nothing to do."""
         return self.step(batch, seconds)
+
+    @register(protocol=ALL_TO_ALL, returns="object")
+    def say(self, text: str) -> None:
+        """Print this rank's text."""
+        print(text)  # noqa: T201 - what is printed is what is looked at
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def now(self) -> float:

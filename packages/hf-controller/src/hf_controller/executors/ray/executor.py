@@ -52,7 +52,9 @@ class RayExecutor(Executor):
         start_timeout_s: deadline of placing a pool and constructing its workers.
         call_timeout_s: how long a result, or a rank that waits for inputs, waits by default.
         collective_timeout_s: deadline of a collective in the default process groups.
-        log_to_driver: show what workers print, with role and rank, on standard error.
+        log_to_driver: show what workers print, with role and rank, on standard error. Lines of several
+            ranks that differ in numbers only are collected by Ray for some seconds and may be shown as one with a
+            count; ``RAY_DEDUP_LOGS=0`` in the environment shows each at once.
     """
 
     def __init__(
