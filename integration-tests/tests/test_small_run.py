@@ -59,6 +59,19 @@ def test_a_run_leaves_every_file(run: Path) -> None:
         assert "reshard" in inside
 
 
+def test_the_trace_of_a_run_is_summed_up(run: Path, hybridflow: Callable[..., Outcome]) -> None:
+    outcome = hybridflow("trace", run, "--json")
+    assert outcome.exit_code == 0, outcome.errors
+    body = json.loads(outcome.output)
+    found = {f"{usage['role']}.{usage['method']}": usage for usage in body["methods"]}
+    assert SPANS - {"reshard"} <= found.keys()
+    assert {usage["role"] for usage in body["roles"]} == {name.partition(".")[0] for name in found}
+    assert found["critic.update_critic"]["num_calls"] == 2
+    assert found["critic.update_critic"]["bytes_read"] > 0
+    # One process ran everything, one call after another: the pools' busy shares add up to at most one.
+    assert 0 < sum(1 - pool["idle_share"] for pool in body["pools"]) <= 1 + 1e-6
+
+
 def _lies_in(event: dict[str, Any], outer: dict[str, Any]) -> bool:
     same_row = event["ph"] == "X" and (event["pid"], event["tid"]) == (outer["pid"], outer["tid"])
     return same_row and outer["ts"] <= event["ts"] and event["ts"] + event["dur"] <= outer["ts"] + outer["dur"]
