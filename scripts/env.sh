@@ -67,5 +67,5 @@ fi
 rm -f "$stamp"
 "$uv" pip install --python .venv/bin/python --constraints constraints.txt --build-constraints constraints.txt \
     --compile-bytecode --group dev \
-    -e packages/hf-protocols -e packages/hf-engine -e packages/hf-mapper -e packages/hf-controller -e packages/hf-algorithms
+    -e packages/hf-protocols -e "packages/hf-engine[megatron]" -e packages/hf-mapper -e packages/hf-controller -e packages/hf-algorithms
 fingerprint >"$stamp"

@@ -1,0 +1,259 @@
+"""The megatron training backend."""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+
+from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
+from hf_engine.backends._directories import write_directory
+from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
+from hf_engine.backends.megatron._checkpoint import load_sharded, write_shard
+from hf_engine.backends.megatron._config import ModelConfig
+from hf_engine.backends.megatron._export import export_stage
+from hf_engine.backends.megatron._optimizer import DistributedAdamW
+from hf_engine.backends.megatron._parallel import ParallelGroups
+from hf_engine.backends.megatron._schedule import run_backward, run_forward
+from hf_engine.backends.megatron._stage import Stage
+from hf_engine.process_groups import local_device
+from hf_engine.resharding.layouts import WeightLayout
+from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError
+from hf_protocols.topology import Topology
+
+__all__ = ["MegatronBackend"]
+
+
+class MegatronBackend:
+    """The megatron-core training backend; see `TrainBackend` for what every method means.
+
+    Runs any pp-tp-dp layout, and ep for a mixture of experts. Every rank of a replica gets the same rows and returns
+    the same results: the last pipeline stage computes them and sends them to the others. `TrainConfig.shard` is
+    FSDP's and has no meaning here. Dropout is off.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        source: Path,
+        *,
+        groups: ParallelGroups,
+        config: TrainConfig,
+        head: Head,
+        trainable: bool,
+    ) -> None:
+        self._config = config
+        self._head = head
+        self._source = source
+        self._groups = groups
+        self._window = model.window
+        self._world = dist.distributed_c10d._get_default_group()
+        self._device = local_device()
+        self._stage = Stage(model, groups, config, head=head, trainable=trainable, device=self._device)
+        self._weight_changes = 0
+
+    @classmethod
+    def build(
+        cls,
+        model: str | Path,
+        *,
+        topology: Topology,
+        config: TrainConfig,
+        head: Head = "lm",
+        trainable: bool = True,
+        seed: int = 0,
+    ) -> MegatronBackend:
+        """Loads a local directory in Hugging Face format; see `TrainBackend.build`.
+
+        Every rank reads its own boxes only. Two backends of one process must have the same layout.
+        """
+        described = ModelConfig.read(model)
+        groups = ParallelGroups(topology, seed=seed)
+        try:
+            backend = cls(described, Path(model), groups=groups, config=config, head=head, trainable=trainable)
+            backend._stage.load_hf(model)
+        except BackendError:
+            groups.close()
+            raise
+        return backend
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps taken, those of a loaded checkpoint included."""
+        return self._stage.optimizer.steps if self._stage.optimizer is not None else 0
+
+    @property
+    def weight_changes(self) -> int:
+        """Grows with every optimizer step and every load."""
+        return self._weight_changes
+
+    def weight_layout(self) -> WeightLayout:
+        """Tensor-parallel boxes of each pipeline stage, in the dtype of the computation."""
+        return self._stage.layout
+
+    def local_weights(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """This rank's boxes, views of the live weights."""
+        return self._stage.local_weights()
+
+    def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
+        """Columns `logprobs` (and `entropy`) of the response tokens; see `TrainBackend.compute_logprobs`."""
+        self._require_head("lm", "compute_logprobs")
+        return self._score(batch, ["logprobs", "entropy"] if entropy else ["logprobs"], temperature, entropy)
+
+    def compute_values(self, batch: TensorDict) -> TensorDict:
+        """Column `values`; see `TrainBackend.compute_values`."""
+        self._require_head("value", "compute_values")
+        return self._score(batch, ["values"], 1.0, entropy=False)
+
+    def train_step(
+        self,
+        batch: TensorDict,
+        loss_fn: LossFunction,
+        denominator: float,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> Metrics:
+        """One optimizer step; see `TrainBackend.train_step`. `loss_fn` runs on the last pipeline stage."""
+        optimizer = self._require_optimizer("train_step")
+        if not (isfinite(denominator) and denominator > 0):
+            raise BackendError(f"denominator={denominator} must be finite and above 0, such as the response tokens")
+        sequences = SequenceBatch(batch)
+        loss, totals = 0.0, defaultdict[str, list[float]](lambda: [0.0, 0.0])
+
+        def compute_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+            nonlocal loss
+            outputs = self._stage.decoder.outputs(hidden, micro_batch, temperature=temperature, entropy=entropy)
+            if not len(micro_batch.rows):
+                return torch.stack([output.sum() * 0.0 for output in outputs.values()]).sum()
+            columns = {name: column.to(self._device) for name, column in sequences.padded_columns(micro_batch).items()}
+            size = [len(micro_batch.rows)]
+            loss_sum, metrics = loss_fn(TensorDict(outputs, batch_size=size), TensorDict(columns, batch_size=size))
+            loss += float(loss_sum.detach())
+            for name, pair in metrics.items():
+                totals[name] = [total + new for total, new in zip(totals[name], pair, strict=True)]
+            return loss_sum / denominator
+
+        self._stage.module.zero_grad_buffer()
+        micro_batches = self._agreed_micro_batches(sequences)
+        run_backward(self._stage.module, micro_batches, compute_loss, window=self._window, device=self._device)
+        loss, sums = self._from_last_stage((loss, dict(totals)))
+        grad_norm = self._agreed_grad_norm(optimizer, loss)
+        learning_rate = optimizer.next_learning_rate
+        optimizer.step(grad_norm)
+        optimizer.zero_grad()
+        self._weight_changes += 1
+        steps = {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0)}
+        return {name: (value, count) for name, (value, count) in sums.items()} | steps
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Uses another learning rate from the next step on; warm-up still applies."""
+        self._require_optimizer("set_learning_rate").set_learning_rate(learning_rate)
+
+    def sum_over_data(self, values: Sequence[float]) -> list[float]:
+        """Adds each value over the data-parallel ranks."""
+        sums = torch.tensor(list(values), dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums, group=self._groups.dp)
+        added: list[float] = sums.tolist()
+        return added
+
+    def load_hf(self, directory: str | Path) -> None:
+        """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
+        self._stage.load_hf(directory)
+        self._weight_changes += 1
+
+    def export_hf(self, directory: str | Path) -> None:
+        """Writes config and safetensors from rank 0; see `TrainBackend.export_hf`."""
+        write_directory(directory, lambda path: export_stage(path, self._source, self._stage), self._world)
+
+    def save_checkpoint(self, directory: str | Path) -> None:
+        """Writes weights and optimizer state sharded; see `TrainBackend.save_checkpoint`."""
+        write_directory(directory, lambda path: write_shard(path, self._stage), self._world)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Reads what `save_checkpoint` wrote, under this or another layout."""
+        load_sharded(directory, self._stage)
+        self._weight_changes += 1
+
+    def close(self) -> None:
+        """Frees weights, gradients and optimizer state."""
+        if hasattr(self, "_stage"):
+            del self._stage
+            # hooks of the gradient buffers and the modules refer to each other
+            gc.collect()
+            self._groups.close()
+
+    def _score(self, batch: TensorDict, names: Sequence[str], temperature: float, entropy: bool) -> TensorDict:
+        sequences = SequenceBatch(batch)
+
+        def compute(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, dict[str, torch.Tensor]]:
+            outputs = self._stage.decoder.outputs(hidden, micro_batch, temperature=temperature, entropy=entropy)
+            return micro_batch, outputs
+
+        micro_batches = self._agreed_micro_batches(sequences)
+        results = run_forward(self._stage.decoder, micro_batches, compute, window=self._window, device=self._device)
+        columns = {}
+        for name in names:
+            column = sequences.jagged([(micro_batch, outputs[name]) for micro_batch, outputs in results])
+            self._send_from_last_stage(column.values())
+            columns[name] = column
+        return TensorDict(columns, batch_size=batch.batch_size)
+
+    def _send_from_last_stage(self, values: torch.Tensor) -> None:
+        """Fills a host tensor of every stage with the last one's."""
+        if self._groups.pp.size() > 1:
+            sent = values.to(self._device)
+            dist.broadcast(sent, src=self._groups.last_stage_rank, group=self._groups.pp)
+            values.copy_(sent)
+
+    def _from_last_stage(self, value: Any) -> Any:
+        """A small object of the last stage, on every stage."""
+        if self._groups.pp.size() == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self._groups.last_stage_rank, group=self._groups.pp, device=self._device)
+        return box[0]
+
+    def _agreed_micro_batches(self, sequences: SequenceBatch) -> list[MicroBatch]:
+        """This rank's micro-batches and as many dummies as keep it in step with the rank that has most."""
+        refusal: BatchError | None = None
+        micro_batches: list[MicroBatch] = []
+        try:
+            micro_batches = sequences.micro_batches(self._config.micro_batch_tokens)
+        except BatchError as error:
+            refusal = error
+        agreed = torch.tensor([len(micro_batches), refusal is not None], device=self._device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._groups.dp)
+        num_micro_batches, refused = agreed.tolist()
+        if refused:
+            raise refusal or BatchError("another data-parallel rank refused its rows; its own error says why")
+        return micro_batches + [MicroBatch.dummy()] * (num_micro_batches - len(micro_batches))
+
+    def _agreed_grad_norm(self, optimizer: DistributedAdamW, loss: float) -> float:
+        """The global gradient norm; refuses the step on every rank if it or the loss is not finite on any."""
+        (total,) = self.sum_over_data([loss])
+        grad_norm = optimizer.take_gradients()
+        if not (isfinite(total) and isfinite(grad_norm)):
+            optimizer.zero_grad()
+            raise NonFiniteLossError(
+                f"optimizer step {optimizer.steps + 1} was refused: the loss summed over all ranks is {total}, its "
+                f"gradient norm {grad_norm}; the weights are still those of step {optimizer.steps}. Lower the "
+                "learning rate or look for non-finite numbers in the batch"
+            )
+        return grad_norm
+
+    def _require_head(self, head: Head, method: str) -> None:
+        if self._head != head:
+            raise BackendError(f"{method} needs a model built with head={head!r}, this one has head={self._head!r}")
+
+    def _require_optimizer(self, method: str) -> DistributedAdamW:
+        if self._stage.optimizer is None:
+            raise BackendError(f"{method} needs a model built with trainable=True, this one is frozen")
+        return self._stage.optimizer

@@ -1,0 +1,98 @@
+"""megatron-core on a machine without CUDA.
+
+Its sources name the device "cuda" in so many words. Where CUDA is absent an import hook replaces those words while
+its modules are loaded, in memory only; torch and the installed files stay as they are.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import re
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+
+import torch
+
+from hf_protocols.errors import BackendError
+
+__all__ = ["allow_cpu"]
+
+_PACKAGE = "megatron.core"
+_REPLACED = (
+    (re.compile(r"torch\.cuda\.current_device\(\)"), 'torch.device("cpu")'),
+    (re.compile(r"device=(['\"])cuda\1"), 'device="cpu"'),
+    (re.compile(r"torch\.cuda\.(Float|Half|BFloat16)Tensor"), r"torch.\1Tensor"),
+    (re.compile(r"torch\.cuda\.synchronize\(\)"), "None"),
+    (re.compile(r"torch\.cuda\.Stream\(\)"), "None"),
+    (re.compile(r"torch\.cuda\.(get_rng_state|manual_seed)\("), r"torch.\1("),
+    (re.compile(r"(?<!torch)\.cuda\((non_blocking=True)?\)"), ".cpu()"),
+)
+_APPENDED = {
+    "megatron.core.tensor_parallel.random": """
+
+def _get_cuda_rng_state(device=None, clone=False, graph_safe=False):
+    return torch.get_rng_state()
+
+
+def _set_cuda_rng_state(new_state, device=-1, graph_safe=False):
+    torch.set_rng_state(new_state)
+""",
+    # There is nothing to copy to the host, but all-to-all wants its split sizes as arrays.
+    "megatron.core.transformer.moe.token_dispatcher": """
+
+def _splits_as_arrays(self, point, tokens_per_expert=None):
+    if point == self.cuda_dtoh_point:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            splits = getattr(self, name, None)
+            if torch.is_tensor(splits):
+                setattr(self, name, splits.numpy())
+    return tokens_per_expert
+
+
+MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_as_arrays
+""",
+}
+
+
+def allow_cpu() -> None:
+    """Installs the hook where CUDA is absent; call it before the first import of megatron.core.
+
+    Raises:
+        BackendError: if megatron.core was imported before, as it is.
+    """
+    if torch.cuda.is_available() or _Finder in sys.meta_path:
+        return
+    if _PACKAGE in sys.modules:
+        raise BackendError(
+            "megatron.core was imported in this process before the megatron backend, so that it cannot run without "
+            "CUDA: import hf_engine.backends.megatron first"
+        )
+    sys.meta_path.insert(0, _Finder)
+
+
+class _Finder(MetaPathFinder):
+    @classmethod
+    def find_spec(
+        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        # Megatron's own FSDP is not used here, and formats device names at run time.
+        if not f"{name}.".startswith(f"{_PACKAGE}.") or ".fsdp." in name:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType:
+        """Compiles the rewritten source; cached byte code of the original must neither be read nor replaced."""
+        path = self.get_filename(fullname)
+        source = self.get_data(path).decode()
+        for pattern, replacement in _REPLACED:
+            source = pattern.sub(replacement, source)
+        code: CodeType = self.source_to_code((source + _APPENDED.get(fullname, "")).encode(), path)
+        return code

@@ -1,0 +1,58 @@
+"""A Hugging Face directory from all ranks' boxes, one parameter at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hf_engine.backends.megatron._files import HuggingFaceWriter
+from hf_engine.backends.megatron._stage import Stage
+from hf_engine.resharding.execute import execute_reshard
+from hf_engine.resharding.layouts import WeightLayout, replicated_layout
+from hf_engine.resharding.plan import plan_reshard
+
+__all__ = ["export_stage"]
+
+
+def export_stage(path: Path, source: Path, stage: Stage) -> None:
+    """Gathers every parameter on rank 0, which writes it. Collective over all ranks.
+
+    Args:
+        path: an empty directory.
+        source: the directory whose configuration is copied.
+        stage: what this rank holds.
+
+    Raises:
+        OSError: on rank 0, if the file system refuses, after all collectives.
+    """
+    is_writer = dist.get_rank() == 0
+    writer: HuggingFaceWriter | None = None
+    failure: OSError | None = None
+    if is_writer:
+        try:
+            writer = HuggingFaceWriter(path, source, {"dtype": stage.layout.dtype})
+        except OSError as error:
+            failure = error
+    local = stage.local_weights()
+    for name, shape in stage.layout.shapes.items():
+        layout = _layout_of(stage.layout, name)
+        whole = replicated_layout(layout.shapes, [0], dtype=layout.dtype)
+        held = {name: local[name]} if name in local else {}
+        full = {name: torch.empty(shape, dtype=stage.dtype)} if is_writer else {}
+        execute_reshard(plan_reshard(layout, whole), held, full)
+        if writer is not None and failure is None:
+            try:
+                writer.add(stage.stored_name(name), full[name])
+            except OSError as error:
+                failure = error
+    if failure is not None:
+        raise failure
+    if writer is not None:
+        writer.finish()
+
+
+def _layout_of(layout: WeightLayout, name: str) -> WeightLayout:
+    boxes = {rank: {name: held[name]} if name in held else {} for rank, held in layout.boxes.items()}
+    return WeightLayout(shapes={name: layout.shapes[name]}, boxes=boxes, dtype=layout.dtype)

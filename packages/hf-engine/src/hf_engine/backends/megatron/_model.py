@@ -1,0 +1,118 @@
+"""A causal language model as megatron-core builds one pipeline stage of it, up to the hidden states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_engine.backends._base import Head
+from hf_engine.backends._micro_batches import MicroBatch
+from hf_engine.backends.megatron._config import ModelConfig
+from hf_engine.backends.megatron._core import GPTModel, get_gpt_layer_local_spec
+from hf_engine.backends.megatron._logprobs import compute_vocab_parallel_logprobs
+from hf_engine.backends.megatron._names import pad_vocabulary
+from hf_engine.backends.megatron._parallel import ParallelGroups
+
+__all__ = ["Decoder", "DecoderInputs", "build_decoder"]
+
+
+class Decoder(GPTModel):  # type: ignore[misc]
+    """One stage; the last one returns its hidden states [S, b, h] and holds the output layer or a value head."""
+
+    def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        return hidden_states
+
+    def outputs(
+        self, hidden: torch.Tensor, micro_batch: MicroBatch, *, temperature: float, entropy: bool
+    ) -> dict[str, torch.Tensor]:
+        """`values`, or `logprobs` (and `entropy`): float32 [b, T], from hidden states [b, T, h] of the last stage."""
+        if self.value_head is not None:
+            return {"values": self.value_head(hidden).squeeze(-1).float()}
+        tied = self.share_embeddings_and_output_weights
+        logprobs, entropies = compute_vocab_parallel_logprobs(
+            hidden,
+            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
+            micro_batch.response_ids.to(hidden.device),
+            group=self.pg_collection.tp,
+            vocab_size=self.real_vocab_size,
+            temperature=temperature,
+            entropy=entropy,
+        )
+        return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
+
+
+def build_decoder(model: ModelConfig, config: Any, groups: ParallelGroups, head: Head, device: torch.device) -> Decoder:
+    """This rank's stage with uninitialised weights; a value head is zero.
+
+    Args:
+        model: what to build.
+        config: megatron-core's TransformerConfig for it.
+        groups: the process groups.
+        head: see `TrainBackend.build`.
+        device: where the weights live.
+    """
+    shape = model.shape
+    spec = get_gpt_layer_local_spec(
+        num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+    )
+    decoder = Decoder(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=pad_vocabulary(shape.vocab_size, groups.topology.train.tp_size),
+        max_sequence_length=shape.max_positions,
+        pre_process=groups.is_first_stage,
+        post_process=groups.is_last_stage,
+        share_embeddings_and_output_weights=shape.tie_embeddings and head == "lm",
+        position_embedding_type="rope",
+    )
+    decoder.to(device)
+    decoder.rotary_pos_emb.inv_freq = torch.tensor(model.inverse_frequencies, device=device)
+    decoder.real_vocab_size = shape.vocab_size
+    decoder.value_head = None
+    if head == "value" and groups.is_last_stage:
+        del decoder.output_layer
+        decoder.value_head = torch.nn.Linear(shape.hidden_size, 1, bias=False, device=device, dtype=config.params_dtype)
+        torch.nn.init.zeros_(decoder.value_head.weight)
+    # Dropout is off either way; megatron-core recomputes activations in training mode only.
+    decoder.train(config.recompute_granularity is not None)
+    return decoder
+
+
+@dataclass(frozen=True)
+class DecoderInputs:
+    """A micro-batch as megatron-core wants it: rows start at column 0, so that a causal mask is all there is."""
+
+    micro_batch: MicroBatch
+    window: int | None
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """int64 [b, S], padding moved to the right."""
+        ids = self.micro_batch.input_ids
+        columns = torch.arange(ids.shape[1]) + self._left_padding[:, None]
+        return ids.gather(1, columns % ids.shape[1])
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """[1, 1, S, S], bool: True where a query must not look."""
+        width = self.micro_batch.input_ids.shape[1]
+        distance = torch.arange(width)[:, None] - torch.arange(width)
+        hidden = distance < 0
+        if self.window is not None:
+            hidden |= distance >= self.window
+        return hidden[None, None]
+
+    def predicting(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[b, T, h], the states [S, b, h] at the columns that predict the response tokens."""
+        width, num_tokens = self.micro_batch.input_ids.shape[1], self.micro_batch.response_mask.shape[1]
+        last_of_prompt = width - num_tokens - self._left_padding - 1
+        columns = (last_of_prompt[:, None] + torch.arange(num_tokens)).to(hidden.device)
+        return hidden.transpose(0, 1).gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[-1]))
+
+    @property
+    def _left_padding(self) -> torch.Tensor:
+        """int64 [b], columns before each row's prompt."""
+        mask = self.micro_batch.attention_mask[:, : -self.micro_batch.response_mask.shape[1]]
+        return mask.shape[1] - mask.sum(-1)

@@ -1,0 +1,131 @@
+"""megatron-core's fused, cut parameters as views under Hugging Face names.
+
+A tensor-parallel rank's QKV rows are `[q ... q, k, v]` for each of its KV groups, and its first MLP rows are
+`[gate, up]`; the rows of a padded vocabulary beyond the real one belong to no name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hf_engine.resharding.boxes import Box
+from hf_protocols.models import ModelShape
+from hf_protocols.topology import Coordinate, ParallelSpec
+
+__all__ = ["HEAD_NAME", "ParameterNames", "Piece", "pad_vocabulary"]
+
+HEAD_NAME = "lm_head.weight"
+"""The output layer of an untied model, and a value head in its place."""
+
+_EMBEDDING = "model.embed_tokens.weight"
+_REPLICATED = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A view of one tensor, and the part of a Hugging Face parameter that it is."""
+
+    name: str
+    box: Box
+    view: torch.Tensor
+
+
+def pad_vocabulary(vocab_size: int, tp_size: int) -> int:
+    """Rows of the embedding over all tensor-parallel ranks: the next multiple of their number."""
+    return -(-vocab_size // tp_size) * tp_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterNames:
+    """Names of one rank's parameters."""
+
+    shape: ModelShape
+    train: ParallelSpec
+    at: Coordinate
+    first_layer: int
+    """Number of the stage's first decoder layer in the whole model."""
+
+    def pieces(self, parameter: str, tensor: torch.Tensor) -> Iterator[Piece]:
+        """Cuts a tensor of the shape of megatron-core's `parameter`: its values, or anything kept for each of them."""
+        if parameter in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            tied = parameter == "embedding.word_embeddings.weight" or self.shape.tie_embeddings
+            yield self._vocabulary(_EMBEDDING if tied else HEAD_NAME, tensor)
+        elif parameter == "decoder.final_layernorm.weight":
+            yield _whole("model.norm.weight", tensor)
+        elif parameter == "value_head.weight":
+            yield _whole(HEAD_NAME, tensor)
+        else:
+            prefix, layer, rest = _split_layer(parameter)
+            assert prefix == "decoder.layers.", f"unknown megatron-core parameter {parameter}"
+            yield from self._layer(f"model.layers.{self.first_layer + layer}.", rest, tensor)
+
+    def _layer(self, prefix: str, rest: str, tensor: torch.Tensor) -> Iterator[Piece]:
+        if rest in _REPLICATED:
+            yield _whole(prefix + _REPLICATED[rest], tensor)
+        elif rest.startswith("self_attention.linear_qkv."):
+            yield from self._qkv(f"{prefix}self_attn.", rest.rpartition(".")[2], tensor)
+        elif rest == "self_attention.linear_proj.weight":
+            yield self._columns(f"{prefix}self_attn.o_proj.weight", tensor)
+        elif rest == "mlp.router.weight":
+            yield _whole(f"{prefix}{self._block}.gate.weight", tensor)
+        elif rest.startswith("mlp.experts."):
+            _, local, linear = _split_layer(rest)
+            expert = self.at.ep * (self.shape.num_experts // self.train.ep_size) + local
+            yield from self._mlp(f"{prefix}{self._block}.experts.{expert}.", linear, tensor)
+        else:
+            yield from self._mlp(f"{prefix}mlp.", rest.removeprefix("mlp."), tensor)
+
+    @property
+    def _block(self) -> str:
+        return "block_sparse_moe" if self.shape.family == "mixtral" else "mlp"
+
+    def _mlp(self, prefix: str, linear: str, tensor: torch.Tensor) -> Iterator[Piece]:
+        mixtral = self.shape.family == "mixtral"
+        gate, upward, downward = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        if linear == "linear_fc2.weight":
+            yield self._columns(f"{prefix}{downward}.weight", tensor)
+            return
+        assert linear == "linear_fc1.weight", f"unknown megatron-core parameter {prefix}{linear}"
+        for name, part in zip((gate, upward), tensor.chunk(2), strict=True):
+            yield _rows(f"{prefix}{name}.weight", self.at.tp * part.shape[0], part)
+
+    def _qkv(self, prefix: str, kind: str, tensor: torch.Tensor) -> Iterator[Piece]:
+        head_dim = self.shape.head_dim
+        heads = self.shape.num_heads // self.shape.num_kv_heads
+        groups = self.shape.num_kv_heads // self.train.tp_size
+        widths = (("q_proj", heads * head_dim), ("k_proj", head_dim), ("v_proj", head_dim))
+        for local, rows in enumerate(tensor.chunk(groups)):
+            group = self.at.tp * groups + local
+            parts = torch.split(rows, [width for _, width in widths])
+            for (name, width), part in zip(widths, parts, strict=True):
+                yield _rows(f"{prefix}{name}.{kind}", group * width, part)
+
+    def _vocabulary(self, name: str, tensor: torch.Tensor) -> Piece:
+        start = self.at.tp * tensor.shape[0]
+        return _rows(name, start, tensor[: max(0, self.shape.vocab_size - start)])
+
+    def _columns(self, name: str, tensor: torch.Tensor) -> Piece:
+        return Piece(name, Box((0, self.at.tp * tensor.shape[1]), tuple(tensor.shape)), tensor)
+
+
+def _whole(name: str, tensor: torch.Tensor) -> Piece:
+    return Piece(name, Box.whole(tensor.shape), tensor)
+
+
+def _rows(name: str, start: int, tensor: torch.Tensor) -> Piece:
+    return Piece(name, Box((start, *(0,) * (tensor.dim() - 1)), tuple(tensor.shape)), tensor)
+
+
+def _split_layer(parameter: str) -> tuple[str, int, str]:
+    """Splits at the first number: "decoder.layers.3.mlp.x" is "decoder.layers.", 3, "mlp.x"."""
+    parts = parameter.split(".")
+    at = next(index for index, part in enumerate(parts) if part.isdigit())
+    return ".".join(parts[:at]) + ".", int(parts[at]), ".".join(parts[at + 1 :])

@@ -1,0 +1,180 @@
+"""One rank's pipeline stage: the module, its distributed optimizer, and its weights under Hugging Face names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_engine.backends._base import Head, TrainConfig
+from hf_engine.backends.megatron._config import ModelConfig, build_transformer_config, split_layers
+from hf_engine.backends.megatron._core import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from hf_engine.backends.megatron._files import HuggingFaceFiles
+from hf_engine.backends.megatron._model import Decoder, build_decoder
+from hf_engine.backends.megatron._names import HEAD_NAME, ParameterNames, Piece
+from hf_engine.backends.megatron._optimizer import DistributedAdamW
+from hf_engine.backends.megatron._parallel import ParallelGroups
+from hf_engine.resharding.boxes import Box
+from hf_engine.resharding.layouts import WeightLayout
+from hf_protocols.errors import BackendError
+
+__all__ = ["VALUE_HEAD", "Stage"]
+
+VALUE_HEAD = "value_head.weight"
+"""Name of the value head in an exported directory, where the language model's name would promise logits."""
+
+
+class Stage:
+    """What this rank holds.
+
+    Args:
+        model: the whole model's configuration.
+        groups: the process groups.
+        config: precision and optimizer.
+        head: see `TrainBackend.build`.
+        trainable: whether there are gradients and an optimizer.
+        device: where the weights live.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        groups: ParallelGroups,
+        config: TrainConfig,
+        *,
+        head: Head,
+        trainable: bool,
+        device: torch.device,
+    ) -> None:
+        train = groups.topology.train
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self._model = model
+        self._groups = groups
+        self._head = head
+        layers = split_layers(model.shape.num_layers, train.pp_size)
+        first_layer = sum(layers[: groups.at.pp])
+        self._names = ParameterNames(shape=model.shape, train=train, at=groups.at, first_layer=first_layer)
+        transformer = build_transformer_config(model, train, config, self.dtype)
+        self.decoder: Decoder = build_decoder(model, transformer, groups, head, device)
+        self.module: Any = self.decoder
+        """What the schedules run: the decoder, wrapped where it is trained."""
+        self.optimizer: DistributedAdamW | None = None
+        self.decoder.requires_grad_(trainable)
+        if trainable:
+            transformer.finalize_model_grads_func = _sum_gradients
+            ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+            self.module = DistributedDataParallel(transformer, ddp, self.decoder)
+            self.optimizer = DistributedAdamW(self.module, config, self.dtype)
+
+    @property
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        """By megatron-core's names."""
+        return dict(self.decoder.named_parameters())
+
+    def pieces(self, parameter: str, tensor: torch.Tensor) -> Iterator[Piece]:
+        """See `ParameterNames.pieces`."""
+        return self._names.pieces(parameter, tensor)
+
+    def local_weights(self) -> dict[str, list[torch.Tensor]]:
+        """Views of the live weights by Hugging Face name, one per box of the layout."""
+        return {name: [piece.view for piece in pieces] for name, pieces in self._pieces_by_name().items()}
+
+    @cached_property
+    def layout(self) -> WeightLayout:
+        """The boxes of every rank."""
+        own = {name: tuple(piece.box for piece in pieces) for name, pieces in self._pieces_by_name().items()}
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, own)
+        shapes = dict(self._model.shape.parameters())
+        if self._head == "value":
+            shapes[HEAD_NAME] = (1, self._model.shape.hidden_size)
+        return WeightLayout(
+            shapes=shapes, boxes=dict(enumerate(everyones)), dtype=str(self.dtype).removeprefix("torch.")
+        )
+
+    def stored_name(self, name: str) -> str:
+        """What a parameter is called in a Hugging Face directory."""
+        return VALUE_HEAD if self._head == "value" and name == HEAD_NAME else name
+
+    @torch.no_grad()
+    def load_hf(self, directory: str | Path) -> None:
+        """Reads this rank's boxes; the optimizer starts anew.
+
+        Raises:
+            BackendError: for a directory that is missing or holds another model; the weights are as they were.
+        """
+        other = ModelConfig.read(directory).shape
+        files = HuggingFaceFiles(directory)
+        wanted = {self.stored_name(name): shape for name, shape in self.layout.shapes.items()}
+        if VALUE_HEAD in wanted and VALUE_HEAD not in files:
+            del wanted[VALUE_HEAD]
+        if self._head == "lm" and other.tie_embeddings != self._model.shape.tie_embeddings:
+            raise BackendError(
+                f"{directory} holds another model: 1 parameters differ, such as {HEAD_NAME!r}; "
+                f"tie_word_embeddings is {self._model.shape.tie_embeddings} here and {other.tie_embeddings} there"
+            )
+        files.check_shapes(wanted)
+
+        def read(name: str, box: Box) -> torch.Tensor | None:
+            stored = self.stored_name(name)
+            return files.read(stored, box) if stored in wanted else None
+
+        for parameter, live in self.parameters.items():
+            self.assign(live, self._assembled(parameter, live, read))
+        if self.optimizer is not None:
+            self.optimizer.restart()
+
+    def assign(self, live: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """Sets a parameter, and this rank's part of its master, from a tensor of its shape."""
+        live.detach().copy_(value)
+        if self.optimizer is not None:
+            shard = self.optimizer.shard(live)
+            shard.tensors["master"].copy_(value.reshape(-1)[shard.start : shard.stop])
+
+    def whole(self, live: torch.nn.Parameter, kind: str) -> torch.Tensor:
+        """A tensor of the parameter's shape, gathered from the optimizers of all replicas. Collective over them.
+
+        Args:
+            live: one of `parameters`.
+            kind: `weight` in the masters' precision, `exp_avg` or `exp_avg_sq`.
+        """
+        if self.optimizer is None or (kind == "weight" and live.dtype == torch.float32):
+            return live.detach()
+        shard = self.optimizer.shard(live)
+        whole = torch.zeros_like(live, dtype=torch.float32)
+        whole.view(-1)[shard.start : shard.stop] = shard.tensors["master" if kind == "weight" else kind]
+        is_expert = not getattr(live, "allreduce", True)
+        # Every element has one owner: the sum is a copy.
+        dist.all_reduce(whole, group=self._groups.expert_dp if is_expert else self._groups.dp)
+        return whole
+
+    def _assembled(
+        self, parameter: str, live: torch.nn.Parameter, read: Callable[[str, Box], torch.Tensor | None]
+    ) -> torch.Tensor:
+        """A tensor of the parameter's shape from its boxes; what has no box is zero, what is not stored stays."""
+        value = torch.zeros_like(live, dtype=torch.float32 if self.optimizer is not None else live.dtype)
+        for piece, present in zip(self.pieces(parameter, value), self.pieces(parameter, live.detach()), strict=True):
+            stored = read(piece.name, piece.box)
+            piece.view.copy_(present.view if stored is None else stored)
+        return value
+
+    def _pieces_by_name(self) -> dict[str, list[Piece]]:
+        found: dict[str, list[Piece]] = {}
+        for parameter, live in self.parameters.items():
+            for piece in self.pieces(parameter, live.detach()):
+                found.setdefault(piece.name, []).append(piece)
+        return found
+
+
+def _sum_gradients(model: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
+    """Reduces gradients over ranks; the loss was divided by the global denominator before."""
+    del num_tokens
+    finalize_model_grads(model, None, **options)
