@@ -13,11 +13,12 @@ import torch
 
 from hf_engine.backends._base import TrainConfig
 from hf_engine.backends.megatron._core import TransformerConfig, quiet
+from hf_engine.resharding.tensor_parallel import split_layers
 from hf_protocols.errors import BackendError, ConfigError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec
 
-__all__ = ["ARCHITECTURES", "ModelConfig", "build_transformer_config", "split_layers"]
+__all__ = ["ARCHITECTURES", "ModelConfig", "build_transformer_config"]
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -68,17 +69,6 @@ class ModelConfig:
         )
 
 
-def split_layers(num_layers: int, pp_size: int) -> tuple[int, ...]:
-    """Decoder layers of every pipeline stage: as even as can be, larger stages first.
-
-    Raises:
-        BackendError: for fewer layers than stages.
-    """
-    if num_layers < pp_size:
-        raise BackendError(f"{num_layers} layers cannot fill pp_size={pp_size} pipeline stages")
-    return tuple(num_layers // pp_size + (stage < num_layers % pp_size) for stage in range(pp_size))
-
-
 def build_transformer_config(model: ModelConfig, train: ParallelSpec, config: TrainConfig, dtype: torch.dtype) -> Any:
     """megatron-core's configuration: no dropout, no fused kernels that need a GPU library, summed gradients.
 
@@ -87,7 +77,7 @@ def build_transformer_config(model: ModelConfig, train: ParallelSpec, config: Tr
     """
     shape = model.shape
     _check_divisible(shape, train)
-    stages: list[list[str]] = [["decoder"] * n for n in split_layers(shape.num_layers, train.pp_size)]
+    stages: list[list[str]] = [["decoder"] * len(layers) for layers in split_layers(shape.num_layers, train.pp_size)]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     recompute: dict[str, Any] = {}

@@ -1,12 +1,47 @@
-"""The names of megatron-core that the backend uses, imported after the CPU hook is in place."""
+"""The names of megatron-core that the backend uses. Import them from here: the CPU hook has to be in place first."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 from hf_engine.backends.megatron._cpu import allow_cpu
+
+__all__ = ["quiet"]
+
+_HOMES = {
+    "DistributedDataParallel": "megatron.core.distributed",
+    "DistributedDataParallelConfig": "megatron.core.distributed",
+    "GPTModel": "megatron.core.models.gpt",
+    "OptimizerConfig": "megatron.core.optimizer",
+    "TransformerConfig": "megatron.core.transformer.transformer_config",
+    "finalize_model_grads": "megatron.core.distributed",
+    "get_forward_backward_func": "megatron.core.pipeline_parallel",
+    "get_gpt_layer_local_spec": "megatron.core.models.gpt.gpt_layer_specs",
+    "get_megatron_optimizer": "megatron.core.optimizer",
+    "model_parallel_cuda_manual_seed": "megatron.core.tensor_parallel",
+    "parallel_state": "megatron.core",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name of megatron-core.
+
+    Raises:
+        AttributeError: for a name that the backend does not use.
+        ModuleNotFoundError: if megatron-core is not installed.
+    """
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    allow_cpu()
+    with quiet():
+        import megatron.core
+
+        assert megatron.core.__version__, "imported for its own sake"
+        return getattr(import_module(_HOMES[name]), name)
 
 
 @contextmanager
@@ -15,31 +50,3 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-allow_cpu()
-
-with quiet():
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-__all__ = [
-    "DistributedDataParallel",
-    "DistributedDataParallelConfig",
-    "GPTModel",
-    "OptimizerConfig",
-    "TransformerConfig",
-    "finalize_model_grads",
-    "get_forward_backward_func",
-    "get_gpt_layer_local_spec",
-    "get_megatron_optimizer",
-    "model_parallel_cuda_manual_seed",
-    "parallel_state",
-    "quiet",
-]

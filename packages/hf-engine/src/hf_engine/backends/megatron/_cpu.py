@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
+from typing import cast
 
 import torch
 
@@ -89,10 +90,12 @@ class _Finder(MetaPathFinder):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
-        """Compiles the rewritten source; cached byte code of the original must neither be read nor replaced."""
+        """The cached byte code, or that of a rewritten source, which is not cached beside the original's."""
         path = self.get_filename(fullname)
-        source = self.get_data(path).decode()
+        original = self.get_data(path).decode()
+        source = original + _APPENDED.get(fullname, "")
         for pattern, replacement in _REPLACED:
             source = pattern.sub(replacement, source)
-        code: CodeType = self.source_to_code((source + _APPENDED.get(fullname, "")).encode(), path)
-        return code
+        if source == original:
+            return cast("CodeType", super().get_code(fullname))
+        return self.source_to_code(source.encode(), path)

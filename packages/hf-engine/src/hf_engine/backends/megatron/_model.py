@@ -12,8 +12,8 @@ from hf_engine.backends._micro_batches import MicroBatch
 from hf_engine.backends.megatron._config import ModelConfig
 from hf_engine.backends.megatron._core import GPTModel, get_gpt_layer_local_spec
 from hf_engine.backends.megatron._logprobs import compute_vocab_parallel_logprobs
-from hf_engine.backends.megatron._names import pad_vocabulary
 from hf_engine.backends.megatron._parallel import ParallelGroups
+from hf_engine.resharding.tensor_parallel import padded_vocab_size
 
 __all__ = ["Decoder", "DecoderInputs", "build_decoder"]
 
@@ -60,7 +60,7 @@ def build_decoder(model: ModelConfig, config: Any, groups: ParallelGroups, head:
     decoder = Decoder(
         config=config,
         transformer_layer_spec=spec,
-        vocab_size=pad_vocabulary(shape.vocab_size, groups.topology.train.tp_size),
+        vocab_size=padded_vocab_size(shape.vocab_size, groups.topology.train.tp_size),
         max_sequence_length=shape.max_positions,
         pre_process=groups.is_first_stage,
         post_process=groups.is_last_stage,

@@ -15,7 +15,7 @@ from hf_engine.resharding.boxes import Box
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Coordinate, ParallelSpec
 
-__all__ = ["HEAD_NAME", "ParameterNames", "Piece", "pad_vocabulary"]
+__all__ = ["HEAD_NAME", "ParameterNames", "Piece"]
 
 HEAD_NAME = "lm_head.weight"
 """The output layer of an untied model, and a value head in its place."""
@@ -36,11 +36,6 @@ class Piece:
     name: str
     box: Box
     view: torch.Tensor
-
-
-def pad_vocabulary(vocab_size: int, tp_size: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks: the next multiple of their number."""
-    return -(-vocab_size // tp_size) * tp_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +104,8 @@ class ParameterNames:
                 yield _rows(f"{prefix}{name}.{kind}", group * width, part)
 
     def _vocabulary(self, name: str, tensor: torch.Tensor) -> Piece:
-        start = self.at.tp * tensor.shape[0]
-        return _rows(name, start, tensor[: max(0, self.shape.vocab_size - start)])
+        start = min(self.at.tp * tensor.shape[0], self.shape.vocab_size)
+        return _rows(name, start, tensor[: self.shape.vocab_size - start])
 
     def _columns(self, name: str, tensor: torch.Tensor) -> Piece:
         return Piece(name, Box((0, self.at.tp * tensor.shape[1]), tuple(tensor.shape)), tensor)

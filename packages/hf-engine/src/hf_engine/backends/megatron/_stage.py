@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import Head, TrainConfig
-from hf_engine.backends.megatron._config import ModelConfig, build_transformer_config, split_layers
+from hf_engine.backends.megatron._config import ModelConfig, build_transformer_config
 from hf_engine.backends.megatron._core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -24,6 +24,8 @@ from hf_engine.backends.megatron._optimizer import DistributedAdamW
 from hf_engine.backends.megatron._parallel import ParallelGroups
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.resharding.model_layouts import megatron_layout
+from hf_engine.resharding.tensor_parallel import split_layers
 from hf_protocols.errors import BackendError
 
 __all__ = ["VALUE_HEAD", "Stage"]
@@ -59,8 +61,7 @@ class Stage:
         self._model = model
         self._groups = groups
         self._head = head
-        layers = split_layers(model.shape.num_layers, train.pp_size)
-        first_layer = sum(layers[: groups.at.pp])
+        first_layer = split_layers(model.shape.num_layers, train.pp_size)[groups.at.pp].start
         self._names = ParameterNames(shape=model.shape, train=train, at=groups.at, first_layer=first_layer)
         transformer = build_transformer_config(model, train, config, self.dtype)
         self.decoder: Decoder = build_decoder(model, transformer, groups, head, device)
@@ -90,15 +91,11 @@ class Stage:
     @cached_property
     def layout(self) -> WeightLayout:
         """The boxes of every rank."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        layout = megatron_layout(self._model.shape, self._groups.topology, dtype=dtype, head=self._head)
         own = {name: tuple(piece.box for piece in pieces) for name, pieces in self._pieces_by_name().items()}
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, own)
-        shapes = dict(self._model.shape.parameters())
-        if self._head == "value":
-            shapes[HEAD_NAME] = (1, self._model.shape.hidden_size)
-        return WeightLayout(
-            shapes=shapes, boxes=dict(enumerate(everyones)), dtype=str(self.dtype).removeprefix("torch.")
-        )
+        assert own == layout.boxes_of(self._groups.rank), "the layout is not that of megatron-core's parameters"
+        return layout
 
     def stored_name(self, name: str) -> str:
         """What a parameter is called in a Hugging Face directory."""
