@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from hf_controller.assembly import Assembly, Part
 from hf_controller.executors.in_process import LocalStore
 from hf_controller.expressions import Concat, Leaf, Rename, Rows, Select, Source, Union
 from hf_controller.failures import Failure, UpstreamFailure
@@ -238,3 +239,13 @@ def test_writing_in_place_is_seen():
     got["row"][0] = 5
     got["tokens"].values().mul_(2)
     assert reader.written_columns() == ["row", "tokens"]
+
+
+def test_a_column_of_many_megabytes_is_joined_like_a_small_one():
+    halves = [torch.arange(2**20).view(-1, 4) + offset for offset in (0, 1)]  # 8 MiB each
+    for kind in (torch.int64, torch.bfloat16):
+        arrays = [half.to(kind) for half in halves]
+        parts = [Part(0, RowSelection.range(1, 2**18)), Part(1, RowSelection.range(0, 2**18))]
+        assert torch.equal(Assembly(parts).build_dense(arrays), torch.cat([arrays[0][1:], arrays[1]]))
+        every = [Part(array, RowSelection.from_rows(range(0, 2**18, 2**17 // 16))) for array in (1, 0)]
+        assert torch.equal(Assembly(every).build_dense(arrays), torch.cat([a[:: 2**17 // 16] for a in arrays[::-1]]))

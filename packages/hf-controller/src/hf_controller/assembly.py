@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+import numpy
 import torch
 
 from hf_protocols import RowSelection
@@ -15,6 +16,9 @@ __all__ = ["Assembly", "Part", "jagged_view"]
 
 # Up to this many runs of neighbouring rows are copied run by run; beyond it, by index.
 _MAX_RUNS = 16
+
+# Below this numpy does not ask for huge pages.
+_MIN_HUGE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class Assembly:
             array, start, stop = self._runs[0]
             return arrays[array][start:stop]
         if len(self._runs) <= _MAX_RUNS:
-            return torch.cat([arrays[array][start:stop] for array, start, stop in self._runs])
+            return _join([arrays[array][start:stop] for array, start, stop in self._runs])
         return _scatter(arrays, self._row_indices)
 
     def build_jagged(self, arrays: Sequence[torch.Tensor], lengths: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -59,7 +63,7 @@ class Assembly:
             starts = [_offsets(each) for each in lengths]
             spans = [(array, int(starts[array][low]), int(starts[array][high])) for array, low, high in self._runs]
             pieces = [arrays[array][low:high] for array, low, high in spans]
-            values = arrays[0][:0] if not pieces else pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            values = arrays[0][:0] if not pieces else pieces[0] if len(pieces) == 1 else _join(pieces)
         else:
             values = _scatter(arrays, self._token_indices(lengths, offsets))
         _spend_warning()
@@ -122,9 +126,28 @@ def _offsets(lengths: torch.Tensor) -> torch.Tensor:
     return offsets
 
 
+def _join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of ``pieces`` one after another, in new memory."""
+    result = _allocate(sum(map(len, pieces)), pieces[0])
+    return torch.cat(list(pieces), out=result)
+
+
+def _allocate(num_rows: int, like: torch.Tensor) -> torch.Tensor:
+    """[num_rows, *row_shape] of any content.
+
+    numpy asks for huge pages; without them the kernel takes several times as long to hand out new memory as the copy
+    into it.
+    """
+    num_bytes = num_rows * like.shape[1:].numel() * like.element_size()
+    if num_bytes < _MIN_HUGE_BYTES:
+        return like.new_empty((num_rows, *like.shape[1:]))
+    memory = torch.from_numpy(numpy.empty(num_bytes, dtype=numpy.uint8))
+    return memory.view(like.dtype).view(num_rows, *like.shape[1:])
+
+
 def _scatter(arrays: Sequence[torch.Tensor], indices: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     total = sum(len(target) for _, _, target in indices)
-    result = arrays[indices[0][0]].new_empty((total, *arrays[indices[0][0]].shape[1:]))
+    result = _allocate(total, arrays[indices[0][0]])
     for array, source, target in indices:
         result.index_copy_(0, target, arrays[array].index_select(0, source))
     return result

@@ -31,6 +31,7 @@ from hf_protocols import HybridFlowError, MethodSpec, PoolError, ProtocolError
 __all__ = ["RayExecutor"]
 
 _CLOSE_TIMEOUT_S = 5.0
+_MAX_SENT_BYTES = 8 * 1024
 
 
 @dataclasses.dataclass
@@ -186,7 +187,8 @@ class RayExecutor(Executor):
         host_set, occupied = self._host_set_of(group), self._occupied[group.pool]
         # The same processes run their calls in order; others wait for the pool's last call.
         after = list(occupied.last_reports) if len(occupied.host_sets) > 1 else ()
-        packed = {id(call): pack_call(dataclasses.replace(call, after=after)) for call in calls.values()}
+        different = {id(call): call for call in calls.values()}
+        packed = {key: _pack_once(dataclasses.replace(call, after=after)) for key, call in different.items()}
         outcomes, reports = {}, {}
         for rank, call in calls.items():
             outcomes[rank], reports[rank] = host_set.actors[rank].run.remote(*packed[id(call)])
@@ -217,6 +219,12 @@ class RayExecutor(Executor):
         if group not in self._host_sets:
             raise PoolError(f"group {group.role!r} is closed: its pool {group.pool.name!r} was released")
         return self._host_sets[group]
+
+
+def _pack_once(call: Call) -> tuple[Any, list[Any]]:
+    """A rank's message. One that names many rows is stored once for all ranks rather than sent to each."""
+    packed, references = pack_call(call)
+    return (packed if len(packed) <= _MAX_SENT_BYTES else ray.put(packed)), references
 
 
 def _start_slicer() -> tuple[Any, str]:

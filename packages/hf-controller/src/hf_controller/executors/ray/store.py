@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayError
 
 from hf_protocols import WorkerError, WorkerTimeoutError
@@ -15,7 +17,38 @@ from hf_protocols import WorkerError, WorkerTimeoutError
 if TYPE_CHECKING:
     from hf_controller.transport import Shard, SliceRequest
 
-__all__ = ["Origin", "RayStore"]
+__all__ = ["Origin", "RayStore", "Sealed"]
+
+
+class Sealed:
+    """A reference that stays packed until it is opened.
+
+    A reader is told of every shard of a batch and reads a few of them. Unpacking a reference costs messages to its
+    owner; Ray counts the reference as long as the object or the call that contains the packed one exists.
+
+    Args:
+        reference: the reference.
+    """
+
+    def __init__(self, reference: Any) -> None:
+        self._reference = reference
+        self._packed = b""
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Sealed], tuple[bytes]]:
+        # Packed anew inside the object that will contain it, so that Ray sees it there.
+        return _reseal, (cloudpickle.dumps(self.open()),)  # type: ignore[no-untyped-call]
+
+    def open(self) -> Any:
+        """The reference."""
+        if self._reference is None:
+            self._reference = pickle.loads(self._packed)
+        return self._reference
+
+
+def _reseal(packed: bytes) -> Sealed:
+    sealed = Sealed(None)
+    sealed._packed = packed
+    return sealed
 
 
 @dataclass(frozen=True)
@@ -44,7 +77,7 @@ class RayStore:
 
     def put(self, value: Any) -> Any:
         """Store a list of arrays; they are copied into shared memory once."""
-        return ray.put(value)
+        return Sealed(ray.put(value))
 
     def get(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
         """The values; arrays are views of shared memory.
@@ -53,8 +86,9 @@ class RayStore:
             WorkerTimeoutError: if one is not there in time.
             WorkerError: if the process that made one is gone.
         """
+        references = [handle.open() if isinstance(handle, Sealed) else handle for handle in handles]
         try:
-            return list(ray.get(list(handles), timeout=timeout_s))
+            return list(ray.get(references, timeout=timeout_s))
         except GetTimeoutError as error:
             raise WorkerTimeoutError(
                 f"{len(handles)} objects of earlier calls were not there after {timeout_s:g} s: "
@@ -92,7 +126,7 @@ class RayStore:
         except ValueError as error:
             raise WorkerError(f"an earlier call's result is lost: the process {name} that holds it is gone") from error
         # In a list, so that the object itself stays where it is.
-        return self._actors[name].cut.remote([shard.arrays], request)
+        return self._actors[name].cut.remote([shard.arrays.open()], request)
 
 
 def _first_line(error: RayError) -> str:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import cloudpickle
 
+from hf_controller.executors.ray.store import Sealed
+
 if TYPE_CHECKING:
     from hf_controller.dispatch import Call
     from hf_controller.trace import CallReport
@@ -26,7 +28,7 @@ class _CallPickler(cloudpickle.CloudPickler):
         self.references: dict[Any, int] = {}
 
     def persistent_id(self, value: Any) -> int | None:
-        if isinstance(value, ray.ObjectRef):
+        if isinstance(value, ray.ObjectRef | Sealed):
             return self.references.setdefault(value, len(self.references))
         return None
 
