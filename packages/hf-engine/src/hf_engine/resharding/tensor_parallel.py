@@ -15,7 +15,7 @@ from hf_engine.resharding.boxes import Box
 from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 
-__all__ = ["VOCAB_PADDING", "Cut", "cut_of", "expert_of", "layer_of", "padded_vocab_size", "split_layers"]
+__all__ = ["VOCAB_PADDING", "Cut", "cut_box", "cut_of", "expert_of", "layer_of", "padded_vocab_size", "split_layers"]
 
 Cut = Literal["query", "key-value", "columns", "rows", "vocabulary", "replicated"]
 """Which dimension tensor parallelism cuts, and in which units."""

@@ -1,0 +1,164 @@
+"""The `hf-engine` command: what a transition costs before anything runs, and a proof of it on real weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from hf_protocols.errors import ConfigError, HybridFlowError, ReshardError
+from hf_protocols.models import ModelShape
+from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
+from hf_protocols.transition import Method
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command; a user's mistake is one line on stderr and exit code 2."""
+    options = _parser().parse_args(arguments)
+    try:
+        print(options.run(options))
+    except (HybridFlowError, OSError) as error:
+        print(f"hf-engine {options.command}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-engine", description="Plans the transition of a model's weights from training to generation."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser("plan", help="bytes and memory of a transition, by method")
+    plan.add_argument("--method", choices=get_args(Method), help="one method only; all three by default")
+    plan.add_argument("--dtype-bytes", type=int, default=2, help="bytes of one weight (default 2)")
+    plan.set_defaults(run=_plan)
+    check = commands.add_parser("check", help="prove a conversion on real weights, there and back, bit by bit")
+    check.set_defaults(run=_check)
+    for command in (plan, check):
+        what = "preset, config.json or directory" if command is plan else "directory in Hugging Face format"
+        command.add_argument("--model", required=True, help=what)
+        command.add_argument("--train", required=True, help="training sizes pp-tp-dp, such as 1-8-2")
+        command.add_argument("--gen", required=True, help="generation sizes pp-tp, such as 1-2")
+        command.add_argument("--sharding", default="megatron", choices=("megatron", "fsdp"), help="default megatron")
+        command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    return parser
+
+
+def _topology(options: argparse.Namespace) -> Topology:
+    return Topology(ParallelSpec.parse(options.train), GenerationSpec.parse(options.gen))
+
+
+def _plan(options: argparse.Namespace) -> str:
+    topology = _topology(options)
+    model = _model_shape(options.model)
+    rows: dict[str, dict[str, Any]] = {}
+    for method in [options.method] if options.method else get_args(Method):
+        try:
+            rows[method] = _costs(model, topology, method, options)
+        except ReshardError as error:
+            if options.method:
+                raise
+            rows[method] = {"refused": str(error)}
+    facts = {"model": model.name, "train": options.train, "gen": options.gen, "ranks": topology.world_size}
+    facts["parameter_bytes"] = model.num_parameters * options.dtype_bytes
+    if options.json:
+        return json.dumps(facts | {"methods": rows}, indent=2)
+    return _table(facts, rows)
+
+
+def _costs(model: ModelShape, topology: Topology, method: Method, options: argparse.Namespace) -> dict[str, Any]:
+    from hf_engine.resharding.transition import plan_transition
+
+    planned = plan_transition(model, topology, method, dtype_bytes=options.dtype_bytes, sharding=options.sharding)
+    by_rank = {
+        "recv_bytes": planned.recv_bytes,
+        "send_bytes": planned.send_bytes,
+        "kept_bytes": planned.kept_bytes,
+        "peak_param_bytes": planned.peak_param_bytes,
+    }
+    exchanges = [vars(exchange) | {"ranks": list(exchange.ranks)} for exchange in planned.exchanges]
+    return {
+        **{name: {"mean": sum(d.values()) / len(d), "worst": max(d.values())} for name, d in by_rank.items()},
+        "redundant_bytes": planned.redundant_bytes,
+        "by_rank": {name: [values[rank] for rank in planned.plan.ranks] for name, values in by_rank.items()},
+        "exchanges": exchanges,
+    }
+
+
+def _table(facts: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = [
+        f"{facts['model']}: {_size(facts['parameter_bytes'])} of weights on {facts['ranks']} ranks, "
+        f"training {facts['train']} (pp-tp-dp), generation {facts['gen']} (pp-tp)",
+        "",
+        f"{'per rank':<14}{'received':>12}{'worst':>12}{'peak':>12}{'redundant':>12}  exchanges",
+    ]
+    for method, row in rows.items():
+        if "refused" in row:
+            lines.append(f"{method:<14}not defined here: {row['refused']}")
+            continue
+        figures = (
+            row["recv_bytes"]["mean"],
+            row["recv_bytes"]["worst"],
+            row["peak_param_bytes"]["worst"],
+            row["redundant_bytes"],
+        )
+        cells = "".join(f"{_size(value):>12}" for value in figures)
+        lines.append(f"{method:<14}{cells}  {_exchanges(row['exchanges'])}")
+    lines += ["", "received: mean over ranks; peak and redundancy: the worst rank; M is the model in this dtype"]
+    return "\n".join(lines)
+
+
+def _exchanges(exchanges: Sequence[Mapping[str, Any]]) -> str:
+    if not exchanges:
+        return "none: every rank holds what it needs"
+    sizes = sorted({len(exchange["ranks"]) for exchange in exchanges})
+    kind = "all-gather" if not any(exchange["peer_bytes"] for exchange in exchanges) else "all-gather, point to point"
+    if not any(exchange["gather_bytes"] for exchange in exchanges):
+        kind = "point to point"
+    return f"{kind} in {len(exchanges)} groups of {', '.join(map(str, sizes))} ranks"
+
+
+def _check(options: argparse.Namespace) -> str:
+    from hf_engine.resharding.checking import check_conversion
+    from hf_engine.resharding.layouts import fsdp_layout
+    from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
+
+    directory = Path(options.model)
+    topology = _topology(options)
+    model = ModelShape.from_config(directory)
+    if options.sharding == "fsdp":
+        source = fsdp_layout(model.parameters(), range(topology.world_size))
+    else:
+        source = megatron_layout(model, topology)
+    report = check_conversion(directory, source, generation_layout(model, topology))
+    if options.json:
+        return json.dumps(vars(report) | {"digests": {n: f"{d:016x}" for n, d in report.digests.items()}}, indent=2)
+    return (
+        f"{report.num_parameters} parameters, {_size(report.parameter_bytes)}: training {options.train} -> generation "
+        f"{options.gen} -> training is bit-exact on all {topology.world_size} ranks; {_size(report.moved_bytes)} moved"
+    )
+
+
+def _model_shape(name: str) -> ModelShape:
+    path = Path(name)
+    if path.exists():
+        return ModelShape.from_config(path)
+    try:
+        return ModelShape.preset(name)
+    except ConfigError as error:
+        raise ConfigError(f"--model {name!r} is no file or directory, and as a preset: {error}") from None
+
+
+def _size(num_bytes: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+if __name__ == "__main__":
+    main()

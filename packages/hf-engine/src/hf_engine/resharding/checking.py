@@ -1,0 +1,164 @@
+"""Proving a conversion on real weights: every rank's shard is built, moved as the plan says, compared, and moved back.
+
+One process plays all ranks, parameter by parameter, so the proof needs the memory of the largest parameter on its
+ranks and no process group.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from hf_engine.resharding.boxes import Box
+from hf_engine.resharding.digest import compute_digest
+from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
+from hf_protocols.errors import ReshardError
+
+__all__ = ["ConversionReport", "check_conversion", "read_shapes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionReport:
+    """What a proof covered."""
+
+    num_parameters: int
+    """Named tensors that were moved to the generation layout and back."""
+    parameter_bytes: int
+    moved_bytes: int
+    """Bytes received by all ranks, there and back."""
+    digests: Mapping[str, int]
+    """64-bit digest of every whole tensor, the same before and after."""
+
+
+def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in the directory's safetensors files.
+
+    Raises:
+        ReshardError: if there are none, or one cannot be read.
+    """
+    return {name: tuple(shape) for name, (_, shape) in _index(directory).items()}
+
+
+def check_conversion(directory: Path, source: WeightLayout, target: WeightLayout) -> ConversionReport:
+    """Moves the weights of a Hugging Face directory from one layout to the other and back, bit by bit.
+
+    Args:
+        directory: `config.json` and safetensors files.
+        source: the training layout.
+        target: the generation layout.
+
+    Raises:
+        ReshardError: naming tensors that are missing, extra or mis-shaped, or a box whose bits differ.
+    """
+    files = _index(directory)
+    _check_names({name: shape for name, (_, shape) in files.items()}, source.shapes)
+    ways = [plan_reshard(source, target), plan_reshard(target, source)]
+    pieces = [_by_name(plan) for plan in ways]
+    digests, total, moved = {}, 0, 0
+    for name, (path, _) in files.items():
+        with safe_open(path, framework="pt") as file:
+            whole = file.get_tensor(name)
+        shards = _cut(whole, name, source)
+        for plan, (messages, kept) in zip(ways, pieces, strict=True):
+            shards, received = _move(plan, name, shards, messages[name], kept[name])
+            _compare(whole, name, plan.target, shards)
+            moved += received
+        digests[name] = compute_digest(whole)
+        total += whole.nbytes
+    return ConversionReport(num_parameters=len(files), parameter_bytes=total, moved_bytes=moved, digests=digests)
+
+
+_Shards = dict[int, list[torch.Tensor]]
+"""By rank: one tensor per box of one parameter."""
+
+
+def _index(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise ReshardError(f"{directory} holds no safetensors files: give a model in Hugging Face format")
+    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                found |= {name: (path, tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ReshardError(f"{path.name} cannot be read: {error}") from error
+    return found
+
+
+def _check_names(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    problems = []
+    if missing := sorted(expected.keys() - found.keys()):
+        problems.append(f"missing {missing}")
+    if extra := sorted(found.keys() - expected.keys()):
+        problems.append(f"extra {extra}")
+    for name in sorted(expected.keys() & found.keys()):
+        if found[name] != tuple(expected[name]):
+            problems.append(f"{name!r} has shape {found[name]}, the config says {tuple(expected[name])}")
+    if problems:
+        raise ReshardError(f"the weights do not match config.json: {'; '.join(problems)}")
+
+
+def _by_name(
+    plan: ReshardPlan,
+) -> tuple[Mapping[str, list[Message]], Mapping[str, list[tuple[int, Box]]]]:
+    messages: dict[str, list[Message]] = defaultdict(list)
+    for message in plan.messages:
+        messages[message.name].append(message)
+    kept: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+    for rank, held in plan.kept.items():
+        for name, box in held:
+            kept[name].append((rank, box))
+    return messages, kept
+
+
+def _boxes(layout: WeightLayout, name: str) -> Iterator[tuple[int, tuple[Box, ...]]]:
+    for rank in layout.ranks:
+        if boxes := layout.boxes_of(rank).get(name):
+            yield rank, boxes
+
+
+def _cut(whole: torch.Tensor, name: str, layout: WeightLayout) -> _Shards:
+    bounds = Box.whole(tuple(whole.shape))
+    return {
+        rank: [whole[box.slices_in(bounds)].clone() for box in boxes] for rank, boxes in _boxes(layout, name)
+    }
+
+
+def _move(
+    plan: ReshardPlan, name: str, held: _Shards, messages: list[Message], kept: list[tuple[int, Box]]
+) -> tuple[_Shards, int]:
+    """Fills fresh shards of the target layout from those of the source, and from nothing else."""
+    moved = {
+        rank: [torch.empty(box.shape, dtype=next(iter(held.values()))[0].dtype) for box in boxes]
+        for rank, boxes in _boxes(plan.target, name)
+    }
+    received = 0
+    for rank, box in kept:
+        _region(plan.target, rank, name, moved, box).copy_(_region(plan.source, rank, name, held, box))
+    for message in messages:
+        sent = _region(plan.source, message.source, name, held, message.box)
+        for rank in message.destinations:
+            _region(plan.target, rank, name, moved, message.box).copy_(sent)
+            received += sent.nbytes
+    return moved, received
+
+
+def _region(layout: WeightLayout, rank: int, name: str, shards: _Shards, box: Box) -> torch.Tensor:
+    boxes = layout.boxes_of(rank)[name]
+    index = next(index for index, candidate in enumerate(boxes) if candidate.contains(box))
+    return shards[rank][index][box.slices_in(boxes[index])]
+
+
+def _compare(whole: torch.Tensor, name: str, layout: WeightLayout, shards: _Shards) -> None:
+    bounds = Box.whole(tuple(whole.shape))
+    for rank, boxes in _boxes(layout, name):
+        for box, shard in zip(boxes, shards[rank], strict=True):
+            if compute_digest(shard) != compute_digest(whole[box.slices_in(bounds)]):
+                raise ReshardError(f"rank {rank} holds other bits of {name!r} at {box} than the checkpoint")

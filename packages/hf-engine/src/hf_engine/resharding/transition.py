@@ -1,0 +1,227 @@
+"""The train -> generate transition of a model by each method of the paper (section 5.4), planned exactly. Pure.
+
+The paper gives formulas (Table 2, `hf_protocols.compute_transition_cost`); here the same figures come out of the boxes
+of every rank, also where norms are replicated, stages are unequal, or sizes do not nest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal, get_args
+
+from hf_engine.resharding.boxes import Box
+from hf_engine.resharding.layouts import WeightLayout, fsdp_layout
+from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
+from hf_engine.resharding.plan import ReshardPlan, plan_reshard
+from hf_protocols.errors import ReshardError
+from hf_protocols.models import ModelShape
+from hf_protocols.topology import Topology
+from hf_protocols.transition import Method
+
+__all__ = ["Exchange", "Sharding", "TransitionPlan", "plan_transition"]
+
+Sharding = Literal["megatron", "fsdp"]
+"""Who holds the weights in training: Megatron-core's tensor and pipeline parallelism, or FSDP2's chunks of rows."""
+
+_DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Ranks that exchange weights with each other and with nobody else."""
+
+    ranks: tuple[int, ...]
+    gather_bytes: int
+    """Bytes that each rank receives on average from pieces that go from one rank to all others: all-gathers."""
+    peer_bytes: int
+    """Bytes that each rank receives on average from pieces that only some ranks lack: point-to-point messages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransitionPlan:
+    """What a transition costs every rank; all figures in bytes of the weights' dtype."""
+
+    method: Method
+    parameter_bytes: int
+    """M: the whole model."""
+    plan: ReshardPlan
+    """The messages: to the generation layout, or to whole models for the methods that gather them."""
+    generation: WeightLayout
+    """What every rank holds in generation."""
+    keeps_shard: bool
+    """Whether the training shard stays beside the generation shard even where it lies inside (DS-Chat)."""
+
+    @property
+    def recv_bytes(self) -> Mapping[int, int]:
+        """By rank: bytes received."""
+        return self.plan.recv_bytes
+
+    @property
+    def send_bytes(self) -> Mapping[int, int]:
+        """By rank: bytes sent, once for every receiver."""
+        return self.plan.send_bytes
+
+    @property
+    def kept_bytes(self) -> Mapping[int, int]:
+        """By rank: bytes of what it needs that it holds already."""
+        return self.plan.kept_bytes
+
+    @cached_property
+    def redundant_bytes_by_rank(self) -> Mapping[int, int]:
+        """By rank: bytes of the training shard that are held beside the generation shard in the model's dtype."""
+        source = self.plan.source
+        if self.keeps_shard:
+            return {rank: source.held_bytes(rank) for rank in self.plan.ranks}
+        inside = _overlaps(source, self.generation)
+        return {rank: source.held_bytes(rank) - inside[rank] for rank in self.plan.ranks}
+
+    @property
+    def redundant_bytes(self) -> int:
+        """Redundancy of the worst rank."""
+        return max(self.redundant_bytes_by_rank.values())
+
+    @cached_property
+    def peak_param_bytes(self) -> Mapping[int, int]:
+        """By rank: most bytes of weights held at once, what the gather fills and the shard outside of it."""
+        inside = _overlaps(self.plan.source, self.plan.target)
+        return {
+            rank: self.plan.target.held_bytes(rank) + self.plan.source.held_bytes(rank) - inside[rank]
+            for rank in self.plan.ranks
+        }
+
+    @cached_property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """The groups of ranks that communicate and how, by their lowest rank; the paper's are the micro-DP groups."""
+        group_of = _components(self.plan)
+        gathered: dict[tuple[int, ...], int] = defaultdict(int)
+        others: dict[tuple[int, ...], int] = defaultdict(int)
+        for message in self.plan.messages:
+            ranks = group_of[message.source]
+            sums = gathered if len(message.destinations) == len(ranks) - 1 else others
+            sums[ranks] += message.box.numel * len(message.destinations) * self.plan.target.element_bytes
+        return tuple(
+            Exchange(ranks=ranks, gather_bytes=gathered[ranks] // len(ranks), peer_bytes=others[ranks] // len(ranks))
+            for ranks in sorted({*gathered, *others})
+        )
+
+
+def plan_transition(
+    model: ModelShape,
+    topology: Topology,
+    method: Method = "hybridflow",
+    *,
+    dtype_bytes: int = 2,
+    sharding: Sharding = "megatron",
+    ranks_per_machine: int = 8,
+) -> TransitionPlan:
+    """Plans the transition of one model.
+
+    ==============  ================================================================================================
+    hybridflow      every rank receives the part of its generation shard that it lacks (strided groups, section 5.3)
+    hybridflow-v    every rank gathers the whole model inside its training replica, then keeps the shard that the
+                    vanilla groups give it
+    ds-chat         every rank gathers the whole model from ZeRO shards over all ranks, then keeps its shard
+    ==============  ================================================================================================
+
+    Args:
+        model: names and shapes of the parameters.
+        topology: training and generation sizes; its grouping is replaced by the method's.
+        method: one of the three.
+        dtype_bytes: bytes of one weight: 2, 4 or 8.
+        sharding: who holds the weights in training; `"fsdp"` for pp_size = tp_size = 1.
+        ranks_per_machine: senders on the receiver's machine are preferred.
+
+    Raises:
+        ReshardError: for a method that is not defined for the layout, or sizes that do not share out.
+        TopologyError: for a topology without generation.
+    """
+    _check(topology, method, dtype_bytes, sharding)
+    topology = replace(topology, grouping="vanilla" if method == "hybridflow-v" else "hybridflow")
+    dtype = _DTYPES[dtype_bytes]
+    generation = generation_layout(model, topology, dtype=dtype)
+    ranks = range(topology.world_size)
+    if method == "ds-chat" or sharding == "fsdp":
+        source = fsdp_layout(model.parameters(), ranks, dtype=dtype)
+    else:
+        source = megatron_layout(model, topology, dtype=dtype)
+    whole = {name: (Box.whole(shape),) for name, shape in generation.shapes.items()}
+    gathered = WeightLayout(shapes=generation.shapes, boxes=dict.fromkeys(ranks, whole), dtype=dtype)
+    near: list[Sequence[Sequence[int]]] = [_training_replicas(topology)] if method == "hybridflow-v" else []
+    near += [topology.groups("micro_dp"), [ranks[i : i + ranks_per_machine] for i in ranks[::ranks_per_machine]]]
+    return TransitionPlan(
+        method=method,
+        parameter_bytes=model.num_parameters * dtype_bytes,
+        plan=plan_reshard(source, generation if method == "hybridflow" else gathered, near=near),
+        generation=generation,
+        keeps_shard=method == "ds-chat",
+    )
+
+
+def _check(topology: Topology, method: str, dtype_bytes: int, sharding: str) -> None:
+    topology.groups("gen_tp")  # raises without generation
+    if method not in get_args(Method):
+        raise ReshardError(f"method={method!r}: give one of {', '.join(get_args(Method))}")
+    if sharding not in get_args(Sharding):
+        raise ReshardError(f"sharding={sharding!r}: give one of {', '.join(get_args(Sharding))}")
+    if dtype_bytes not in _DTYPES:
+        raise ReshardError(f"dtype_bytes={dtype_bytes}: give one of {', '.join(map(str, _DTYPES))}")
+    train = topology.train
+    if sharding == "fsdp" and train.pp_size * train.tp_size > 1:
+        raise ReshardError(
+            f"FSDP shards over data-parallel ranks, the topology has pp_size={train.pp_size}, "
+            f"tp_size={train.tp_size}: give 1-1-{topology.world_size}"
+        )
+    if method == "hybridflow-v" and (sharding == "fsdp" or not topology.is_nested):
+        raise ReshardError(
+            "hybridflow-v gathers inside a training replica of pp * tp ranks and keeps a shard that nests in it "
+            "(gen_pp divides pp, gen_tp divides tp); this layout has none: use hybridflow or ds-chat"
+        )
+
+
+def _training_replicas(topology: Topology) -> list[list[int]]:
+    replicas: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank in range(topology.world_size):
+        at = topology.coordinate(rank)
+        replicas[at.dp, at.cp].append(rank)
+    return list(replicas.values())
+
+
+def _overlaps(first: WeightLayout, second: WeightLayout) -> dict[int, int]:
+    """By rank: bytes that it holds in both layouts; ranks that share their boxes in both are counted once."""
+    known: dict[tuple[int, int], int] = {}
+    found = {}
+    for rank in sorted({*first.ranks, *second.ranks}):
+        mine, other = first.boxes_of(rank), second.boxes_of(rank)
+        key = (id(mine), id(other))
+        if key not in known:
+            known[key] = sum(
+                overlap.numel
+                for name, boxes in mine.items()
+                for box in boxes
+                for candidate in other.get(name, ())
+                if (overlap := box.intersect(candidate))
+            )
+        found[rank] = known[key] * first.element_bytes
+    return found
+
+
+def _components(plan: ReshardPlan) -> dict[int, tuple[int, ...]]:
+    """The ranks that are joined by messages, directly or through others, for every rank."""
+    parent = {rank: rank for rank in plan.ranks}
+
+    def root(rank: int) -> int:
+        while parent[rank] != rank:
+            parent[rank] = parent[parent[rank]]
+            rank = parent[rank]
+        return rank
+
+    for source, destinations in {(m.source, m.destinations) for m in plan.messages}:
+        for rank in destinations:
+            parent[root(rank)] = root(source)
+    members: dict[int, list[int]] = defaultdict(list)
+    for rank in plan.ranks:
+        members[root(rank)].append(rank)
+    return {rank: tuple(group) for group in members.values() for rank in group}

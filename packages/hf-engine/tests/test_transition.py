@@ -1,0 +1,227 @@
+"""Planned transitions against the paper's Table 2, and against element-wise brute force."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+import pytest
+
+from hf_engine.resharding.transition import plan_transition
+from hf_protocols.errors import ReshardError, TopologyError
+from hf_protocols.models import ModelShape
+from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
+from hf_protocols.transition import compute_transition_cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformShape(ModelShape):
+    """A model of tensor-parallel matrices only, the same in every layer: the case of the paper's formulas."""
+
+    def parameters(self):
+        shape = (64, 64)
+        return {
+            f"model.layers.{n}.mlp.{m}.weight": shape for n in range(self.num_layers) for m in ("up_proj", "down_proj")
+        }
+
+
+UNIFORM = UniformShape(
+    name="uniform",
+    num_layers=16,
+    hidden_size=64,
+    intermediate_size=64,
+    num_heads=64,
+    num_kv_heads=64,
+    head_dim=1,
+    vocab_size=1,
+)
+NESTED = [
+    (pp, tp, dp, gen_pp, gen_tp)
+    for pp, tp, dp in product([1, 2, 4, 8, 16], [1, 2, 4, 8, 16], [1, 2, 4])
+    if pp * tp * dp <= 64
+    for gen_pp, gen_tp in product([1, 2, 4, 8, 16], [1, 2, 4, 8, 16])
+    if pp % gen_pp == 0 and tp % gen_tp == 0
+]
+
+
+def topology_of(pp, tp, dp, gen_pp, gen_tp, order="megatron"):
+    return Topology(
+        ParallelSpec(pp_size=pp, tp_size=tp, dp_size=dp), GenerationSpec(gen_pp_size=gen_pp, gen_tp_size=gen_tp), order
+    )
+
+
+@pytest.mark.parametrize("method", ["hybridflow", "hybridflow-v", "ds-chat"])
+@pytest.mark.parametrize("order", ["megatron", "contiguous"])
+def test_uniform_models_cost_exactly_what_table_2_says_on_every_rank(method, order):
+    whole = 2 * UNIFORM.num_parameters
+    for sizes in NESTED:
+        topology = topology_of(*sizes, order)
+        cost = compute_transition_cost(whole, topology, method)
+        planned = plan_transition(UNIFORM, topology, method)
+        assert planned.parameter_bytes == whole
+        assert set(planned.recv_bytes.values()) == {cost.recv_bytes}, sizes
+        assert set(planned.peak_param_bytes.values()) == {cost.peak_param_bytes}, sizes
+        assert sum(planned.send_bytes.values()) == sum(planned.recv_bytes.values())
+        pp, tp, _, gen_pp, gen_tp = sizes
+        # Vanilla groups of whole tensor-parallel groups hold the training shards: there the paper's row is a bound.
+        shard_inside = method == "hybridflow-v" and not holds_nothing_of_its_shard(pp, tp, gen_pp, gen_tp)
+        if shard_inside:
+            assert planned.redundant_bytes < cost.redundant_bytes or cost.redundant_bytes == 0
+        else:
+            assert planned.redundant_bytes == cost.redundant_bytes, sizes
+
+
+def holds_nothing_of_its_shard(pp, tp, gen_pp, gen_tp):
+    """Whether any rank's vanilla generation shard misses its whole training shard, cell by cell of a pp x tp grid."""
+    for stage, column in product(range(pp), range(tp)):
+        index = stage * tp + column
+        at_tp, at_pp = index % gen_tp, index // gen_tp % gen_pp
+        stages = range(at_pp * pp // gen_pp, (at_pp + 1) * pp // gen_pp)
+        columns = range(at_tp * tp // gen_tp, (at_tp + 1) * tp // gen_tp)
+        if stage not in stages or column not in columns:
+            return True
+    return False
+
+
+def test_senders_of_nested_layouts_are_level_and_groups_are_the_micro_dp_groups():
+    for sizes in NESTED:
+        topology = topology_of(*sizes)
+        planned = plan_transition(UNIFORM, topology)
+        assert len(set(planned.send_bytes.values())) == 1, sizes
+        expected = sorted(group for group in topology.groups("micro_dp") if len(group) > 1)
+        assert [exchange.ranks for exchange in planned.exchanges] == [tuple(sorted(group)) for group in expected]
+        assert all(exchange.peer_bytes == 0 for exchange in planned.exchanges)
+
+
+@pytest.mark.parametrize(
+    ("preset", "train", "generation"),
+    [
+        ("llama-2-7b", "1-8-2", "1-2"),
+        ("llama-2-13b", "1-8-2", "1-4"),
+        ("codellama-34b", "2-8-2", "1-8"),
+        ("llama-2-70b", "4-8-2", "1-8"),
+        ("llama-3-8b", "2-4-2", "1-2"),
+    ],
+)
+def test_published_models_come_within_a_thousandth_of_the_formula(preset, train, generation):
+    model = ModelShape.preset(preset)
+    topology = Topology(ParallelSpec.parse(train), GenerationSpec.parse(generation))
+    planned = plan_transition(model, topology)
+    cost = compute_transition_cost(planned.parameter_bytes, topology)
+    mean = sum(planned.recv_bytes.values()) / topology.world_size
+    assert mean == pytest.approx(cost.recv_bytes, rel=1e-3)
+    assert planned.redundant_bytes == 0
+    for rank in range(topology.world_size):
+        assert planned.recv_bytes[rank] == brute_force_recv(planned.plan, rank)
+
+
+def brute_force_recv(plan, rank):
+    """What a rank needs minus what it holds, by corners of boxes alone."""
+    needed = 0
+    for name, wanted in plan.target.boxes_of(rank).items():
+        for box in wanted:
+            missing = np.prod(box.shape)
+            for held in plan.source.boxes_of(rank).get(name, ()):
+                low = np.maximum(box.offset, held.offset)
+                high = np.minimum(box.stop, held.stop)
+                missing -= np.prod(np.maximum(high - low, 0))
+            needed += int(missing)
+    return needed * 2
+
+
+SMALL = ModelShape(
+    name="small",
+    num_layers=3,
+    hidden_size=12,
+    intermediate_size=20,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=3,
+    vocab_size=70,
+    tie_embeddings=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("train", "generation", "sharding"),
+    [
+        ("1-1-4", "1-2", "fsdp"),
+        ("1-1-6", "1-2", "fsdp"),
+        ("1-1-4", "1-4", "fsdp"),
+        ("1-1-3", "3-1", "fsdp"),
+        ("1-1-4", "1-4", "megatron"),
+        ("3-1-2", "1-2", "megatron"),
+        ("1-2-2", "1-4", "megatron"),
+        ("3-2-1", "1-2", "megatron"),
+        ("2-2-1", "1-1", "megatron"),
+    ],
+)
+def test_any_layout_is_exact_element_by_element(train, generation, sharding):
+    """Marks every element in numpy: received once and only if needed and not held; peak is the union."""
+    topology = Topology(ParallelSpec.parse(train), GenerationSpec.parse(generation))
+    planned = plan_transition(SMALL, topology, dtype_bytes=4, sharding=sharding)
+    for rank in range(topology.world_size):
+        need = elements(planned.generation, rank)
+        have = elements(planned.plan.source, rank)
+        got = {name: np.zeros(shape, dtype=int) for name, shape in SMALL.parameters().items()}
+        for message in planned.plan.messages:
+            if rank in message.destinations:
+                got[message.name][box_slices(message.box)] += 1
+        assert all(np.array_equal(got[name], need[name] & ~have[name]) for name in got)
+        assert planned.recv_bytes[rank] == 4 * sum(int(part.sum()) for part in got.values())
+        union = sum(int((need[name] | have[name]).sum()) for name in need)
+        assert planned.peak_param_bytes[rank] == 4 * union
+        outside = sum(int((have[name] & ~need[name]).sum()) for name in need)
+        assert planned.redundant_bytes_by_rank[rank] == 4 * outside
+    assert planned.redundant_bytes == max(planned.redundant_bytes_by_rank.values())
+
+
+def box_slices(box):
+    return tuple(slice(a, b) for a, b in zip(box.offset, box.stop, strict=True))
+
+
+def elements(layout, rank):
+    marks = {name: np.zeros(shape, dtype=bool) for name, shape in layout.shapes.items()}
+    for name, boxes in layout.boxes_of(rank).items():
+        for box in boxes:
+            marks[name][box_slices(box)] = True
+    return marks
+
+
+def test_figure_8_moves_a_quarter_of_the_model_and_the_vanilla_groups_three_quarters():
+    topology = topology_of(1, 4, 2, 1, 2)
+    whole = Fraction(2 * UNIFORM.num_parameters)
+    assert plan_transition(UNIFORM, topology).recv_bytes[0] == whole / 4
+    vanilla = plan_transition(UNIFORM, topology, "hybridflow-v")
+    assert vanilla.recv_bytes[0] == whole * 3 / 4
+    assert [rank for rank, extra in vanilla.redundant_bytes_by_rank.items() if extra] == [1, 2, 5, 6]
+
+
+def test_near_senders_come_first():
+    """FSDP over two machines of two ranks, generation inside each: nothing that is near comes from afar."""
+    topology = Topology(ParallelSpec(pp_size=1, tp_size=2, dp_size=2), GenerationSpec(gen_tp_size=1))
+    planned = plan_transition(SMALL, topology, ranks_per_machine=2)
+    assert {m.source // 2 == rank // 2 for m in planned.plan.messages for rank in m.destinations} == {True}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "magic"}, "hybridflow, hybridflow-v, ds-chat"),
+        ({"sharding": "zero"}, "megatron, fsdp"),
+        ({"dtype_bytes": 3}, "2, 4, 8"),
+        ({"sharding": "fsdp"}, "give 1-1-4"),
+    ],
+)
+def test_what_is_not_defined_is_refused(arguments, message):
+    with pytest.raises(ReshardError, match=message):
+        plan_transition(SMALL, topology_of(1, 2, 2, 1, 1), **arguments)
+
+
+def test_hybridflow_v_needs_a_training_replica():
+    with pytest.raises(ReshardError, match="use hybridflow or ds-chat"):
+        plan_transition(SMALL, topology_of(1, 1, 4, 1, 2), "hybridflow-v")
+    with pytest.raises(TopologyError, match="GenerationSpec"):
+        plan_transition(SMALL, Topology(ParallelSpec(dp_size=2)))
