@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     plan = commands.add_parser("plan", help="bytes and memory of a transition, by method")
     plan.add_argument("--method", choices=get_args(Method), help="one method only; all three by default")
-    plan.add_argument("--dtype-bytes", type=int, default=2, help="bytes of one weight (default 2)")
+    plan.add_argument("--dtype-bytes", type=int, default=2, choices=(2, 4, 8), help="bytes of one weight (default 2)")
     plan.set_defaults(run=_plan)
     check = commands.add_parser("check", help="prove a conversion on real weights, there and back, bit by bit")
     check.set_defaults(run=_check)
@@ -91,7 +91,7 @@ def _costs(model: ModelShape, topology: Topology, method: Method, options: argpa
 
 def _table(facts: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [
-        f"{facts['model']}: {_size(facts['parameter_bytes'])} of weights on {facts['ranks']} ranks, "
+        f"{facts['model']}: {_size(facts['parameter_bytes'])} of weights on {facts['ranks']} ranks",
         f"training {facts['train']} (pp-tp-dp), generation {facts['gen']} (pp-tp)",
         "",
         f"{'per rank':<14}{'received':>12}{'worst':>12}{'peak':>12}{'redundant':>12}  exchanges",

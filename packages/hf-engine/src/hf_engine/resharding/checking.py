@@ -98,9 +98,11 @@ def _check_names(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tu
         problems.append(f"missing {missing}")
     if extra := sorted(found.keys() - expected.keys()):
         problems.append(f"extra {extra}")
-    for name in sorted(expected.keys() & found.keys()):
-        if found[name] != tuple(expected[name]):
-            problems.append(f"{name!r} has shape {found[name]}, the config says {tuple(expected[name])}")
+    problems += [
+        f"{name!r} has shape {found[name]}, the config says {tuple(expected[name])}"
+        for name in sorted(expected.keys() & found.keys())
+        if found[name] != tuple(expected[name])
+    ]
     if problems:
         raise ReshardError(f"the weights do not match config.json: {'; '.join(problems)}")
 
@@ -126,9 +128,7 @@ def _boxes(layout: WeightLayout, name: str) -> Iterator[tuple[int, tuple[Box, ..
 
 def _cut(whole: torch.Tensor, name: str, layout: WeightLayout) -> _Shards:
     bounds = Box.whole(tuple(whole.shape))
-    return {
-        rank: [whole[box.slices_in(bounds)].clone() for box in boxes] for rank, boxes in _boxes(layout, name)
-    }
+    return {rank: [whole[box.slices_in(bounds)].clone() for box in boxes] for rank, boxes in _boxes(layout, name)}
 
 
 def _move(

@@ -1,6 +1,6 @@
 """A fast 64-bit digest of a tensor's bits: what travels with weights so that a wrong transfer cannot pass.
 
-Not cryptographic: it finds damage, lost, swapped or shifted pieces, not an adversary.
+Not cryptographic: it finds damaged, lost, swapped or shifted pieces, not an adversary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def compute_digest(tensor: torch.Tensor) -> int:
     Args:
         tensor: any dtype and device; one that is not contiguous is copied.
     """
-    flat = tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    flat = tensor.detach().reshape(-1)
+    if flat.stride(0) != 1:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    flat = flat.view(torch.uint8)
     return (int(digest_words(flat)) * 31 + flat.numel()) & _MASK
 
 
@@ -35,7 +38,8 @@ def digest_words(data: torch.Tensor) -> torch.Tensor:
     if whole:
         table = data[:whole].view(torch.int64).view(-1, _ROW)
         rows, columns = table.sum(1), table.sum(0)
-        digest = digest + (rows * _odd(rows)).sum() + (columns * _odd(columns)).sum() * 7
+        # Odd plus even is odd: no change of a single word is multiplied away.
+        digest = digest + (rows * _odd(rows)).sum() + (columns * _odd(columns)).sum() * 6
     rest = data[whole:]
     padded = torch.zeros(8 * _ROW, dtype=torch.uint8, device=data.device)
     padded[: rest.numel()] = rest

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_engine.resharding import checking
+from hf_engine.resharding.checking import check_conversion
+from hf_engine.resharding.layouts import fsdp_layout
+from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
+from hf_engine.testing import write_tiny_model
+from hf_protocols.errors import ReshardError
+from hf_protocols.models import ModelShape
+from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), tie_embeddings=False, num_key_value_heads=2)
+
+
+def layouts(directory, train="2-2-1", gen="1-2"):
+    shape = ModelShape.from_config(directory)
+    topology = Topology(ParallelSpec.parse(train), GenerationSpec.parse(gen))
+    return megatron_layout(shape, topology), generation_layout(shape, topology)
+
+
+def test_a_real_model_goes_there_and_back(model):
+    source, target = layouts(model)
+    report = check_conversion(model, source, target)
+    stored = load_file(model / "model.safetensors")
+    assert report.num_parameters == len(stored) == len(report.digests)
+    assert report.parameter_bytes == sum(tensor.nbytes for tensor in stored.values())
+    # There: every rank receives the other stage's half of the model. Back: what it needs it holds.
+    assert 0 < report.moved_bytes < 4 * report.parameter_bytes
+
+
+def test_the_way_back_moves_nothing_where_the_training_shard_is_inside(model):
+    shape = ModelShape.from_config(model)
+    topology = Topology(ParallelSpec(dp_size=4), GenerationSpec())
+    source = fsdp_layout(shape.parameters(), range(4))
+    report = check_conversion(model, source, generation_layout(shape, topology))
+    assert report.moved_bytes == 3 * report.parameter_bytes
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), "missing"),
+        (lambda tensors: tensors.update(extra=torch.zeros(2)), "extra"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}), "the config says"),
+    ],
+)
+def test_weights_that_do_not_match_the_config_are_refused(model, tmp_path, damage, message):
+    tensors = load_file(model / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    with pytest.raises(ReshardError, match=message):
+        check_conversion(tmp_path, *layouts(tmp_path))
+
+
+def test_an_empty_directory_and_a_damaged_file_are_refused(model, tmp_path):
+    with pytest.raises(ReshardError, match="no safetensors"):
+        check_conversion(tmp_path, *layouts(model))
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ReshardError, match=r"model\.safetensors cannot be read"):
+        check_conversion(tmp_path, *layouts(model))
+
+
+def test_a_plan_that_loses_a_piece_does_not_pass(model, monkeypatch):
+    """The proof can fail: a message left out leaves other bits."""
+
+    def lossy(source, target):
+        plan = real(source, target)
+        largest = max(plan.messages, key=lambda message: message.box.numel, default=None)
+        return type(plan)(
+            source=plan.source,
+            target=plan.target,
+            messages=tuple(m for m in plan.messages if m is not largest),
+            kept=plan.kept,
+        )
+
+    real = checking.plan_reshard
+    monkeypatch.setattr(checking, "plan_reshard", lossy)
+    with pytest.raises(ReshardError, match="holds other bits"):
+        check_conversion(model, *layouts(model))

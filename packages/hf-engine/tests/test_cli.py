@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hf_engine.cli import main
+from hf_engine.testing import write_tiny_model
+from hf_protocols.models import ModelShape
+
+LLAMA = ["plan", "--model", "llama-2-7b", "--train", "1-8-2", "--gen", "1-2"]
+
+
+def test_the_table_has_the_papers_figures(capsys):
+    main(LLAMA)
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    # Section 8.4 of the paper: M/2 - M/8 of 13.48 GB, and 7/8 of it for the vanilla groups.
+    assert "5.05 GB" in rows["hybridflow"]
+    assert "11.79 GB" in rows["hybridflow-v"]
+    assert "12.63 GB" in rows["ds-chat"]
+    assert "all-gather in 4 groups of 4 ranks" in rows["hybridflow"]
+
+
+def test_json_has_every_rank(capsys):
+    main([*LLAMA, "--json", "--method", "hybridflow"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameter_bytes"] == 2 * ModelShape.preset("llama-2-7b").num_parameters
+    (row,) = found["methods"].values()
+    assert len(row["by_rank"]["recv_bytes"]) == found["ranks"] == 16
+    assert row["redundant_bytes"] == 0
+    assert sum(row["by_rank"]["recv_bytes"]) / 16 == row["recv_bytes"]["mean"]
+    assert [exchange["ranks"] for exchange in row["exchanges"]][:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_method_that_is_not_defined_is_a_row_that_says_so(capsys):
+    main(["plan", "--model", "llama-2-7b", "--train", "1-1-4", "--gen", "1-2", "--sharding", "fsdp"])
+    out = capsys.readouterr().out
+    assert "hybridflow-v  not defined here" in out
+
+
+def test_check_proves_a_model(tmp_path, capsys):
+    model = write_tiny_model(tmp_path / "model", num_key_value_heads=2)
+    main(["check", "--model", str(model), "--train", "2-2-1", "--gen", "1-2"])
+    assert "bit-exact on all 4 ranks" in capsys.readouterr().out
+    main(["check", "--model", str(model), "--train", "1-1-4", "--gen", "1-2", "--sharding", "fsdp", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["digests"]) == set(ModelShape.from_config(model).parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--model", "lama-2-7b", "--train", "1-8-2", "--gen", "1-2"], "llama-2-7b"),
+        (["plan", "--model", "llama-2-7b", "--train", "1-8", "--gen", "1-2"], "pp-tp-dp"),
+        (["plan", "--model", "llama-2-7b", "--train", "1-8-2", "--gen", "1-3"], "divides 16"),
+        (
+            ["plan", "--model", "llama-2-70b", "--train", "1-16-1", "--gen", "1-2", "--method", "hybridflow"],
+            "num_kv_heads=8",
+        ),
+        (["check", "--model", "nowhere", "--train", "1-2-1", "--gen", "1-1"], "nowhere"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
