@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import socket
+import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from typing import Any
 __all__ = ["Rendezvous", "join_default_group", "join_joint_group", "open_rendezvous", "seed_generators"]
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915  # of linux/sockios.h
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,10 @@ def join_default_group(
         store = distributed.HashStore()  # type: ignore[attr-defined]
     if device != "cpu":
         torch.cuda.set_device(device)
-    if on_one_machine and sys.platform == "linux":
-        # The loopback interface needs no name resolution. It stays chosen for the groups that workers make later.
-        os.environ.setdefault(_INTERFACE, "lo")
+    # It stays chosen for the groups that workers make later.
+    interface = _choose_interface(rendezvous, on_one_machine)
+    if interface is not None:
+        os.environ.setdefault(_INTERFACE, interface)
     distributed.init_process_group(
         _backend(device),
         store=store or _connect(rendezvous, timeout),
@@ -92,7 +96,7 @@ def join_joint_group(
     from torch.distributed import distributed_c10d as c10d
 
     timeout = timedelta(seconds=timeout_s)
-    with _reaching(on_one_machine):
+    with _reaching(rendezvous, on_one_machine):
         # The public constructors need one default group over all ranks, and these come from two.
         group, _ = c10d._new_process_group_helper(
             world_size,
@@ -131,14 +135,48 @@ def _connect(rendezvous: Rendezvous | None, timeout: timedelta) -> Any:
     )
 
 
+def _choose_interface(rendezvous: Rendezvous | None, on_one_machine: bool) -> str | None:
+    """Gloo's own choice is where the machine's name leads, on many machines to the loopback interface.
+
+    On one machine that is right, and needs no name. Between machines it is the interface that reaches the rendezvous.
+    """
+    if sys.platform != "linux":
+        return None
+    return "lo" if rendezvous is None or on_one_machine else _find_interface(rendezvous.address)
+
+
+def _find_interface(address: str) -> str | None:
+    """Name of the interface by which this machine reaches the IPv4 ``address``; None if that cannot be told."""
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # it has no address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == own:
+                return name
+    return None
+
+
 @contextmanager
-def _reaching(on_one_machine: bool) -> Iterator[None]:
+def _reaching(rendezvous: Rendezvous, on_one_machine: bool) -> Iterator[None]:
     """Without the loopback interface where ranks of other machines are to be reached."""
     chosen = os.environ.get(_INTERFACE)
     if on_one_machine or chosen != "lo":
         yield
         return
-    del os.environ[_INTERFACE]
+    interface = _choose_interface(rendezvous, on_one_machine)
+    if interface is None:
+        del os.environ[_INTERFACE]
+    else:
+        os.environ[_INTERFACE] = interface
     try:
         yield
     finally:
