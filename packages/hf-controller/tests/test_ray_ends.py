@@ -136,3 +136,10 @@ def test_a_watchdog_ends_what_a_killed_program_leaves_behind():
     program.communicate(timeout=10)
     wait_until_gone(tree, within_s=10.0)
     assert shared_memory() - before == set()
+
+
+@pytest.mark.slow
+def test_an_address_without_a_cluster_is_refused():
+    program = "from hf_controller import RayExecutor; RayExecutor(address='127.0.0.1:9')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert "PoolError: no Ray cluster lets us in at '127.0.0.1:9'" in done.stderr.splitlines()[-1]

@@ -26,7 +26,7 @@ class Cluster:
         log_to_driver: show what workers print.
 
     Raises:
-        PoolError: if Ray already runs in this process.
+        PoolError: if Ray already runs in this process, or no cluster at the address lets us in.
     """
 
     def __init__(self, *, address: str, num_cpus: int | None, object_store_bytes: int, log_to_driver: bool) -> None:
@@ -43,7 +43,7 @@ class Cluster:
                 "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
             }
         try:
-            context: Any = ray.init(address=address, **options)
+            context = _join(address, options)
             if address == "local":
                 self._watchdog = Watchdog(context.address_info["session_dir"])
         except BaseException:
@@ -55,6 +55,16 @@ class Cluster:
         ray.shutdown()
         if self._watchdog is not None:
             self._watchdog.dismiss()
+
+
+def _join(address: str, options: dict[str, Any]) -> Any:
+    try:
+        return ray.init(address=address, **options)
+    except ConnectionError as error:
+        raise PoolError(
+            f"no Ray cluster lets us in at {address!r} ({error.__cause__ or error}): start it with `ray start --head`, "
+            "give the address that it prints, and set RAY_AUTH_MODE and its token alike here and there"
+        ) from error
 
 
 def _set_environment() -> None:

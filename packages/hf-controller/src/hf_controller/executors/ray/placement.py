@@ -18,7 +18,8 @@ __all__ = ["SLOT_SHARE", "PlacedPool", "place"]
 SLOT_SHARE = 0.05
 """What one process takes of its slot, so that several host sets fit on it."""
 
-_SLICE_S = 0.2
+_SLICE_S = 0.05
+_NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
 
 
 class PlacedPool:
@@ -55,8 +56,13 @@ class PlacedPool:
         self._groups.clear()
 
 
-def place(pool: ResourcePool, timeout_s: float) -> PlacedPool:
+def place(pool: ResourcePool, timeout_s: float, *, on_distinct_machines: bool = False) -> PlacedPool:
     """Reserve the slots of ``pool``.
+
+    Args:
+        pool: the pool.
+        timeout_s: deadline.
+        on_distinct_machines: refuse to put two of the pool's machines on one of the cluster's, where there is room.
 
     Raises:
         PoolError: if the cluster does not have them free in time; it says what is free and what was asked.
@@ -64,19 +70,29 @@ def place(pool: ResourcePool, timeout_s: float) -> PlacedPool:
     unit = {"CPU": 1.0, "GPU": 1.0} if pool.device == "cuda" else {"CPU": 1.0}
     if not _could_ever_fit(pool, unit):
         raise PoolError(_describe(pool, unit, "the whole cluster is smaller"))
-    groups: list[PlacementGroup] = []
+    if on_distinct_machines and _num_machines() < len(pool.slots):
+        raise PoolError(_describe(pool, unit, f"it has fewer than {len(pool.slots)} machines"))
+    groups: dict[int, PlacementGroup] = {}
+    taken: list[str] = []
     deadline_s = time.monotonic() + timeout_s
     try:
-        groups.extend(placement_group([unit] * slots, strategy="STRICT_PACK") for slots in pool.slots)
-        for group in groups:
-            # In slices: Ray sees no signal meanwhile.
-            while not group.wait(_SLICE_S):
+        # The largest first: it finds room on the fewest machines.
+        for machine in sorted(range(len(pool.slots)), key=lambda machine: -pool.slots[machine]):
+            bundles = [unit] * pool.slots[machine]
+            others = {_NODE_LABEL: f"!in({','.join(taken)})"}
+            elsewhere = [others] * len(bundles) if taken and on_distinct_machines else None
+            group = placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=elsewhere)
+            groups[machine] = group
+            # Asked now and again: Ray sees no signal while it waits, and takes a part of a second for none.
+            while not group.wait(0):
+                time.sleep(_SLICE_S)
                 if time.monotonic() > deadline_s:
                     raise PoolError(_describe(pool, unit, f"they were not free within {timeout_s:g} s"))
+            taken += placement_group_table(group)["bundles_to_node_id"].values()
     except BaseException:
-        _remove(groups)
+        _remove(groups.values())
         raise
-    return PlacedPool(pool, groups)
+    return PlacedPool(pool, [groups[machine] for machine in range(len(pool.slots))])
 
 
 def _remove(groups: Iterable[PlacementGroup]) -> None:
@@ -91,14 +107,17 @@ def _could_ever_fit(pool: ResourcePool, unit: dict[str, float]) -> bool:
 
 def _describe(pool: ResourcePool, unit: dict[str, float], why: str) -> str:
     total, free = _total(), dict(ray.available_resources())  # type: ignore[no-untyped-call]
-    machines = len(ray.nodes())  # type: ignore[no-untyped-call]
     kinds = ", ".join(f"{free.get(kind, 0):g} of {total.get(kind, 0):g} {kind} free" for kind in unit)
     asked = " and ".join(f"{amount * pool.num_slots:g} {kind}" for kind, amount in unit.items())
     slots = " + ".join(map(str, pool.slots))
     return (
-        f"pool {pool.name!r} asks for {slots} slots, that is {asked}; the cluster has {kinds} on {machines} "
-        f"machine(s): {why}. Use smaller pools, close others, or start the executor with num_cpus=..."
+        f"pool {pool.name!r} asks for {slots} slots, that is {asked}; the cluster has {kinds} on "
+        f"{_num_machines()} machine(s): {why}. Use smaller pools, close others, or start the executor with num_cpus=..."
     )
+
+
+def _num_machines() -> int:
+    return sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
 
 
 def _total() -> dict[str, float]:
