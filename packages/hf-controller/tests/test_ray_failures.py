@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 
 import pytest
@@ -43,6 +46,10 @@ class Fragile(Worker):
         if self.context.rank == rank:
             time.sleep(seconds)
         return rank
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def raise_on_all(self):
+        raise KeyError(f"rank {self.context.rank}")
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def meet(self, but=None, how=None):
@@ -90,11 +97,15 @@ def test_slow_and_dead_ranks_are_named_and_the_group_can_be_built_again(ray_exec
     assert "rank(s) 1:" in str(timeout.value)
     assert "fragile.sleep_on: computing" in str(timeout.value)
     assert "time.sleep(seconds)" in str(timeout.value)
+    assert f"process {before[1]} on " in str(timeout.value)
     assert "idle" in ray_executor.describe(group)[0]
 
     with pytest.raises(RemoteCallError, match=r"fragile.meet on rank 1 failed: .*process fragile/1 is gone") as death:
         group.meet(but=1, how="die").result()
     assert death.value.rank == 1
+    assert re.search(
+        rf"its last call: call \d+ fragile.meet; it was process {before[1]} on .*, log /", str(death.value)
+    )
     with pytest.raises(RemoteCallError, match="process fragile/1 is gone"):
         group.pid().result()
     assert "no answer" in ray_executor.describe(group)[1]
@@ -111,6 +122,28 @@ def test_slow_and_dead_ranks_are_named_and_the_group_can_be_built_again(ray_exec
         again.meet(but=1, how="raise").result()
     assert time.monotonic() - started < 10.0  # its peer hangs on until the collective's deadline, 15 s
     assert "fragile.meet on rank 1" in error.value.__notes__[0]
+
+
+def test_an_exception_on_every_rank_is_shown_once(ray_executor, pool, capfd):
+    group = build(ray_executor, pool)
+    with pytest.raises(RemoteCallError, match=r"fragile.raise_on_all on rank [01] failed: KeyError") as error:
+        group.raise_on_all().result()
+    shown = "".join(traceback.format_exception(error.value)) + capfd.readouterr().err
+    assert shown.count('raise KeyError(f"rank {self.context.rank}")') == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_named_with_its_last_call_and_process(ray_executor, pool):
+    group = build(ray_executor, pool)
+    pid = group.pid().result()[1]
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(WorkerTimeoutError) as timeout:
+        group.meet().result(timeout_s=1.0)
+    assert "rank(s) 0, 1:" in str(timeout.value)
+    assert "rank 0: call" in str(timeout.value)
+    assert re.search(
+        rf"rank 1: no answer .* last call: call \d+ fragile.meet; .* process {pid} on ", str(timeout.value)
+    )
 
 
 def test_a_constructor_that_raises_is_reported_and_frees_the_pool(ray_executor):
@@ -132,8 +165,10 @@ def test_a_constructor_that_raises_is_reported_and_frees_the_pool(ray_executor):
 def test_a_constructor_that_hangs_ends_in_a_timeout(ray_executor, monkeypatch):
     monkeypatch.setattr(ray_executor, "_start_timeout_s", 3.0)
     spec = WorkerSpec(worker=Unbuildable, topology=ONE, kwargs={"how": "hang"})
-    with pytest.raises(WorkerTimeoutError, match="hanging/0 not done with __init__ within 3 s"):
+    with pytest.raises(WorkerTimeoutError, match="hanging/0 not done with __init__ within 3 s") as timeout:
         ray_executor.build_groups(ResourcePool([1], device="cpu"), {"hanging": spec})
+    assert "being constructed" in str(timeout.value)
+    assert ", in construct" in str(timeout.value)
 
 
 def test_more_slots_than_the_cluster_has_are_refused_at_once(ray_executor):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
+import pytest
 import ray
 import torch
 from tensordict import TensorDict
+
+from hf_protocols import WorkerError
 
 
 def batch(num_rows: int = 4, width: int = 1) -> TensorDict:
@@ -63,6 +67,25 @@ def test_dropped_futures_free_their_memory(ray_stage):
 def test_results_that_do_not_fit_in_memory_are_spilled_and_read_back(ray_stage):
     made = [ray_stage.solo.step(batch(width=15 * 2**18)) for _ in range(4)]  # 60 MiB each, in a store of 200
     assert [ray_stage.two.step(each).rows([3]).result()["x"].mean().item() for each in made] == [2.0] * 4
+
+
+@pytest.mark.slow
+def test_results_that_were_evicted_and_cannot_be_read_back_are_lost_and_say_so(ray_stage):
+    made = [ray_stage.solo.step(batch(width=15 * 2**18)) for _ in range(6)]
+    made[-1].wait()
+    deadline_s = time.monotonic() + 30.0
+    while not (files := list(Path(_session_folder()).glob("ray_spilled_objects*/*"))):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+    for file in files:
+        file.unlink()
+    with pytest.raises(WorkerError, match=r"an earlier call's result is lost|is not done after 40 s"):  # noqa: PT012
+        for each in made:
+            ray_stage.two.step(each).result(timeout_s=40.0)
+
+
+def _session_folder() -> str:
+    return ray._private.worker.global_worker.node.get_session_dir_path()
 
 
 def _free_bytes() -> float:

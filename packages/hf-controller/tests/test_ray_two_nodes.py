@@ -12,8 +12,8 @@ import torch
 import ray
 from ray.cluster_utils import Cluster
 from tensordict import TensorDict
-from hf_protocols import ONE_TO_ALL, ParallelSpec, Topology, WorkerError, register
-from hf_controller import RayExecutor, ResourcePool, WorkerSpec
+from hf_protocols import ONE_TO_ALL, ParallelSpec, PoolError, Topology, WorkerError, register
+from hf_controller import RayExecutor, ResourcePool, WorkerSpec, rebuild
 from hf_controller.testing import ProbeWorker
 
 class Located(ProbeWorker):
@@ -31,6 +31,17 @@ def from_afar(executor, method):
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "object_store_memory": 80 * 2**20})
 second = cluster.add_node(num_cpus=3, object_store_memory=80 * 2**20)
 with RayExecutor(address=cluster.address, call_timeout_s=60, collective_timeout_s=20) as executor:
+    # There would be room for both ranks on one machine.
+    two = ResourcePool([1, 1], device="cpu", name="two")
+    spec = WorkerSpec(worker=Located, topology=Topology(ParallelSpec(dp_size=2)))
+    assert len(set(executor.build_groups(two, {"two": spec})["two"].node().result())) == 2
+    executor.release(two)
+    try:
+        executor.build_groups(ResourcePool([1, 1, 1], device="cpu", name="three"), {"three": WorkerSpec(
+            worker=Located, topology=Topology(ParallelSpec(dp_size=3)))})
+    except PoolError as error:
+        assert "on 2 machine(s): it has fewer than 3 machines" in str(error), error
+
     machines = {"spread": [2, 2], "a": [1], "b": [1]}
     pools = [ResourcePool(slots, device="cpu", name=name) for name, slots in machines.items()]
     spread, a, b = (
@@ -67,6 +78,7 @@ with RayExecutor(address=cluster.address, call_timeout_s=60, collective_timeout_
     assert [row.tolist() for row in result["tokens"].unbind()] == [list(range(row + 1)) for row in (7, 0, 3, 4)]
     print("moved", flush=True)
 
+    (a_node,) = a.node().result()
     lost = spread.step(batch(8), seconds=30.0)
     cluster.remove_node(second, allow_graceful=False)
     try:
@@ -75,6 +87,23 @@ with RayExecutor(address=cluster.address, call_timeout_s=60, collective_timeout_
         assert error.rank == (2 if nodes[0] == head else 0) or error.rank == (3 if nodes[0] == head else 1), error
         assert f"process spread/{error.rank} is gone" in str(error), error
         print("lost", flush=True)
+
+    near = a if a_node == head else b
+    try:
+        near.echo(made).result()
+    except WorkerError as error:
+        assert "an earlier call's result is lost" in str(error) or "is gone" in str(error), error
+        print("object lost", flush=True)
+    try:
+        rebuild(executor, [spread.pool])
+    except PoolError as error:
+        assert "asks for 2 + 2 slots" in str(error), error
+        print("shrunk", flush=True)
+    executor.release((b if near is a else a).pool)  # Ray gave its slot a new place
+    smaller = ResourcePool([2], device="cpu", name="smaller")
+    again = executor.build_groups(smaller, {"again": spec})["again"]
+    assert again.sum_of_ranks().result() == [1.0] * 2
+    assert near.echo(batch(2)).result()["row"].tolist() == [0, 1]
 cluster.shutdown()
 """
 
@@ -84,4 +113,4 @@ cluster.shutdown()
 def test_two_nodes():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {"moved", "lost"} <= set(done.stdout.splitlines()), done.stdout + done.stderr
+    assert {"moved", "lost", "object lost", "shrunk"} <= set(done.stdout.splitlines()), done.stdout + done.stderr

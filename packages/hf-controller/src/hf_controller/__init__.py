@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_controller.connection import Connection, connect
 from hf_controller.failures import RemoteCallError
+from hf_controller.recovery import rebuild
 from hf_controller.resource_pool import ResourcePool, build_pools
 from hf_controller.trace import Span, SubSpan, Trace
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec, as_pieces
@@ -42,6 +43,7 @@ __all__ = [
     "as_pieces",
     "build_pools",
     "connect",
+    "rebuild",
 ]
 
 # Loaded at first use: they take a second or more.

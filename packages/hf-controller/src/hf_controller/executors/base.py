@@ -78,10 +78,15 @@ class Executor(ABC):
             "use RayExecutor"
         )
 
-    def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
-        """What each rank of ``group`` is at, with the Python stack of its call, asked beside the calls.
+    @abstractmethod
+    def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
+        """What stands on ``pool``, as :meth:`build_groups` takes it: the roles of each set of processes together."""
 
-        A rank that does not answer in time is described as such. The in-process executor has nothing to describe.
+    def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
+        """What each rank of ``group`` is at, its process, machine and log, and the Python stack of its call.
+
+        It is asked beside the calls. A rank that does not answer in time is described as such, with its last call. The
+        in-process executor has nothing to describe.
         """
         return {}
 

@@ -131,6 +131,14 @@ class InProcessExecutor(Executor):
         for host in hosts.values():
             host.close()
 
+    def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
+        """The roles on ``pool``; see :meth:`Executor.built_on`."""
+        together: dict[int, dict[str, WorkerSpec]] = {}
+        for group, hosts in self._hosts.items():
+            if group.pool is pool:
+                together.setdefault(id(hosts), {})[group.role] = group.spec
+        return list(together.values())
+
     def close(self) -> None:
         """Close every worker and leave the process group."""
         if self._closed:

@@ -22,6 +22,7 @@ from hf_controller.default_group import (
     open_rendezvous,
     seed_generators,
 )
+from hf_controller.executors.ray.host_process import Location, find_location
 from hf_controller.executors.ray.store import RayStore
 from hf_controller.executors.ray.wire import pack_report, unpack_call
 from hf_controller.failures import Failure
@@ -200,6 +201,11 @@ class HostActor:
     def ping(self) -> int:
         """The process id."""
         return os.getpid()
+
+    @ray.method(concurrency_group="service")
+    def locate(self) -> Location:
+        """Where this process is."""
+        return find_location()
 
     @ray.method(concurrency_group="slices")
     def cut(self, arrays: list[Any], request: SliceRequest) -> SliceReply:

@@ -15,8 +15,9 @@ from hf_controller.dispatch import Call
 from hf_controller.executors.base import Executor, check_specs
 from hf_controller.executors.ray.actor import Joining, Slicer
 from hf_controller.executors.ray.cluster import Cluster
+from hf_controller.executors.ray.host_process import HostProcess, describe_processes
 from hf_controller.executors.ray.host_set import HostSet, await_answers, await_ready
-from hf_controller.executors.ray.pending import RayCall, describe_ranks, take_ready
+from hf_controller.executors.ray.pending import RayCall, take_ready
 from hf_controller.executors.ray.placement import PlacedPool, place
 from hf_controller.executors.ray.store import RayStore
 from hf_controller.executors.ray.waiting import Waiter
@@ -82,9 +83,10 @@ class RayExecutor(Executor):
         self._cluster = Cluster(
             address=address, num_cpus=num_cpus, object_store_bytes=object_store_bytes, log_to_driver=log_to_driver
         )
+        self._joined = address != "local"
         # Joined clusters have other machines, whose ranks ask for slices of what the controller puts.
         self._slicer: Any
-        self._slicer, slicer_name = _start_slicer() if address != "local" else (None, None)
+        self._slicer, slicer_name = _start_slicer() if self._joined else (None, None)
         self._store = RayStore(slicer_name)
         self._guard.install()
 
@@ -96,7 +98,7 @@ class RayExecutor(Executor):
             raise PoolError("this executor is closed: make another")
         check_specs(pool, specs, fused=fused)
         if pool not in self._occupied:
-            self._occupied[pool] = _Occupied(place(pool, self._start_timeout_s))
+            self._occupied[pool] = _Occupied(place(pool, self._start_timeout_s, on_distinct_machines=self._joined))
         occupied = self._occupied[pool]
         groups = {}
         for roles in [dict(specs)] if fused else [{role: spec} for role, spec in specs.items()]:
@@ -135,14 +137,18 @@ class RayExecutor(Executor):
             timeout_s=self._collective_timeout_s,
         )
         rendezvous = host_sets[0].actors[0].open_rendezvous.remote(len(nodes) == 1)
-        labels: dict[Any, str] = {}
+        asked: dict[Any, HostProcess] = {}
         for group, host_set in zip((first, second), host_sets, strict=True):
-            labels |= host_set.connect(dataclasses.replace(joining, role=group.role), rendezvous)
-        await_answers(labels, "connect", self._start_timeout_s, self._waiter)
+            asked |= host_set.connect(dataclasses.replace(joining, role=group.role), rendezvous)
+        await_answers(asked, "connect", self._start_timeout_s, self._waiter)
 
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
         """What each rank is at; see :meth:`Executor.describe`."""
-        return describe_ranks(dict(enumerate(self._host_set_of(group).actors)), timeout_s)
+        return describe_processes(dict(enumerate(self._host_set_of(group).processes)), timeout_s)
+
+    def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
+        """The roles on ``pool``; see :meth:`Executor.built_on`."""
+        return [dict(host_set.roles) for host_set in self._occupied[pool].host_sets] if pool in self._occupied else []
 
     def release(self, pool: ResourcePool) -> None:
         """Close every group on ``pool`` and give its slots back. Processes that do not answer in time are killed."""
@@ -191,29 +197,25 @@ class RayExecutor(Executor):
         packed = {key: _pack_once(dataclasses.replace(call, after=after)) for key, call in different.items()}
         outcomes, reports = {}, {}
         for rank, call in calls.items():
+            host_set.processes[rank].last_call = f"call {call.call_id} {call.role}.{call.method}"
             outcomes[rank], reports[rank] = host_set.actors[rank].run.remote(*packed[id(call)])
         occupied.last_reports = list(reports.values())
         self.trace.watch(reports.values())
         return RayCall(
             role=group.role,
             method=calls[next(iter(calls))].method,
-            actors={rank: host_set.actors[rank] for rank in calls},
+            processes={rank: host_set.processes[rank] for rank in calls},
             outcomes=outcomes,
             reports=reports,
             collected=spec.protocol.collect(group.topology).ranks,
             timeout_s=self.call_timeout_s,
             waiter=self._waiter,
-            everyone=self._label_actors,
+            everyone=self._list_processes,
         )
 
-    def _label_actors(self) -> dict[str, Any]:
-        """Every process by its roles and rank, such as ``"process actor+critic/0"``."""
+    def _list_processes(self) -> list[HostProcess]:
         host_sets = [host_set for occupied in self._occupied.values() for host_set in occupied.host_sets]
-        return {
-            f"process {host_set.name}/{rank}": actor
-            for host_set in host_sets
-            for rank, actor in enumerate(host_set.actors)
-        }
+        return [process for host_set in host_sets for process in host_set.processes]
 
     def _host_set_of(self, group: WorkerGroup) -> HostSet:
         if group not in self._host_sets:

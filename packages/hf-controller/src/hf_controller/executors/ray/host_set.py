@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from hf_controller.executors.ray.actor import Construction, HostActor, Joining
+from hf_controller.executors.ray.host_process import HostProcess, describe_processes
 from hf_controller.executors.ray.placement import PlacedPool
 from hf_controller.executors.ray.shipping import pickle_specs
 from hf_controller.executors.ray.waiting import Waiter
@@ -19,6 +20,8 @@ from hf_controller.worker import WorkerSpec
 from hf_protocols import ProtocolError, WorkerTimeoutError
 
 __all__ = ["HostSet", "await_answers", "await_ready"]
+
+_ANSWER_TIMEOUT_S = 5.0
 
 
 class HostSet:
@@ -30,18 +33,23 @@ class HostSet:
         collective_timeout_s: deadline of every collective in their default process group.
 
     Attributes:
+        name: the roles, such as ``"actor+critic"``.
+        roles: what the workers are built from, by role.
         actors: the actor of every rank.
-        constructing: the label of every rank, such as ``"actor/0"``, by the handle of its construction.
+        processes: the process of every rank.
+        constructing: the process of every rank by the handle of its construction.
     """
 
     def __init__(self, placed: PlacedPool, roles: Mapping[str, WorkerSpec], *, collective_timeout_s: float) -> None:
         pool = placed.pool
         self.name = "+".join(roles)
+        self.roles = dict(roles)
         prefix = f"{self.name}-{uuid.uuid4().hex[:12]}"
         self.actors = [
             _start_host(f"{prefix}-{rank}", self.name, rank, pool.num_slots, **placed.options(rank))
             for rank in range(pool.num_slots)
         ]
+        self.processes = [HostProcess(f"{self.name}/{rank}", actor) for rank, actor in enumerate(self.actors)]
         process_group = any(spec.worker.needs_process_group for spec in roles.values())
         construction = Construction(
             specs=pickle_specs(roles),
@@ -57,16 +65,12 @@ class HostSet:
         if process_group and pool.num_slots > 1:
             rendezvous = self.actors[0].open_rendezvous.remote(placed.on_one_machine)
         self.constructing = {
-            actor.construct.remote(construction, rendezvous): f"{self.name}/{rank}"
-            for rank, actor in enumerate(self.actors)
+            process.actor.construct.remote(construction, rendezvous): process for process in self.processes
         }
 
-    def connect(self, joining: Joining, rendezvous: Any) -> dict[Any, str]:
-        """Start joining another group: the label of every rank by the handle of its answer."""
-        return {
-            actor.connect.remote(joining, rendezvous): f"{joining.role}/{rank}"
-            for rank, actor in enumerate(self.actors)
-        }
+    def connect(self, joining: Joining, rendezvous: Any) -> dict[Any, HostProcess]:
+        """Start joining another group: the process of every rank by the handle of its answer."""
+        return {process.actor.connect.remote(joining, rendezvous): process for process in self.processes}
 
     def close(self, timeout_s: float) -> None:
         """Ask every worker to close, as far as they answer in time."""
@@ -87,40 +91,43 @@ def _start_host(name: str, *args: Any, **options: Any) -> Any:
 
 def await_ready(host_sets: Sequence[HostSet], timeout_s: float, waiter: Waiter) -> None:
     """Wait until every worker of ``host_sets`` is constructed; raises what :func:`await_answers` raises."""
-    labels = {handle: label for host_set in host_sets for handle, label in host_set.constructing.items()}
-    await_answers(labels, "__init__", timeout_s, waiter)
+    asked = {handle: process for host_set in host_sets for handle, process in host_set.constructing.items()}
+    await_answers(asked, "__init__", timeout_s, waiter)
     for host_set in host_sets:
         host_set.constructing.clear()
 
 
-def await_answers(labels: Mapping[Any, str], method: str, timeout_s: float, waiter: Waiter) -> None:
+def await_answers(asked: Mapping[Any, HostProcess], method: str, timeout_s: float, waiter: Waiter) -> None:
     """Wait until every rank has answered that it is done.
 
     Args:
-        labels: the label of every rank, such as ``"actor/0"``, by the handle of its answer.
+        asked: the process of every rank by the handle of its answer.
         method: what the ranks do.
         timeout_s: deadline.
         waiter: waits.
 
     Raises:
         HybridFlowError: what went wrong on the first rank that failed.
-        WorkerTimeoutError: if one is not done in time.
+        WorkerTimeoutError: if one is not done in time, with what each missing rank is at, and its stack.
     """
     deadline_s = time.monotonic() + timeout_s
-    pending = list(labels)
+    pending = list(asked)
     while pending:
         ready = waiter.wait_some(pending, deadline_s - time.monotonic())
         if not ready:
-            missing = ", ".join(sorted(labels[handle] for handle in pending))
-            raise WorkerTimeoutError(
-                f"{missing} not done with {method} within {timeout_s:g} s: raise start_timeout_s, or look at what it "
-                "waits for"
-            )
+            raise _to_timeout([asked[handle] for handle in pending], method, timeout_s)
         for handle in ready:
-            failure = _failure(handle, labels[handle], method)
+            failure = _failure(handle, asked[handle].label, method)
             if failure is not None:
                 raise failure.to_error()
         pending = [handle for handle in pending if handle not in ready]
+
+
+def _to_timeout(missing: Sequence[HostProcess], method: str, timeout_s: float) -> WorkerTimeoutError:
+    described = describe_processes(dict(enumerate(missing)), _ANSWER_TIMEOUT_S)
+    labels = ", ".join(process.label for process in missing)
+    head = f"{labels} not done with {method} within {timeout_s:g} s: raise start_timeout_s, or look at the cause:"
+    return WorkerTimeoutError("\n".join([head, *(f"{missing[i].label}: {text}" for i, text in described.items())]))
 
 
 def _failure(handle: Any, label: str, method: str) -> Failure | None:

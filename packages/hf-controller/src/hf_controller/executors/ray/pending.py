@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from hf_controller.executors.ray.host_process import HostProcess, describe_processes
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.executors.ray.wire import unpack_report
 from hf_controller.failures import Failure
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from hf_controller.results import Outcome
     from hf_controller.trace import CallReport
 
-__all__ = ["RayCall", "describe_ranks", "take_ready"]
+__all__ = ["RayCall", "take_ready"]
 
 _ANSWER_TIMEOUT_S = 5.0
 
@@ -29,14 +30,14 @@ class RayCall:
     Args:
         role: the role.
         method: its method.
-        actors: the actor of every called rank.
+        processes: the process of every called rank.
         outcomes: handle of every called rank's outcome.
         reports: handle of every called rank's report.
         collected: the ranks whose outcomes make the result.
         timeout_s: deadline where none is given.
         waiter: waits.
-        everyone: every process of the executor by its label, such as ``"actor+critic/0"``: a call can fail because a
-            process of another group died, and its results with it.
+        everyone: every process of the executor: a call can fail because a process of another group died, and its
+            results with it.
     """
 
     def __init__(
@@ -44,19 +45,19 @@ class RayCall:
         *,
         role: str,
         method: str,
-        actors: Mapping[int, Any],
+        processes: Mapping[int, HostProcess],
         outcomes: Mapping[int, Any],
         reports: Mapping[int, Any],
         collected: Sequence[int],
         timeout_s: float,
         waiter: Waiter,
-        everyone: Callable[[], Mapping[str, Any]],
+        everyone: Callable[[], Sequence[HostProcess]],
     ) -> None:
         self.handles = [outcomes[rank] for rank in collected]
         self._what = f"{role}.{method}"
         self._role = role
         self._method = method
-        self._actors = dict(actors)
+        self._processes = dict(processes)
         self._reports = dict(reports)
         self._collected = tuple(collected)
         self._timeout_s = timeout_s
@@ -95,7 +96,7 @@ class RayCall:
             reports = [unpack_report(packed) for packed in ray.get(list(ready.values()))]
         except RayError:
             self._failure = self._find_death() or next(
-                self._describe_death(rank, error) for rank, error in _lost_reports(ready)
+                self._describe_death(rank, error, self._processes[rank]) for rank, error in _lost_reports(ready)
             )
             return
         self._done.update(zip(ready, reports, strict=True))
@@ -106,57 +107,52 @@ class RayCall:
             self._failure = death or failed[0].failure
 
     def _find_death(self) -> Failure | None:
-        pings = {actor.ping.remote(): label for label, actor in self._everyone().items()}
+        pings = {process.actor.ping.remote(): process for process in self._everyone()}
         answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_ANSWER_TIMEOUT_S)
-        ranks = {actor: rank for rank, actor in self._actors.items()}
-        for ping in answered:
-            try:
-                ray.get(ping)
-            except RayError as error:
-                label = pings[ping]
-                return self._describe_death(ranks.get(self._everyone()[label], min(ranks.values())), error, label)
-        return None
+        dead = {pings[ping]: error for ping in answered if (error := _error_of(ping)) is not None}
+        ranks = {process: rank for rank, process in self._processes.items()}
+        # With a machine many die: this call's own ranks come first.
+        first = min(dead, key=lambda process: process not in ranks, default=None)
+        if first is None:
+            return None
+        others = [process.label for process in dead if process is not first]
+        return self._describe_death(ranks.get(first, min(ranks.values())), dead[first], first, others)
 
-    def _describe_death(self, rank: int, error: RayError, label: str = "its process") -> Failure:
+    def _describe_death(self, rank: int, error: RayError, process: HostProcess, others: Sequence[str] = ()) -> Failure:
         cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
         reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        also = f"; gone as well: {', '.join(others)}" if others else ""
+        where = f"its last call: {process.last_call}; it was {process.describe_location()}"
         return Failure(
             role=self._role,
             method=self._method,
             rank=rank,
             cause_type=type(cause or error).__name__,
-            message=f"{label} is gone: {reason}" if cause is None else str(cause),
+            message=f"process {process.label} is gone: {reason} ({where}){also}" if cause is None else str(cause),
             remote_traceback="" if cause is None else str(error),
         )
 
     def _to_timeout(self, ranks: Sequence[int], timeout_s: float) -> HybridFlowError:
         head = f"{self._what} is not done after {timeout_s:g} s on rank(s) {', '.join(map(str, ranks))}"
         lines = [f"{head}: raise call_timeout_s, or look at what they are at:"]
-        described = describe_ranks({rank: self._actors[rank] for rank in ranks}, _ANSWER_TIMEOUT_S)
+        described = describe_processes({rank: self._processes[rank] for rank in ranks}, _ANSWER_TIMEOUT_S)
         return WorkerTimeoutError("\n".join([*lines, *(f"rank {rank}: {text}" for rank, text in described.items())]))
 
 
 def _lost_reports(handles: Mapping[int, Any]) -> Iterator[tuple[int, RayError]]:
     for rank, handle in handles.items():
-        try:
-            ray.get(handle)
-        except RayError as error:
+        error = _error_of(handle)
+        if error is not None:
             yield rank, error
 
 
-def describe_ranks(actors: Mapping[int, Any], timeout_s: float) -> dict[int, str]:
-    """What each rank is at, and its stack; whoever is not there or does not answer in time is described as such."""
-    asked = {rank: actor.describe.remote() for rank, actor in actors.items()}
-    ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
-    return {rank: _answer(handle) for rank, handle in asked.items()}
-
-
-def _answer(handle: Any) -> str:
+def _error_of(handle: Any) -> RayError | None:
+    """What became of a handle that is ready."""
     try:
-        stage, stack = ray.get(handle, timeout=0)
+        ray.get(handle)
     except RayError as error:
-        return f"no answer ({type(error).__name__})"
-    return f"{stage}\n{stack.rstrip()}"
+        return error
+    return None
 
 
 def take_ready(handles: list[Any]) -> tuple[list[CallReport], list[Any]]:

@@ -1,0 +1,80 @@
+"""One rank's process as the controller sees it: how to reach it, where it is, what it was told last."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import ray
+from ray.exceptions import RayError
+
+__all__ = ["HostProcess", "Location", "describe_processes", "find_location"]
+
+
+class Location(NamedTuple):
+    """Where a process is."""
+
+    pid: int
+    address: str
+    host: str
+    log: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.address} ({self.host})" + (f", log {self.log}" if self.log else "")
+
+
+def find_location() -> Location:
+    """Where this process is; its log is the file that its standard error goes to."""
+    address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+    try:
+        log = os.readlink("/proc/self/fd/2")
+    except OSError:
+        log = ""
+    return Location(os.getpid(), address, socket.gethostname(), log)
+
+
+class HostProcess:
+    """One rank's process.
+
+    Args:
+        label: its roles and rank, such as ``"actor+critic/0"``.
+        actor: its actor.
+
+    Attributes:
+        last_call: the call that it was given last, such as ``"call 12 actor.update_actor"``.
+    """
+
+    def __init__(self, label: str, actor: Any) -> None:
+        self.label = label
+        self.actor = actor
+        self.last_call = "none"
+        # Asked now: a dead process, or one that stands still, could not answer later.
+        self._location = actor.locate.remote()
+
+    def describe_location(self) -> str:
+        """Where it is, as far as it ever said."""
+        try:
+            return str(ray.get(self._location, timeout=0))
+        except RayError:
+            return "its process never answered"
+
+
+def describe_processes(processes: Mapping[int, HostProcess], timeout_s: float) -> dict[int, str]:
+    """What each rank is at, where it is, and its stack.
+
+    Of a rank that is not there, or does not answer in time, the last call and the place where its stack can be had.
+    """
+    asked = {rank: process.actor.describe.remote() for rank, process in processes.items()}
+    ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
+    return {rank: _answer(processes[rank], handle) for rank, handle in asked.items()}
+
+
+def _answer(process: HostProcess, handle: Any) -> str:
+    where = process.describe_location()
+    try:
+        stage, stack = ray.get(handle, timeout=0)
+    except RayError as error:
+        return f"no answer ({type(error).__name__}); last call: {process.last_call}; for its stack see {where}"
+    return f"{stage}; {where}\n{stack.rstrip()}".rstrip()

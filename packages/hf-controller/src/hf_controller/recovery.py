@@ -1,0 +1,57 @@
+"""After a failure: tear down what stood on a pool and build the same groups again, in the same program.
+
+The new workers start as their constructors leave them. Weights and optimizer state are the program's to load: nothing
+here opens a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from hf_protocols import HybridFlowError, PoolError
+
+if TYPE_CHECKING:
+    from hf_controller.executors.base import Executor
+    from hf_controller.resource_pool import ResourcePool
+    from hf_controller.worker_group import WorkerGroup
+
+__all__ = ["rebuild"]
+
+
+def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, WorkerGroup]:
+    """Close every group on ``pools`` and build it again from its spec; wait until all workers are constructed.
+
+    Processes that hang or are gone are killed, not asked. The old groups, their results that were not read yet, and
+    their connections (:func:`hf_controller.connect`) are gone; groups on other pools stay as they are. It is all or
+    nothing: after an error no group is left on ``pools``, and they can be built on by ``build_groups``.
+
+    Args:
+        executor: the executor that the groups were built with.
+        pools: the pools that lost a rank.
+
+    Returns:
+        The new groups by role.
+
+    Raises:
+        PoolError: for a pool without groups, or if the cluster no longer has the slots.
+        HybridFlowError: what a worker's constructor raised.
+        WorkerTimeoutError: if a worker is not constructed in time.
+    """
+    standing = {pool: executor.built_on(pool) for pool in pools}
+    empty = [pool.name for pool, sets in standing.items() if not sets]
+    if empty:
+        raise PoolError(f"no group is on pool {', '.join(map(repr, empty))}: use build_groups(...)")
+    for pool in standing:
+        executor.release(pool)
+    groups: dict[str, WorkerGroup] = {}
+    try:
+        for pool, sets in standing.items():
+            for specs in sets:
+                groups |= executor.build_groups(pool, specs, fused=len(specs) > 1, wait=False)
+        executor.wait_until_ready()
+    except HybridFlowError:
+        for pool in standing:
+            executor.release(pool)
+        raise
+    return groups
