@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ def build_initial_model(config: ModelConfig, rows: Sequence[Row], *, directory: 
     tokenizer = load_tokenizer(tokenizer_path)
     if config.path is None:
         _write_fresh_model(config, tokenizer, directory, seed)
-    path = config.path or str(directory)
+    path = _find(config.path or str(directory))
     return InitialModel(path=path, tokenizer_path=tokenizer_path, tokenizer=tokenizer, shape=_load_shape(path))
 
 
@@ -77,8 +78,13 @@ def _build_tokenizer(config: ModelConfig, rows: Sequence[Row], directory: Path) 
     elif config.tokenizer is None and config.path is None:
         raise ConfigError("model.path and model.tokenizer are both absent: set model.tokenizer for a fresh model")
     else:
-        return config.tokenizer or config.path or ""
+        return _find(config.tokenizer or config.path or "")
     return str(directory)
+
+
+def _find(path: str) -> str:
+    """A directory as every machine finds it, whatever folder its processes run in; a hub name as it is."""
+    return os.path.abspath(path) if os.path.isdir(path) else path
 
 
 def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, directory: Path, seed: int) -> None:
