@@ -41,6 +41,7 @@ def join_default_group(
     *,
     device: str,
     timeout_s: float,
+    meeting_timeout_s: float | None = None,
     rendezvous: Rendezvous | None = None,
     store: Any = None,
     on_one_machine: bool = True,
@@ -52,6 +53,7 @@ def join_default_group(
         world_size: ranks of the host set.
         device: ``"cpu"`` or a CUDA device.
         timeout_s: deadline of every collective.
+        meeting_timeout_s: deadline of the other ranks' arrival, whose processes may start late; None: ``timeout_s``.
         rendezvous: where to meet; None with one rank.
         store: the store itself on the rank that opened it.
         on_one_machine: whether all ranks share a machine.
@@ -68,9 +70,14 @@ def join_default_group(
     interface = _choose_interface(rendezvous, on_one_machine)
     if interface is not None:
         os.environ.setdefault(_INTERFACE, interface)
+    if store is None:
+        store = _connect(rendezvous, timeout)
+    store.set(f"arrived/{rank}", "")
+    meeting = timeout if meeting_timeout_s is None else timedelta(seconds=meeting_timeout_s)
+    store.wait([f"arrived/{each}" for each in range(world_size)], meeting)
     distributed.init_process_group(
         _backend(device),
-        store=store or _connect(rendezvous, timeout),
+        store=store,
         rank=rank,
         world_size=world_size,
         timeout=timeout,

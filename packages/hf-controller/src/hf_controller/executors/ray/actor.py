@@ -57,6 +57,7 @@ class Construction:
         process_group: whether a worker needs the default process group.
         on_one_machine: whether all ranks share a machine.
         collective_timeout_s: deadline of every collective.
+        start_timeout_s: deadline of the ranks' meeting.
     """
 
     specs: bytes
@@ -67,6 +68,7 @@ class Construction:
     process_group: bool
     on_one_machine: bool
     collective_timeout_s: float
+    start_timeout_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +232,7 @@ class HostActor:
                 self._world_size,
                 device=device,
                 timeout_s=construction.collective_timeout_s,
+                meeting_timeout_s=construction.start_timeout_s,
                 rendezvous=rendezvous,
                 store=None if rendezvous is None else self._rendezvous_stores.get(rendezvous),
                 on_one_machine=construction.on_one_machine,

@@ -102,7 +102,12 @@ class RayExecutor(Executor):
         occupied = self._occupied[pool]
         groups = {}
         for roles in [dict(specs)] if fused else [{role: spec} for role, spec in specs.items()]:
-            host_set = HostSet(occupied.placed, roles, collective_timeout_s=self._collective_timeout_s)
+            host_set = HostSet(
+                occupied.placed,
+                roles,
+                collective_timeout_s=self._collective_timeout_s,
+                start_timeout_s=self._start_timeout_s,
+            )
             occupied.host_sets.append(host_set)
             for role, spec in roles.items():
                 groups[role] = WorkerGroup(role, spec, pool, self)

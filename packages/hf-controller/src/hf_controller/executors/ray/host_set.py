@@ -31,6 +31,7 @@ class HostSet:
         placed: the pool, with its slots.
         roles: the roles that share these processes.
         collective_timeout_s: deadline of every collective in their default process group.
+        start_timeout_s: deadline of their meeting.
 
     Attributes:
         name: the roles, such as ``"actor+critic"``.
@@ -40,7 +41,14 @@ class HostSet:
         constructing: the process of every rank by the handle of its construction.
     """
 
-    def __init__(self, placed: PlacedPool, roles: Mapping[str, WorkerSpec], *, collective_timeout_s: float) -> None:
+    def __init__(
+        self,
+        placed: PlacedPool,
+        roles: Mapping[str, WorkerSpec],
+        *,
+        collective_timeout_s: float,
+        start_timeout_s: float,
+    ) -> None:
         pool = placed.pool
         self.name = "+".join(roles)
         self.roles = dict(roles)
@@ -60,6 +68,7 @@ class HostSet:
             process_group=process_group,
             on_one_machine=placed.on_one_machine,
             collective_timeout_s=collective_timeout_s,
+            start_timeout_s=start_timeout_s,
         )
         rendezvous = None
         if process_group and pool.num_slots > 1:
