@@ -138,7 +138,6 @@ def test_a_watchdog_ends_what_a_killed_program_leaves_behind():
     assert shared_memory() - before == set()
 
 
-@pytest.mark.slow
 def test_an_address_without_a_cluster_is_refused():
     program = "from hf_controller import RayExecutor; RayExecutor(address='127.0.0.1:9')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)

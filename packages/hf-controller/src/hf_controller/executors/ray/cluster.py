@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from typing import Any
 
@@ -14,6 +15,8 @@ from hf_controller.executors.ray.watchdog import Watchdog
 from hf_protocols import PoolError
 
 __all__ = ["Cluster"]
+
+_ANSWER_TIMEOUT_S = 10.0
 
 
 class Cluster:
@@ -58,9 +61,13 @@ class Cluster:
 
 
 def _join(address: str, options: dict[str, Any]) -> Any:
+    host, colon, port = address.rpartition(":")
     try:
+        if colon and port.isdigit() and "://" not in address:
+            # Ray itself tries for minutes.
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_TIMEOUT_S).close()
         return ray.init(address=address, **options)
-    except ConnectionError as error:
+    except OSError as error:
         raise PoolError(
             f"no Ray cluster lets us in at {address!r} ({error.__cause__ or error}): start it with `ray start --head`, "
             "give the address that it prints, and set RAY_AUTH_MODE and its token alike here and there"
