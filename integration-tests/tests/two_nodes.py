@@ -95,7 +95,7 @@ def write_line(file: Path, **fields: Any) -> None:
 
 def count_arrivals(file: Path, rank: int) -> None:
     """Wrap this process's store: slices come from afar, and so do whole shards that are not on this node yet."""
-    from hf_controller.executors.ray.store import RayStore
+    from hf_controller.executors.ray.store import RayStore, Sealed
     from hf_controller.rank_host import RankHost
     from hf_controller.transport import SliceReply
 
@@ -107,7 +107,8 @@ def count_arrivals(file: Path, rank: int) -> None:
         return run_call(self, call)
 
     def counted_get(self: Any, handles: Sequence[Any], timeout_s: float) -> list[Any]:
-        here = [ray._private.worker.global_worker.core_worker.object_exists(handle) for handle in handles]
+        references = [handle.open() if isinstance(handle, Sealed) else handle for handle in handles]
+        here = [ray._private.worker.global_worker.core_worker.object_exists(each) for each in references]
         values = get(self, handles, timeout_s)
         arrived = 0
         for value, is_here in zip(values, here, strict=True):
