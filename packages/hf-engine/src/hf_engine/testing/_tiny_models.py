@@ -13,7 +13,18 @@ from hf_protocols.models import ModelShape
 
 __all__ = ["write_tiny_model"]
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+}
 
 
 def write_tiny_model(
@@ -30,7 +41,7 @@ def write_tiny_model(
 
     Args:
         directory: created if it is absent.
-        family: `"llama"`, `"mistral"` or `"qwen2"`.
+        family: `"llama"`, `"mistral"`, `"qwen2"`, `"qwen3"`, or with four experts `"mixtral"` or `"qwen3_moe"`.
         vocab_size: size of the vocabulary.
         max_positions: longest sequence.
         tie_embeddings: whether the output layer is the embedding.
@@ -56,7 +67,9 @@ def write_tiny_model(
         "eos_token_id": None,
         "pad_token_id": None,
         "dtype": "float32",
-    } | config
+        **_EXPERTS.get(family, {}),
+        **config,
+    }
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(written, indent=2) + "\n")

@@ -114,6 +114,7 @@ def _options(model: ModelConfig, train: ParallelSpec, dtype: torch.dtype, stages
         tensor_model_parallel_size=train.tp_size,
         pipeline_model_parallel_size=train.pp_size,
         pipeline_model_parallel_layout=stages if train.pp_size > 1 else None,
+        sequence_parallel=train.tp_size > 1,
         variable_seq_lengths=train.pp_size > 1,
         moe_token_dispatcher_type="alltoall",  # the one for sequences of any length
         deallocate_pipeline_outputs=True,

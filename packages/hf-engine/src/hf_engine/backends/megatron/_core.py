@@ -17,12 +17,15 @@ _HOMES = {
     "DistributedDataParallelConfig": "megatron.core.distributed",
     "GPTModel": "megatron.core.models.gpt",
     "OptimizerConfig": "megatron.core.optimizer",
+    "TransformerBlockSubmodules": "megatron.core.transformer.transformer_block",
     "TransformerConfig": "megatron.core.transformer.transformer_config",
     "finalize_model_grads": "megatron.core.distributed",
+    "gather_from_sequence_parallel_region": "megatron.core.tensor_parallel",
     "get_forward_backward_func": "megatron.core.pipeline_parallel",
     "get_gpt_layer_local_spec": "megatron.core.models.gpt.gpt_layer_specs",
     "get_megatron_optimizer": "megatron.core.optimizer",
     "model_parallel_cuda_manual_seed": "megatron.core.tensor_parallel",
+    "moe_utils": "megatron.core.transformer.moe",
     "parallel_state": "megatron.core",
 }
 

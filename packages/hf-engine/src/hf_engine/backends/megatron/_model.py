@@ -10,10 +10,11 @@ import torch
 from hf_engine.backends._base import Head
 from hf_engine.backends._micro_batches import MicroBatch
 from hf_engine.backends.megatron._config import ModelConfig
-from hf_engine.backends.megatron._core import GPTModel, get_gpt_layer_local_spec
+from hf_engine.backends.megatron._core import GPTModel, gather_from_sequence_parallel_region
+from hf_engine.backends.megatron._layers import build_block_spec
 from hf_engine.backends.megatron._logprobs import compute_vocab_parallel_logprobs
 from hf_engine.backends.megatron._parallel import ParallelGroups
-from hf_engine.resharding.tensor_parallel import padded_vocab_size
+from hf_engine.resharding.tensor_parallel import padded_vocab_size, split_layers
 
 __all__ = ["Decoder", "DecoderInputs", "build_decoder"]
 
@@ -22,7 +23,13 @@ class Decoder(GPTModel):  # type: ignore[misc]
     """One stage; the last one returns its hidden states [S, b, h] and holds the output layer or a value head."""
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        return hidden_states
+        if not (self.post_process and self.config.sequence_parallel):
+            return hidden_states
+        # Every rank's gradient of the whole sequence is complete, so backward each takes its part and adds nothing.
+        whole: torch.Tensor = gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+        )
+        return whole
 
     def outputs(
         self, hidden: torch.Tensor, micro_batch: MicroBatch, *, temperature: float, entropy: bool
@@ -54,12 +61,10 @@ def build_decoder(model: ModelConfig, config: Any, groups: ParallelGroups, head:
         device: where the weights live.
     """
     shape = model.shape
-    spec = get_gpt_layer_local_spec(
-        num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
-    )
+    layers = split_layers(shape.num_layers, groups.topology.train.pp_size)[groups.at.pp]
     decoder = Decoder(
         config=config,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=build_block_spec(shape, len(layers)),
         vocab_size=padded_vocab_size(shape.vocab_size, groups.topology.train.tp_size),
         max_sequence_length=shape.max_positions,
         pre_process=groups.is_first_stage,
@@ -86,19 +91,23 @@ class DecoderInputs:
 
     micro_batch: MicroBatch
     window: int | None
+    """Keys that a query sees, itself included; None: all."""
+    multiple: int
+    """The width S is a multiple of it: the number of ranks that share a sequence."""
 
     @property
     def input_ids(self) -> torch.Tensor:
         """int64 [b, S], padding moved to the right."""
         ids = self.micro_batch.input_ids
         columns = torch.arange(ids.shape[1]) + self._left_padding[:, None]
-        return ids.gather(1, columns % ids.shape[1])
+        moved = ids.gather(1, columns % ids.shape[1])
+        return torch.nn.functional.pad(moved, (0, self._width - ids.shape[1]))
 
     @property
     def attention_mask(self) -> torch.Tensor:
         """[1, 1, S, S], bool: True where a query must not look."""
-        width = self.micro_batch.input_ids.shape[1]
-        distance = torch.arange(width)[:, None] - torch.arange(width)
+        columns = torch.arange(self._width)
+        distance = columns[:, None] - columns
         hidden = distance < 0
         if self.window is not None:
             hidden |= distance >= self.window
@@ -110,6 +119,10 @@ class DecoderInputs:
         last_of_prompt = width - num_tokens - self._left_padding - 1
         columns = (last_of_prompt[:, None] + torch.arange(num_tokens)).to(hidden.device)
         return hidden.transpose(0, 1).gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[-1]))
+
+    @property
+    def _width(self) -> int:
+        return -(-self.micro_batch.input_ids.shape[1] // self.multiple) * self.multiple
 
     @property
     def _left_padding(self) -> torch.Tensor:

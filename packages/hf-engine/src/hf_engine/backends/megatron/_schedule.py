@@ -64,12 +64,12 @@ def _run(
 ) -> list[Any]:
     def step(iterator: Iterator[MicroBatch], stage: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
-        inputs = DecoderInputs(micro_batch, window)
+        decoder = stage.module if hasattr(stage, "ddp_config") else stage
+        inputs = DecoderInputs(micro_batch, window, multiple=decoder.pg_collection.tp.size())
         hidden = stage(
             input_ids=inputs.input_ids.to(device), position_ids=None, attention_mask=inputs.attention_mask.to(device)
         )
-        is_last = (stage.module if hasattr(stage, "ddp_config") else stage).post_process
-        return (inputs.predicting(hidden) if is_last else hidden), partial(finish, micro_batch)
+        return (inputs.predicting(hidden) if decoder.post_process else hidden), partial(finish, micro_batch)
 
     with quiet():
         results: list[Any] = get_forward_backward_func()(
