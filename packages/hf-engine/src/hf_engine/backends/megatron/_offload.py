@@ -17,7 +17,7 @@ class OffloadedMemory:
 
     def __init__(self) -> None:
         self._copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        self._zeros: list[tuple[torch.UntypedStorage, int]] = []
+        self._zeros: list[tuple[torch.Tensor, int]] = []
 
     def __bool__(self) -> bool:
         return bool(self._copies or self._zeros)
@@ -33,11 +33,12 @@ class OffloadedMemory:
         return freed
 
     def drop(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Frees the tensors' storages, which come back as zeros; returns the bytes freed."""
+        """Frees the storages of tensors that fill them, and come back as zeros; returns the bytes freed."""
         freed = 0
-        for storage in _distinct_storages(tensors):
-            self._zeros.append((storage, storage.nbytes()))
-            freed += _empty(storage)
+        for tensor in tensors:
+            if nbytes := _empty(tensor.untyped_storage()):
+                self._zeros.append((tensor, nbytes))
+                freed += nbytes
         return freed
 
     def restore(self) -> None:
@@ -45,9 +46,9 @@ class OffloadedMemory:
         for storage, copy in self._copies:
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
-        for storage, nbytes in self._zeros:
-            storage.resize_(nbytes)
-            storage.fill_(0)
+        for tensor, nbytes in self._zeros:
+            tensor.untyped_storage().resize_(nbytes)
+            tensor.zero_()
         self._copies, self._zeros = [], []
 
 
