@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._checkpoint import load_sharded, save_sharded
 from hf_engine.backends._directories import write_directory
@@ -32,7 +33,7 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.plan import plan_reshard
-from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError
+from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.topology import Topology
 
 __all__ = ["FsdpBackend"]
@@ -254,33 +255,19 @@ class FsdpBackend:
         )
         return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
 
-    def _agreed_micro_batches(self, sequences: SequenceBatch) -> Iterator[MicroBatch]:
-        """This rank's micro-batches and as many dummies as keep it in step with the rank that has most."""
-        refusal: BatchError | None = None
-        micro_batches: list[MicroBatch] = []
-        try:
-            micro_batches = sequences.micro_batches(self._config.micro_batch_tokens)
-        except BatchError as error:
-            refusal = error
-        agreed = torch.tensor([len(micro_batches), refusal is not None], device=self._device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._group)
-        num_micro_batches, refused = agreed.tolist()
-        if refused:
-            raise refusal or BatchError("another data-parallel rank refused its rows; its own error says why")
-        yield from micro_batches
-        yield from (MicroBatch.dummy() for _ in range(num_micro_batches - len(micro_batches)))
+    def _agreed_micro_batches(self, sequences: SequenceBatch) -> list[MicroBatch]:
+        return agree_on_micro_batches(sequences, self._config.micro_batch_tokens, self._group, self._device)
 
     def _agreed_grad_norm(self, optimizer: ShardedAdamW, loss: float) -> float:
         """The global gradient norm; refuses the step on every rank if it or the loss is not finite on any."""
         total, squared_norm = self.sum_over_data([loss, optimizer.squared_grad_norm()])
-        if not (isfinite(total) and isfinite(squared_norm)):
+        grad_norm = float(squared_norm**0.5)
+        try:
+            refuse_non_finite(total, grad_norm, optimizer.steps)
+        except NonFiniteLossError:
             optimizer.zero_grad()
-            raise NonFiniteLossError(
-                f"optimizer step {optimizer.steps + 1} was refused: the loss summed over all ranks is {total}, its "
-                f"gradient norm {squared_norm**0.5}; the weights are still those of step {optimizer.steps}. Lower the "
-                "learning rate or look for non-finite numbers in the batch"
-            )
-        return float(squared_norm**0.5)
+            raise
+        return grad_norm
 
     def _require_head(self, head: Head, method: str) -> None:
         if self._head != head:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._directories import write_directory
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
@@ -25,7 +26,7 @@ from hf_engine.backends.megatron._schedule import run_backward, run_forward
 from hf_engine.backends.megatron._stage import Stage
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout
-from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError
+from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.topology import Topology
 
 __all__ = ["MegatronBackend"]
@@ -79,7 +80,7 @@ class MegatronBackend:
         try:
             backend = cls(described, Path(model), groups=groups, config=config, head=head, trainable=trainable)
             backend._stage.load_hf(model)
-        except BackendError:
+        except BaseException:
             groups.close()
             raise
         return backend
@@ -243,31 +244,17 @@ class MegatronBackend:
         return box[0]
 
     def _agreed_micro_batches(self, sequences: SequenceBatch) -> list[MicroBatch]:
-        """This rank's micro-batches and as many dummies as keep it in step with the rank that has most."""
-        refusal: BatchError | None = None
-        micro_batches: list[MicroBatch] = []
-        try:
-            micro_batches = sequences.micro_batches(self._config.micro_batch_tokens)
-        except BatchError as error:
-            refusal = error
-        agreed = torch.tensor([len(micro_batches), refusal is not None], device=self._device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self._groups.dp)
-        num_micro_batches, refused = agreed.tolist()
-        if refused:
-            raise refusal or BatchError("another data-parallel rank refused its rows; its own error says why")
-        return micro_batches + [MicroBatch.dummy()] * (num_micro_batches - len(micro_batches))
+        return agree_on_micro_batches(sequences, self._config.micro_batch_tokens, self._groups.dp, self._device)
 
     def _agreed_grad_norm(self, optimizer: DistributedAdamW, loss: float) -> float:
         """The global gradient norm; refuses the step on every rank if it or the loss is not finite on any."""
         (total,) = self.sum_over_data([loss])
         grad_norm = optimizer.take_gradients()
-        if not (isfinite(total) and isfinite(grad_norm)):
+        try:
+            refuse_non_finite(total, grad_norm, optimizer.steps)
+        except NonFiniteLossError:
             optimizer.zero_grad()
-            raise NonFiniteLossError(
-                f"optimizer step {optimizer.steps + 1} was refused: the loss summed over all ranks is {total}, its "
-                f"gradient norm {grad_norm}; the weights are still those of step {optimizer.steps}. Lower the "
-                "learning rate or look for non-finite numbers in the batch"
-            )
+            raise
         return grad_norm
 
     def _require_head(self, head: Head, method: str) -> None:

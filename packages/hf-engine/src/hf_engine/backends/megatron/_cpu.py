@@ -1,7 +1,7 @@
 """megatron-core on a machine without CUDA.
 
 Its sources name the device "cuda" in so many words. Where CUDA is absent an import hook replaces those words while
-its modules are loaded, in memory only; torch and the installed files stay as they are.
+its modules are loaded, and a few functions, in memory only; torch and the installed files stay as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import cast
 
 import torch
 
+from hf_engine.backends.megatron._cpu_functions import REPLACEMENTS
 from hf_protocols.errors import BackendError
 
 __all__ = ["allow_cpu"]
@@ -31,31 +32,6 @@ _REPLACED = (
     (re.compile(r"torch\.cuda\.(get_rng_state|manual_seed)\("), r"torch.\1("),
     (re.compile(r"(?<!torch)\.cuda\((non_blocking=True)?\)"), ".cpu()"),
 )
-_APPENDED = {
-    "megatron.core.tensor_parallel.random": """
-
-def _get_cuda_rng_state(device=None, clone=False, graph_safe=False):
-    return torch.get_rng_state()
-
-
-def _set_cuda_rng_state(new_state, device=-1, graph_safe=False):
-    torch.set_rng_state(new_state)
-""",
-    # There is nothing to copy to the host, but all-to-all wants its split sizes as arrays.
-    "megatron.core.transformer.moe.token_dispatcher": """
-
-def _splits_as_arrays(self, point, tokens_per_expert=None):
-    if point == self.cuda_dtoh_point:
-        for name in ("input_splits", "output_splits", "output_splits_tp"):
-            splits = getattr(self, name, None)
-            if torch.is_tensor(splits):
-                setattr(self, name, splits.numpy())
-    return tokens_per_expert
-
-
-MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_as_arrays
-""",
-}
 
 
 def allow_cpu() -> None:
@@ -93,9 +69,17 @@ class _Loader(SourceFileLoader):
         """The cached byte code, or that of a rewritten source, which is not cached beside the original's."""
         path = self.get_filename(fullname)
         original = self.get_data(path).decode()
-        source = original + _APPENDED.get(fullname, "")
+        source = original
         for pattern, replacement in _REPLACED:
             source = pattern.sub(replacement, source)
         if source == original:
             return cast("CodeType", super().get_code(fullname))
         return self.source_to_code(source.encode(), path)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Replaces what needs more than other words."""
+        super().exec_module(module)
+        for name, replace in REPLACEMENTS.get(module.__name__, {}).items():
+            scope, _, function = name.rpartition(".")
+            owner = getattr(module, scope) if scope else module
+            setattr(owner, function, replace(getattr(owner, function)))
