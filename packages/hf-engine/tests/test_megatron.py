@@ -15,7 +15,13 @@ from hf_protocols.standard import THREE_D
 VOCAB_SIZE = 70  # padded to 128 rows: two ranks hold 64 and 6 real ones
 CONFIG = TrainConfig(learning_rate=1e-2, micro_batch_tokens=40)
 EXPERTS = ("qwen3_moe", "mixtral")
-SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": VOCAB_SIZE}
+SIZES = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB_SIZE,
+    "pad_token_id": 46,  # is in prompts and responses, and its embedding must not learn from there
+}
 
 
 def topology_of(sizes, order="megatron", ep_size=1):

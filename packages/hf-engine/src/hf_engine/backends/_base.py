@@ -235,7 +235,7 @@ class TrainBackend(Protocol):
         ...
 
     def load_hf(self, directory: str | Path) -> None:
-        """Replaces the weights by those of a Hugging Face directory; the optimizer starts anew.
+        """Replaces the weights by those of a Hugging Face directory; optimizer and learning rate start anew.
 
         A value head takes its own weights where the directory has them, and stays as it is where not.
         """

@@ -182,9 +182,13 @@ class _Laws:
         off = max(float((onwards[name] - again[name]).abs().max()) for name in onwards)
         assert off <= self._tolerance, f"a step from the checkpoint ends {off} off: optimizer state was lost"
         self._score(backend)
+        backend.set_learning_rate(10 * self._config.learning_rate)
         backend.load_hf(directory / "export")
         assert backend.optimizer_steps == 0, "load_hf starts the optimizer anew"
         self.check_scores(backend, "from the export", trained)
+        first = self._config.learning_rate / max(1, self._config.warmup_steps)
+        metrics = backend.train_step(self._local, self._loss, self._num_tokens)
+        _close(metrics["learning_rate"], first, 1e-12, "learning rate of the first step after load_hf")
 
     def _expected(self, reference: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Reference outputs and response ids of this rank's rows."""

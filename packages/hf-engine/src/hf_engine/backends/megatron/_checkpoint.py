@@ -80,7 +80,7 @@ def load_sharded(directory: str | Path, stage: Stage) -> None:
                 shard = optimizer.shard(live)
                 shard.tensors[kind].copy_(whole.view(-1)[shard.start : shard.stop])
     if optimizer is not None:
-        optimizer.restart(stored.steps)
+        optimizer.continue_from(stored.steps)
 
 
 class _Stored:

@@ -41,6 +41,8 @@ class ModelConfig:
     """Keys that a query sees, itself included, in every layer; None: all."""
     normalize_routing: bool
     """Whether the weights of a token's experts sum to 1."""
+    padding_id: int | None
+    """Token whose embedding learns nothing from the inputs, as in transformers."""
     inverse_frequencies: tuple[float, ...]
     """Radians per position of every rotated pair, with any scaling applied."""
 
@@ -65,6 +67,7 @@ class ModelConfig:
             norm_eps=config.get("rms_norm_eps", 1e-5 if shape.family == "mixtral" else 1e-6),
             window=_window(config, directory),
             normalize_routing=shape.family == "mixtral" or bool(config.get("norm_topk_prob", False)),
+            padding_id=None if config.get("pad_token_id") is None else config["pad_token_id"] % shape.vocab_size,
             inverse_frequencies=tuple(_inverse_frequencies(config, shape, directory).tolist()),
         )
 

@@ -40,20 +40,19 @@ def allow_cpu() -> None:
     Raises:
         BackendError: if megatron.core was imported before, as it is.
     """
-    if torch.cuda.is_available() or _Finder in sys.meta_path:
+    if torch.cuda.is_available() or any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if _PACKAGE in sys.modules:
         raise BackendError(
             "megatron.core was imported in this process before the megatron backend, so that it cannot run without "
             "CUDA: import hf_engine.backends.megatron first"
         )
-    sys.meta_path.insert(0, _Finder)
+    sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    @classmethod
     def find_spec(
-        cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         # Megatron's own FSDP is not used here, and formats device names at run time.
         if not f"{name}.".startswith(f"{_PACKAGE}.") or ".fsdp." in name:

@@ -22,6 +22,25 @@ __all__ = ["Decoder", "DecoderInputs", "build_decoder"]
 class Decoder(GPTModel):  # type: ignore[misc]
     """One stage; the last one returns its hidden states [S, b, h] and holds the output layer or a value head."""
 
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        """Hidden states from token ids [b, S], or from those that the schedule received from the stage before."""
+        embedded = None
+        if self.pre_process:
+            embedded = self.embedding(input_ids=input_ids, position_ids=None)
+            if self.padding_id is not None:
+                # transformers' embedding learns nothing from its padding token, wherever it stands
+                is_padding = (input_ids == self.padding_id).T[:, :, None]
+                own = is_padding.chunk(input_ids.shape[1] // len(embedded))[self._sequence_part]
+                embedded = torch.where(own, embedded.detach(), embedded).contiguous()
+        hidden: torch.Tensor = super().forward(
+            input_ids=input_ids, position_ids=None, attention_mask=attention_mask, decoder_input=embedded
+        )
+        return hidden
+
+    @property
+    def _sequence_part(self) -> int:
+        return self.pg_collection.tp.rank() if self.config.sequence_parallel else 0
+
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
         if not (self.post_process and self.config.sequence_parallel):
             return hidden_states
@@ -75,6 +94,7 @@ def build_decoder(model: ModelConfig, config: Any, groups: ParallelGroups, head:
     decoder.to(device)
     decoder.rotary_pos_emb.inv_freq = torch.tensor(model.inverse_frequencies, device=device)
     decoder.real_vocab_size = shape.vocab_size
+    decoder.padding_id = model.padding_id
     decoder.value_head = None
     if head == "value" and groups.is_last_stage:
         del decoder.output_layer

@@ -105,15 +105,22 @@ class DistributedAdamW:
         return Shard(0, 0, dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), empty))
 
     @torch.no_grad()
-    def restart(self, steps: int = 0) -> None:
-        """Counts from `steps`; at 0 the moments are zero."""
+    def restart(self) -> None:
+        """As built: no steps, no moments, the configured learning rate."""
+        self._learning_rate = self._config.learning_rate
+        for inner in self._inner():
+            for parameter in _parameters_of(inner):
+                inner.optimizer.state[parameter]["exp_avg"].zero_()
+                inner.optimizer.state[parameter]["exp_avg_sq"].zero_()
+        self.continue_from(0)
+
+    @torch.no_grad()
+    def continue_from(self, steps: int) -> None:
+        """Counts on from a number of steps."""
         self.steps = steps
         for inner in self._inner():
             for parameter in _parameters_of(inner):
                 state = inner.optimizer.state[parameter]
-                if steps == 0:
-                    state["exp_avg"].zero_()
-                    state["exp_avg_sq"].zero_()
                 if "step" in state:
                     state["step"].fill_(float(steps))
             for group in inner.param_groups:

@@ -66,9 +66,7 @@ def _run(
         micro_batch = next(iterator)
         decoder = stage.module if hasattr(stage, "ddp_config") else stage
         inputs = DecoderInputs(micro_batch, window, multiple=decoder.pg_collection.tp.size())
-        hidden = stage(
-            input_ids=inputs.input_ids.to(device), position_ids=None, attention_mask=inputs.attention_mask.to(device)
-        )
+        hidden = stage(inputs.input_ids.to(device), inputs.attention_mask.to(device))
         return (inputs.predicting(hidden) if decoder.post_process else hidden), partial(finish, micro_batch)
 
     with quiet():
