@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
-from hf_engine.testing import write_tiny_model
+from hf_engine.backends.transformers import TransformersBackend
+from hf_engine.resharding.boxes import Box
+from hf_engine.resharding.moving import storage_bytes
+from hf_engine.resharding.steps import Step
+from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, greedy_response, rows_of, select_rows
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, ReshardError, Topology
 
@@ -35,9 +40,9 @@ def step(train):
     train.train_step(select_rows(batch, rows), loss, 18.0)
 
 
-def generate_between_steps(train_model, rollout_model, directory, release_weights):
+def generate_between_steps(train_model, rollout_model, directory, training_weights):
     """The rollout starts from other weights than the training backend."""
-    train, rollout, engine = build_engine(train_model, rollout_model, release_weights=release_weights)
+    train, rollout, engine = build_engine(train_model, rollout_model, training_weights=training_weights)
     prompts = build_prompts(4, vocab_size=VOCAB_SIZE)
     with pytest.raises(BackendError, match="inside `with engine"):
         engine.generate(prompts, GREEDY)
@@ -54,7 +59,7 @@ def generate_between_steps(train_model, rollout_model, directory, release_weight
         exported = AutoModelForCausalLM.from_pretrained(Path(directory) / str(index), dtype=torch.float32).eval()
         for prompt, found in zip(rows_of(prompts["prompt_ids"]), rows_of(responses["response_ids"]), strict=True):
             assert torch.equal(found, greedy_response(exported, prompt, 6, frozenset()))
-        if not release_weights:
+        if training_weights == "keep":
             for name, parameter in exported.named_parameters():
                 assert torch.equal(rollout.weight_buffers()[name], parameter), name
     train.load_hf(rollout_model)
@@ -65,14 +70,14 @@ def generate_between_steps(train_model, rollout_model, directory, release_weight
     return transitions, planned
 
 
-@pytest.mark.parametrize("release_weights", [False, True])
-def test_generation_sees_the_trained_weights(ranks2, tmp_path, release_weights):
+@pytest.mark.parametrize("training_weights", ["move", "keep"])
+def test_generation_sees_the_trained_weights(ranks2, tmp_path, training_weights):
     models = [write_tiny_model(tmp_path / str(seed), seed=seed) for seed in range(2)]
-    results = ranks2.run(generate_between_steps, *models, tmp_path / "exports", release_weights)
+    results = ranks2.run(generate_between_steps, *models, tmp_path / "exports", training_weights)
     for transitions, planned in results:
         assert [t.weight_version for t in transitions] == [1, 2, 2, 3, 4]
         moved = [t.recv_bytes for t in transitions]
-        assert moved == [planned, planned, planned if release_weights else 0, planned, planned]
+        assert moved == [planned, planned, planned if training_weights == "move" else 0, planned, planned]
         assert all((t.seconds > 0) == (t.recv_bytes > 0) for t in transitions)
     total = sum(planned for _, planned in results)
     assert total == (VOCAB_SIZE * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 128) + 64) * 4
@@ -113,3 +118,183 @@ def test_a_wrong_sync_cannot_pass(ranks2, tmp_path):
     untied = write_tiny_model(tmp_path / "untied", tie_embeddings=False)
     wide = write_tiny_model(tmp_path / "wide", vocab_size=80)
     ranks2.run(refuse_other_models, tied, untied, wide)
+
+
+class Counter:
+    """Counts what torch.distributed receives on this rank; knows nothing of plans."""
+
+    def __init__(self, monkeypatch, observe=lambda: None):
+        self.received = self.messages = 0
+        self._observe = observe
+        monkeypatch.setattr(dist, "all_gather_single", self._gather)
+        monkeypatch.setattr(dist, "batch_isend_irecv", self._exchange)
+
+    def _gather(self, incoming, outgoing, *args, real=dist.all_gather_single, **options):
+        self.received += incoming.nbytes - outgoing.nbytes
+        self.messages += incoming.nbytes // outgoing.nbytes - 1
+        self._observe()
+        return real(incoming, outgoing, *args, **options)
+
+    def _exchange(self, operations, real=dist.batch_isend_irecv):
+        received = [operation.tensor.nbytes for operation in operations if operation.op is dist.irecv]
+        self.received += sum(received)
+        self.messages += len(received)
+        self._observe()
+        return real(operations)
+
+
+def bits(tensors):
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def hold_one_copy(model, bucket_bytes):
+    """Live bytes are read off storages at every collective of the way to generation, inside, and afterwards."""
+    train, rollout, engine = build_engine(model, model, bucket_bytes=bucket_bytes)
+    memory, rank = engine.memory, dist.get_rank()
+
+    def live():
+        return storage_bytes([*train.local_weights().values(), *rollout.weight_buffers().values()])
+
+    step(train)
+    before, shard = bits(train.local_weights()), storage_bytes(train.local_weights().values())
+    assert live() == shard == engine.plan.source.held_bytes(rank)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        counter = Counter(patch, lambda: seen.append(live()))
+        with engine.generation():
+            inside = live()
+            assert storage_bytes(train.local_weights().values()) == 0
+            engine.generate(build_prompts(4, vocab_size=VOCAB_SIZE), GREEDY)
+    after = train.local_weights()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert live() == shard
+    assert memory.training == "moved"
+    assert memory.training_bytes == memory.host_bytes == 0
+    assert inside == memory.generation_bytes == engine.plan.target.held_bytes(rank)
+    largest = max(tensor.nbytes for tensor in before.values())
+    peak = max([*seen, inside])
+    assert peak <= memory.generation_bytes + max(bucket_bytes, largest), (peak, memory)
+    # A message may be padded to eight bytes before its seal of sixteen.
+    assert 0 <= counter.received - engine.plan.recv_bytes[rank] - 16 * counter.messages < 8 * counter.messages
+    step(train)
+    engine.close()
+    return len(seen)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 14, 1 << 20])
+def test_a_rank_holds_its_generation_shard_and_nothing_beside_it(ranks2, tmp_path, bucket_bytes):
+    model = write_tiny_model(tmp_path)
+    steps = ranks2.run(hold_one_copy, model, bucket_bytes)
+    assert steps[0] == steps[1]
+    assert steps[0] > 5 if bucket_bytes == 1 << 14 else steps[0] < 5
+
+
+def send_twice(model):
+    """An executor that sends everything twice is right about the weights and fails the count."""
+    _, _, engine = build_engine(model, model, training_weights="keep", bucket_bytes=1 << 14)
+    executor = engine._executor
+    executor._steps = [*executor._steps, *executor._steps]
+    with pytest.MonkeyPatch.context() as patch:
+        counter = Counter(patch)
+        with engine.generation():
+            pass
+    return counter.received - 24 * counter.messages > engine.plan.recv_bytes[dist.get_rank()]
+
+
+def test_the_count_finds_an_executor_that_sends_too_much(ranks2, tmp_path):
+    assert ranks2.run(send_twice, write_tiny_model(tmp_path)) == [True, True]
+
+
+def damage_what_arrives(model, what):
+    """A bit flips on the way, or a rank is a step behind: typed errors, and the training weights are as before."""
+    train, rollout, engine = build_engine(model, model)
+    before = bits(train.local_weights())
+    version, rank = rollout.weight_version, dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "bit":
+            patch.setattr(Step, "unpack", flip_a_bit)
+        elif rank == 1:
+            train._weight_changes += 1
+        message = "digests differ" if what == "bit" else "expected weights of version"
+        with pytest.raises(ReshardError, match=message), engine.generation():
+            raise AssertionError("no generation from wrong weights")
+    assert rollout.weight_version == version
+    after = train.local_weights()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    with pytest.raises(BackendError, match="inside `with engine"):
+        engine.generate(build_prompts(2, vocab_size=VOCAB_SIZE), GREEDY)
+    step(train)
+
+
+def flip_a_bit(self, incoming, *args, real=Step.unpack):
+    incoming[self._incoming[0].start + 3] ^= 4
+    return real(self, incoming, *args)
+
+
+@pytest.mark.parametrize("what", ["bit", "version"])
+def test_damage_and_a_rank_behind_are_refused(ranks2, tmp_path, what):
+    ranks2.run(damage_what_arrives, write_tiny_model(tmp_path), what)
+
+
+def die_on_the_way(model):
+    train, _, engine = build_engine(model, model, bucket_bytes=1 << 14)
+    before = bits(train.local_weights())
+    calls = 0
+
+    def exit_midway(*args, real=dist.all_gather_single, **options):
+        nonlocal calls
+        calls += 1
+        if calls == 4 and dist.get_rank() == 1:
+            os._exit(1)
+        return real(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_single", exit_midway)
+        with pytest.raises(ReshardError, match="transfer of weights failed on rank 0"), engine.generation():
+            pass
+    after = train.local_weights()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    raise AssertionError("the survivor holds its training weights")
+
+
+def test_a_peer_that_dies_on_the_way_leaves_a_typed_error_and_the_training_weights(tmp_path):
+    with LocalRanks(2, timeout_s=5) as ranks, pytest.raises(RuntimeError) as failed:
+        ranks.run(die_on_the_way, write_tiny_model(tmp_path))
+    assert "the survivor holds its training weights" in str(failed.value)
+    assert "rank 1:" in str(failed.value)
+
+
+def steps_that_change_nothing(model):
+    train, _, engine = build_engine(model, model)
+    found = []
+    for change in (step, lambda train: None, lambda train: setattr(train, "_weight_changes", 7), step):
+        change(train)
+        with engine.generation():
+            found.append(engine.last_transition.is_unchanged)
+    return found
+
+
+def test_weights_that_should_have_changed_and_did_not_are_noticed(ranks2, tmp_path):
+    assert ranks2.run(steps_that_change_nothing, write_tiny_model(tmp_path)) == [[False, False, True, False]] * 2
+
+
+def keep_between_dtypes(model):
+    topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
+    train = load_train_backend("fsdp").build(model, topology=topology, config=TrainConfig(learning_rate=3e-2))
+    rollout = TransformersBackend.build(model, topology=topology, dtype="bfloat16")
+    with pytest.raises(BackendError, match='use training_weights="keep"'):
+        HybridEngine(train, rollout, topology, training_weights="move")
+    engine = HybridEngine(train, rollout, topology)
+    assert engine.memory.training == "kept"
+    assert engine.memory.training_bytes == engine.plan.source.held_bytes(dist.get_rank())
+    step(train)
+    with engine.generation(), pytest.raises(BackendError, match="entered already"), engine.generation():
+        pass
+    for name, shard in train.local_weights().items():
+        (box,) = engine.plan.source.boxes_of(dist.get_rank())[name]
+        full = rollout.weight_buffers()[name]
+        assert torch.equal(full[box.slices_in(Box.whole(full.shape))], shard.bfloat16())
+
+
+def test_masters_of_another_dtype_stay_where_they_are(ranks2, tmp_path):
+    ranks2.run(keep_between_dtypes, write_tiny_model(tmp_path))

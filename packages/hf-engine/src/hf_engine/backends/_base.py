@@ -318,5 +318,9 @@ class SupportsWeightBuffers(Protocol):
     """A rollout backend whose weights can be written in place."""
 
     def weight_buffers(self) -> Mapping[str, torch.Tensor]:
-        """This rank's tensors by Hugging Face name, one per box of `weight_layout()`."""
+        """This rank's tensors by Hugging Face name, one per box of `weight_layout()`.
+
+        Each has a resizable storage of its own, empty between `release` and `resume`: a transition takes and frees
+        them one by one.
+        """
         ...

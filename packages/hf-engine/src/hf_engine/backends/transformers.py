@@ -80,6 +80,9 @@ class TransformersBackend:
                 f"transformers cannot load a causal language model from {str(model)!r}: {error}"
             ) from error
         loaded.eval().requires_grad_(False)
+        for parameter in loaded.parameters():
+            # What was loaded may be a view of a file's pages: a storage of its own can be freed and taken again.
+            parameter.data = parameter.data.to(local_device(), copy=True)
         return cls(loaded.to(local_device()), topology=topology, cache_bytes=cache_bytes)
 
     @property
@@ -104,13 +107,13 @@ class TransformersBackend:
     def release(self) -> None:
         """Frees the weights; keys and values are freed after every `generate` anyway."""
         for parameter in self._model.parameters():
-            parameter.data = parameter.data.new_empty(0)
+            parameter.untyped_storage().resize_(0)
         self._has_weights = False
 
     def resume(self) -> None:
         """Takes the weights' memory again; the contents must be sent anew."""
-        for name, parameter in self._model.named_parameters():
-            parameter.data = parameter.data.new_empty(self._shapes[name])
+        for parameter in self._model.parameters():
+            parameter.untyped_storage().resize_(parameter.nbytes)
 
     def close(self) -> None:
         """Frees the model."""

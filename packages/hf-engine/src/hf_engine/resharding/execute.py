@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
-from hf_engine.resharding.plan import Message, ReshardPlan
-from hf_engine.resharding.rounds import GatherRound, PeerRound, compute_rounds
+from hf_engine.resharding.moving import ShardMover
+from hf_engine.resharding.plan import ReshardPlan
+from hf_engine.resharding.rounds import compute_rounds
+from hf_engine.resharding.steps import SEAL_BYTES, Seals, Step, build_step, locate
 from hf_protocols.errors import ReshardError
 
-__all__ = ["DEFAULT_BUCKET_BYTES", "ReshardExecutor", "Weights", "check_weights", "execute_reshard"]
+__all__ = [
+    "DEFAULT_BUCKET_BYTES",
+    "ReshardExecutor",
+    "Transfer",
+    "Weights",
+    "as_parts",
+    "check_weights",
+    "execute_reshard",
+]
 
 DEFAULT_BUCKET_BYTES = 64 << 20
-"""Bound on the bytes that a rank sends, and on those that it receives, in one round."""
+"""Bound on the bytes of a rank's communication buffers."""
 
 Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """A rank's tensors by Hugging Face name: one tensor per box of its layout, a bare tensor where there is one box."""
 
+_Parts = dict[str, list[torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """What one run moved to this rank."""
+
+    recv_bytes: int
+    """Bytes of weights received from other ranks: the plan's figure."""
+    seal_bytes: int
+    """Bytes of digests and versions that came with them."""
+    versions: Mapping[int, int]
+    """Version of the weights by sender (plan ranks)."""
+
 
 class ReshardExecutor:
     """Runs one plan again and again: rounds are computed once, buffers are allocated once.
+
+    While one round is on its way the one before is copied into place. Every message carries a digest of its bytes and
+    the version of the weights.
 
     Args:
         plan: from `plan_reshard`; the same on every rank.
         group: the process group that connects the plan's ranks; None is the default group. Plan ranks are
             torch.distributed's global ranks of the group unless `ranks` says otherwise.
         ranks: plan rank of every group rank, in group order.
-        bucket_bytes: bound on the bytes sent, and on those received, in one round.
+        bucket_bytes: bound on the bytes of the communication buffers, beyond one element for every peer and the seals.
         device: where the communication buffers live; the tensors themselves may live elsewhere.
 
     Raises:
@@ -48,67 +73,136 @@ class ReshardExecutor:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         device: torch.device | str = "cpu",
     ) -> None:
-        if bucket_bytes < plan.target.element_bytes:
-            raise ReshardError(f"bucket_bytes={bucket_bytes} does not hold one {plan.target.dtype} element")
+        item_bytes = plan.target.element_bytes
+        if bucket_bytes < 4 * item_bytes:
+            raise ReshardError(f"bucket_bytes={bucket_bytes} does not hold four {plan.target.dtype} elements")
         self._plan = plan
         self._group = group
         self._members = tuple(ranks if ranks is not None else dist.get_process_group_ranks(group or dist.group.WORLD))
         self._rank = self._members[dist.get_rank(group)]
         self._check_peers()
-        rounds = compute_rounds(plan, self._members, bucket_bytes // plan.target.element_bytes)
+        # Two rounds are in flight at once, each with an outgoing and an incoming buffer.
+        rounds = compute_rounds(plan, self._members, bucket_bytes // (4 * item_bytes))
         held, wanted = plan.source.boxes_of(self._rank), plan.target.boxes_of(self._rank)
+        self._steps = [build_step(round_, self._members, self._rank, held, wanted, item_bytes) for round_ in rounds]
         self._kept = [
-            (_locate(wanted, name, box), _locate(held, name, box)) for name, box in plan.kept.get(self._rank, ())
+            (locate(wanted, name, box), locate(held, name, box)) for name, box in plan.kept.get(self._rank, ())
         ]
-        self._steps = [
-            _GatherStep(round_, self._members, self._rank, held, wanted)
-            if isinstance(round_, GatherRound)
-            else _PeerStep(round_, self._members, self._rank, held, wanted)
-            for round_ in rounds
+        self._first, self._last = self._spans_of_names()
+        self._dtype = getattr(torch, plan.target.dtype)
+        self._device = device
+        sizes = [max((getattr(s, f"{way}_bytes") for s in self._steps), default=0) for way in ("send", "recv")]
+        num_slots = min(2, len(self._steps))
+        self._buffers = [
+            [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes] for _ in range(num_slots)
         ]
-        dtype = getattr(torch, plan.target.dtype)
-        self._outgoing = torch.empty(max((s.send_numel for s in self._steps), default=0), dtype=dtype, device=device)
-        self._incoming = torch.empty(max((s.recv_numel for s in self._steps), default=0), dtype=dtype, device=device)
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the communication buffers, kept from step to step."""
-        return self._outgoing.nbytes + self._incoming.nbytes
+        return sum(buffer.nbytes for slot in self._buffers for buffer in slot)
 
     @torch.no_grad()
-    def run(self, source: Weights, target: Weights) -> int:
+    def run(
+        self, source: Weights, target: Weights, *, version: int | None = None, mover: ShardMover | None = None
+    ) -> Transfer:
         """Fills this rank's target tensors from everybody's source tensors. Collective over the group.
 
         Args:
-            source: this rank's tensors in the source layout; read only.
+            source: this rank's tensors in the source layout; read only, unless a mover empties them.
             target: this rank's tensors in the target layout; written in place, cast where dtypes differ.
-
-        Returns:
-            Bytes that this rank received from other ranks.
+            version: of the source's weights. What arrives with another one is refused; None, for a rank that only
+                receives, takes the senders' if they agree.
+            mover: moves this rank's training shard into the target instead of copying it.
 
         Raises:
-            ReshardError: for tensors that do not match the layout, or a transfer that fails on the way.
+            ReshardError: for tensors that do not match the layout, a transfer that fails on the way, bytes that differ
+                from what was sent, or weights of another version.
         """
         check_weights(self._plan.source, self._rank, source, "source")
         check_weights(self._plan.target, self._rank, target, "target")
-        held = {name: _as_list(tensors) for name, tensors in source.items()}
-        wanted = {name: _as_list(tensors) for name, tensors in target.items()}
-        for destination, origin in self._kept:
-            destination.of(wanted).copy_(origin.of(held))
-        received = 0
-        for step in self._steps:
-            outgoing, incoming = self._outgoing[: step.send_numel], self._incoming[: step.recv_numel]
-            for start, stop, region in step.packed:
-                view = region.of(held)
-                outgoing[start:stop].view(view.shape).copy_(view)
-            try:
-                received += step.communicate(outgoing, incoming, self._group)
-            except RuntimeError as error:
-                raise ReshardError(f"the transfer of weights failed on rank {self._rank}: {error}") from error
-            for start, stop, region in step.unpacked:
-                view = region.of(wanted)
-                view.copy_(incoming[start:stop].view(view.shape))
-        return received * self._plan.target.element_bytes
+        held, wanted = as_parts(source), as_parts(target)
+        seals = Seals()
+        try:
+            self._exchange(held, wanted, seals, -1 if version is None else version, mover)
+        except RuntimeError as error:
+            raise ReshardError(f"the transfer of weights failed on rank {self._rank}: {error}") from error
+        if self._steps:
+            self._check_seals(seals, version)
+        return Transfer(
+            recv_bytes=sum(step.payload_bytes for step in self._steps),
+            seal_bytes=seals.count * SEAL_BYTES,
+            versions={self._members[peer]: found for peer, found in seals.versions().items()},
+        )
+
+    def _exchange(self, held: _Parts, wanted: _Parts, seals: Seals, version: int, mover: ShardMover | None) -> None:
+        """Runs the steps, one of them ahead: what arrived is copied while the next round is on its way."""
+        pending: tuple[Step, torch.Tensor, list[dist.Work]] | None = None
+        if mover is None:
+            for destination, origin in self._kept:
+                destination.of(wanted).copy_(origin.of(held))
+        for index, step in enumerate(self._steps):
+            outgoing, incoming = self._buffers[index % 2]
+            if mover is not None:
+                mover.prepare(self._first[index])
+            step.pack(held, outgoing, self._dtype, version)
+            if mover is not None:
+                mover.empty(self._last[index])
+            works = step.start(outgoing, incoming, self._group)
+            if pending is not None:
+                self._finish(pending, wanted, seals)
+            pending = (step, incoming, works)
+        if pending is not None:
+            self._finish(pending, wanted, seals)
+        if mover is not None:
+            for name in self._first[len(self._steps)]:
+                mover.prepare([name])
+                mover.empty([name])
+
+    def _finish(self, pending: tuple[Step, torch.Tensor, list[dist.Work]], wanted: _Parts, seals: Seals) -> None:
+        step, incoming, works = pending
+        for work in works:
+            work.wait()
+        step.unpack(incoming, wanted, self._dtype, seals)
+
+    def _spans_of_names(self) -> tuple[list[list[str]], list[list[str]]]:
+        """By step: parameters that are needed from it on, and those whose source is not needed after it.
+
+        One entry more than steps: the parameters that no step of this rank touches.
+        """
+        first: dict[str, int] = {}
+        last: dict[str, int] = {}
+        for index, step in enumerate(self._steps):
+            for name in step.packed_names | step.unpacked_names:
+                first.setdefault(name, index)
+                last[name] = index
+        names = dict.fromkeys([*self._plan.source.boxes_of(self._rank), *self._plan.target.boxes_of(self._rank)])
+        steps = range(len(self._steps) + 1)
+        return (
+            [[name for name in names if first.get(name, steps[-1]) == index] for index in steps],
+            [[name for name in names if last.get(name, steps[-1]) == index] for index in steps],
+        )
+
+    def _check_seals(self, seals: Seals, version: int | None) -> None:
+        """Refuses on every rank of the group what any of them must refuse, so that none goes on alone."""
+        versions = {self._members[peer]: found for peer, found in seals.versions().items()}
+        expected = version if version is not None else next(iter(versions.values()), None)
+        damaged = [self._members[peer] for peer in seals.damaged()]
+        wrong = {rank: found for rank, found in versions.items() if found != expected}
+        refused = torch.tensor(bool(damaged or wrong), dtype=torch.int32, device=self._device)
+        dist.all_reduce(refused, op=dist.ReduceOp.MAX, group=self._group)
+        if damaged:
+            raise ReshardError(
+                f"rank {self._rank} received other bytes than the ranks {damaged} sent: the digests differ; "
+                "the weights are not complete"
+            )
+        if wrong:
+            raise ReshardError(
+                f"rank {self._rank} expected weights of version {expected} and received {wrong} (version by sender): "
+                "all ranks must send after the same number of changes"
+            )
+        if refused:
+            raise ReshardError(f"another rank refused what it received; rank {self._rank} received what was sent")
 
     def _check_peers(self) -> None:
         reached = {
@@ -131,10 +225,10 @@ def execute_reshard(
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> int:
-    """Runs a plan once and returns the bytes that this rank received; see `ReshardExecutor` to run it often."""
+    """Runs a plan once; returns the bytes of weights that this rank received. See `ReshardExecutor` to run it often."""
     # Buffers live with the source where there is one: a target on the host may be filled from a device.
     device = next((tensor.device for tensor in (*_flat(source), *_flat(target))), "cpu")
-    return ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device).run(source, target)
+    return ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device).run(source, target).recv_bytes
 
 
 def check_weights(layout: WeightLayout, rank: int, weights: Weights, what: str) -> None:
@@ -157,97 +251,9 @@ def check_weights(layout: WeightLayout, rank: int, weights: Weights, what: str) 
         raise ReshardError(f"the {what} tensors of rank {rank} do not match the layout: {'; '.join(problems)}")
 
 
-class _Region(NamedTuple):
-    """A part of one of this rank's tensors."""
-
-    name: str
-    part: int
-    slices: tuple[slice, ...]
-
-    def of(self, tensors: Mapping[str, Sequence[torch.Tensor]]) -> torch.Tensor:
-        return tensors[self.name][self.part][self.slices]
-
-
-_Boxes = Mapping[str, tuple[Box, ...]]
-_Piece = tuple[int, int, _Region]
-"""Start and stop in the flat buffer, and the region that is copied from or to there."""
-
-
-def _locate(boxes: _Boxes, name: str, box: Box) -> _Region:
-    """Finds the one box of a rank that contains `box`."""
-    part, container = next((i, candidate) for i, candidate in enumerate(boxes[name]) if candidate.contains(box))
-    return _Region(name, part, box.slices_in(container))
-
-
-class _GatherStep:
-    """One all-gather: shares lie one after the other in the buffer, in member order."""
-
-    def __init__(self, round_: GatherRound, members: Sequence[int], rank: int, held: _Boxes, wanted: _Boxes) -> None:
-        self.send_numel = round_.share_numel
-        self.recv_numel = round_.share_numel * len(members)
-        own = members.index(rank)
-        self.packed: list[_Piece] = []
-        self.unpacked: list[_Piece] = []
-        start = 0
-        for slot in round_.slots:
-            numel = slot.boxes[own].numel
-            self.packed.append((start, start + numel, _locate(held, slot.name, slot.boxes[own])))
-            for index, box in enumerate(slot.boxes):
-                if index != own:
-                    base = index * self.send_numel + start
-                    self.unpacked.append((base, base + numel, _locate(wanted, slot.name, box)))
-            start += numel
-
-    def communicate(self, outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup | None) -> int:
-        dist.all_gather_single(incoming, outgoing, group=group)
-        return incoming.numel() - outgoing.numel()
-
-
-class _PeerStep:
-    """One batch of sends and receives: one flat message per peer and direction."""
-
-    def __init__(self, round_: PeerRound, members: Sequence[int], rank: int, held: _Boxes, wanted: _Boxes) -> None:
-        outgoing: dict[int, list[Message]] = defaultdict(list)
-        incoming: dict[int, list[Message]] = defaultdict(list)
-        for message in round_.messages:
-            if message.source == rank:
-                for destination in message.destinations:
-                    outgoing[members.index(destination)].append(message)
-            elif rank in message.destinations:
-                incoming[members.index(message.source)].append(message)
-        self.packed, self._sends, self.send_numel = _lay_out(outgoing, held)
-        self.unpacked, self._receives, self.recv_numel = _lay_out(incoming, wanted)
-
-    def communicate(self, outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup | None) -> int:
-        operations = [
-            dist.P2POp(dist.isend, outgoing[start:stop], group=group, group_peer=peer)
-            for peer, start, stop in self._sends
-        ]
-        operations += [
-            dist.P2POp(dist.irecv, incoming[start:stop], group=group, group_peer=peer)
-            for peer, start, stop in self._receives
-        ]
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-        return incoming.numel()
-
-
-def _lay_out(
-    by_peer: Mapping[int, Sequence[Message]], boxes: _Boxes
-) -> tuple[list[_Piece], list[tuple[int, int, int]], int]:
-    """Places every peer's pieces in one flat buffer: pieces, (peer, start, stop) spans, total length."""
-    pieces: list[_Piece] = []
-    spans = []
-    position = 0
-    for peer in sorted(by_peer):
-        first = position
-        for message in by_peer[peer]:
-            stop = position + message.box.numel
-            pieces.append((position, stop, _locate(boxes, message.name, message.box)))
-            position = stop
-        spans.append((peer, first, position))
-    return pieces, spans, position
+def as_parts(weights: Weights) -> dict[str, list[torch.Tensor]]:
+    """The same tensors with every name's in a list."""
+    return {name: _as_list(tensors) for name, tensors in weights.items()}
 
 
 def _as_list(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,0 +1,138 @@
+"""Where the training shard is while the engine generates: inside the generation shard, not beside it.
+
+A parameter's training storage is emptied as soon as its contents are in the generation buffer and have been sent, and
+filled again from there on the way back: the same bits, and at no time a second copy (paper, section 5.4: redundancy
+0). What lies outside the generation shard, where layouts do not nest, waits in a copy on the host.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from hf_engine.resharding.plan import ReshardPlan
+from hf_engine.resharding.steps import Region, locate
+
+__all__ = ["ShardMover", "storage_bytes"]
+
+_Tensors = Mapping[str, Sequence[torch.Tensor]]
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Live bytes of the tensors' storages, each counted once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+class ShardMover:
+    """Empties one rank's training storages, and generation storages, when their contents are elsewhere.
+
+    Args:
+        plan: training layout to generation layout.
+        rank: this rank.
+        train: its training tensors; their storages must be resizable.
+        generation: its generation tensors, each with a storage of its own.
+    """
+
+    def __init__(self, plan: ReshardPlan, rank: int, train: _Tensors, generation: _Tensors) -> None:
+        self._train, self._generation = train, generation
+        held, wanted = plan.source.boxes_of(rank), plan.target.boxes_of(rank)
+        self._kept: dict[str, list[tuple[Region, Region]]] = defaultdict(list)
+        kept_numel: dict[str, int] = defaultdict(int)
+        for name, box in plan.kept.get(rank, ()):
+            self._kept[name].append((locate(wanted, name, box), locate(held, name, box)))
+            kept_numel[name] += box.numel
+        self._groups = _storage_groups(train)
+        inside = {name for name, boxes in held.items() if kept_numel[name] == sum(box.numel for box in boxes)}
+        self._moved = {key for key, names in self._groups.items() if names <= inside and self._is_covered(key, names)}
+        self._bytes = {
+            (name, part): tensor.untyped_storage().nbytes()
+            for name, tensors in generation.items()
+            for part, tensor in enumerate(tensors)
+        }
+        self._train_bytes = {key: self._storage(key).nbytes() for key in self._groups}
+        self._done: set[str] = set()
+        self._emptied: dict[int, torch.Tensor | None] = {}
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that wait on the host during generation: storages that do not lie inside the generation shard."""
+        return sum(num_bytes for key, num_bytes in self._train_bytes.items() if key not in self._moved)
+
+    def prepare(self, names: Iterable[str]) -> None:
+        """Allocates the generation tensors of these parameters and copies what the rank holds already."""
+        for name in names:
+            for part, tensor in enumerate(self._generation.get(name, ())):
+                tensor.untyped_storage().resize_(self._bytes[name, part])
+            for destination, origin in self._kept[name]:
+                destination.of(self._generation).copy_(origin.of(self._train))
+
+    def empty(self, names: Iterable[str]) -> None:
+        """Empties the training storages whose parameters have all been kept and sent."""
+        self._done.update(names)
+        for key, members in self._groups.items():
+            if key in self._emptied or not members <= self._done:
+                continue
+            storage = self._storage(key)
+            if key in self._moved:
+                self._emptied[key] = None
+            else:
+                view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                self._emptied[key] = view.to("cpu", copy=True)
+            storage.resize_(0)
+
+    def restore(self) -> None:
+        """Fills the training storages again, parameter by parameter, and empties the generation tensors."""
+        waiting = {name: sum(name in names for names in self._groups.values()) for name in self._train}
+        for key, names in self._groups.items():
+            if key in self._emptied:
+                self._refill(key, names)
+            for name in names:
+                waiting[name] -= 1
+                if not waiting[name]:
+                    self._empty_generation(name)
+        for name in self._generation:
+            self._empty_generation(name)
+        self._done.clear()
+
+    def _refill(self, key: int, names: set[str]) -> None:
+        storage = self._storage(key)
+        storage.resize_(self._train_bytes[key])
+        copy = self._emptied.pop(key)
+        if copy is not None:
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
+            return
+        for name in names:
+            for inside, destination in self._kept[name]:
+                tensor = destination.of(self._train)
+                if tensor.untyped_storage()._cdata == key:
+                    tensor.copy_(inside.of(self._generation))
+
+    def _empty_generation(self, name: str) -> None:
+        for tensor in self._generation.get(name, ()):
+            tensor.untyped_storage().resize_(0)
+
+    def _storage(self, key: int) -> torch.UntypedStorage:
+        return next(
+            tensor.untyped_storage()
+            for name in self._groups[key]
+            for tensor in self._train[name]
+            if tensor.untyped_storage()._cdata == key
+        )
+
+    def _is_covered(self, key: int, names: set[str]) -> bool:
+        """Whether the storage holds nothing but these parameters: padding would be lost."""
+        views = [t for name in names for t in self._train[name] if t.untyped_storage()._cdata == key]
+        return sum(view.numel() * view.element_size() for view in views) == self._storage(key).nbytes()
+
+
+def _storage_groups(tensors: _Tensors) -> dict[int, set[str]]:
+    """The parameters that live in each storage; a fused projection holds several."""
+    groups: dict[int, set[str]] = defaultdict(set)
+    for name, parts in tensors.items():
+        for tensor in parts:
+            if tensor.numel():
+                groups[tensor.untyped_storage()._cdata].add(name)
+    return dict(groups)
