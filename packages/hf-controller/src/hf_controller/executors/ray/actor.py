@@ -23,14 +23,16 @@ from hf_controller.default_group import (
     seed_generators,
 )
 from hf_controller.executors.ray.host_process import Location, find_location
-from hf_controller.executors.ray.store import RayStore
-from hf_controller.executors.ray.wire import pack_report, unpack_call
+from hf_controller.executors.ray.store import HostStore, pack_shard
+from hf_controller.executors.ray.wire import pack_answer, unpack_call
 from hf_controller.failures import Failure
-from hf_controller.trace import refuse
+from hf_controller.trace import CallReport, refuse
+from hf_controller.transport import Shard
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec
 from hf_protocols import ProtocolError
 
 if TYPE_CHECKING:
+    from hf_controller.results import Outcome
     from hf_controller.transport import SliceReply, SliceRequest
 
 __all__ = ["Construction", "HostActor", "Joining", "Slicer"]
@@ -99,10 +101,10 @@ class HostActor:
         name: the host set's name: its roles.
         rank: this rank.
         world_size: ranks of the host set.
-        slicer: the name under which other machines ask this process for slices.
+        slicer: the name under which other machines ask this process for slices; None where there are none.
     """
 
-    def __init__(self, name: str, rank: int, world_size: int, slicer: str) -> None:
+    def __init__(self, name: str, rank: int, world_size: int, slicer: str | None) -> None:
         self._slicer = slicer
         self._name = name
         self._rank = rank
@@ -148,7 +150,7 @@ class HostActor:
             rank=self._rank,
             workers=self._workers,
             specs=specs,
-            store=RayStore(self._slicer),
+            store=HostStore(self._slicer),
         )
         self._role = self._name
         return None
@@ -178,18 +180,28 @@ class HostActor:
         )
         return None
 
-    @ray.method(num_returns=2)
-    def run(self, packed: bytes, references: list[Any]) -> tuple[Any, bytes]:
-        """Run one call: its outcome, for readers, and its report, for the controller."""
+    def run(self, packed: bytes, references: list[Any]) -> Any:
+        """Run one call that returns no batch: its answer."""
+        return pack_answer(*self._run(packed, references))
+
+    @ray.method(num_returns=3)
+    def run_batch(self, packed: bytes, references: list[Any]) -> tuple[Any, Any, Any]:
+        """Run one call that returns a batch: its answer for the controller, and the shard for readers on other machines
+        and on this one.
+        """
+        outcome, report = self._run(packed, references)
+        metadata, contents = pack_shard(outcome) if isinstance(outcome, Shard) else (outcome, outcome)
+        return pack_answer(None, report), metadata if self._slicer is not None else None, contents
+
+    def _run(self, packed: bytes, references: list[Any]) -> tuple[Outcome, CallReport]:
         call = unpack_call(packed, references)
         if self._host is None:
             assert self._unbuilt is not None
-            report = refuse(call, self._unbuilt, pool="", host=self._name, rank=self._rank)
-            return self._unbuilt, pack_report(report)
+            return self._unbuilt, refuse(call, self._unbuilt, pool="", host=self._name, rank=self._rank)
         self._role = call.role
         outcome, report = self._host.run(call)
         self._role = self._name
-        return outcome, pack_report(report)
+        return outcome, report
 
     @ray.method(concurrency_group="service")
     def describe(self) -> tuple[str, str]:
@@ -273,4 +285,5 @@ def _cut(arrays: list[Any], request: SliceRequest) -> SliceReply:
     """Cut a slice out of the arrays behind the one handle in ``arrays``."""
     from hf_controller.transport import take_slices
 
-    return take_slices(ray.get(arrays[0]), request)
+    value = ray.get(arrays[0])
+    return take_slices(value[1] if isinstance(value, tuple) else value, request)

@@ -19,7 +19,7 @@ from hf_controller.executors.ray.host_process import HostProcess, describe_proce
 from hf_controller.executors.ray.host_set import HostSet, await_answers, await_ready
 from hf_controller.executors.ray.pending import RayCall, take_ready
 from hf_controller.executors.ray.placement import PlacedPool, place
-from hf_controller.executors.ray.store import RayStore
+from hf_controller.executors.ray.store import BatchHandle, RayStore, ValueHandle
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.executors.ray.wire import pack_call
 from hf_controller.resource_pool import ResourcePool
@@ -41,7 +41,7 @@ class _Occupied:
 
     placed: PlacedPool
     host_sets: list[HostSet] = dataclasses.field(default_factory=list)
-    last_reports: Sequence[Any] = ()
+    last_answers: Sequence[Any] = ()
 
 
 class RayExecutor(Executor):
@@ -105,6 +105,7 @@ class RayExecutor(Executor):
             host_set = HostSet(
                 occupied.placed,
                 roles,
+                cuts_slices=self._joined,
                 collective_timeout_s=self._collective_timeout_s,
                 start_timeout_s=self._start_timeout_s,
             )
@@ -197,22 +198,30 @@ class RayExecutor(Executor):
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> RayCall:
         host_set, occupied = self._host_set_of(group), self._occupied[group.pool]
         # The same processes run their calls in order; others wait for the pool's last call.
-        after = list(occupied.last_reports) if len(occupied.host_sets) > 1 else ()
+        after = list(occupied.last_answers) if len(occupied.host_sets) > 1 else ()
         different = {id(call): call for call in calls.values()}
         packed = {key: _pack_once(dataclasses.replace(call, after=after)) for key, call in different.items()}
-        outcomes, reports = {}, {}
+        handles: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
         for rank, call in calls.items():
             host_set.processes[rank].last_call = f"call {call.call_id} {call.role}.{call.method}"
-            outcomes[rank], reports[rank] = host_set.actors[rank].run.remote(*packed[id(call)])
-        occupied.last_reports = list(reports.values())
-        self.trace.watch(reports.values())
+            actor, message = host_set.actors[rank], packed[id(call)]
+            if spec.returns == "batch":
+                answers[rank], metadata, contents = actor.run_batch.remote(*message)
+                handles[rank] = BatchHandle(metadata=metadata if self._joined else None, contents=contents)
+            else:
+                answers[rank] = actor.run.remote(*message)
+                handles[rank] = ValueHandle(answers[rank])
+        occupied.last_answers = list(answers.values())
+        self.trace.watch(answers.values())
+        collected = spec.protocol.collect(group.topology).ranks
         return RayCall(
             role=group.role,
             method=calls[next(iter(calls))].method,
             processes={rank: host_set.processes[rank] for rank in calls},
-            outcomes=outcomes,
-            reports=reports,
-            collected=spec.protocol.collect(group.topology).ranks,
+            handles=[handles[rank] for rank in collected],
+            answers=answers,
+            collected=collected,
             timeout_s=self.call_timeout_s,
             waiter=self._waiter,
             everyone=self._list_processes,
@@ -244,7 +253,7 @@ def _start_slicer() -> tuple[Any, str]:
 
 def _is_idle(occupied: _Occupied) -> bool:
     """Whether the last call is over: ranks that are still at one may never answer."""
-    reports = list(occupied.last_reports)
+    reports = list(occupied.last_answers)
     return not reports or not ray.wait(reports, num_returns=len(reports), timeout=0)[1]
 
 

@@ -30,6 +30,7 @@ class HostSet:
     Args:
         placed: the pool, with its slots.
         roles: the roles that share these processes.
+        cuts_slices: whether other machines may ask for slices of what they return.
         collective_timeout_s: deadline of every collective in their default process group.
         start_timeout_s: deadline of their meeting.
 
@@ -46,6 +47,7 @@ class HostSet:
         placed: PlacedPool,
         roles: Mapping[str, WorkerSpec],
         *,
+        cuts_slices: bool,
         collective_timeout_s: float,
         start_timeout_s: float,
     ) -> None:
@@ -54,7 +56,7 @@ class HostSet:
         self.roles = dict(roles)
         prefix = f"{self.name}-{uuid.uuid4().hex[:12]}"
         self.actors = [
-            _start_host(f"{prefix}-{rank}", self.name, rank, pool.num_slots, **placed.options(rank))
+            _start_host(f"{prefix}-{rank}", self.name, rank, pool.num_slots, cuts_slices, **placed.options(rank))
             for rank in range(pool.num_slots)
         ]
         self.processes = [HostProcess(f"{self.name}/{rank}", actor) for rank, actor in enumerate(self.actors)]
@@ -92,10 +94,12 @@ class HostSet:
             ray.kill(actor)
 
 
-def _start_host(name: str, *args: Any, **options: Any) -> Any:
+def _start_host(name: str, role: str, rank: int, world_size: int, cuts_slices: bool, **options: Any) -> Any:
     groups = {"service": 4, "slices": 2}
     decorate: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=groups)  # type: ignore[call-overload]
-    return decorate(HostActor).options(name=name, **options).remote(*args, name)
+    return (
+        decorate(HostActor).options(name=name, **options).remote(role, rank, world_size, name if cuts_slices else None)
+    )
 
 
 def await_ready(host_sets: Sequence[HostSet], timeout_s: float, waiter: Waiter) -> None:

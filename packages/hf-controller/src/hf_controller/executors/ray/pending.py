@@ -11,7 +11,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from hf_controller.executors.ray.host_process import HostProcess, describe_processes
 from hf_controller.executors.ray.waiting import Waiter
-from hf_controller.executors.ray.wire import unpack_report
+from hf_controller.executors.ray.wire import unpack_answer
 from hf_controller.failures import Failure
 from hf_protocols import HybridFlowError, WorkerTimeoutError
 
@@ -31,8 +31,8 @@ class RayCall:
         role: the role.
         method: its method.
         processes: the process of every called rank.
-        outcomes: handle of every called rank's outcome.
-        reports: handle of every called rank's report.
+        handles: where readers find what the collected ranks left, in order.
+        answers: reference of every called rank's answer.
         collected: the ranks whose outcomes make the result.
         timeout_s: deadline where none is given.
         waiter: waits.
@@ -46,24 +46,25 @@ class RayCall:
         role: str,
         method: str,
         processes: Mapping[int, HostProcess],
-        outcomes: Mapping[int, Any],
-        reports: Mapping[int, Any],
+        handles: Sequence[Any],
+        answers: Mapping[int, Any],
         collected: Sequence[int],
         timeout_s: float,
         waiter: Waiter,
         everyone: Callable[[], Sequence[HostProcess]],
     ) -> None:
-        self.handles = [outcomes[rank] for rank in collected]
+        self.handles = list(handles)
         self._what = f"{role}.{method}"
         self._role = role
         self._method = method
         self._processes = dict(processes)
-        self._reports = dict(reports)
+        self._answers = dict(answers)
         self._collected = tuple(collected)
         self._timeout_s = timeout_s
         self._waiter = waiter
         self._everyone = everyone
         self._done: dict[int, CallReport] = {}
+        self._outcomes: dict[int, Outcome] = {}
         self._failure: Failure | None = None
 
     def wait(self, timeout_s: float | None) -> list[int]:
@@ -75,32 +76,33 @@ class RayCall:
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + timeout_s
-        while self._failure is None and len(self._done) < len(self._reports):
-            pending = {handle: rank for rank, handle in self._reports.items() if rank not in self._done}
+        while self._failure is None and len(self._done) < len(self._answers):
+            pending = {handle: rank for rank, handle in self._answers.items() if rank not in self._done}
             left_s = max(0.0, deadline_s - time.monotonic())
             ready = self._waiter.wait_some(list(pending), left_s)
             if not ready:
                 raise self._to_timeout(sorted(pending.values()), timeout_s)
-            self._read_reports({pending[handle]: handle for handle in ready})
+            self._read_answers({pending[handle]: handle for handle in ready})
         if self._failure is not None:
             raise self._failure.to_error()
         return [self._done[rank].num_rows for rank in self._collected]
 
     def outcomes(self, timeout_s: float | None) -> list[Outcome]:
-        """After waiting, what the collected ranks left."""
+        """After waiting, what the collected ranks left beside batches."""
         self.wait(timeout_s)
-        return list(ray.get(self.handles, timeout=self._timeout_s))
+        return [self._outcomes[rank] for rank in self._collected]
 
-    def _read_reports(self, ready: Mapping[int, Any]) -> None:
+    def _read_answers(self, ready: Mapping[int, Any]) -> None:
         try:
-            reports = [unpack_report(packed) for packed in ray.get(list(ready.values()))]
+            answers = [unpack_answer(answer) for answer in ray.get(list(ready.values()))]
         except RayError:
             self._failure = self._find_death() or next(
                 self._describe_death(rank, error, self._processes[rank]) for rank, error in _lost_reports(ready)
             )
             return
-        self._done.update(zip(ready, reports, strict=True))
-        failed = [report for report in reports if report.failure is not None]
+        for rank, (outcome, report) in zip(ready, answers, strict=True):
+            self._outcomes[rank], self._done[rank] = outcome, report
+        failed = [report for _, report in answers if report.failure is not None]
         if failed:
             # A dead peer makes the others fail in their collective: then the death is the cause to report.
             death = None if failed[0].upstream else self._find_death()
@@ -163,7 +165,7 @@ def take_ready(handles: list[Any]) -> tuple[list[CallReport], list[Any]]:
     reports = []
     for handle in ready:
         try:
-            reports.append(unpack_report(ray.get(handle)))
+            reports.append(unpack_answer(ray.get(handle))[1])
         except RayError:
             continue
     return reports, pending

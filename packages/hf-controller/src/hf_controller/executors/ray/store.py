@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,10 @@ from hf_protocols import WorkerError, WorkerTimeoutError
 if TYPE_CHECKING:
     from hf_controller.transport import Shard, SliceRequest
 
-__all__ = ["Origin", "RayStore", "Sealed"]
+__all__ = ["BatchHandle", "HostStore", "Origin", "RayStore", "Sealed", "ValueHandle", "pack_shard"]
+
+# Ray hands smaller results around through the caller, and the controller touches no tensor.
+_MIN_RETURNED_BYTES = 128 * 1024
 
 
 class Sealed:
@@ -49,6 +53,34 @@ def _reseal(packed: bytes) -> Sealed:
     sealed = Sealed(None)
     sealed._packed = packed
     return sealed
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchHandle:
+    """Where one rank's part of a batch will be.
+
+    Attributes:
+        metadata: reference of the shard without arrays, or of the failure, for readers on other machines; None where
+            there are none.
+        contents: reference of the same with the arrays: a pair, see :func:`pack_shard`.
+    """
+
+    metadata: Any
+    contents: Any
+
+
+@dataclass(frozen=True)
+class ValueHandle:
+    """The answer that has the object which a method returned."""
+
+    answer: Any
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """Arrays that came with their metadata."""
+
+    arrays: Any
 
 
 @dataclass(frozen=True)
@@ -86,16 +118,33 @@ class RayStore:
             WorkerTimeoutError: if one is not there in time.
             WorkerError: if the process that made one is gone.
         """
-        references = [handle.open() if isinstance(handle, Sealed) else handle for handle in handles]
+        deadline_s = time.monotonic() + timeout_s
+        values = self._get([_first_reference(handle) for handle in handles], timeout_s)
+        near = {
+            index: handle.contents
+            for index, (handle, value) in enumerate(zip(handles, values, strict=True))
+            if isinstance(handle, BatchHandle)
+            and handle.metadata is not None
+            and not self.is_far(getattr(value, "origin", self.origin))
+        }
+        left_s = max(0.0, deadline_s - time.monotonic())
+        values = [*values]
+        for index, value in zip(near, self._get(list(near.values()), left_s), strict=True):
+            values[index] = value
+        return [_open(handle, value) for handle, value in zip(handles, values, strict=True)]
+
+    def _get(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
+        asked = [reference for reference in references if not isinstance(reference, _Fetched)]
         try:
-            return list(ray.get(references, timeout=timeout_s))
+            found = iter(ray.get(asked, timeout=timeout_s) if asked else [])
         except GetTimeoutError as error:
             raise WorkerTimeoutError(
-                f"{len(handles)} objects of earlier calls were not there after {timeout_s:g} s: "
+                f"{len(asked)} objects of earlier calls were not there after {timeout_s:g} s: "
                 "an earlier call hangs, or call_timeout_s is too small"
             ) from error
         except RayError as error:
             raise WorkerError(f"an earlier call's result is lost: {_first_line(error)}") from error
+        return [each.arrays if isinstance(each, _Fetched) else next(found) for each in references]
 
     def wait(self, handles: Sequence[Any], timeout_s: float) -> None:
         """Wait until the values exist, or the process that would make them is gone.
@@ -126,7 +175,52 @@ class RayStore:
         except ValueError as error:
             raise WorkerError(f"an earlier call's result is lost: the process {name} that holds it is gone") from error
         # In a list, so that the object itself stays where it is.
-        return self._actors[name].cut.remote([shard.arrays.open()], request)
+        return self._actors[name].cut.remote([_first_reference(shard.arrays)], request)
+
+
+class HostStore(RayStore):
+    """The store of a rank's process: what a call returns travels with its answer, see :func:`pack_shard`."""
+
+    def put(self, value: Any) -> Any:
+        """Keep the arrays until the call answers."""
+        return _Fetched(value)
+
+
+def pack_shard(shard: Shard) -> tuple[Shard, tuple[Shard, Any]]:
+    """What a call answers to readers on other machines, and to those on its own: metadata, and metadata with arrays.
+
+    A large shard is one object with its metadata, as fast as a bare result; of a small one the arrays are put apart.
+    """
+    arrays = shard.arrays.arrays
+    if sum(array.nbytes for array in arrays) < _MIN_RETURNED_BYTES:
+        stored = replace(shard, arrays=Sealed(ray.put(arrays)))
+        return stored, (stored, None)
+    bare = replace(shard, arrays=None)
+    return bare, (bare, arrays)
+
+
+def _first_reference(handle: Any) -> Any:
+    if isinstance(handle, BatchHandle):
+        return handle.contents if handle.metadata is None else handle.metadata
+    if isinstance(handle, ValueHandle):
+        return handle.answer
+    return handle.open() if isinstance(handle, Sealed) else handle
+
+
+def _open(handle: Any, value: Any) -> Any:
+    """A shard whose arrays are where they can be had: here, or behind a reference."""
+    if isinstance(handle, ValueHandle):
+        # Imported here: the wire knows the store's references.
+        from hf_controller.executors.ray.wire import unpack_answer
+
+        return unpack_answer(value)[0]
+    if not isinstance(handle, BatchHandle):
+        return value
+    if isinstance(value, tuple):
+        shard, arrays = value
+        return shard if arrays is None else replace(shard, arrays=_Fetched(arrays))
+    is_bare = getattr(value, "arrays", handle) is None
+    return replace(value, arrays=handle.contents) if is_bare else value
 
 
 def _first_line(error: RayError) -> str:

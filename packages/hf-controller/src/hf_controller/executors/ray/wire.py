@@ -1,4 +1,4 @@
-"""Calls and reports as bytes: Ray carries bytes several times faster than objects, and a call is packed once for all
+"""Calls and answers as bytes: Ray carries bytes several times faster than objects, and a call is packed once for all
 ranks.
 
 Object references stay beside the bytes, where Ray sees them and counts them.
@@ -14,12 +14,14 @@ import ray
 from ray import cloudpickle
 
 from hf_controller.executors.ray.store import Sealed
+from hf_controller.results import Value
 
 if TYPE_CHECKING:
     from hf_controller.dispatch import Call
+    from hf_controller.results import Outcome
     from hf_controller.trace import CallReport
 
-__all__ = ["pack_call", "pack_report", "unpack_call", "unpack_report"]
+__all__ = ["pack_answer", "pack_call", "unpack_answer", "unpack_call"]
 
 
 class _CallPickler(cloudpickle.CloudPickler):
@@ -56,12 +58,15 @@ def unpack_call(packed: bytes, references: list[Any]) -> Call:
     return call
 
 
-def pack_report(report: CallReport) -> bytes:
-    """The report's bytes."""
-    return pickle.dumps(report, protocol=pickle.HIGHEST_PROTOCOL)
+def pack_answer(outcome: Outcome, report: CallReport) -> Any:
+    """A rank's answer to the controller: bytes, and beside them the object that the method returned, if it did."""
+    value = outcome if isinstance(outcome, Value) else None
+    packed = pickle.dumps((None if value else outcome, report), protocol=pickle.HIGHEST_PROTOCOL)
+    return packed if value is None else (packed, value)
 
 
-def unpack_report(packed: bytes) -> CallReport:
-    """The report."""
-    report: CallReport = pickle.loads(packed)
-    return report
+def unpack_answer(answer: Any) -> tuple[Outcome, CallReport]:
+    """The outcome, None where it is a batch, and the report."""
+    packed, value = answer if isinstance(answer, tuple) else (answer, None)
+    outcome, report = pickle.loads(packed)
+    return value or outcome, report
