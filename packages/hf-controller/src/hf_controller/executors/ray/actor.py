@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -180,21 +180,21 @@ class HostActor:
         )
         return None
 
-    def run(self, packed: bytes, references: list[Any]) -> Any:
+    def run(self, packed: bytes, references: list[Any], *batches: Any) -> Any:
         """Run one call that returns no batch: its answer."""
-        return pack_answer(*self._run(packed, references))
+        return pack_answer(*self._run(packed, references, batches))
 
-    @ray.method(num_returns=3)
-    def run_batch(self, packed: bytes, references: list[Any]) -> tuple[Any, Any, Any]:
-        """Run one call that returns a batch: its answer for the controller, and the shard for readers on other machines
-        and on this one.
+    @ray.method(num_returns=2)
+    def run_batch(self, packed: bytes, references: list[Any], *batches: Any) -> tuple[Any, Any]:
+        """Run one call that returns a batch: its answer, with the metadata for readers on other machines if there are
+        any, and the contents for readers on this one.
         """
-        outcome, report = self._run(packed, references)
+        outcome, report = self._run(packed, references, batches)
         metadata, contents = pack_shard(outcome) if isinstance(outcome, Shard) else (outcome, outcome)
-        return pack_answer(None, report), metadata if self._slicer is not None else None, contents
+        return pack_answer(metadata if self._slicer is not None else None, report), contents
 
-    def _run(self, packed: bytes, references: list[Any]) -> tuple[Outcome, CallReport]:
-        call = unpack_call(packed, references)
+    def _run(self, packed: bytes, references: Sequence[Any], batches: Sequence[Any]) -> tuple[Outcome, CallReport]:
+        call = unpack_call(packed, references, batches)
         if self._host is None:
             assert self._unbuilt is not None
             return self._unbuilt, refuse(call, self._unbuilt, pool="", host=self._name, rank=self._rank)

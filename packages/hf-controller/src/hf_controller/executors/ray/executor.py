@@ -17,6 +17,7 @@ from hf_controller.executors.ray.actor import Joining, Slicer
 from hf_controller.executors.ray.cluster import Cluster
 from hf_controller.executors.ray.host_process import HostProcess, describe_processes
 from hf_controller.executors.ray.host_set import HostSet, await_answers, await_ready
+from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.pending import RayCall, take_ready
 from hf_controller.executors.ray.placement import PlacedPool, place
 from hf_controller.executors.ray.store import BatchHandle, RayStore, ValueHandle
@@ -80,6 +81,7 @@ class RayExecutor(Executor):
         self._closed = False
         self._guard = SignalGuard()
         self._waiter = Waiter(self._guard)
+        self._inquirer = Inquirer()
         self._cluster = Cluster(
             address=address, num_cpus=num_cpus, object_store_bytes=object_store_bytes, log_to_driver=log_to_driver
         )
@@ -121,7 +123,7 @@ class RayExecutor(Executor):
         """Wait until every worker is constructed; see :meth:`Executor.wait_until_ready`."""
         host_sets = [host_set for occupied in self._occupied.values() for host_set in occupied.host_sets]
         try:
-            await_ready(host_sets, self._start_timeout_s, self._waiter)
+            await_ready(host_sets, self._start_timeout_s, self._waiter, self._inquirer)
         except HybridFlowError:
             for pool in [pool for pool, occupied in self._occupied.items() if _is_unready(occupied)]:
                 self._release(pool, orderly=False)
@@ -146,11 +148,11 @@ class RayExecutor(Executor):
         asked: dict[Any, HostProcess] = {}
         for group, host_set in zip((first, second), host_sets, strict=True):
             asked |= host_set.connect(dataclasses.replace(joining, role=group.role), rendezvous)
-        await_answers(asked, "connect", self._start_timeout_s, self._waiter)
+        await_answers(asked, "connect", self._start_timeout_s, self._waiter, self._inquirer)
 
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
         """What each rank is at; see :meth:`Executor.describe`."""
-        return describe_processes(dict(enumerate(self._host_set_of(group).processes)), timeout_s)
+        return describe_processes(dict(enumerate(self._host_set_of(group).processes)), self._inquirer, timeout_s)
 
     def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
         """The roles on ``pool``; see :meth:`Executor.built_on`."""
@@ -207,8 +209,8 @@ class RayExecutor(Executor):
             host_set.processes[rank].last_call = f"call {call.call_id} {call.role}.{call.method}"
             actor, message = host_set.actors[rank], packed[id(call)]
             if spec.returns == "batch":
-                answers[rank], metadata, contents = actor.run_batch.remote(*message)
-                handles[rank] = BatchHandle(metadata=metadata if self._joined else None, contents=contents)
+                answers[rank], contents = actor.run_batch.remote(*message)
+                handles[rank] = BatchHandle(metadata=answers[rank] if self._joined else None, contents=contents)
             else:
                 answers[rank] = actor.run.remote(*message)
                 handles[rank] = ValueHandle(answers[rank])
@@ -225,6 +227,7 @@ class RayExecutor(Executor):
             timeout_s=self.call_timeout_s,
             waiter=self._waiter,
             everyone=self._list_processes,
+            inquirer=self._inquirer,
         )
 
     def _list_processes(self) -> list[HostProcess]:
@@ -237,10 +240,10 @@ class RayExecutor(Executor):
         return self._host_sets[group]
 
 
-def _pack_once(call: Call) -> tuple[Any, list[Any]]:
+def _pack_once(call: Call) -> tuple[Any, ...]:
     """A rank's message. One that names many rows is stored once for all ranks rather than sent to each."""
-    packed, references = pack_call(call)
-    return (packed if len(packed) <= _MAX_SENT_BYTES else ray.put(packed)), references
+    packed, references, batches = pack_call(call)
+    return (packed if len(packed) <= _MAX_SENT_BYTES else ray.put(packed)), references, *batches
 
 
 def _start_slicer() -> tuple[Any, str]:

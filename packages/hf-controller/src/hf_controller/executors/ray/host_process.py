@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError
 
+from hf_controller.executors.ray.inquirer import Inquirer
+
 __all__ = ["HostProcess", "Location", "describe_processes", "find_location"]
 
 
@@ -61,20 +63,22 @@ class HostProcess:
             return "its process never answered"
 
 
-def describe_processes(processes: Mapping[int, HostProcess], timeout_s: float) -> dict[int, str]:
+def describe_processes(processes: Mapping[int, HostProcess], inquirer: Inquirer, timeout_s: float) -> dict[int, str]:
     """What each rank is at, where it is, and its stack.
 
     Of a rank that is not there, or does not answer in time, the last call and the place where its stack can be had.
     """
-    asked = {rank: process.actor.describe.remote() for rank, process in processes.items()}
-    ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)
-    return {rank: _answer(processes[rank], handle) for rank, handle in asked.items()}
+    answers = inquirer.ask([process.actor for process in processes.values()], "describe", timeout_s)
+    return {
+        rank: _describe(process, answer) for (rank, process), answer in zip(processes.items(), answers, strict=True)
+    }
 
 
-def _answer(process: HostProcess, handle: Any) -> str:
+def _describe(process: HostProcess, answer: Any) -> str:
     where = process.describe_location()
-    try:
-        stage, stack = ray.get(handle, timeout=0)
-    except RayError as error:
-        return f"no answer ({type(error).__name__}); last call: {process.last_call}; for its stack see {where}"
+    if isinstance(answer, RayError):
+        return f"no answer ({type(answer).__name__}); last call: {process.last_call}; for its stack see {where}"
+    stage, stack = answer
+    if process.last_call != "none" and not stage.startswith(f"{process.last_call}:"):
+        stage = f"{stage}; waiting for the inputs of {process.last_call}"
     return f"{stage}; {where}\n{stack.rstrip()}".rstrip()

@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from hf_controller.executors.ray.actor import Construction, HostActor, Joining
 from hf_controller.executors.ray.host_process import HostProcess, describe_processes
+from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.placement import PlacedPool
 from hf_controller.executors.ray.shipping import pickle_specs
 from hf_controller.executors.ray.waiting import Waiter
@@ -97,20 +98,21 @@ class HostSet:
 def _start_host(name: str, role: str, rank: int, world_size: int, cuts_slices: bool, **options: Any) -> Any:
     groups = {"service": 4, "slices": 2}
     decorate: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=groups)  # type: ignore[call-overload]
-    return (
-        decorate(HostActor).options(name=name, **options).remote(role, rank, world_size, name if cuts_slices else None)
-    )
+    slicer = name if cuts_slices else None
+    return decorate(HostActor).options(name=name, **options).remote(role, rank, world_size, slicer)
 
 
-def await_ready(host_sets: Sequence[HostSet], timeout_s: float, waiter: Waiter) -> None:
+def await_ready(host_sets: Sequence[HostSet], timeout_s: float, waiter: Waiter, inquirer: Inquirer) -> None:
     """Wait until every worker of ``host_sets`` is constructed; raises what :func:`await_answers` raises."""
     asked = {handle: process for host_set in host_sets for handle, process in host_set.constructing.items()}
-    await_answers(asked, "__init__", timeout_s, waiter)
+    await_answers(asked, "__init__", timeout_s, waiter, inquirer)
     for host_set in host_sets:
         host_set.constructing.clear()
 
 
-def await_answers(asked: Mapping[Any, HostProcess], method: str, timeout_s: float, waiter: Waiter) -> None:
+def await_answers(
+    asked: Mapping[Any, HostProcess], method: str, timeout_s: float, waiter: Waiter, inquirer: Inquirer
+) -> None:
     """Wait until every rank has answered that it is done.
 
     Args:
@@ -118,6 +120,7 @@ def await_answers(asked: Mapping[Any, HostProcess], method: str, timeout_s: floa
         method: what the ranks do.
         timeout_s: deadline.
         waiter: waits.
+        inquirer: asks those that are late.
 
     Raises:
         HybridFlowError: what went wrong on the first rank that failed.
@@ -128,7 +131,7 @@ def await_answers(asked: Mapping[Any, HostProcess], method: str, timeout_s: floa
     while pending:
         ready = waiter.wait_some(pending, deadline_s - time.monotonic())
         if not ready:
-            raise _to_timeout([asked[handle] for handle in pending], method, timeout_s)
+            raise _to_timeout([asked[handle] for handle in pending], method, timeout_s, inquirer)
         for handle in ready:
             failure = _failure(handle, asked[handle].label, method)
             if failure is not None:
@@ -136,8 +139,10 @@ def await_answers(asked: Mapping[Any, HostProcess], method: str, timeout_s: floa
         pending = [handle for handle in pending if handle not in ready]
 
 
-def _to_timeout(missing: Sequence[HostProcess], method: str, timeout_s: float) -> WorkerTimeoutError:
-    described = describe_processes(dict(enumerate(missing)), _ANSWER_TIMEOUT_S)
+def _to_timeout(
+    missing: Sequence[HostProcess], method: str, timeout_s: float, inquirer: Inquirer
+) -> WorkerTimeoutError:
+    described = describe_processes(dict(enumerate(missing)), inquirer, _ANSWER_TIMEOUT_S)
     labels = ", ".join(process.label for process in missing)
     head = f"{labels} not done with {method} within {timeout_s:g} s: raise start_timeout_s, or look at the cause:"
     return WorkerTimeoutError("\n".join([head, *(f"{missing[i].label}: {text}" for i, text in described.items())]))

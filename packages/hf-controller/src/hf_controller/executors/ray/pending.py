@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from hf_controller.executors.ray.host_process import HostProcess, describe_processes
+from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.executors.ray.wire import unpack_answer
 from hf_controller.failures import Failure
@@ -38,6 +39,7 @@ class RayCall:
         waiter: waits.
         everyone: every process of the executor: a call can fail because a process of another group died, and its
             results with it.
+        inquirer: asks processes how they are.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class RayCall:
         timeout_s: float,
         waiter: Waiter,
         everyone: Callable[[], Sequence[HostProcess]],
+        inquirer: Inquirer,
     ) -> None:
         self.handles = list(handles)
         self._what = f"{role}.{method}"
@@ -63,6 +66,7 @@ class RayCall:
         self._timeout_s = timeout_s
         self._waiter = waiter
         self._everyone = everyone
+        self._inquirer = inquirer
         self._done: dict[int, CallReport] = {}
         self._outcomes: dict[int, Outcome] = {}
         self._failure: Failure | None = None
@@ -109,9 +113,13 @@ class RayCall:
             self._failure = death or failed[0].failure
 
     def _find_death(self) -> Failure | None:
-        pings = {process.actor.ping.remote(): process for process in self._everyone()}
-        answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=_ANSWER_TIMEOUT_S)
-        dead = {pings[ping]: error for ping in answered if (error := _error_of(ping)) is not None}
+        processes = list(self._everyone())
+        answers = self._inquirer.ask([process.actor for process in processes], "ping", _ANSWER_TIMEOUT_S)
+        dead = {
+            process: answer
+            for process, answer in zip(processes, answers, strict=True)
+            if isinstance(answer, RayError) and not isinstance(answer, GetTimeoutError)
+        }
         ranks = {process: rank for rank, process in self._processes.items()}
         # With a machine many die: this call's own ranks come first.
         first = min(dead, key=lambda process: process not in ranks, default=None)
@@ -137,7 +145,8 @@ class RayCall:
     def _to_timeout(self, ranks: Sequence[int], timeout_s: float) -> HybridFlowError:
         head = f"{self._what} is not done after {timeout_s:g} s on rank(s) {', '.join(map(str, ranks))}"
         lines = [f"{head}: raise call_timeout_s, or look at what they are at:"]
-        described = describe_processes({rank: self._processes[rank] for rank in ranks}, _ANSWER_TIMEOUT_S)
+        asked = {rank: self._processes[rank] for rank in ranks}
+        described = describe_processes(asked, self._inquirer, _ANSWER_TIMEOUT_S)
         return WorkerTimeoutError("\n".join([*lines, *(f"rank {rank}: {text}" for rank, text in described.items())]))
 
 

@@ -18,7 +18,7 @@ from hf_protocols import WorkerError, WorkerTimeoutError
 if TYPE_CHECKING:
     from hf_controller.transport import Shard, SliceRequest
 
-__all__ = ["BatchHandle", "HostStore", "Origin", "RayStore", "Sealed", "ValueHandle", "pack_shard"]
+__all__ = ["BatchHandle", "Delivered", "HostStore", "Origin", "RayStore", "Sealed", "ValueHandle", "pack_shard"]
 
 # Ray hands smaller results around through the caller, and the controller touches no tensor.
 _MIN_RETURNED_BYTES = 128 * 1024
@@ -60,12 +60,19 @@ class BatchHandle:
     """Where one rank's part of a batch will be.
 
     Attributes:
-        metadata: reference of the shard without arrays, or of the failure, for readers on other machines; None where
-            there are none.
-        contents: reference of the same with the arrays: a pair, see :func:`pack_shard`.
+        metadata: reference of the answer with the shard's metadata, or the failure, for readers on other machines;
+            None where there are none.
+        contents: reference of the shard with its arrays, see :func:`pack_shard`, or the failure.
     """
 
     metadata: Any
+    contents: Any
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """The contents of a :class:`BatchHandle` that came with the call."""
+
     contents: Any
 
 
@@ -119,7 +126,8 @@ class RayStore:
             WorkerError: if the process that made one is gone.
         """
         deadline_s = time.monotonic() + timeout_s
-        values = self._get([_first_reference(handle) for handle in handles], timeout_s)
+        first = self._get([_first_reference(handle) for handle in handles], timeout_s)
+        values = [_open(handle, value) for handle, value in zip(handles, first, strict=True)]
         near = {
             index: handle.contents
             for index, (handle, value) in enumerate(zip(handles, values, strict=True))
@@ -127,14 +135,13 @@ class RayStore:
             and handle.metadata is not None
             and not self.is_far(getattr(value, "origin", self.origin))
         }
-        left_s = max(0.0, deadline_s - time.monotonic())
-        values = [*values]
-        for index, value in zip(near, self._get(list(near.values()), left_s), strict=True):
-            values[index] = value
-        return [_open(handle, value) for handle, value in zip(handles, values, strict=True)]
+        contents = self._get(list(near.values()), max(0.0, deadline_s - time.monotonic()))
+        for index, value in zip(near, contents, strict=True):
+            values[index] = _attach(value)
+        return values
 
     def _get(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        asked = [reference for reference in references if not isinstance(reference, _Fetched)]
+        asked = [reference for reference in references if not isinstance(reference, _Fetched | Delivered)]
         try:
             found = iter(ray.get(asked, timeout=timeout_s) if asked else [])
         except GetTimeoutError as error:
@@ -144,7 +151,7 @@ class RayStore:
             ) from error
         except RayError as error:
             raise WorkerError(f"an earlier call's result is lost: {_first_line(error)}") from error
-        return [each.arrays if isinstance(each, _Fetched) else next(found) for each in references]
+        return [_contents(each) if isinstance(each, _Fetched | Delivered) else next(found) for each in references]
 
     def wait(self, handles: Sequence[Any], timeout_s: float) -> None:
         """Wait until the values exist, or the process that would make them is gone.
@@ -199,6 +206,10 @@ def pack_shard(shard: Shard) -> tuple[Shard, tuple[Shard, Any]]:
     return bare, (bare, arrays)
 
 
+def _contents(here: _Fetched | Delivered) -> Any:
+    return here.arrays if isinstance(here, _Fetched) else here.contents
+
+
 def _first_reference(handle: Any) -> Any:
     if isinstance(handle, BatchHandle):
         return handle.contents if handle.metadata is None else handle.metadata
@@ -208,19 +219,24 @@ def _first_reference(handle: Any) -> Any:
 
 
 def _open(handle: Any, value: Any) -> Any:
-    """A shard whose arrays are where they can be had: here, or behind a reference."""
-    if isinstance(handle, ValueHandle):
+    """What a reader wants of a handle's value: an object, a shard whose arrays can be had, or a failure."""
+    if isinstance(handle, ValueHandle) or (isinstance(handle, BatchHandle) and handle.metadata is not None):
         # Imported here: the wire knows the store's references.
         from hf_controller.executors.ray.wire import unpack_answer
 
-        return unpack_answer(value)[0]
-    if not isinstance(handle, BatchHandle):
-        return value
-    if isinstance(value, tuple):
-        shard, arrays = value
-        return shard if arrays is None else replace(shard, arrays=_Fetched(arrays))
-    is_bare = getattr(value, "arrays", handle) is None
-    return replace(value, arrays=handle.contents) if is_bare else value
+        outcome: Any = unpack_answer(value)[0]
+        if isinstance(handle, BatchHandle) and getattr(outcome, "arrays", handle) is None:
+            return replace(outcome, arrays=handle.contents)
+        return outcome
+    return _attach(value) if isinstance(handle, BatchHandle | Delivered) else value
+
+
+def _attach(contents: Any) -> Any:
+    """The shard with the arrays that came with it, or behind its own reference; a failure as it is."""
+    if not isinstance(contents, tuple):
+        return contents
+    shard, arrays = contents
+    return shard if arrays is None else replace(shard, arrays=_Fetched(arrays))
 
 
 def _first_line(error: RayError) -> str:

@@ -8,65 +8,89 @@ from __future__ import annotations
 
 import io
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from ray import cloudpickle
 
-from hf_controller.executors.ray.store import Sealed
+from hf_controller.executors.ray.store import BatchHandle, Delivered, Sealed
 from hf_controller.results import Value
+from hf_controller.transport import Shard
 
 if TYPE_CHECKING:
     from hf_controller.dispatch import Call
     from hf_controller.results import Outcome
     from hf_controller.trace import CallReport
 
-__all__ = ["pack_answer", "pack_call", "unpack_answer", "unpack_call"]
+__all__ = ["PackedCall", "pack_answer", "pack_call", "unpack_answer", "unpack_call"]
+
+
+class PackedCall(NamedTuple):
+    """A call on its way: bytes, the references in it, and those of batches on this machine.
+
+    Ray waits for the batches and hands their contents to the call.
+    """
+
+    packed: Any
+    references: list[Any]
+    batches: list[Any]
 
 
 class _CallPickler(cloudpickle.CloudPickler):
     def __init__(self, target: io.BytesIO) -> None:
         super().__init__(target, protocol=pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
         self.references: dict[Any, int] = {}
+        self.batches: dict[Any, int] = {}
 
-    def persistent_id(self, value: Any) -> int | None:
+    def persistent_id(self, value: Any) -> tuple[str, int] | None:
+        if isinstance(value, BatchHandle) and value.metadata is None:
+            return "batch", self.batches.setdefault(value.contents, len(self.batches))
         if isinstance(value, ray.ObjectRef | Sealed):
-            return self.references.setdefault(value, len(self.references))
+            return "reference", self.references.setdefault(value, len(self.references))
         return None
 
 
 class _CallUnpickler(pickle.Unpickler):
-    def __init__(self, source: io.BytesIO, references: list[Any]) -> None:
+    def __init__(self, source: io.BytesIO, references: Sequence[Any], batches: Sequence[Any]) -> None:
         super().__init__(source)
-        self._references = references
+        self._found = {"reference": references, "batch": [Delivered(contents) for contents in batches]}
 
-    def persistent_load(self, number: int) -> Any:
-        return self._references[number]
+    def persistent_load(self, key: tuple[str, int]) -> Any:
+        kind, number = key
+        return self._found[kind][number]
 
 
-def pack_call(call: Call) -> tuple[bytes, list[Any]]:
-    """The call's bytes, and the references in it."""
+def pack_call(call: Call) -> PackedCall:
+    """The call, ready to travel."""
     target = io.BytesIO()
     pickler = _CallPickler(target)
     pickler.dump(call)  # type: ignore[no-untyped-call]
-    return target.getvalue(), list(pickler.references)
+    return PackedCall(target.getvalue(), list(pickler.references), list(pickler.batches))
 
 
-def unpack_call(packed: bytes, references: list[Any]) -> Call:
+def unpack_call(packed: bytes, references: Sequence[Any], batches: Sequence[Any]) -> Call:
     """The call."""
-    call: Call = _CallUnpickler(io.BytesIO(packed), references).load()
+    call: Call = _CallUnpickler(io.BytesIO(packed), references, batches).load()
     return call
 
 
 def pack_answer(outcome: Outcome, report: CallReport) -> Any:
-    """A rank's answer to the controller: bytes, and beside them the object that the method returned, if it did."""
-    value = outcome if isinstance(outcome, Value) else None
-    packed = pickle.dumps((None if value else outcome, report), protocol=pickle.HIGHEST_PROTOCOL)
-    return packed if value is None else (packed, value)
+    """A rank's answer: bytes, and beside them what Ray must see: the object that a method returned, or a reference."""
+    beside: Any = None
+    if isinstance(outcome, Value):
+        outcome, beside = None, outcome
+    elif isinstance(outcome, Shard):
+        outcome, beside = replace(outcome, arrays=None), outcome.arrays
+    packed = pickle.dumps((outcome, report), protocol=pickle.HIGHEST_PROTOCOL)
+    return packed if beside is None else (packed, beside)
 
 
 def unpack_answer(answer: Any) -> tuple[Outcome, CallReport]:
-    """The outcome, None where it is a batch, and the report."""
-    packed, value = answer if isinstance(answer, tuple) else (answer, None)
+    """The outcome and the report."""
+    packed, beside = answer if isinstance(answer, tuple) else (answer, None)
     outcome, report = pickle.loads(packed)
-    return value or outcome, report
+    if isinstance(outcome, Shard):
+        outcome = replace(outcome, arrays=beside)
+    return outcome or beside, report
