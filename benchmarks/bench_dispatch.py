@@ -5,9 +5,11 @@ once as a list of zero-copy pieces. The systems in :mod:`dispatch_systems`:
 
 * controller: a future from one worker group to another;
 * reference, the floor: bare Ray references between actors;
-* mediated, the baseline: the driver gets, concatenates, splits and puts.
+* mediated, the baseline: workers return TensorDicts, the driver gets, concatenates, splits and puts them;
+* mediated_arrays: the same with bare arrays in the place of batches, the least that a mediating driver can cost. It has
+  no target: the reference itself is not always three times faster.
 
-A time runs from the producers' call until the driver has the consumers' sums. The three take turns, each round
+A time runs from the producers' call until the driver has the consumers' sums. The four take turns, each round
 beginning with another, in one run on one cluster; figures are medians with quartiles. Every sum is checked. Sizes are
 those of the whole batch. An empty call has no rows, no arguments and no result, on four consumers; four rows of no
 bytes through producers and consumers (0 MB) are reported beside it, without a target.
@@ -32,6 +34,7 @@ from dispatch_systems import (
     NUM_PRODUCERS,
     ROW_ITEMS,
     ControllerSystem,
+    MediatedArraysSystem,
     MediatedSystem,
     PlainActors,
     ReferenceSystem,
@@ -73,6 +76,7 @@ def main() -> int:
             "controller": controller,
             "reference": ReferenceSystem(actors),
             "mediated": MediatedSystem(actors),
+            "mediated_arrays": MediatedArraysSystem(actors),
         }
         times = _take_turns(systems, lambda system: system.call(), CALL_ROUNDS, 0.0)
         metrics |= _describe("empty_call", times)

@@ -116,6 +116,10 @@ class PlainProducer:
             self._rows, self._num_rows = build_rows(num_rows), num_rows
         return self._rows.numpy()
 
+    def produce_batch(self, num_rows: int) -> TensorDict:
+        self.produce(num_rows)
+        return TensorDict({"rows": self._rows}, batch_size=[len(self._rows)])
+
 
 class PlainConsumer:
     """Reads what it gets."""
@@ -132,6 +136,9 @@ class PlainConsumer:
         if contiguous and len(pieces) > 1:
             pieces = [torch.cat(pieces)]
         return read_every_byte([TensorDict({"rows": piece}, batch_size=[len(piece)]) for piece in pieces])
+
+    def read_batch(self, batch: TensorDict) -> int:
+        return read_every_byte([batch])
 
 
 class PlainActors:
@@ -167,11 +174,26 @@ class ReferenceSystem:
 
 
 class MediatedSystem(ReferenceSystem):
-    """The baseline: the driver gets all rows, concatenates and splits them, and puts each part."""
+    """The baseline: workers return batches, the driver gets them all, concatenates and splits them, and puts each
+    part. Batches are TensorDicts, as the controller's workers return them.
+    """
+
+    def move(self, num_rows: int, num_consumers: int, *, contiguous: bool) -> int:
+        batches = ray.get([producer.produce_batch.remote(num_rows) for producer in self._actors.producers])
+        batch = torch.cat(batches)
+        parts = [ray.put(part) for part in batch.split(len(batch) // num_consumers)]
+        read = [self._actors.consumers[rank].read_batch.remote(part) for rank, part in enumerate(parts)]
+        return sum(ray.get(read))
+
+
+class MediatedArraysSystem(ReferenceSystem):
+    """The same with the best that a mediating driver can do: arrays, which Ray's store gives without a copy."""
 
     def move(self, num_rows: int, num_consumers: int, *, contiguous: bool) -> int:
         shards = ray.get([producer.produce.remote(num_rows) for producer in self._actors.producers])
-        batch = torch.cat([torch.from_numpy(shard) for shard in shards])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            batch = torch.cat([torch.from_numpy(shard) for shard in shards])
         parts = [ray.put(part.numpy()) for part in batch.tensor_split(num_consumers)]
         read = [self._actors.consumers[rank].read.remote(contiguous, part) for rank, part in enumerate(parts)]
         return sum(ray.get(read))
