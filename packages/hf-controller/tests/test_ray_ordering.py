@@ -10,7 +10,9 @@ import ray
 import torch
 from tensordict import TensorDict
 
-from hf_protocols import WorkerError
+from hf_controller import ResourcePool, WorkerSpec
+from hf_controller.testing import ProbeWorker
+from hf_protocols import ParallelSpec, Topology, WorkerError
 
 
 def batch(num_rows: int = 4, width: int = 1) -> TensorDict:
@@ -70,18 +72,26 @@ def test_results_that_do_not_fit_in_memory_are_spilled_and_read_back(ray_stage):
 
 
 @pytest.mark.slow
-def test_results_that_were_evicted_and_cannot_be_read_back_are_lost_and_say_so(ray_stage):
-    made = [ray_stage.solo.step(batch(width=15 * 2**18)) for _ in range(6)]
-    made[-1].wait()
-    deadline_s = time.monotonic() + 30.0
-    while not (files := list(Path(_session_folder()).glob("ray_spilled_objects*/*"))):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.2)
-    for file in files:
-        file.unlink()
-    with pytest.raises(WorkerError, match=r"an earlier call's result is lost|is not done after 40 s"):  # noqa: PT012
-        for each in made:
-            ray_stage.two.step(each).result(timeout_s=40.0)
+def test_results_that_were_evicted_and_cannot_be_read_back_are_lost_and_say_so(ray_executor):
+    """On pools of its own: Ray may look for what is lost for as long as a call wants it."""
+    spec = WorkerSpec(worker=ProbeWorker, topology=Topology(ParallelSpec()))
+    pools = [ResourcePool([1], device="cpu", name=name) for name in ("maker", "reader")]
+    try:
+        maker, reader = (ray_executor.build_groups(pool, {pool.name: spec})[pool.name] for pool in pools)
+        made = [maker.step(batch(width=15 * 2**18)) for _ in range(6)]
+        made[-1].wait()
+        deadline_s = time.monotonic() + 30.0
+        while not (files := list(Path(_session_folder()).glob("ray_spilled_objects*/*"))):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.2)
+        for file in files:
+            file.unlink()
+        with pytest.raises(WorkerError, match=r"result is lost|is not done after 40 s|is gone"):  # noqa: PT012
+            for each in made:
+                reader.step(each).result(timeout_s=40.0)
+    finally:
+        for pool in pools:
+            ray_executor.release(pool)
 
 
 def _session_folder() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -153,6 +154,8 @@ class HostActor:
             store=HostStore(self._slicer),
         )
         self._role = self._name
+        # What was imported and built never becomes garbage: collections need not look at it again.
+        gc.freeze()
         return None
 
     def connect(self, joining: Joining, rendezvous: Rendezvous) -> Failure | None:
