@@ -5,9 +5,9 @@ once as a list of zero-copy pieces. The systems in :mod:`dispatch_systems`:
 
 * controller: a future from one worker group to another;
 * reference, the floor: bare Ray references between actors;
-* mediated, the baseline: workers return TensorDicts, the driver gets, concatenates, splits and puts them;
-* mediated_arrays: the same with bare arrays in the place of batches, the least that a mediating driver can cost. It has
-  no target: the reference itself is not always three times faster.
+* mediated, the baseline: workers return tensors, the driver gets, concatenates, splits and puts them;
+* mediated_arrays: the same with numpy arrays, which Ray's store gives without a copy: the least that a mediating driver
+  can cost. It has no target: the reference itself is not always three times faster.
 
 A time runs from the producers' call until the driver has the consumers' sums. The four take turns, each round
 beginning with another, in one run on one cluster; figures are medians with quartiles. Every sum is checked. Sizes are

@@ -116,9 +116,9 @@ class PlainProducer:
             self._rows, self._num_rows = build_rows(num_rows), num_rows
         return self._rows.numpy()
 
-    def produce_batch(self, num_rows: int) -> TensorDict:
+    def produce_tensor(self, num_rows: int) -> torch.Tensor:
         self.produce(num_rows)
-        return TensorDict({"rows": self._rows}, batch_size=[len(self._rows)])
+        return self._rows
 
 
 class PlainConsumer:
@@ -137,8 +137,8 @@ class PlainConsumer:
             pieces = [torch.cat(pieces)]
         return read_every_byte([TensorDict({"rows": piece}, batch_size=[len(piece)]) for piece in pieces])
 
-    def read_batch(self, batch: TensorDict) -> int:
-        return read_every_byte([batch])
+    def read_tensor(self, rows: torch.Tensor) -> int:
+        return read_every_byte([TensorDict({"rows": rows}, batch_size=[len(rows)])])
 
 
 class PlainActors:
@@ -174,15 +174,14 @@ class ReferenceSystem:
 
 
 class MediatedSystem(ReferenceSystem):
-    """The baseline: workers return batches, the driver gets them all, concatenates and splits them, and puts each
-    part. Batches are TensorDicts, as the controller's workers return them.
+    """The baseline: workers return tensors, the driver gets them all, concatenates and splits them, and puts each
+    part.
     """
 
     def move(self, num_rows: int, num_consumers: int, *, contiguous: bool) -> int:
-        batches = ray.get([producer.produce_batch.remote(num_rows) for producer in self._actors.producers])
-        batch = torch.cat(batches)
-        parts = [ray.put(part) for part in batch.split(len(batch) // num_consumers)]
-        read = [self._actors.consumers[rank].read_batch.remote(part) for rank, part in enumerate(parts)]
+        shards = ray.get([producer.produce_tensor.remote(num_rows) for producer in self._actors.producers])
+        parts = [ray.put(part.clone()) for part in torch.cat(shards).tensor_split(num_consumers)]
+        read = [self._actors.consumers[rank].read_tensor.remote(part) for rank, part in enumerate(parts)]
         return sum(ray.get(read))
 
 

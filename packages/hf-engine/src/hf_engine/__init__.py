@@ -18,15 +18,20 @@ from hf_engine.backends import (
     load_rollout_backend,
     load_train_backend,
 )
-from hf_engine.hybrid_engine import HybridEngine, Transition
+from hf_engine.hybrid_engine import HybridEngine, Transition, TransitionMemory
 from hf_engine.process_groups import build_groups
 from hf_engine.resharding.boxes import Box
-from hf_engine.resharding.execute import ReshardExecutor, execute_reshard
+from hf_engine.resharding.checking import ConversionReport, check_conversion
+from hf_engine.resharding.execute import ReshardExecutor, Transfer, execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
+from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
+from hf_engine.resharding.transition import Exchange, TransitionPlan, plan_transition
 
 __all__ = [
     "Box",
+    "ConversionReport",
+    "Exchange",
     "HybridEngine",
     "LossFunction",
     "Message",
@@ -37,15 +42,22 @@ __all__ = [
     "SupportsWeightBuffers",
     "TrainBackend",
     "TrainConfig",
+    "Transfer",
     "Transition",
+    "TransitionMemory",
+    "TransitionPlan",
     "WeightLayout",
     "available_rollout_backends",
     "available_train_backends",
     "build_groups",
+    "check_conversion",
     "execute_reshard",
     "fsdp_layout",
+    "generation_layout",
     "load_rollout_backend",
     "load_train_backend",
+    "megatron_layout",
     "plan_reshard",
+    "plan_transition",
     "replicated_layout",
 ]
