@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from hf_controller import InProcessExecutor, RemoteCallError, ResourcePool, Worker, WorkerSpec
-from hf_protocols import DP, ONE_TO_ALL, ParallelSpec, PoolError, ProtocolError, Topology, register
+from hf_protocols import DP, ONE_TO_ALL, BatchError, ParallelSpec, PoolError, ProtocolError, Topology, register
 
 ONE = Topology(ParallelSpec())
 
@@ -123,3 +123,33 @@ def test_released_groups_refuse_calls():
             group.m()
     with pytest.raises(PoolError, match="closed"):
         build(executor, Quiet)
+
+
+class Broken(Worker):
+    needs_process_group = False
+
+    def __init__(self, context):
+        raise KeyError("no such weights")
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def never(self):
+        return None
+
+
+def test_a_constructor_that_raises_is_typed_as_on_ray():
+    with InProcessExecutor() as executor, pytest.raises(RemoteCallError, match=r"broken.__init__ on rank 0") as failed:
+        executor.build_groups(ResourcePool([1], device="cpu"), {"broken": WorkerSpec(worker=Broken, topology=ONE)})
+    assert isinstance(failed.value.__cause__, KeyError)
+
+
+def test_what_is_no_batch_and_no_whole_number_is_refused_by_name():
+    with InProcessExecutor() as executor:
+        with pytest.raises(BatchError, match="got a dict"):
+            executor.put({"x": torch.zeros(2)})
+        future = executor.put(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
+        with pytest.raises(BatchError, match=r"split\('2'\): give a whole number"):
+            future.split("2")
+        with pytest.raises(BatchError, match=r"repeat\(1.5\): give a whole number"):
+            future.repeat(1.5)
+        with pytest.raises(BatchError, match="mapping of old to new"):
+            future.rename(["x"])

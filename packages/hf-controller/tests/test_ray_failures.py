@@ -185,10 +185,18 @@ def test_slots_that_others_hold_are_refused_within_the_deadline(ray_executor, mo
     monkeypatch.setattr(ray_executor, "_start_timeout_s", 2.0)
     blocker = ray.util.placement_group([{"CPU": 1.0}])
     assert blocker.wait(10)
-    spec = WorkerSpec(worker=Fragile, topology=Topology(ParallelSpec(dp_size=16)))
+    size = 16 - sum(pool.num_slots for pool in ray_executor._occupied)
+    spec = WorkerSpec(worker=Fragile, topology=Topology(ParallelSpec(dp_size=size)))
     with pytest.raises(PoolError, match=r"of 16 CPU free on 1 machine.*not free within 2 s"):
-        ray_executor.build_groups(ResourcePool([16], device="cpu"), {"fragile": spec})
+        ray_executor.build_groups(ResourcePool([size], device="cpu"), {"fragile": spec})
     ray.util.remove_placement_group(blocker)
+
+
+def test_slots_that_this_program_holds_itself_are_refused_at_once(ray_executor, ray_stage):
+    """Nobody else would ever give them back: the deadline of 180 s is not waited for."""
+    spec = WorkerSpec(worker=Fragile, topology=Topology(ParallelSpec(dp_size=16)))
+    with pytest.raises(PoolError, match="smaller beside this program's own pools '"):
+        ray_executor.build_groups(ResourcePool([16], device="cpu"), {"fragile": spec})
 
 
 def test_a_topology_of_another_size_than_the_pool_is_refused(ray_executor):

@@ -68,3 +68,7 @@ def test_chrome_trace_has_one_row_per_rank_and_the_parts_inside_a_call(tmp_path)
     inner = [(e["name"], e["tid"]) for e in events if e["ph"] == "X" and "queue_ms" not in e["args"]]
     assert inner.count(("reshard", 0)) == 1
     assert inner.count(("fetch", 0)) == 2
+
+
+def test_clocks_that_disagree_make_no_negative_time():
+    assert span(submit_s=101.2).queue_s == 0.0

@@ -33,7 +33,7 @@ class StoredArgument:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What one rank is told. Handles stay nested in it, so that the executor does not resolve them early.
+    """What one rank is told. Handles are nested in it: how their contents reach the rank is the executor's choice.
 
     Attributes:
         call_id: number of the call, counted by the controller.
@@ -43,7 +43,7 @@ class Call:
         kwargs: keyword arguments, likewise.
         after: handles of reports of earlier calls on the pool's slots; this call waits for them.
         submit_s: when the controller made the call, in wall-clock seconds.
-        timeout_s: how long a rank waits for its inputs.
+        timeout_s: how long a rank waits for its turn, and for inputs that did not come with the call.
         labels: what the controller said the call belongs to; the trace shows it.
     """
 

@@ -106,6 +106,8 @@ class BatchFuture:
 
     def rename(self, names: Mapping[str, str]) -> BatchFuture:
         """Other names for some columns: ``{old: new}``."""
+        if not isinstance(names, Mapping):
+            raise BatchError(f"rename({names!r}): give a mapping of old to new column names")
         return self._with(expressions.Rename(self._expression, tuple(names.items())))
 
     def union(self, other: BatchFuture) -> BatchFuture:
@@ -272,8 +274,8 @@ def _expression_of(other: object, what: str) -> Expression:
     return other.expression
 
 
-def _check_positive(what: str, number: int) -> None:
-    if number < 1:
+def _check_positive(what: str, number: object) -> None:
+    if not isinstance(number, int) or number < 1:
         raise BatchError(f"{what}({number!r}): give a whole number of at least 1")
 
 

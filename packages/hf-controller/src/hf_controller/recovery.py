@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from hf_protocols import HybridFlowError, PoolError
+from hf_protocols import PoolError
 
 if TYPE_CHECKING:
     from hf_controller.executors.base import Executor
@@ -50,7 +50,7 @@ def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, Work
             for specs in sets:
                 groups |= executor.build_groups(pool, specs, fused=len(specs) > 1, wait=False)
         executor.wait_until_ready()
-    except HybridFlowError:
+    except BaseException:
         for pool in standing:
             executor.release(pool)
         raise

@@ -66,28 +66,28 @@ class Span:
 
     @property
     def queue_s(self) -> float:
-        """Seconds from the call to its turn: earlier calls and unready inputs."""
-        return self.ready_s - self.submit_s
+        """Seconds from the call to its turn: earlier calls, unready inputs. 0 if machines' clocks disagree by more."""
+        return max(0.0, self.ready_s - self.submit_s)
 
     @property
     def fetch_s(self) -> float:
         """Seconds to fetch and assemble the rows."""
-        return self.fetched_s - self.ready_s
+        return max(0.0, self.fetched_s - self.ready_s)
 
     @property
     def compute_s(self) -> float:
         """Seconds inside the method."""
-        return self.computed_s - self.fetched_s
+        return max(0.0, self.computed_s - self.fetched_s)
 
     @property
     def store_s(self) -> float:
         """Seconds to store the results."""
-        return self.end_s - self.computed_s
+        return max(0.0, self.end_s - self.computed_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallReport:
-    """What a rank tells the controller about a call: small, without a tensor or a handle of one.
+    """What a rank tells the controller about a call: small, without a tensor.
 
     Attributes:
         span: when it ran.

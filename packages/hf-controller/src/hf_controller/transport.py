@@ -136,6 +136,10 @@ def encode_batch(
     Raises:
         BatchError: for a batch_size that is not one number, or a column that is no tensor or no jagged nested tensor.
     """
+    from tensordict import TensorDictBase
+
+    if not isinstance(batch, TensorDictBase):
+        raise BatchError(f"a batch is a TensorDict with batch_size [rows], got a {type(batch).__name__}")
     if len(batch.batch_size) != 1:
         raise BatchError(f"a batch has batch_size [rows], got {list(batch.batch_size)}: flatten or unsqueeze it first")
     arrays: list[torch.Tensor] = []

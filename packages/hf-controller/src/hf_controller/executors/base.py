@@ -31,7 +31,7 @@ class Executor(ABC):
 
     Attributes:
         trace: the spans of all calls.
-        call_timeout_s: how long a result, or a rank that waits for inputs, waits by default.
+        call_timeout_s: how long a result is waited for by default, and how long a rank waits for its turn.
     """
 
     trace: Trace

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_controller.default_group import join_default_group, seed_generators
 from hf_controller.dispatch import Call
 from hf_controller.executors.base import Executor, check_specs
+from hf_controller.failures import Failure
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.trace import CallReport, Trace
 from hf_controller.transport import take_slices
@@ -40,13 +41,13 @@ class LocalStore:
         """Here."""
         return
 
-    def put(self, value: Any) -> _Box:
-        """Store copies of a list of arrays."""
-        return _Box([array.copy() for array in value])
-
     def hold(self, value: Any) -> _Box:
         """Store a value as it is."""
         return _Box(value)
+
+    def put(self, value: Any) -> _Box:
+        """Store copies of a list of arrays."""
+        return _Box([array.copy() for array in value])
 
     def get(self, handles: Sequence[_Box], timeout_s: float) -> list[Any]:
         """The values themselves."""
@@ -181,8 +182,11 @@ class InProcessExecutor(Executor):
                 seed=spec.seed,
                 pool=pool.name,
             )
-            with self._as_rank(rank, pool.num_slots):
-                workers[role] = spec.worker(context, **spec.kwargs)
+            try:
+                with self._as_rank(rank, pool.num_slots):
+                    workers[role] = spec.worker(context, **spec.kwargs)
+            except Exception as error:
+                raise Failure.of(error, role=role, method="__init__", rank=rank).to_error() from error
         return RankHost(pool=pool.name, name=name, rank=rank, workers=workers, specs=specs, store=self._store)
 
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> _LocalCall:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.digest import compute_digest
@@ -56,6 +55,8 @@ def check_conversion(directory: Path, source: WeightLayout, target: WeightLayout
     Raises:
         ReshardError: naming tensors that are missing, extra or mis-shaped, or a box whose bits differ.
     """
+    from safetensors import safe_open
+
     files = _index(directory)
     _check_names({name: shape for name, (_, shape) in files.items()}, source.shapes)
     ways = [plan_reshard(source, target), plan_reshard(target, source)]
@@ -79,6 +80,8 @@ _Shards = dict[int, list[torch.Tensor]]
 
 
 def _index(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+    from safetensors import SafetensorError, safe_open
+
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
         raise ReshardError(f"{directory} holds no safetensors files: give a model in Hugging Face format")

@@ -53,7 +53,8 @@ class RayExecutor(Executor):
         num_cpus: slots of CPU pools that the local cluster offers, however many cores there are; None: one per core.
         object_store_bytes: shared memory of the local cluster, reserved as it is used.
         start_timeout_s: deadline of placing a pool and constructing its workers.
-        call_timeout_s: how long a result, or a rank that waits for inputs, waits by default.
+        call_timeout_s: how long a result is waited for by default, and how long a rank waits for its turn. Naming
+            those who are late, and what they are at, takes up to 25 s more.
         collective_timeout_s: deadline of a collective in the default process groups.
         log_to_driver: show what workers print, with role and rank, on standard error. Lines of several
             ranks that differ in numbers only are collected by Ray for some seconds and may be shown as one with a
@@ -100,7 +101,8 @@ class RayExecutor(Executor):
             raise PoolError("this executor is closed: make another")
         check_specs(pool, specs, fused=fused)
         if pool not in self._occupied:
-            self._occupied[pool] = _Occupied(place(pool, self._start_timeout_s, on_distinct_machines=self._joined))
+            placed = place(pool, self._start_timeout_s, own=list(self._occupied), on_distinct_machines=self._joined)
+            self._occupied[pool] = _Occupied(placed)
         occupied = self._occupied[pool]
         groups = {}
         for roles in [dict(specs)] if fused else [{role: spec} for role, spec in specs.items()]:

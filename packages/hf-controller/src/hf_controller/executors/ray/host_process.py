@@ -80,5 +80,8 @@ def _describe(process: HostProcess, answer: Any) -> str:
         return f"no answer ({type(answer).__name__}); last call: {process.last_call}; for its stack see {where}"
     stage, stack = answer
     if process.last_call != "none" and not stage.startswith(f"{process.last_call}:"):
-        stage = f"{stage}; waiting for the inputs of {process.last_call}"
+        why = "waiting for the inputs of" if "idle for" in stage else "has not begun"
+        stage = f"{stage}; {why} {process.last_call}"
+    if "idle for" in stage:
+        stack = ""  # an idle process is in Ray's own loop
     return f"{stage}; {where}\n{stack.rstrip()}".rstrip()

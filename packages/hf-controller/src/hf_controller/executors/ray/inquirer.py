@@ -34,7 +34,8 @@ class Inquirer:
             reply = self._asker.ask.remote(list(actors), question, timeout_s)
             return list(ray.get(reply, timeout=_START_TIMEOUT_S + timeout_s))
         except RayError as error:
-            # Nobody could be asked: that says nothing about the processes.
+            # Nobody could be asked: that says nothing about the processes. The next question starts another asker.
+            self._asker = None
             return [GetTimeoutError(str(error))] * len(actors)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from hf_controller.executors.ray.host_process import HostProcess, describe_processes
 from hf_controller.executors.ray.inquirer import Inquirer
@@ -101,7 +101,7 @@ class RayCall:
             answers = [unpack_answer(answer) for answer in ray.get(list(ready.values()))]
         except RayError:
             self._failure = self._find_death() or next(
-                self._describe_death(rank, error, self._processes[rank]) for rank, error in _lost_reports(ready)
+                self._describe_loss(rank, error) for rank, error in _lost_reports(ready)
             )
             return
         for rank, (outcome, report) in zip(ready, answers, strict=True):
@@ -128,10 +128,23 @@ class RayCall:
         others = [process.label for process in dead if process is not first]
         return self._describe_death(ranks.get(first, min(ranks.values())), dead[first], first, others)
 
+    def _describe_loss(self, rank: int, error: RayError) -> Failure:
+        """What a call says whose process lives, and whose answer or inputs cannot be had."""
+        if isinstance(error, RayActorError | RayTaskError):
+            return self._describe_death(rank, error, self._processes[rank])
+        return Failure(
+            role=self._role,
+            method=self._method,
+            rank=rank,
+            cause_type=type(error).__name__,
+            message=f"an earlier call's result is lost: {_in_one_line(error)}",
+            remote_traceback="",
+        )
+
     def _describe_death(self, rank: int, error: RayError, process: HostProcess, others: Sequence[str] = ()) -> Failure:
         cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
-        reason = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         also = f"; gone as well: {', '.join(others)}" if others else ""
+        reason = _in_one_line(error)
         where = f"its last call: {process.last_call}; it was {process.describe_location()}"
         return Failure(
             role=self._role,
@@ -145,9 +158,21 @@ class RayCall:
     def _to_timeout(self, ranks: Sequence[int], timeout_s: float) -> HybridFlowError:
         head = f"{self._what} is not done after {timeout_s:g} s on rank(s) {', '.join(map(str, ranks))}"
         lines = [f"{head}: raise call_timeout_s, or look at what they are at:"]
-        asked = {rank: self._processes[rank] for rank in ranks}
-        described = describe_processes(asked, self._inquirer, _ANSWER_TIMEOUT_S)
-        return WorkerTimeoutError("\n".join([*lines, *(f"rank {rank}: {text}" for rank, text in described.items())]))
+        everyone = dict(enumerate(self._everyone()))
+        described = describe_processes(everyone, self._inquirer, _ANSWER_TIMEOUT_S)
+        late = {self._processes[rank]: rank for rank in ranks}
+        lines += [f"rank {late[everyone[i]]}: {text}" for i, text in described.items() if everyone[i] in late]
+        # What a late rank waits for is what others are at.
+        lines += [
+            f"{everyone[i].label}: {text}"
+            for i, text in described.items()
+            if everyone[i] not in late and ": computing for " in text.partition("\n")[0]
+        ]
+        return WorkerTimeoutError("\n".join(lines))
+
+
+def _in_one_line(error: RayError) -> str:
+    return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
 def _lost_reports(handles: Mapping[int, Any]) -> Iterator[tuple[int, RayError]]:

@@ -13,9 +13,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hf_controller.resource_pool import ResourcePool
 from hf_protocols import PoolError
 
-__all__ = ["SLOT_SHARE", "PlacedPool", "place"]
+__all__ = ["PlacedPool", "place"]
 
-SLOT_SHARE = 0.05
+_SLOT_SHARE = 0.05
 """What one process takes of its slot, so that several host sets fit on it."""
 
 _SLICE_S = 0.05
@@ -46,7 +46,7 @@ class PlacedPool:
         machine = self.pool.machines[rank]
         slot = rank - sum(self.pool.slots[:machine])
         strategy = PlacementGroupSchedulingStrategy(self._groups[machine], placement_group_bundle_index=slot)
-        share = {"num_cpus": SLOT_SHARE, "num_gpus": SLOT_SHARE if self.pool.device == "cuda" else 0}
+        share = {"num_cpus": _SLOT_SHARE, "num_gpus": _SLOT_SHARE if self.pool.device == "cuda" else 0}
         return {**share, "scheduling_strategy": strategy}
 
     def remove(self) -> None:
@@ -56,20 +56,25 @@ class PlacedPool:
         self._groups.clear()
 
 
-def place(pool: ResourcePool, timeout_s: float, *, on_distinct_machines: bool = False) -> PlacedPool:
+def place(
+    pool: ResourcePool, timeout_s: float, *, own: Sequence[ResourcePool] = (), on_distinct_machines: bool = False
+) -> PlacedPool:
     """Reserve the slots of ``pool``.
 
     Args:
         pool: the pool.
         timeout_s: deadline.
+        own: pools that this program holds.
         on_distinct_machines: refuse to put two of the pool's machines on one of the cluster's, where there is room.
 
     Raises:
-        PoolError: if the cluster does not have them free in time; it says what is free and what was asked.
+        PoolError: if the cluster does not have them free in time; it says what is free and what was asked. At once
+            where no waiting would help.
     """
     unit = {"CPU": 1.0, "GPU": 1.0} if pool.device == "cuda" else {"CPU": 1.0}
-    if not _could_ever_fit(pool, unit):
-        raise PoolError(_describe(pool, unit, "the whole cluster is smaller"))
+    if not _could_ever_fit(pool, unit, own):
+        beside = f" beside this program's own pools {', '.join(repr(other.name) for other in own)}" if own else ""
+        raise PoolError(_describe(pool, unit, f"the whole cluster is smaller{beside}"))
     if on_distinct_machines and _num_machines() < len(pool.slots):
         raise PoolError(_describe(pool, unit, f"it has fewer than {len(pool.slots)} machines"))
     groups: dict[int, PlacementGroup] = {}
@@ -100,9 +105,15 @@ def _remove(groups: Iterable[PlacementGroup]) -> None:
         remove_placement_group(group)
 
 
-def _could_ever_fit(pool: ResourcePool, unit: dict[str, float]) -> bool:
+def _could_ever_fit(pool: ResourcePool, unit: dict[str, float], own: Sequence[ResourcePool]) -> bool:
+    """Whether there is room when every other program has left; pools of this one stay until it releases them."""
     total = _total()
-    return all(total.get(kind, 0) >= amount * pool.num_slots for kind, amount in unit.items())
+    held = {kind: sum(o.num_slots for o in own if kind == "CPU" or o.device == "cuda") for kind in unit}
+    largest = {kind: max((node["Resources"].get(kind, 0) for node in _alive()), default=0) for kind in unit}
+    return all(
+        total.get(kind, 0) - held[kind] >= amount * pool.num_slots and largest[kind] >= amount * max(pool.slots)
+        for kind, amount in unit.items()
+    )
 
 
 def _describe(pool: ResourcePool, unit: dict[str, float], why: str) -> str:
@@ -112,12 +123,17 @@ def _describe(pool: ResourcePool, unit: dict[str, float], why: str) -> str:
     slots = " + ".join(map(str, pool.slots))
     return (
         f"pool {pool.name!r} asks for {slots} slots, that is {asked}; the cluster has {kinds} on "
-        f"{_num_machines()} machine(s): {why}. Use smaller pools, close others, or start the executor with num_cpus=..."
+        f"{_num_machines()} machine(s): {why}. Use smaller pools, release others, or give the "
+        "cluster more (num_cpus=... of the executor's own, ray start)"
     )
 
 
+def _alive() -> list[dict[str, Any]]:
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+
+
 def _num_machines() -> int:
-    return sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
+    return len(_alive())
 
 
 def _total() -> dict[str, float]:
