@@ -27,6 +27,7 @@ from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_l
 from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
 from hf_engine.resharding.transition import Exchange, TransitionPlan, plan_transition
+from hf_engine.weight_sync import WeightSync
 
 __all__ = [
     "Box",
@@ -47,6 +48,7 @@ __all__ = [
     "TransitionMemory",
     "TransitionPlan",
     "WeightLayout",
+    "WeightSync",
     "available_rollout_backends",
     "available_train_backends",
     "build_groups",

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_engine.resharding.boxes import Box
+from hf_engine.resharding.layouts import fsdp_layout, replicated_layout
+from hf_engine.resharding.model_layouts import generation_layout
+from hf_engine.testing import LocalRanks
+from hf_engine.weight_sync import WeightSync
+from hf_protocols.errors import ReshardError
+from hf_protocols.models import ModelShape
+from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
+
+MODEL = ModelShape(
+    name="tiny",
+    num_layers=2,
+    hidden_size=16,
+    intermediate_size=24,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    vocab_size=70,
+)
+
+
+def weights_of(version):
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator) for name, shape in MODEL.parameters().items()}
+
+
+def cut(layout, rank, full):
+    return {
+        name: [full[name][box.slices_in(Box.whole(full[name].shape))].clone() for box in boxes]
+        for name, boxes in layout.boxes_of(rank).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks4():
+    with LocalRanks(4) as ranks:
+        yield ranks
+
+
+def train_on_two_generate_on_two():
+    """Ranks 1 and 3 train with FSDP, 0 and 2 generate with TP 2: three versions arrive, bit by bit."""
+    rank = dist.get_rank()
+    source = fsdp_layout(MODEL.parameters(), range(2))
+    target = generation_layout(MODEL, Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2)))
+    trains, index = rank % 2 == 1, rank // 2
+    sync = WeightSync(source if trains else target, side="source" if trains else "target", bucket_bytes=1 << 10)
+    buffers = cut(target, index, weights_of(0))
+    for version in (1, 5, 6):
+        if trains:
+            sync.send(cut(source, index, weights_of(version)), version=version)
+            continue
+        assert sync.receive(buffers) == version
+        expected = cut(target, index, weights_of(version))
+        for name, parts in expected.items():
+            assert all(torch.equal(a, b) for a, b in zip(buffers[name], parts, strict=True)), name
+    with pytest.raises(ReshardError, match="is for the"):
+        (sync.receive if trains else sync.send)(*([buffers] if trains else [{}]), **({} if trains else {"version": 1}))
+    return sync.plan.recv_bytes[rank], sync.plan.send_bytes[rank]
+
+
+def test_two_ranks_send_to_two_others(ranks4):
+    moved = ranks4.run(train_on_two_generate_on_two)
+    target = generation_layout(MODEL, Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2)))
+    assert [received for received, _ in moved] == [target.held_bytes(0), 0, target.held_bytes(1), 0]
+    assert sum(sent for _, sent in moved) == target.held_bytes(0) + target.held_bytes(1)
+
+
+def send_different_versions():
+    rank = dist.get_rank()
+    shapes = {"w": (8, 4)}
+    layout = fsdp_layout(shapes, range(2)) if rank < 2 else replicated_layout(shapes, range(2))
+    sync = WeightSync(layout, side="source" if rank < 2 else "target")
+    weights = {"w": torch.ones(4, 4) if rank < 2 else torch.zeros(8, 4)}
+    with pytest.raises(ReshardError, match=r"another rank refused|expected weights of version"):
+        sync.send(weights, version=rank) if rank < 2 else sync.receive(weights)
+
+
+def refuse_sides_that_do_not_fit():
+    with pytest.raises(ReshardError, match='no rank of the group was made with side="target"'):
+        WeightSync(fsdp_layout({"w": (8,)}, range(4)), side="source")
+    side = "source" if dist.get_rank() < 3 else "target"
+    with pytest.raises(ReshardError, match="the source layout has 2 ranks, its side of the group 3"):
+        WeightSync(fsdp_layout({"w": (8,)}, range(2 if side == "source" else 1)), side=side)
+
+
+def test_senders_of_different_versions_and_sides_that_do_not_fit_are_refused(ranks4):
+    ranks4.run(send_different_versions)
+    ranks4.run(refuse_sides_that_do_not_fit)
