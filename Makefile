@@ -22,7 +22,8 @@ test: env ## run the tests of the base environment
 	$(BIN)/pytest
 
 test-slow: env ## run the tests that take minutes or many processes
-	$(BIN)/pytest -m "slow and not gpu" --timeout 900
+	$(BIN)/pytest packages -m "slow and not gpu" --timeout 900
+	$(BIN)/pytest integration-tests -m "slow and not gpu" --timeout 900
 
 check: env ## lint, format, types, import contracts and spelling
 	$(BIN)/ruff check .

@@ -95,33 +95,34 @@ def write_line(file: Path, **fields: Any) -> None:
 
 def count_arrivals(file: Path, rank: int) -> None:
     """Wrap this process's store: slices come from afar, and so do whole shards that are not on this node yet."""
-    from hf_controller.executors.ray.store import RayStore, Sealed
+    from hf_controller.executors.ray.store import RayStore
     from hf_controller.rank_host import RankHost
     from hf_controller.transport import SliceReply
 
-    get, run_call = RayStore.get, RankHost.run
+    get, run_call = RayStore._get, RankHost.run
     current: list[Any] = []
 
     def counted_run(self: Any, call: Any) -> Any:
         current[:] = [call]
         return run_call(self, call)
 
-    def counted_get(self: Any, handles: Sequence[Any], timeout_s: float) -> list[Any]:
-        references = [handle.open() if isinstance(handle, Sealed) else handle for handle in handles]
-        here = [ray._private.worker.global_worker.core_worker.object_exists(each) for each in references]
-        values = get(self, handles, timeout_s)
+    def counted_get(self: Any, references: Sequence[Any], timeout_s: float) -> list[Any]:
+        worker = ray._private.worker.global_worker.core_worker
+        here = [not isinstance(each, ray.ObjectRef) or worker.object_exists(each) for each in references]
+        values = get(self, references, timeout_s)
         arrived = 0
         for value, is_here in zip(values, here, strict=True):
+            arrays = value[1] if isinstance(value, tuple) else value
             if isinstance(value, SliceReply):
                 arrived += sum(array.nbytes for array in (*value.values, *value.lengths.values()))
-            elif isinstance(value, list) and not is_here:
-                arrived += sum(array.nbytes for array in value)
+            elif isinstance(arrays, list) and not is_here:
+                arrived += sum(array.nbytes for array in arrays)
         if arrived:
             fields = {"call": f"{current[0].role}.{current[0].method}", **current[0].labels}
             write_line(file, **fields, rank=rank, num_bytes=arrived)
         return values
 
-    RayStore.get, RankHost.run = counted_get, counted_run  # type: ignore[method-assign]
+    RayStore._get, RankHost.run = counted_get, counted_run  # type: ignore[method-assign]
 
 
 # ----------------------------------------------------------------------------------------- expecting, in the controller

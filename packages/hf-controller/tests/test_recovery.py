@@ -101,9 +101,11 @@ def test_groups_are_built_again_and_nothing_of_the_old_ones_stays(ray_executor):
     groups |= ray_executor.build_groups(pool, {"alone": specs["two"]})
     groups |= ray_executor.build_groups(other, bystander)
     assert groups["bystander"].add(5).result() == [5.0]
+    # The process that asks others how they are starts with the first question, and stays.
+    ray_executor.describe(groups["bystander"])
+    assert groups["one"].add(1).result() == [12.0] * 2
+    assert groups["alone"].add(1).result() == [22.0] * 2
     for how in ("die", "raise", "stand still"):
-        assert groups["one"].add(1).result() == [12.0] * 2
-        assert groups["alone"].add(1).result() == [22.0] * 2
         before = measure_footprint()
         hurt(groups["one"], how)
         old = groups["one"]

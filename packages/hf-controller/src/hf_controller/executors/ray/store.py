@@ -84,6 +84,13 @@ class ValueHandle:
 
 
 @dataclass(frozen=True)
+class _Arrays:
+    """The arrays in the contents of a :class:`BatchHandle`, for a reader that has the metadata."""
+
+    contents: Any
+
+
+@dataclass(frozen=True)
 class _Fetched:
     """Arrays that came with their metadata."""
 
@@ -215,6 +222,8 @@ def _first_reference(handle: Any) -> Any:
         return handle.contents if handle.metadata is None else handle.metadata
     if isinstance(handle, ValueHandle):
         return handle.answer
+    if isinstance(handle, _Arrays):
+        return handle.contents
     return handle.open() if isinstance(handle, Sealed) else handle
 
 
@@ -226,8 +235,10 @@ def _open(handle: Any, value: Any) -> Any:
 
         outcome: Any = unpack_answer(value)[0]
         if isinstance(handle, BatchHandle) and getattr(outcome, "arrays", handle) is None:
-            return replace(outcome, arrays=handle.contents)
+            return replace(outcome, arrays=_Arrays(handle.contents))
         return outcome
+    if isinstance(handle, _Arrays):
+        return value[1]
     return _attach(value) if isinstance(handle, BatchHandle | Delivered) else value
 
 
