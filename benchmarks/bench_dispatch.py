@@ -7,7 +7,7 @@ once as a list of zero-copy pieces. The systems in :mod:`dispatch_systems`:
 * reference, the floor: bare Ray references between actors;
 * mediated, the baseline: workers return tensors, the driver gets, concatenates, splits and puts them;
 * mediated_arrays: the same with numpy arrays, which Ray's store gives without a copy: the least that a mediating driver
-  can cost. It has no target: the reference itself is not always three times faster.
+  can cost. The target holds for both; how far the reference itself is from the arrays is printed beside it.
 
 A time runs from the producers' call until the driver has the consumers' sums. The four take turns, each round
 beginning with another, in one run on one cluster; figures are medians with quartiles. Every sum is checked. Sizes are
@@ -92,10 +92,7 @@ def main() -> int:
                     times = _take_turns(systems, _mover(size_mb, num_consumers, form), rounds, SETTLE_S * (size_mb > 1))
                     metrics |= _describe(name, times)
                     if size_mb >= LARGE_MB:
-                        targets += [
-                            (f"{name}: mediated / controller", _ratio(times, "mediated", "controller"), ">=", 3.0),
-                            (f"{name}: controller / reference", _ratio(times, "controller", "reference"), "<=", 1.25),
-                        ]
+                        targets += _large_targets(name, times)
             payload = _payload_bytes(controller, _num_rows(size_mb))
             metrics[f"{size_mb}mb_payload_per_call_bytes"] = (payload, "bytes")
             targets.append((f"{size_mb}mb payload per call, bytes", payload, "<", MAX_PAYLOAD_BYTES))
@@ -104,6 +101,16 @@ def main() -> int:
         targets.append(("row metadata, bytes per permuted row", row_bytes, "<=", MAX_ROW_BYTES))
     record("dispatch", metrics)
     return _judge(targets)
+
+
+def _large_targets(name: str, times: Times) -> list[tuple[str, float, str, float]]:
+    floor = _ratio(times, "mediated_arrays", "reference")
+    print(f"{name}: the reference is {floor:.2f} times faster than mediated_arrays", file=sys.stderr, flush=True)
+    return [
+        (f"{name}: mediated / controller", _ratio(times, "mediated", "controller"), ">=", MIN_OVER_MEDIATED),
+        (f"{name}: arrays / controller", _ratio(times, "mediated_arrays", "controller"), ">=", MIN_OVER_MEDIATED),
+        (f"{name}: controller / reference", _ratio(times, "controller", "reference"), "<=", MAX_OVER_REFERENCE),
+    ]
 
 
 def _num_rows(size_mb: int) -> int:
