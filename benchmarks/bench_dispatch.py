@@ -47,16 +47,17 @@ from payload import count_payload
 from hf_controller import RayExecutor
 
 MIB = 2**20
-ROUNDS = {0: 40, 1: 30, 16: 15, 128: 11, 512: 9}
+ROUNDS = {0: 40, 1: 30, 16: 15, 128: 25, 512: 25}
 """By the batch's size in MB."""
-WARM_UP_ROUNDS = 3
+WARM_UP_ROUNDS = 6
+"""They fill caches, and let every process touch the shared memory that later rounds use again."""
 CALL_ROUNDS = 200
 STORE_BYTES = 4 * 2**30
 SETTLE_S = 0.05
 """Between two measurements of large batches: Ray frees the last one's objects in the background."""
 
-MEDIATED_EVERY = 3
-"""The mediated system takes seconds for a large batch, so it takes part in every third round."""
+MEDIATED_EVERY = 5
+"""The mediated system takes seconds for a large batch, so it takes part in every fifth round."""
 
 LARGE_MB = 128
 MIN_OVER_MEDIATED = 3.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hf_controller.dispatch import BatchArgument, Call, StoredArgument
 from hf_controller.expressions import Select
@@ -22,16 +23,16 @@ from hf_protocols import BatchError, MethodSpec, RowSelection, registered_method
 __all__ = ["RankHost", "Stage"]
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """What a host is at, for whoever asks why it does not answer."""
 
-    call: str
+    call: Call | None
     doing: str
     since_s: float
 
     def __str__(self) -> str:
-        where = f"{self.call}: {self.doing}" if self.call else self.doing
+        call = self.call
+        where = f"call {call.call_id} {call.role}.{call.method}: {self.doing}" if call else self.doing
         return f"{where} for {time.time() - self.since_s:.1f} s"
 
 
@@ -64,13 +65,14 @@ class RankHost:
         specs: Mapping[str, WorkerSpec],
         store: ObjectStore,
     ) -> None:
-        self.stage = Stage("", "idle", time.time())
+        self.stage = Stage(None, "idle", time.time())
         self._pool = pool
         self._name = name
         self._rank = rank
         self._workers = dict(workers)
         self._specs = dict(specs)
         self._store = store
+        self._collected: dict[tuple[str, str], bool] = {}
         self._methods = {role: registered_methods(spec.worker) for role, spec in specs.items()}
 
     def run(self, call: Call) -> tuple[Outcome, CallReport]:
@@ -121,8 +123,9 @@ class RankHost:
         kwargs = dict(zip(call.kwargs, values[len(call.args) :], strict=True))
         returned = method(*values[: len(call.args)], **kwargs)
         times.computed_s = time.time()
-        self._check_unwritten(call, reader)
-        if self._rank not in spec.protocol.collect(worker.context.topology).ranks:
+        if batches:
+            self._check_unwritten(call, reader)
+        if not self._is_collected(call.role, call.method):
             return None
         self._enter(call, "storing its result")
         selection = selections[id(batches[0])] if batches else None
@@ -158,14 +161,22 @@ class RankHost:
                 "readers share: clone the column first"
             )
 
+    def _is_collected(self, role: str, method: str) -> bool:
+        key = role, method
+        if key not in self._collected:
+            protocol = self._methods[role][method].protocol
+            self._collected[key] = self._rank in protocol.collect(self._specs[role].topology).ranks
+        return self._collected[key]
+
     def _enter(self, call: Call, doing: str) -> None:
-        self.stage = Stage(f"call {call.call_id} {call.role}.{call.method}", doing, time.time())
+        self.stage = Stage(call, doing, time.time())
 
     def _report(
         self, call: Call, outcome: Outcome, reader: BatchReader, times: _Times, *, upstream: bool
     ) -> CallReport:
         end_s = time.time()
-        self.stage = Stage(f"call {call.call_id} {call.role}.{call.method}", "done, idle", end_s)
+        # Without the call, whose inputs would stay referenced.
+        self.stage = Stage(None, f"call {call.call_id} {call.role}.{call.method}: done, idle", end_s)
         ready_s = times.ready_s or end_s
         fetched_s = times.fetched_s or end_s
         shard = outcome if isinstance(outcome, Shard) else None

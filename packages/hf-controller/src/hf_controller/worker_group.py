@@ -47,6 +47,7 @@ class WorkerGroup:
         self.pool = pool
         self.methods: dict[str, MethodSpec] = registered_methods(spec.worker)
         self.executor = executor
+        self.called_ranks: dict[str, tuple[int, ...]] = {}
         taken = sorted(name for name in self.methods if name in type(self).__dict__ or name in self.__dict__)
         if taken:
             raise ProtocolError(

@@ -131,7 +131,9 @@ class Executor(ABC):
             timeout_s=self.call_timeout_s,
             labels=self.trace.labels,
         )
-        ranks = compute_called_ranks(spec, group.topology)
+        ranks = group.called_ranks.get(method)
+        if ranks is None:
+            ranks = group.called_ranks[method] = compute_called_ranks(spec, group.topology)
         calls = build_calls(call, spec, ranks, self.put)
         check_rows(calls[ranks[0]], spec, group.topology)
         return self._wrap(group, spec, self._launch(group, spec, calls))

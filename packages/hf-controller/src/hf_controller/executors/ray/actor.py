@@ -183,12 +183,12 @@ class HostActor:
         )
         return None
 
-    def run(self, packed: bytes, references: list[Any], *batches: Any) -> Any:
+    def run(self, packed: bytes, references: Sequence[Any] = (), *batches: Any) -> Any:
         """Run one call that returns no batch: its answer."""
         return pack_answer(*self._run(packed, references, batches))
 
     @ray.method(num_returns=2)
-    def run_batch(self, packed: bytes, references: list[Any], *batches: Any) -> tuple[Any, Any]:
+    def run_batch(self, packed: bytes, references: Sequence[Any] = (), *batches: Any) -> tuple[Any, Any]:
         """Run one call that returns a batch: its answer, with the metadata for readers on other machines if there are
         any, and the contents for readers on this one.
         """

@@ -202,9 +202,12 @@ class RayExecutor(Executor):
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> RayCall:
         host_set, occupied = self._host_set_of(group), self._occupied[group.pool]
         # The same processes run their calls in order; others wait for the pool's last call.
-        after = list(occupied.last_answers) if len(occupied.host_sets) > 1 else ()
+        after: Sequence[Any] = list(occupied.last_answers) if len(occupied.host_sets) > 1 else ()
         different = {id(call): call for call in calls.values()}
-        packed = {key: _pack_once(dataclasses.replace(call, after=after)) for key, call in different.items()}
+        packed = {
+            key: _pack_once(dataclasses.replace(call, after=after) if after else call)
+            for key, call in different.items()
+        }
         handles: dict[int, Any] = {}
         answers: dict[int, Any] = {}
         for rank, call in calls.items():
@@ -244,8 +247,10 @@ class RayExecutor(Executor):
 
 def _pack_once(call: Call) -> tuple[Any, ...]:
     """A rank's message. One that names many rows is stored once for all ranks rather than sent to each."""
-    packed, references, batches = pack_call(call)
-    return (packed if len(packed) <= _MAX_SENT_BYTES else ray.put(packed)), references, *batches
+    packed = pack_call(call)
+    if len(packed.packed) > _MAX_SENT_BYTES:
+        packed = packed._replace(packed=ray.put(packed.packed))
+    return packed.message
 
 
 def _start_slicer() -> tuple[Any, str]:

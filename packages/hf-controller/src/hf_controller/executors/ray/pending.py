@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -80,6 +80,8 @@ class RayCall:
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + timeout_s
+        if not self._done and self._failure is None:
+            self._note_answers(self._answers, self._waiter.get_all(list(self._answers.values()), timeout_s))
         while self._failure is None and len(self._done) < len(self._answers):
             pending = {handle: rank for rank, handle in self._answers.items() if rank not in self._done}
             left_s = max(0.0, deadline_s - time.monotonic())
@@ -98,13 +100,19 @@ class RayCall:
 
     def _read_answers(self, ready: Mapping[int, Any]) -> None:
         try:
-            answers = [unpack_answer(answer) for answer in ray.get(list(ready.values()))]
+            answers = ray.get(list(ready.values()))
         except RayError:
             self._failure = self._find_death() or next(
                 self._describe_loss(rank, error) for rank, error in _lost_reports(ready)
             )
             return
-        for rank, (outcome, report) in zip(ready, answers, strict=True):
+        self._note_answers(ready, answers)
+
+    def _note_answers(self, ranks: Iterable[int], packed: Sequence[Any]) -> None:
+        if not packed:
+            return
+        answers = [unpack_answer(answer) for answer in packed]
+        for rank, (outcome, report) in zip(ranks, answers, strict=True):
             self._outcomes[rank], self._done[rank] = outcome, report
         failed = [report for _, report in answers if report.failure is not None]
         if failed:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from hf_controller.signals import SignalGuard
 
@@ -25,6 +26,15 @@ class Waiter:
 
     def __init__(self, guard: SignalGuard) -> None:
         self._guard = guard
+
+    def get_all(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
+        """The values if all are there within a moment, else none: most calls need no second question."""
+        with self._guard.watching():
+            try:
+                return list(ray.get(list(handles), timeout=min(_SLICE_S, timeout_s)))
+            except RayError:
+                pass
+        return []
 
     def wait_some(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
         """The handles that are ready once all are, or some are and a moment has passed; none if none is in time."""
