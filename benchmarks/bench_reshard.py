@@ -2,9 +2,11 @@
 
 For the methods that each layout defines: seconds of the slowest rank, bytes that the busiest rank received as counted
 by wrappers around torch.distributed that know no plan, and most bytes of weights live on a rank, read off storages
-(the paper's method moves the training shard; the others keep it). The floor is a bare all-gather that brings each
-rank as many bytes in the same group. Everything takes turns, each round, in one run; medians with the fastest and the
-slowest. Transitions of hybridflow-v and ds-chat end here with the gathered model; what they cut from it is not timed.
+(the paper's method moves the training shard; the others keep it). Every method starts with the training weights alone
+and ends with generation weights in memory that it takes meanwhile: hybridflow-v and ds-chat gather the whole model, cut
+their generation shard from it, parameter by parameter, and free it. The floor is a bare all-gather that brings each
+rank as many bytes in the same group, into memory that it has already. Everything takes turns, each round, in one run;
+medians with the fastest and the slowest.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 from measurement import record
 
-from hf_engine import ReshardExecutor, TransitionPlan, plan_transition
+from hf_engine import Box, ReshardExecutor, TransitionPlan, plan_transition
 from hf_engine.resharding.moving import ShardMover, storage_bytes
 from hf_engine.testing import LocalRanks
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec, Topology, TopologyError
@@ -41,7 +43,7 @@ CASES = (
     ("1-1-4", "1-2", "fsdp"),
 )
 METHODS = ("hybridflow", "hybridflow-v", "ds-chat")
-NUM_ROUNDS = 7
+NUM_ROUNDS = 15
 MAX_OVER_FLOOR = 1.3
 MIN_SPEED_UP = 0.8
 BUCKET_BYTES = 64 << 20
@@ -130,15 +132,22 @@ class _Transition:
         self._target = _tensors(plan.target.boxes_of(rank))
         self._executor = ReshardExecutor(plan, group=self.group, ranks=self.ranks, bucket_bytes=BUCKET_BYTES)
         self._mover = ShardMover(plan, rank, self._source, self._target) if planned.method == "hybridflow" else None
-        if self._mover is not None:
-            self._mover.restore()
+        self._cut = _Cut(self._target, planned.generation.boxes_of(rank)) if self._mover is None else None
+        self.restore()
 
     def run(self) -> None:
+        if self._cut is not None:
+            self._cut.take()
         self._executor.run(self._source, self._target, version=1, mover=self._mover)
+        if self._cut is not None:
+            self._cut.run()
 
     def restore(self) -> None:
+        """The training weights alone."""
         if self._mover is not None:
             self._mover.restore()
+        if self._cut is not None:
+            self._cut.free()
 
     def count(self) -> dict[str, float]:
         """One more run under counters: weights received without their seals, and the most bytes live."""
@@ -147,7 +156,8 @@ class _Transition:
 
         def see() -> None:
             nonlocal peak
-            tensors = [t for side in (self._source, self._target) for parts in side.values() for t in parts]
+            sides = (self._source, self._target, self._cut.shard if self._cut is not None else {})
+            tensors = [t for side in sides for parts in side.values() for t in parts]
             peak = max(peak, storage_bytes(tensors))
 
         def count_gather(incoming: torch.Tensor, outgoing: torch.Tensor, **options: Any) -> Any:
@@ -175,6 +185,35 @@ class _Transition:
         seals = received - self.planned_bytes
         assert 16 * messages <= seals <= 20 * messages, (received, self.planned_bytes, messages)
         return {"planned": self.planned_bytes, "counted": received, "peak": peak}
+
+
+class _Cut:
+    """What follows where a rank gathers whole parameters: its generation shard is cut from them, and they are freed."""
+
+    def __init__(self, whole: dict[str, list[torch.Tensor]], boxes: Any) -> None:
+        self._whole = whole
+        self._boxes = boxes
+        self.shard = _tensors(boxes)
+        self._bytes = {id(tensor): tensor.nbytes for tensor in self._all()}
+
+    def take(self) -> None:
+        """Memory for the whole model."""
+        for (tensor,) in self._whole.values():
+            tensor.untyped_storage().resize_(self._bytes[id(tensor)])
+
+    def run(self) -> None:
+        for name, (tensor,) in self._whole.items():
+            for part, box in zip(self.shard.get(name, ()), self._boxes.get(name, ()), strict=True):
+                part.untyped_storage().resize_(self._bytes[id(part)])
+                part.copy_(tensor[box.slices_in(Box.whole(tuple(tensor.shape)))])
+            tensor.untyped_storage().resize_(0)
+
+    def free(self) -> None:
+        for tensor in self._all():
+            tensor.untyped_storage().resize_(0)
+
+    def _all(self) -> list[torch.Tensor]:
+        return [tensor for side in (self._whole, self.shard) for parts in side.values() for tensor in parts]
 
 
 class _Gather:
