@@ -102,7 +102,7 @@ def test_rows_that_are_known_are_checked_when_the_call_is_made():
     with InProcessExecutor() as executor:
         spec = WorkerSpec(worker=Half, topology=Topology(ParallelSpec(dp_size=2)))
         group = executor.build_groups(ResourcePool([2], device="cpu"), {"half": spec})["half"]
-        with pytest.raises(BatchError, match="1 rows cannot be shared by 2"):
+        with pytest.raises(BatchError, match=r"half.m: 1 rows cannot be shared by 2"):
             group.m(TensorDict({"y": torch.zeros(1)}, batch_size=[1]))
         with pytest.raises(BatchError, match=r"half.m asks for y; the batch has x"):
             group.m(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))

@@ -153,3 +153,11 @@ def test_what_is_no_batch_and_no_whole_number_is_refused_by_name():
             future.repeat(1.5)
         with pytest.raises(BatchError, match="mapping of old to new"):
             future.rename(["x"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_a_cuda_pool_without_cuda_is_refused_with_what_to_do():
+    with InProcessExecutor() as executor:
+        pool = ResourcePool([1], device="cuda", name="gpus")
+        with pytest.raises(PoolError, match=r"'gpus' wants cuda:0 and torch finds no CUDA device.*device=\"cpu\""):
+            executor.build_groups(pool, {"model": WorkerSpec(worker=Model, topology=ONE)})

@@ -10,7 +10,7 @@ from typing import Any
 from hf_controller.expressions import Expression, Extent, choose_columns
 from hf_controller.futures import STAYS_HERE, BatchFuture, CallFuture, ListFuture, MetricsFuture, ObjectFuture
 from hf_controller.pruning import known_columns, prune
-from hf_protocols import ALL_TO_ALL, MethodSpec, PerRank, ProtocolError, Topology
+from hf_protocols import ALL_TO_ALL, BatchError, MethodSpec, PerRank, ProtocolError, Topology
 
 __all__ = ["BatchArgument", "Call", "StoredArgument", "build_calls", "check_rows", "compute_called_ranks"]
 
@@ -118,7 +118,10 @@ def _replace(value: Any, spec: MethodSpec, what: str, ranks: Sequence[int], put:
                 f"{what} distributes by {spec.protocol.name}: a listed result or PerRank feeds only ALL_TO_ALL"
             )
         if len(value.items) != len(ranks):
-            raise ProtocolError(f"{what} has {len(ranks)} ranks and got PerRank of {len(value.items)} items")
+            raise ProtocolError(
+                f"{what} has {len(ranks)} ranks and got PerRank of {len(value.items)} items: give one for each rank, "
+                "or change the sizes of the group's topology"
+            )
         return PerRank([_replace_one(item, spec, put, whole=True) for item in value.items])
     replaced = _replace_one(value, spec, put, whole=False)
     if per_rank and isinstance(replaced, BatchArgument):
@@ -173,4 +176,7 @@ def check_rows(call: Call, spec: MethodSpec, topology: Topology) -> None:
         extents = {s: Extent(sum(shard.num_rows for shard in s.shards), tuple(s.shards[0].columns)) for s in sources}
         if spec.reads is not None:
             choose_columns(spec.reads, value.expression.columns(extents), f"{call.role}.{call.method}")
-        spec.protocol.distribute(topology, value.expression.num_rows(extents))
+        try:
+            spec.protocol.distribute(topology, value.expression.num_rows(extents))
+        except BatchError as error:
+            raise BatchError(f"{call.role}.{call.method}: {error}") from error

@@ -114,6 +114,7 @@ class InProcessExecutor(Executor):
         if self._closed:
             raise PoolError("this executor is closed: make another")
         check_specs(pool, specs, fused=fused)
+        self._check_device(pool)
         if pool.num_slots == 1 and any(spec.worker.needs_process_group for spec in specs.values()):
             self._join_default_group(pool)
         name = "+".join(specs)
@@ -202,6 +203,15 @@ class InProcessExecutor(Executor):
         self.trace.watch(reports.values())
         collected = spec.protocol.collect(group.topology).ranks
         return _LocalCall(outcomes, reports, collected)
+
+    def _check_device(self, pool: ResourcePool) -> None:
+        import torch
+
+        if self._device_of(pool) != "cpu" and not torch.cuda.is_available():
+            raise PoolError(
+                f"pool {pool.name!r} wants {self._device_of(pool)} and torch finds no CUDA device here: give "
+                'ResourcePool(..., device="cpu"), or install a CUDA build of torch'
+            )
 
     def _device_of(self, pool: ResourcePool) -> str:
         return self._device or ("cpu" if pool.device == "cpu" else "cuda:0")

@@ -27,6 +27,7 @@ from hf_controller.executors.ray.host_process import Location, find_location
 from hf_controller.executors.ray.store import HostStore, pack_shard
 from hf_controller.executors.ray.wire import pack_answer, unpack_call
 from hf_controller.failures import Failure
+from hf_controller.results import Value
 from hf_controller.trace import CallReport, refuse
 from hf_controller.transport import Shard
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec
@@ -184,15 +185,17 @@ class HostActor:
         return None
 
     def run(self, packed: bytes, references: Sequence[Any] = (), *batches: Any) -> Any:
-        """Run one call that returns no batch: its answer."""
+        """Run one call that returns metrics: its answer."""
         return pack_answer(*self._run(packed, references, batches))
 
     @ray.method(num_returns=2)
-    def run_batch(self, packed: bytes, references: Sequence[Any] = (), *batches: Any) -> tuple[Any, Any]:
-        """Run one call that returns a batch: its answer, with the metadata for readers on other machines if there are
-        any, and the contents for readers on this one.
+    def run_apart(self, packed: bytes, references: Sequence[Any] = (), *batches: Any) -> tuple[Any, Any]:
+        """Run one call that returns a batch or an object: its answer, with the metadata for readers on other machines
+        if there are any, and the contents: the shard for readers on this one, or the object.
         """
         outcome, report = self._run(packed, references, batches)
+        if isinstance(outcome, Value):
+            return pack_answer(None, report), outcome
         metadata, contents = pack_shard(outcome) if isinstance(outcome, Shard) else (outcome, outcome)
         return pack_answer(metadata if self._slicer is not None else None, report), contents
 

@@ -213,12 +213,15 @@ class RayExecutor(Executor):
         for rank, call in calls.items():
             host_set.processes[rank].last_call = f"call {call.call_id} {call.role}.{call.method}"
             actor, message = host_set.actors[rank], packed[id(call)]
-            if spec.returns == "batch":
-                answers[rank], contents = actor.run_batch.remote(*message)
-                handles[rank] = BatchHandle(metadata=answers[rank] if self._joined else None, contents=contents)
-            else:
-                answers[rank] = actor.run.remote(*message)
-                handles[rank] = ValueHandle(answers[rank])
+            if spec.returns == "metrics":
+                handles[rank] = answers[rank] = actor.run.remote(*message)
+                continue
+            # The trace holds on to answers: what is large stays apart, and goes when nobody wants it any more.
+            answers[rank], contents = actor.run_apart.remote(*message)
+            metadata = answers[rank] if self._joined else None
+            handles[rank] = (
+                BatchHandle(metadata=metadata, contents=contents) if spec.returns == "batch" else ValueHandle(contents)
+            )
         occupied.last_answers = list(answers.values())
         self.trace.watch(answers.values())
         collected = spec.protocol.collect(group.topology).ranks
@@ -233,6 +236,7 @@ class RayExecutor(Executor):
             waiter=self._waiter,
             everyone=self._list_processes,
             inquirer=self._inquirer,
+            store=self._store,
         )
 
     def _list_processes(self) -> list[HostProcess]:

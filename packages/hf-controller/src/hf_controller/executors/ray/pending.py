@@ -11,6 +11,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from hf_controller.executors.ray.host_process import HostProcess, describe_processes
 from hf_controller.executors.ray.inquirer import Inquirer
+from hf_controller.executors.ray.store import ValueHandle
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.executors.ray.wire import unpack_answer
 from hf_controller.failures import Failure
@@ -19,6 +20,7 @@ from hf_protocols import HybridFlowError, WorkerTimeoutError
 if TYPE_CHECKING:
     from hf_controller.results import Outcome
     from hf_controller.trace import CallReport
+    from hf_controller.transport import ObjectStore
 
 __all__ = ["RayCall", "take_ready"]
 
@@ -40,6 +42,7 @@ class RayCall:
         everyone: every process of the executor: a call can fail because a process of another group died, and its
             results with it.
         inquirer: asks processes how they are.
+        store: has the objects that the call returned.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class RayCall:
         waiter: Waiter,
         everyone: Callable[[], Sequence[HostProcess]],
         inquirer: Inquirer,
+        store: ObjectStore,
     ) -> None:
         self.handles = list(handles)
         self._what = f"{role}.{method}"
@@ -67,6 +71,7 @@ class RayCall:
         self._waiter = waiter
         self._everyone = everyone
         self._inquirer = inquirer
+        self._store = store
         self._done: dict[int, CallReport] = {}
         self._outcomes: dict[int, Outcome] = {}
         self._failure: Failure | None = None
@@ -96,6 +101,8 @@ class RayCall:
     def outcomes(self, timeout_s: float | None) -> list[Outcome]:
         """After waiting, what the collected ranks left beside batches."""
         self.wait(timeout_s)
+        if isinstance(self.handles[0], ValueHandle):
+            return self._store.get(self.handles, self._timeout_s if timeout_s is None else timeout_s)
         return [self._outcomes[rank] for rank in self._collected]
 
     def _read_answers(self, ready: Mapping[int, Any]) -> None:

@@ -78,9 +78,9 @@ class Delivered:
 
 @dataclass(frozen=True)
 class ValueHandle:
-    """The answer that has the object which a method returned."""
+    """Reference of the object that a method returned, or of the failure."""
 
-    answer: Any
+    contents: Any
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _first_reference(handle: Any) -> Any:
     if isinstance(handle, BatchHandle):
         return handle.contents if handle.metadata is None else handle.metadata
     if isinstance(handle, ValueHandle):
-        return handle.answer
+        return handle.contents
     if isinstance(handle, _Arrays):
         return handle.contents
     return handle.open() if isinstance(handle, Sealed) else handle
@@ -229,12 +229,12 @@ def _first_reference(handle: Any) -> Any:
 
 def _open(handle: Any, value: Any) -> Any:
     """What a reader wants of a handle's value: an object, a shard whose arrays can be had, or a failure."""
-    if isinstance(handle, ValueHandle) or (isinstance(handle, BatchHandle) and handle.metadata is not None):
+    if isinstance(handle, BatchHandle) and handle.metadata is not None:
         # Imported here: the wire knows the store's references.
         from hf_controller.executors.ray.wire import unpack_answer
 
         outcome: Any = unpack_answer(value)[0]
-        if isinstance(handle, BatchHandle) and getattr(outcome, "arrays", handle) is None:
+        if getattr(outcome, "arrays", handle) is None:
             return replace(outcome, arrays=_Arrays(handle.contents))
         return outcome
     if isinstance(handle, _Arrays):

@@ -16,7 +16,6 @@ import ray
 from ray import cloudpickle
 
 from hf_controller.executors.ray.store import BatchHandle, Delivered, Sealed
-from hf_controller.results import Value
 from hf_controller.transport import Shard
 
 if TYPE_CHECKING:
@@ -81,11 +80,9 @@ def unpack_call(packed: bytes, references: Sequence[Any], batches: Sequence[Any]
 
 
 def pack_answer(outcome: Outcome, report: CallReport) -> Any:
-    """A rank's answer: bytes, and beside them what Ray must see: the object that a method returned, or a reference."""
+    """A rank's answer: bytes, and beside them a reference that Ray must see."""
     beside: Any = None
-    if isinstance(outcome, Value):
-        outcome, beside = None, outcome
-    elif isinstance(outcome, Shard):
+    if isinstance(outcome, Shard):
         outcome, beside = replace(outcome, arrays=None), outcome.arrays
     packed = pickle.dumps((outcome, report), protocol=pickle.HIGHEST_PROTOCOL)
     return packed if beside is None else (packed, beside)
@@ -97,4 +94,4 @@ def unpack_answer(answer: Any) -> tuple[Outcome, CallReport]:
     outcome, report = pickle.loads(packed)
     if isinstance(outcome, Shard):
         outcome = replace(outcome, arrays=beside)
-    return outcome or beside, report
+    return outcome, report
