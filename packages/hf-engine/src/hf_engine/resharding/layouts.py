@@ -18,6 +18,24 @@ DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "fl
 """Bytes per element of the dtypes that weights may have, by torch's names."""
 
 
+class BoxNumbers:
+    """Gives equal tuples of boxes equal numbers.
+
+    Layouts of thousands of ranks share their tuples: known by its identity, a tuple is hashed once.
+    """
+
+    def __init__(self) -> None:
+        self._by_identity: dict[int, int] = {}
+        self._by_value: dict[tuple[Box, ...], int] = {}
+
+    def of(self, boxes: tuple[Box, ...]) -> int:
+        """The number of a tuple that lives as long as this object."""
+        number = self._by_identity.get(id(boxes))
+        if number is None:
+            number = self._by_identity[id(boxes)] = self._by_value.setdefault(boxes, len(self._by_value))
+        return number
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightLayout:
     """The boxes of every parameter that each rank holds.
@@ -43,7 +61,7 @@ class WeightLayout:
         checked: set[tuple[object, ...]] = set()
         for rank, held in {id(held): (rank, held) for rank, held in self.boxes.items()}.values():
             for name, boxes in held.items():
-                key = (self.shapes.get(name), boxes)
+                key = (self.shapes.get(name), id(boxes))
                 if key not in checked:
                     self._check_boxes(rank, name, boxes)
                     checked.add(key)

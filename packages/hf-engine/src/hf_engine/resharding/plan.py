@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hf_engine.resharding.boxes import Box, partition_box
-from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.resharding.layouts import BoxNumbers, WeightLayout
 from hf_protocols.errors import ReshardError
 
 __all__ = ["Message", "ReshardPlan", "plan_reshard"]
@@ -33,28 +33,78 @@ class Message:
         return frozenset((self.source, *self.destinations))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipment:
+    """The messages of parameters that are cut alike: one piece of each, at the same place."""
+
+    source: int
+    destinations: tuple[int, ...]
+    names: tuple[str, ...]
+    box: Box
+
+    @property
+    def numel(self) -> int:
+        """Elements that each receiver gets."""
+        return self.box.numel * len(self.names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keepsake:
+    """What ranks hold already of parameters that are cut alike: one piece of each, at the same place."""
+
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    box: Box
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReshardPlan:
     """What every rank keeps, sends and receives to go from one layout to another.
 
-    All byte counts are in the target's dtype: a source of another dtype is cast before it is sent.
+    All byte counts are in the target's dtype: a source of another dtype is cast before it is sent. Layers that are cut
+    alike are planned once, so that the figures of a thousand ranks cost seconds; `messages` and `kept` spell them out.
     """
 
     source: WeightLayout
     target: WeightLayout
-    messages: tuple[Message, ...]
-    """In the order of names; every element that a rank lacks is in exactly one message to it."""
-    kept: Mapping[int, tuple[tuple[str, Box], ...]]
-    """By rank: the pieces of its target that it already holds."""
+    shipments: tuple[Shipment, ...]
+    """Every element that a rank lacks is in exactly one shipment to it."""
+    keepsakes: tuple[Keepsake, ...]
+    """Every element that a rank needs and holds is in exactly one of them."""
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """One by one, in the order of names."""
+        by_name: dict[str, list[Message]] = {name: [] for name in self.target.shapes}
+        for shipment in self.shipments:
+            for name in shipment.names:
+                by_name[name].append(
+                    Message(source=shipment.source, destinations=shipment.destinations, name=name, box=shipment.box)
+                )
+        return tuple(message for messages in by_name.values() for message in messages)
+
+    @cached_property
+    def kept(self) -> Mapping[int, tuple[tuple[str, Box], ...]]:
+        """By rank: the pieces of its target that it already holds, in the order of names."""
+        by_name: dict[str, list[Keepsake]] = {name: [] for name in self.target.shapes}
+        for keepsake in self.keepsakes:
+            for name in keepsake.names:
+                by_name[name].append(keepsake)
+        kept: dict[int, list[tuple[str, Box]]] = defaultdict(list)
+        for name, keepsakes in by_name.items():
+            for keepsake in keepsakes:
+                for rank in keepsake.ranks:
+                    kept[rank].append((name, keepsake.box))
+        return {rank: tuple(pieces) for rank, pieces in kept.items()}
 
     @cached_property
     def recv_bytes(self) -> Mapping[int, int]:
         """By rank: bytes received from other ranks."""
-        # Messages share their tuples of receivers, which are long where many ranks want the same.
+        # Shipments share their tuples of receivers, which are long where many ranks want the same.
         alike: dict[int, tuple[tuple[int, ...], int]] = {}
-        for message in self.messages:
-            key = id(message.destinations)
-            alike[key] = (message.destinations, alike.get(key, ((), 0))[1] + message.box.numel)
+        for shipment in self.shipments:
+            key = id(shipment.destinations)
+            alike[key] = (shipment.destinations, alike.get(key, ((), 0))[1] + shipment.numel)
         received: dict[int, int] = dict.fromkeys(self.ranks, 0)
         for destinations, numel in alike.values():
             for rank in destinations:
@@ -65,22 +115,24 @@ class ReshardPlan:
     def send_bytes(self) -> Mapping[int, int]:
         """By rank: bytes sent, counted once for every receiver."""
         sent: dict[int, int] = dict.fromkeys(self.ranks, 0)
-        for message in self.messages:
-            sent[message.source] += self._bytes_of(message.box) * len(message.destinations)
+        for shipment in self.shipments:
+            sent[shipment.source] += shipment.numel * self.target.element_bytes * len(shipment.destinations)
         return sent
 
     @cached_property
     def kept_bytes(self) -> Mapping[int, int]:
         """By rank: bytes of the target that the rank's own source holds already."""
-        return {rank: sum(self._bytes_of(box) for _, box in self.kept.get(rank, ())) for rank in self.ranks}
+        kept: dict[int, int] = dict.fromkeys(self.ranks, 0)
+        for keepsake in self.keepsakes:
+            num_bytes = keepsake.box.numel * len(keepsake.names) * self.target.element_bytes
+            for rank in keepsake.ranks:
+                kept[rank] += num_bytes
+        return kept
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Every rank of either layout, ascending."""
         return tuple(sorted({*self.source.ranks, *self.target.ranks}))
-
-    def _bytes_of(self, box: Box) -> int:
-        return box.numel * self.target.element_bytes
 
 
 def plan_reshard(
@@ -104,36 +156,27 @@ def plan_reshard(
     _check_same_parameters(source, target)
     senders = _Senders(near)
     holders_of, needing_of = _BoxRanks(source), _BoxRanks(target)
-    cells_of: dict[object, list[_Cell]] = {}
-    messages: list[Message] = []
-    kept: dict[int, list[tuple[str, Box]]] = defaultdict(list)
+    alike: dict[object, list[str]] = defaultdict(list)
     for name in target.shapes:
         # Layers of one pipeline stage differ in name only.
-        pattern = (holders_of[name], needing_of[name])
-        if pattern not in cells_of:
-            cells_of[pattern] = list(_cells(name, *pattern))
-        for cell in cells_of[pattern]:
-            for rank in cell.keeping:
-                kept[rank].append((name, cell.box))
-            messages.extend(
-                Message(source=sender, destinations=destinations, name=name, box=cell.box)
-                for sender, destinations in senders.assign(cell)
-            )
-    return ReshardPlan(
-        source=source,
-        target=target,
-        messages=tuple(messages),
-        kept={rank: tuple(pieces) for rank, pieces in kept.items()},
-    )
+        alike[holders_of.pattern_key(name), needing_of.pattern_key(name)].append(name)
+    shipments: list[Shipment] = []
+    keepsakes: list[Keepsake] = []
+    for names in alike.values():
+        for cell in _cells(names[0], holders_of[names[0]], needing_of[names[0]]):
+            if cell.keeping:
+                keepsakes.append(Keepsake(ranks=cell.keeping, names=tuple(names), box=cell.box))
+            shipments += senders.ship(cell, tuple(names))
+    return ReshardPlan(source=source, target=target, shipments=tuple(shipments), keepsakes=tuple(keepsakes))
 
 
 _Pattern = tuple[tuple[Box, tuple[int, ...]], ...]
 """Every box of one parameter with the ranks that hold it, or want it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Cell:
-    """A piece of a wanted box that each of its owners holds whole; one object for all parameters of a pattern."""
+    """A piece of a wanted box that each of its owners holds whole."""
 
     box: Box
     owners: tuple[int, ...]
@@ -149,6 +192,16 @@ class _BoxRanks:
         for rank in layout.ranks:
             sharing[id(layout.boxes_of(rank))].append(rank)
         self._held = [(layout.boxes_of(ranks[0]), ranks) for ranks in sharing.values()]
+        keys: dict[str, list[object]] = defaultdict(list)
+        numbers = BoxNumbers()
+        for index, (held, _) in enumerate(self._held):
+            for name, boxes in held.items():
+                keys[name] += (index, numbers.of(boxes))
+        self._keys = {name: tuple(key) for name, key in keys.items()}
+
+    def pattern_key(self, name: str) -> object:
+        """Equal for parameters whose boxes lie on the same ranks."""
+        return self._keys.get(name, ())
 
     def __getitem__(self, name: str) -> _Pattern:
         found: dict[Box, list[int]] = defaultdict(list)
@@ -165,27 +218,32 @@ class _Senders:
     def __init__(self, near: Sequence[Collection[Sequence[int]]]) -> None:
         self._group_of = [{rank: index for index, group in enumerate(groups) for rank in group} for groups in near]
         self._sent: dict[int, int] = defaultdict(int)
-        self._candidates: dict[_Cell, list[tuple[int, ...]]] = {}
-        self._settled: dict[_Cell, list[tuple[int, tuple[int, ...]]]] = {}
 
-    def assign(self, cell: _Cell) -> list[tuple[int, tuple[int, ...]]]:
-        """Every sender of the cell with the ranks that it serves."""
-        if cell in self._settled:
-            assigned = self._settled[cell]
-        else:
-            if cell not in self._candidates:
-                self._candidates[cell] = [self._nearest_to(rank, cell.owners) for rank in cell.lacking]
-            assigned = self._choose(cell)
-            if all(len(owners) == 1 for owners in self._candidates[cell]):
-                self._settled[cell] = assigned
+    def ship(self, cell: _Cell, names: tuple[str, ...]) -> Iterator[Shipment]:
+        """The cell of every name from its senders to the ranks that lack it."""
+        candidates = (
+            [cell.owners] if len(cell.owners) == 1 else [self._nearest_to(rank, cell.owners) for rank in cell.lacking]
+        )
+        if all(len(owners) == 1 for owners in candidates):
+            # Nothing to choose: what holds for one name holds for all.
+            yield from self._send(cell, names, self._choose(cell, candidates))
+            return
+        for name in names:
+            yield from self._send(cell, (name,), self._choose(cell, candidates))
+
+    def _send(
+        self, cell: _Cell, names: tuple[str, ...], assigned: Sequence[tuple[int, tuple[int, ...]]]
+    ) -> Iterator[Shipment]:
         for sender, destinations in assigned:
-            self._sent[sender] += cell.box.numel * len(destinations)
-        return assigned
+            self._sent[sender] += cell.box.numel * len(names) * len(destinations)
+            yield Shipment(source=sender, destinations=destinations, names=names, box=cell.box)
 
-    def _choose(self, cell: _Cell) -> list[tuple[int, tuple[int, ...]]]:
+    def _choose(self, cell: _Cell, candidates: Sequence[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
+        if len(cell.owners) == 1:
+            return [(cell.owners[0], cell.lacking)] if cell.lacking else []
         by_sender: dict[int, list[int]] = defaultdict(list)
         sent = {owner: self._sent[owner] for owner in cell.owners}
-        for rank, owners in zip(cell.lacking, self._candidates[cell], strict=True):
+        for rank, owners in zip(cell.lacking, candidates, strict=True):
             sender = owners[0] if len(owners) == 1 else min(owners, key=sent.__getitem__)
             sent[sender] += cell.box.numel
             by_sender[sender].append(rank)
@@ -204,17 +262,23 @@ class _Senders:
 def _cells(name: str, holders: _Pattern, needing: _Pattern) -> Iterator[_Cell]:
     """Cuts every wanted box into pieces: each lies in one box of every rank that owns it."""
     covers = [box for box, _ in holders]
+    # Long where a thousand ranks want the same: cells with the same owners share them.
+    split: dict[tuple[int, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
     for box, ranks in needing:
+        split.clear()
         for cell, indices in partition_box(box, covers):
             if not indices:
                 raise ReshardError(f"no rank of the source holds {name!r} at {cell}; the source layout is incomplete")
-            owners = {rank for index in indices for rank in holders[index][1]}
-            yield _Cell(
-                box=cell,
-                owners=tuple(sorted(owners)),
-                lacking=tuple(rank for rank in ranks if rank not in owners),
-                keeping=tuple(rank for rank in ranks if rank in owners),
-            )
+            owners = tuple(sorted({rank for index in indices for rank in holders[index][1]}))
+            if owners not in split:
+                split[owners] = _split(ranks, frozenset(owners))
+            lacking, keeping = split[owners]
+            yield _Cell(box=cell, owners=owners, lacking=lacking, keeping=keeping)
+
+
+def _split(ranks: tuple[int, ...], owners: frozenset[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Those that lack something, and those that own it."""
+    return tuple(rank for rank in ranks if rank not in owners), tuple(rank for rank in ranks if rank in owners)
 
 
 def _check_same_parameters(source: WeightLayout, target: WeightLayout) -> None:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from hf_engine.resharding.boxes import Box
-from hf_engine.resharding.layouts import WeightLayout, fsdp_layout
+from hf_engine.resharding.layouts import BoxNumbers, WeightLayout, fsdp_layout
 from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
 from hf_protocols.errors import ReshardError
@@ -98,10 +98,10 @@ class TransitionPlan:
         group_of = _components(self.plan)
         gathered: dict[tuple[int, ...], int] = defaultdict(int)
         others: dict[tuple[int, ...], int] = defaultdict(int)
-        for message in self.plan.messages:
-            ranks = group_of[message.source]
-            sums = gathered if len(message.destinations) == len(ranks) - 1 else others
-            sums[ranks] += message.box.numel * len(message.destinations) * self.plan.target.element_bytes
+        for shipment in self.plan.shipments:
+            ranks = group_of[shipment.source]
+            sums = gathered if len(shipment.destinations) == len(ranks) - 1 else others
+            sums[ranks] += shipment.numel * len(shipment.destinations) * self.plan.target.element_bytes
         return tuple(
             Exchange(ranks=ranks, gather_bytes=gathered[ranks] // len(ranks), peer_bytes=others[ranks] // len(ranks))
             for ranks in sorted({*gathered, *others})
@@ -192,20 +192,26 @@ def _training_replicas(topology: Topology) -> list[list[int]]:
 def _overlaps(first: WeightLayout, second: WeightLayout) -> dict[int, int]:
     """By rank: bytes that it holds in both layouts; ranks that share their boxes in both are counted once."""
     known: dict[tuple[int, int], int] = {}
+    numbers, overlaps = BoxNumbers(), dict[tuple[int, int], int]()
     found = {}
     for rank in sorted({*first.ranks, *second.ranks}):
         mine, other = first.boxes_of(rank), second.boxes_of(rank)
         key = (id(mine), id(other))
         if key not in known:
-            known[key] = sum(
-                overlap.numel
-                for name, boxes in mine.items()
-                for box in boxes
-                for candidate in other.get(name, ())
-                if (overlap := box.intersect(candidate))
-            )
+            known[key] = 0
+            for name, boxes in mine.items():
+                if name in other:
+                    # Parameters that are cut alike overlap alike.
+                    pair = (numbers.of(boxes), numbers.of(other[name]))
+                    if pair not in overlaps:
+                        overlaps[pair] = _overlap_numel(boxes, other[name])
+                    known[key] += overlaps[pair]
         found[rank] = known[key] * first.element_bytes
     return found
+
+
+def _overlap_numel(first: tuple[Box, ...], second: tuple[Box, ...]) -> int:
+    return sum(overlap.numel for a in first for b in second if (overlap := a.intersect(b)))
 
 
 def _components(plan: ReshardPlan) -> dict[int, tuple[int, ...]]:
@@ -218,9 +224,16 @@ def _components(plan: ReshardPlan) -> dict[int, tuple[int, ...]]:
             rank = parent[rank]
         return rank
 
-    for source, destinations in {(m.source, m.destinations) for m in plan.messages}:
-        for rank in destinations:
-            parent[root(rank)] = root(source)
+    joins = {(each.source, id(each.destinations)): each for each in plan.shipments}
+    apart = len(parent)
+    for shipment in joins.values():
+        if apart == 1:
+            break
+        home = root(shipment.source)
+        for rank in shipment.destinations:
+            other = root(rank)
+            apart -= other != home
+            parent[other] = home
     members: dict[int, list[int]] = defaultdict(list)
     for rank in plan.ranks:
         members[root(rank)].append(rank)
