@@ -7,7 +7,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help env quickstart test test-slow check fmt docs bench wheels constraints clean
+.PHONY: help env quickstart test test-slow test-vllm check fmt docs bench wheels constraints clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,8 +22,12 @@ test: env ## run the tests of the base environment
 	$(BIN)/pytest
 
 test-slow: env ## run the tests that take minutes or many processes
-	$(BIN)/pytest packages -m "slow and not gpu" --timeout 900
-	$(BIN)/pytest integration-tests -m "slow and not gpu" --timeout 900
+	$(BIN)/pytest packages -m "slow and not gpu and not vllm" --timeout 900
+	$(BIN)/pytest integration-tests -m "slow and not gpu and not vllm" --timeout 900
+
+test-vllm: env ## set up .venv-vllm and test the vLLM backend with a real engine
+	scripts/env.sh vllm
+	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest packages/hf-engine/tests/test_vllm.py -m vllm
 
 check: env ## lint, format, types, import contracts and spelling
 	$(BIN)/ruff check .
@@ -50,5 +54,5 @@ constraints: env ## pin again after a dependency changed
 	source scripts/registry.sh && scripts/pin.sh
 
 clean: ## remove everything that was built, cached or installed here; runs/ stays
-	rm -rf .venv .bootstrap .cache .hypothesis site dist
+	rm -rf .venv .venv-* .bootstrap .cache .hypothesis site dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,19 +2,24 @@
 # Sets up .venv: the five packages, editable, and everything that the tests, checks and docs need.
 #
 #   scripts/env.sh                    does nothing when nothing changed since the last time
-#   PYTHON=python3.12 scripts/env.sh  chooses the interpreter of a new .venv
+#   scripts/env.sh vllm               the same in .venv-vllm, with a generation engine whose pins need a place of their own
+#   PYTHON=python3.12 scripts/env.sh  chooses the interpreter of a new environment
 #
 # Needs Python 3.11 or newer, and nothing else: uv comes into .bootstrap where there is none. Versions come from
-# constraints.txt. Torch's CPU build is taken where pip is configured with a directory that holds it, and the registry's
-# build of the same version elsewhere.
+# constraints.txt, with an engine's CPU build from constraints-<engine>.txt. Torch's CPU build is taken where pip is
+# configured with a directory that holds it, and the registry's build of the same version elsewhere.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-stamp=.venv/.hybridflow-env
+source scripts/engines.sh
+engine=${1:-}
+venv=.venv${engine:+-$engine}
+stamp=$venv/.hybridflow-env
 
 fingerprint() { # all that the environment depends on; editable installs hold this folder's path
     pwd -P
-    cksum scripts/env.sh scripts/registry.sh constraints.txt pyproject.toml packages/*/pyproject.toml
+    echo "$engine_device"
+    cksum scripts/env.sh scripts/engines.sh scripts/registry.sh constraints*.txt pyproject.toml packages/*/pyproject.toml
 }
 
 fail() {
@@ -52,20 +57,47 @@ find_uv() {
     echo .bootstrap/bin/uv
 }
 
-if [ -x .venv/bin/python ] && [ -f "$stamp" ] && [ "$(fingerprint)" = "$(cat "$stamp")" ]; then
+# What pip installs beside the base environment, as uv's arguments.
+engine_arguments() {
+    if [ -z "$engine" ]; then
+        return
+    fi
+    printf '%s\n' -e "packages/hf-engine[$engine_extra]"
+    if [ -n "$engine_overrides" ]; then
+        echo "$engine_overrides" | tr ' ' '\n' >"$venv/overrides.txt"
+        printf '%s\n' --overrides "$venv/overrides.txt"
+    fi
+    if [ -n "$engine_excludes" ]; then
+        echo "$engine_excludes" | tr ' ' '\n' >"$venv/excludes.txt"
+        printf '%s\n' --excludes "$venv/excludes.txt"
+    fi
+}
+
+pins=constraints.txt
+if [ -n "$engine" ]; then
+    case " $engines " in
+    *" $engine "*) _engine_settings "$engine" ;;
+    *) fail "no engine named $engine; there is an environment for: $engines" ;;
+    esac
+    # The CUDA build brings pins of its own; those of the workspace's pyproject.toml hold for both.
+    pins=$([ "$engine_device" = cpu ] && echo "constraints-$engine.txt" || echo "")
+fi
+
+if [ -x "$venv/bin/python" ] && [ -f "$stamp" ] && [ "$(fingerprint)" = "$(cat "$stamp")" ]; then
     exit 0
 fi
 
-echo "Setting up .venv (the first time takes a while: torch alone is several hundred MB)" >&2
+echo "Setting up $venv (the first time takes a while: torch alone is several hundred MB)" >&2
 python=$(find_python)
 source scripts/registry.sh
 uv=$(find_uv)
 
-if ! .venv/bin/python -c '' 2>/dev/null; then
-    "$uv" venv --quiet --clear --python "$python" .venv
+if ! "$venv/bin/python" -c '' 2>/dev/null; then
+    "$uv" venv --quiet --clear --python "$python" "$venv"
 fi
 rm -f "$stamp"
-"$uv" pip install --python .venv/bin/python --constraints constraints.txt --build-constraints constraints.txt \
-    --compile-bytecode --group dev \
+mapfile -t arguments < <(engine_arguments)
+"$uv" pip install --python "$venv/bin/python" ${pins:+--constraints "$pins"} --build-constraints constraints.txt \
+    --compile-bytecode --group dev "${arguments[@]}" \
     -e packages/hf-protocols -e "packages/hf-engine[megatron]" -e packages/hf-mapper -e packages/hf-controller -e packages/hf-algorithms
 fingerprint >"$stamp"

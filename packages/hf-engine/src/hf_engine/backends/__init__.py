@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from hf_engine.backends._base import (
+    FormsReplicas,
     Head,
     LossFunction,
     Metrics,
     RolloutBackend,
     SamplingParams,
+    SupportsShardLoading,
     SupportsWeightBuffers,
     TrainBackend,
     TrainConfig,
@@ -20,11 +22,13 @@ from hf_engine.backends._registry import (
 )
 
 __all__ = [
+    "FormsReplicas",
     "Head",
     "LossFunction",
     "Metrics",
     "RolloutBackend",
     "SamplingParams",
+    "SupportsShardLoading",
     "SupportsWeightBuffers",
     "TrainBackend",
     "TrainConfig",

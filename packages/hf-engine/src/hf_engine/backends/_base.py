@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from hf_protocols.topology import GenerationSpec, Topology
 
 __all__ = [
+    "FormsReplicas",
     "Head",
     "LossFunction",
     "Metrics",
     "RolloutBackend",
     "SamplingParams",
+    "SupportsShardLoading",
     "SupportsWeightBuffers",
     "TrainBackend",
     "TrainConfig",
@@ -300,12 +302,18 @@ class RolloutBackend(Protocol):
         """
         ...
 
-    def release(self) -> None:
-        """Frees the memory of the weights and of the KV cache."""
+    def release(self) -> int:
+        """Frees what the engine can give back of its memory: KV cache, weights.
+
+        Returns:
+            Bytes freed; 0 where the engine can free nothing.
+        """
         ...
 
     def resume(self) -> None:
-        """Takes the memory of the weights again; their contents must be sent anew before the next generation."""
+        """Takes the memory again. Weights that can be written in place must be sent anew before the next generation;
+        an engine that loads shards has kept its own.
+        """
         ...
 
     def close(self) -> None:
@@ -323,4 +331,46 @@ class SupportsWeightBuffers(Protocol):
         Each has a resizable storage of its own, empty between `release` and `resume`: a transition takes and frees
         them one by one.
         """
+        ...
+
+
+@runtime_checkable
+class SupportsShardLoading(Protocol):
+    """A rollout backend that keeps its weights itself, packed for its kernels or elsewhere, and is fed with shards.
+
+    One update is `begin_weights()`, `load_shards(...)` until every parameter of this rank was there, and
+    `commit_weights(version)`. An update that was begun and not committed leaves weights that nobody can generate from,
+    until another one is.
+    """
+
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes of weights and KV cache that the engine holds now on this rank."""
+        ...
+
+    def begin_weights(self) -> None:
+        """Starts an update; drops what an unfinished one left behind."""
+        ...
+
+    def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Takes this rank's boxes of some whole parameters.
+
+        Args:
+            shards: by Hugging Face name, one tensor per box, in the order of `weight_layout()`. They are handed over:
+                nobody else writes to them, and the engine lets go of them when the update is committed at the latest.
+
+        Raises:
+            ReshardError: for a name that is no parameter of this rank or came before, or tensors that are not the
+                layout's boxes.
+            BackendError: outside an update.
+        """
+        ...
+
+
+@runtime_checkable
+class FormsReplicas(Protocol):
+    """A rollout backend whose replicas have several ranks, which its engine connects by itself."""
+
+    def replica_ranks(self) -> tuple[int, ...]:
+        """The ranks that hold one model together with this one, in tensor-parallel order, as the engine says."""
         ...

@@ -18,11 +18,13 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._decoding import LENGTH, Decoding
-from hf_engine.backends._jagged import Ragged, require_columns, to_jagged
+from hf_engine.backends._jagged import Ragged, require_columns
+from hf_engine.backends._responses import build_responses, check_prompts, end_of_sequence_ids
 from hf_engine.backends._sampling import draw_uniforms
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
-from hf_protocols.errors import BackendError, NonFiniteLossError
+from hf_engine.resharding.moving import storage_bytes
+from hf_protocols.errors import BackendError
 from hf_protocols.topology import GenerationSpec, Topology
 
 __all__ = ["TransformersBackend"]
@@ -40,7 +42,7 @@ class TransformersBackend:
         self._model = model
         self._topology = topology
         self._cache_bytes = cache_bytes
-        self._stop_token_ids = _end_of_sequence_ids(model)
+        self._stop_token_ids = end_of_sequence_ids(model.generation_config, model.config.get_text_config())
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._weight_version = 0
         self._has_weights = True
@@ -104,11 +106,13 @@ class TransformersBackend:
         self._weight_version = version
         self._has_weights = True
 
-    def release(self) -> None:
+    def release(self) -> int:
         """Frees the weights; keys and values are freed after every `generate` anyway."""
+        freed = storage_bytes(self._model.parameters())
         for parameter in self._model.parameters():
             parameter.untyped_storage().resize_(0)
         self._has_weights = False
+        return freed
 
     def resume(self) -> None:
         """Takes the weights' memory again; the contents must be sent anew."""
@@ -126,7 +130,8 @@ class TransformersBackend:
             raise BackendError("the weights were released; resume, send them anew and commit before generating")
         require_columns(batch, ("prompt_ids", "row_id"))
         prompts = Ragged(batch["prompt_ids"])
-        self._check_prompts(prompts, sampling)
+        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        check_prompts(prompts.lengths.tolist(), positions, sampling)
         uniforms = draw_uniforms(batch["row_id"], sampling)
         num_samples, capacity = uniforms.shape
         tokens = torch.zeros(num_samples, capacity, dtype=torch.int64)
@@ -140,42 +145,10 @@ class TransformersBackend:
             decoding.run(*prompts.pad_left(rows, width), uniforms[samples], _build_cache(self._model, width + capacity))
             tokens[samples], logprobs[samples] = decoding.tokens.cpu(), decoding.logprobs.cpu()
             lengths[samples], reasons[samples] = decoding.lengths.cpu(), decoding.reasons.cpu()
-        if not torch.isfinite(logprobs).all():
-            row = int((~torch.isfinite(logprobs)).any(dim=1).nonzero()[0]) // sampling.n
-            raise NonFiniteLossError(
-                f"the model's logits for the prompt of row {row} are not finite at weight version "
-                f"{self._weight_version}: the weights have diverged; lower the learning rate"
-            )
-        return self._columns(tokens, logprobs, lengths, reasons)
-
-    def _columns(
-        self, tokens: torch.Tensor, logprobs: torch.Tensor, lengths: torch.Tensor, reasons: torch.Tensor
-    ) -> TensorDict:
-        mask = torch.arange(tokens.shape[1]) < lengths[:, None]
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        response_ids = tokens[mask]
-        return TensorDict(
-            {
-                "response_ids": to_jagged(response_ids, offsets),
-                "response_mask": to_jagged(torch.ones_like(response_ids, dtype=torch.bool), offsets),
-                "rollout_logprobs": to_jagged(logprobs[mask], offsets),
-                "finish_reason": reasons,
-                "weight_version": torch.full_like(reasons, self._weight_version),
-            },
-            batch_size=[len(tokens)],
+        mask = torch.arange(capacity) < lengths[:, None]
+        return build_responses(
+            tokens[mask], logprobs[mask], lengths, reasons, n=sampling.n, version=self._weight_version
         )
-
-    def _check_prompts(self, prompts: Ragged, sampling: SamplingParams) -> None:
-        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        limit = None if positions is None else positions - sampling.max_new_tokens
-        for row, length in enumerate(prompts.lengths.tolist()):
-            if length == 0:
-                raise BackendError(f"prompt of row {row} is empty; a prompt needs at least one token")
-            if limit is not None and length > limit:
-                raise BackendError(
-                    f"prompt of row {row} has {length} tokens, above the model's {positions} positions - "
-                    f"max_new_tokens={sampling.max_new_tokens} = {limit}; shorten the prompt or lower max_new_tokens"
-                )
 
     def _turns(self, prompts: Ragged, sampling: SamplingParams) -> Iterator[torch.Tensor]:
         """Rows that are decoded together: similar prompt lengths, keys and values within `cache_bytes`."""
@@ -258,9 +231,3 @@ def _cache_bytes_per_token(model: Any) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize)
-
-
-def _end_of_sequence_ids(model: Any) -> frozenset[int]:
-    stated = getattr(model.generation_config, "eos_token_id", None)
-    ids = stated if stated is not None else model.config.get_text_config().eos_token_id
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)

@@ -1,0 +1,203 @@
+"""The rollout backend: a vLLM engine in the process of every rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from hf_engine.backends._base import SamplingParams
+from hf_engine.backends.vllm._library import check_version, embedded
+from hf_engine.resharding.execute import check_weights
+from hf_engine.resharding.layouts import WeightLayout
+from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.topology import GenerationSpec, Topology
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from hf_engine.backends.vllm._engine import Engine
+
+__all__ = ["VllmBackend"]
+
+_STOP, _LENGTH = 0, 1
+
+
+class VllmBackend:
+    """Generation by vLLM, tensor parallel inside a replica; see `RolloutBackend` for what every method means.
+
+    Every rank runs an engine of its own; the ranks of a replica go through the same requests in the same order.
+    Tokens are drawn with the numbers of every other backend, so a swap of backends keeps the samples up to rounding.
+
+    Supports `gen_pp_size = 1`, and models whose parameters `ModelShape` knows. vLLM is imported by `build`, so that
+    plans can be made where it is not installed.
+    """
+
+    largest_generation: ClassVar[GenerationSpec | None] = GenerationSpec(gen_tp_size=64)
+
+    def __init__(self, engine: Engine, *, layout: WeightLayout) -> None:
+        self._engine: Engine | None = engine
+        self._layout = layout
+        self._weight_version = 0
+        self._loaded: set[str] | None = None
+        self._is_released = False
+
+    @classmethod
+    def build(
+        cls,
+        model: str | Path,
+        *,
+        topology: Topology,
+        seed: int = 0,
+        dtype: str = "float32",
+        cache_bytes: int = 256 << 20,
+        cache_fraction: float | None = None,
+        max_positions: int | None = None,
+    ) -> VllmBackend:
+        """Starts an engine on every rank. Collective over all ranks; the default process group must be there.
+
+        Args:
+            model: directory or hub name.
+            topology: ranks and generation sizes.
+            seed: vLLM's own; samples derive from `SamplingParams.seed`.
+            dtype: dtype of weights and computation, by torch's name.
+            cache_bytes: keys and values of one rank.
+            cache_fraction: the same as a share of the device's memory (the host's, without a device); it replaces
+                `cache_bytes`.
+            max_positions: prompt and response together, where fewer than the model's are enough: the cache must hold
+                one sequence of them.
+
+        Raises:
+            BackendUnavailableError: without vLLM, with the line that installs it.
+            BackendError: for another version of vLLM, a layout, architecture or head size that it does not run, a
+                cache too small for one sequence, or another engine in this process.
+        """
+        check_version()
+        ranks = dist.get_world_size() if dist.is_initialized() else 0
+        if ranks != topology.world_size:
+            raise BackendError(
+                f"backend 'vllm' runs in the ranks of the default process group: that has {ranks} ranks, the topology "
+                f"{topology.world_size}"
+            )
+        if topology.generation is None:
+            topology = replace(topology, generation=GenerationSpec())
+        if cache_fraction is not None:
+            cache_bytes = int(cache_fraction * _memory_bytes())
+        with embedded():
+            from hf_engine.backends.vllm._engine import Engine, plan_layout
+
+            layout = plan_layout(model, topology, dtype)
+            engine = Engine(
+                model, topology, dtype=dtype, seed=seed, cache_bytes=cache_bytes, max_positions=max_positions
+            )
+        return cls(engine, layout=layout)
+
+    @property
+    def weight_version(self) -> int:
+        """The version last committed; 0 for the weights that the engine was built with."""
+        return self._weight_version
+
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes of this rank's weights and of the KV cache; nothing of the latter while it is released."""
+        return self._layout.held_bytes(dist.get_rank()) + self._open().cache_bytes
+
+    def replica_ranks(self) -> tuple[int, ...]:
+        """The ranks of vLLM's tensor-parallel group."""
+        return self._open().tp_ranks()
+
+    def weight_layout(self) -> WeightLayout:
+        """VLLM's tensor-parallel layout; a tied embedding once."""
+        return self._layout
+
+    def begin_weights(self) -> None:
+        """Starts an update; see `SupportsShardLoading`."""
+        self._loaded = set()
+        self._open().begin_update()
+
+    def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Hands this rank's boxes to vLLM's loaders; a layer is packed as soon as it is complete."""
+        if self._loaded is None:
+            raise BackendError("load_shards needs an update: call begin_weights first")
+        if again := sorted(self._loaded & shards.keys()):
+            raise ReshardError(f"the parameters {again} came twice in one update")
+        rank = dist.get_rank()
+        held = self._layout.boxes_of(rank)
+        wanted = {name: held[name] for name in shards if name in held}
+        check_weights(replace(self._layout, boxes={rank: wanted}), rank, shards, "received")
+        self._open().load({name: part for name, (part,) in shards.items()}, self._layout)
+        self._loaded |= shards.keys()
+
+    def commit_weights(self, version: int) -> None:
+        """Declares the weights complete, drops the prefix cache and stamps the samples that follow.
+
+        Raises:
+            ReshardError: if parameters did not arrive since `begin_weights`.
+        """
+        engine = self._open()
+        if self._loaded is not None:
+            if missing := sorted(self._layout.boxes_of(dist.get_rank()).keys() - self._loaded):
+                raise ReshardError(f"the parameters {missing} did not arrive: load them before commit_weights")
+            engine.finish_update()
+            self._loaded = None
+        engine.reset_prefix_cache()
+        self._weight_version = version
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
+        """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
+        from hf_engine.backends._jagged import Ragged, require_columns
+        from hf_engine.backends._responses import build_responses, check_prompts
+
+        engine = self._open()
+        if self._loaded is not None:
+            raise BackendError("an update of the weights was begun and not committed; send them anew and commit")
+        if self._is_released:
+            raise BackendError("the KV cache was released; resume before generating")
+        require_columns(batch, ("prompt_ids", "row_id"))
+        check_prompts(Ragged(batch["prompt_ids"]).lengths.tolist(), engine.max_positions, sampling)
+        outputs = engine.run(batch, sampling, sorted(engine.stop_token_ids | set(sampling.stop_token_ids)))
+        return build_responses(
+            torch.tensor([token for output in outputs for token in output.token_ids]),
+            torch.tensor([logprob for output in outputs for logprob in _logprobs_of(output)]),
+            torch.tensor([len(output.token_ids) for output in outputs]),
+            torch.tensor([_STOP if output.finish_reason == "stop" else _LENGTH for output in outputs]),
+            n=sampling.n,
+            version=self._weight_version,
+        )
+
+    def release(self) -> int:
+        """Frees the KV cache; the weights stay, packed as they are."""
+        self._is_released = True
+        return self._open().release_cache()
+
+    def resume(self) -> None:
+        """Takes the KV cache's memory again."""
+        if self._is_released:
+            self._open().resume_cache()
+            self._is_released = False
+
+    def close(self) -> None:
+        """Ends the engine and its groups."""
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _open(self) -> Engine:
+        if self._engine is None:
+            raise BackendError("the engine was closed; build another backend")
+        return self._engine
+
+
+def _logprobs_of(output: Any) -> list[float]:
+    return [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
+
+
+def _memory_bytes() -> int:
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

