@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
 
-from hf_engine.backends._base import RolloutBackend, SamplingParams, SupportsWeightBuffers, TrainBackend
+from hf_engine.backends._base import (
+    RolloutBackend,
+    SamplingParams,
+    SupportsShardLoading,
+    SupportsWeightBuffers,
+    TrainBackend,
+)
 from hf_engine.process_groups import build_groups, local_device, wait_for_device
 from hf_engine.resharding.digest import compute_digest
-from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, ReshardExecutor, as_parts, check_weights
+from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, ReshardExecutor, Weights, as_parts, check_weights
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
+from hf_engine.resharding.streaming import ShardStream
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.topology import Topology
 
@@ -46,7 +53,11 @@ class TransitionMemory:
     """What one rank holds while it generates, in bytes; known before anything moves."""
 
     generation_bytes: int
-    """The generation shard."""
+    """The generation shard; 0 where the engine keeps it itself."""
+    engine_bytes: int
+    """What an engine that keeps its weights itself holds: the generation shard and the KV cache. 0 for others."""
+    released_bytes: int
+    """What of these bytes was given back when generation last ended; 0 where nothing can be freed."""
     training: Literal["moved", "kept"]
     """Whether the training shard lies inside the generation shard, or stays beside it."""
     training_bytes: int
@@ -54,7 +65,8 @@ class TransitionMemory:
     host_bytes: int
     """Host copies of the parts of the training shard that lie outside the generation shard, when it is moved."""
     staging_bytes: int
-    """Communication buffers, kept for the engine's lifetime."""
+    """Communication buffers, kept for the engine's lifetime, and the shards on their way into an engine that keeps
+    its weights itself."""
 
 
 class HybridEngine:
@@ -62,7 +74,8 @@ class HybridEngine:
 
     Where both have one dtype the training shard is moved, not copied: during generation a rank holds its generation
     shard and nothing of the training shard beside it, afterwards the training weights are back, bit by bit, and the
-    generation shard is freed. Training weights of another dtype (float32 masters of a bfloat16 model) stay.
+    generation shard is freed. Training weights of another dtype (float32 masters of a bfloat16 model) stay, and so do
+    those of an engine that keeps its weights itself: it is fed with the rank's shards, some parameters at a time.
 
     Example:
         with engine.generation():
@@ -70,15 +83,16 @@ class HybridEngine:
 
     Args:
         train: the training backend.
-        rollout: a rollout backend of the same model that exposes its weights.
+        rollout: a rollout backend of the same model that exposes its weights or loads shards.
         topology: the ranks of both.
-        bucket_bytes: bound on the communication buffers.
-        training_weights: `"move"` as above, the default where dtypes are equal; `"keep"` leaves both copies where they
-            are, so that entering generation again without a change costs nothing.
+        bucket_bytes: bound on the communication buffers, and on the shards that are on their way at once.
+        training_weights: `"move"` as above, the default where dtypes are equal and the rollout backend exposes its
+            weights; `"keep"` leaves both copies where they are, so that entering generation again without a change
+            costs nothing.
 
     Raises:
-        BackendError: if the rollout backend does not expose its weights, has another topology, or `"move"` is asked
-            for between dtypes.
+        BackendError: if the rollout backend does neither, has another topology, or `"move"` is asked for between
+            dtypes or with an engine that keeps its weights itself.
         ReshardError: if names or shapes of the two differ, or the rollout's tensors do not match its layout.
     """
 
@@ -91,8 +105,10 @@ class HybridEngine:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         training_weights: Literal["move", "keep"] | None = None,
     ) -> None:
-        if not isinstance(rollout, SupportsWeightBuffers):
-            raise BackendError(f"{type(rollout).__name__} does not expose its weights (weight_buffers)")
+        if not isinstance(rollout, SupportsWeightBuffers | SupportsShardLoading):
+            raise BackendError(
+                f"{type(rollout).__name__} neither exposes its weights (weight_buffers) nor loads shards (load_shards)"
+            )
         source, target = train.weight_layout(), rollout.weight_layout()
         groups = topology.groups("micro_dp") if topology.generation else ()
         plan = plan_reshard(source, target, near=[groups, _machines(topology.world_size)])
@@ -105,20 +121,30 @@ class HybridEngine:
                 f"training weights are {source.dtype}, generation weights {target.dtype}: the one cannot lie inside "
                 'the other; use training_weights="keep"'
             )
-        rank = dist.get_rank()
-        check_weights(plan.target, rank, rollout.weight_buffers(), "generation")
+        if training_weights == "move" and not isinstance(rollout, SupportsWeightBuffers):
+            raise BackendError(
+                f"{type(rollout).__name__} keeps its weights itself: the training weights cannot lie inside them; use "
+                'training_weights="keep"'
+            )
         self._train = train
         self._rollout = rollout
-        self._buffers: SupportsWeightBuffers = rollout
         self._plan = plan
-        self._executor = ReshardExecutor(
-            plan, group=_group_of(plan, topology, groups), bucket_bytes=bucket_bytes, device=local_device()
-        )
         self._mover: ShardMover | None = None
-        if training_weights == "move" or (training_weights is None and source.dtype == target.dtype):
-            buffers = as_parts(rollout.weight_buffers())
-            self._mover = ShardMover(plan, rank, as_parts(train.local_weights()), buffers)
-            rollout.release()
+        self._released_bytes = 0
+        self._engine_bytes = 0
+        group, device = _group_of(plan, topology, groups), local_device()
+        if isinstance(rollout, SupportsWeightBuffers):
+            rank = dist.get_rank()
+            check_weights(plan.target, rank, rollout.weight_buffers(), "generation")
+            self._executor = ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device)
+            if training_weights == "move" or (training_weights is None and source.dtype == target.dtype):
+                buffers = as_parts(rollout.weight_buffers())
+                self._mover = ShardMover(plan, rank, as_parts(train.local_weights()), buffers)
+                rollout.release()
+        else:
+            self._stream = ShardStream(plan, group=group, bucket_bytes=bucket_bytes, device=device)
+            self._engine_bytes = rollout.engine_bytes
+            self._released_bytes = rollout.release()
         self._weight_version = rollout.weight_version
         self._weight_changes = train.weight_changes
         self._digest: int | None = None
@@ -135,13 +161,16 @@ class HybridEngine:
     def memory(self) -> TransitionMemory:
         """What this rank holds while it generates."""
         rank = dist.get_rank()
-        moved = self._mover is not None
+        moved, fed = self._mover is not None, self._engine_bytes > 0
+        held = self._plan.target.held_bytes(rank)
         return TransitionMemory(
-            generation_bytes=self._plan.target.held_bytes(rank),
+            generation_bytes=0 if fed else held,
+            engine_bytes=self._engine_bytes,
+            released_bytes=held if moved else self._released_bytes,
             training="moved" if moved else "kept",
             training_bytes=0 if moved else self._plan.source.held_bytes(rank),
             host_bytes=self._mover.host_bytes if self._mover is not None else 0,
-            staging_bytes=self._executor.buffer_bytes,
+            staging_bytes=self._stream.staging_bytes if fed else self._executor.buffer_bytes,
         )
 
     @property
@@ -180,6 +209,8 @@ class HybridEngine:
                 recv_bytes=received,
                 is_unchanged=changed and digest is not None and digest == self._digest,
             )
+            if isinstance(self._rollout, SupportsShardLoading):
+                self._rollout.resume()
             self._is_generating = True
             yield
         finally:
@@ -187,6 +218,8 @@ class HybridEngine:
             if self._mover is not None:
                 self._mover.restore()
                 self._rollout.release()
+            elif isinstance(self._rollout, SupportsShardLoading):
+                self._released_bytes = self._rollout.release()
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws responses from the current weights; see `RolloutBackend.generate`.
@@ -210,12 +243,20 @@ class HybridEngine:
         weights = self._train.local_weights()
         if changes != self._weight_changes or self._digest is None:
             self._digest = hash(tuple(compute_digest(part) for parts in as_parts(weights).values() for part in parts))
-        transfer = self._executor.run(weights, self._buffers.weight_buffers(), version=version, mover=self._mover)
+        received = self._send(weights, version)
         wait_for_device()
         self._weight_version, self._weight_changes = version, changes
         self._rollout.commit_weights(version)
         self._is_current = True
-        return transfer.recv_bytes
+        return received
+
+    def _send(self, weights: Weights, version: int) -> int:
+        if isinstance(self._rollout, SupportsWeightBuffers):
+            buffers = self._rollout.weight_buffers()
+            return self._executor.run(weights, buffers, version=version, mover=self._mover).recv_bytes
+        assert isinstance(self._rollout, SupportsShardLoading), "the constructor has refused any other"
+        self._rollout.begin_weights()
+        return self._stream.run(weights, self._rollout.load_shards, version=version)
 
 
 def _machines(world_size: int) -> Sequence[range]:

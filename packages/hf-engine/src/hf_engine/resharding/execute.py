@@ -17,6 +17,7 @@ from hf_protocols.errors import ReshardError
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
+    "Buffers",
     "ReshardExecutor",
     "Transfer",
     "Weights",
@@ -30,6 +31,9 @@ DEFAULT_BUCKET_BYTES = 64 << 20
 
 Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """A rank's tensors by Hugging Face name: one tensor per box of its layout, a bare tensor where there is one box."""
+
+Buffers = list[list[torch.Tensor]]
+"""Communication buffers: for each of two rounds in flight one that goes out and one that comes in."""
 
 _Parts = dict[str, list[torch.Tensor]]
 
@@ -59,6 +63,7 @@ class ReshardExecutor:
         ranks: plan rank of every group rank, in group order.
         bucket_bytes: bound on the bytes of the communication buffers, beyond one element for every peer and the seals.
         device: where the communication buffers live; the tensors themselves may live elsewhere.
+        buffers: taken from executors that never run at the same time, and enlarged where they are too small.
 
     Raises:
         ReshardError: if this rank would exchange bytes with a rank outside the group.
@@ -72,6 +77,7 @@ class ReshardExecutor:
         ranks: Sequence[int] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         device: torch.device | str = "cpu",
+        buffers: Buffers | None = None,
     ) -> None:
         item_bytes = plan.target.element_bytes
         if bucket_bytes < 4 * item_bytes:
@@ -92,10 +98,8 @@ class ReshardExecutor:
         self._dtype = getattr(torch, plan.target.dtype)
         self._device = device
         sizes = [max((getattr(s, f"{way}_bytes") for s in self._steps), default=0) for way in ("send", "recv")]
-        num_slots = min(2, len(self._steps))
-        self._buffers = [
-            [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes] for _ in range(num_slots)
-        ]
+        self._buffers = [] if buffers is None else buffers
+        _enlarge(self._buffers, min(2, len(self._steps)), sizes, device)
 
     @property
     def buffer_bytes(self) -> int:
@@ -254,6 +258,15 @@ def check_weights(layout: WeightLayout, rank: int, weights: Weights, what: str) 
 def as_parts(weights: Weights) -> dict[str, list[torch.Tensor]]:
     """The same tensors with every name's in a list."""
     return {name: _as_list(tensors) for name, tensors in weights.items()}
+
+
+def _enlarge(buffers: Buffers, num_slots: int, sizes: Sequence[int], device: torch.device | str) -> None:
+    while len(buffers) < num_slots:
+        buffers.append([torch.empty(0, dtype=torch.uint8, device=device) for _ in sizes])
+    for slot in buffers[:num_slots]:
+        for way, size in enumerate(sizes):
+            if slot[way].nbytes < size:
+                slot[way] = torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def _as_list(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ Parameters carry their Hugging Face names; a tied embedding appears once, under 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -90,6 +90,19 @@ class WeightLayout:
     def boxes_of(self, rank: int) -> Mapping[str, tuple[Box, ...]]:
         """What one rank holds; empty for a rank that the layout does not name."""
         return self.boxes.get(rank, {})
+
+    def select(self, names: Collection[str]) -> WeightLayout:
+        """The layout of some parameters, on the same ranks."""
+        # Ranks that share one mapping share the selected one.
+        selected = {
+            id(held): {name: held[name] for name in names if name in held}
+            for held in {id(held): held for held in self.boxes.values()}.values()
+        }
+        return WeightLayout(
+            shapes={name: self.shapes[name] for name in names},
+            boxes={rank: selected[id(held)] for rank, held in self.boxes.items()},
+            dtype=self.dtype,
+        )
 
     def held_bytes(self, rank: int) -> int:
         """Bytes that one rank holds."""

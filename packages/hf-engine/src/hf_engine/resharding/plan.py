@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hf_engine.resharding.boxes import Box, partition_box
@@ -96,6 +96,24 @@ class ReshardPlan:
                 for rank in keepsake.ranks:
                     kept[rank].append((name, keepsake.box))
         return {rank: tuple(pieces) for rank, pieces in kept.items()}
+
+    def select(self, names: Collection[str]) -> ReshardPlan:
+        """The same for some of the parameters: same senders, same pieces."""
+        wanted = frozenset(names)
+        return ReshardPlan(
+            source=self.source.select(names),
+            target=self.target.select(names),
+            shipments=tuple(
+                replace(shipment, names=chosen)
+                for shipment in self.shipments
+                if (chosen := tuple(name for name in shipment.names if name in wanted))
+            ),
+            keepsakes=tuple(
+                replace(keepsake, names=chosen)
+                for keepsake in self.keepsakes
+                if (chosen := tuple(name for name in keepsake.names if name in wanted))
+            ),
+        )
 
     @cached_property
     def recv_bytes(self) -> Mapping[int, int]:

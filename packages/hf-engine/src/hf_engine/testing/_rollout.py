@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._base import RolloutBackend, SamplingParams, SupportsWeightBuffers
+from hf_engine.backends._base import (
+    FormsReplicas,
+    RolloutBackend,
+    SamplingParams,
+    SupportsShardLoading,
+    SupportsWeightBuffers,
+)
 from hf_engine.resharding.boxes import Box
 from hf_engine.testing._cases import build_prompts, greedy_response, reference_outputs, rows_of, select_rows
-from hf_protocols.errors import BackendError
+from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.topology import Topology
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -26,15 +34,18 @@ def check_rollout_backend(
     *,
     vocab_size: int,
     max_positions: int,
+    topology: Topology | None = None,
     num_rows: int = 6,
     tolerance: float = 1e-4,
 ) -> None:
     """Checks one backend on one topology. Called on every rank.
 
-    The laws: greedy tokens are those of `reference`, with ragged prompts, before and after the weights change;
-    reported log-probs are those of the full distribution at the temperature, whatever truncates the draw; equal
-    seeds give equal samples, row by row, however rows are spread; another seed, step or sample index gives others;
-    stop tokens end a response and are kept; minimum and maximum lengths hold; too long a prompt is refused.
+    The laws: greedy tokens are those of `reference`, with ragged prompts, before and after the weights change several
+    times; reported log-probs are those of the full distribution at the temperature, whatever truncates the draw;
+    equal seeds give equal samples, row by row, however rows are spread; another seed, step or sample index gives
+    others; stop tokens end a response and are kept; minimum and maximum lengths hold; too long a prompt is refused;
+    memory that was released is taken again; weights that are missing, unknown or mis-shaped are refused; the engine's
+    replicas are the topology's; the global random generator is left alone.
 
     Args:
         build: builds the backend with the reference's weights.
@@ -42,14 +53,22 @@ def check_rollout_backend(
             an end-of-sequence token. It is not changed.
         vocab_size: token ids of the test prompts stay below it.
         max_positions: positions of the model.
+        topology: the backend's, to compare replicas that an engine forms by itself.
         num_rows: prompts.
         tolerance: largest absolute difference of a log-prob.
 
     Raises:
         AssertionError: naming the law and the difference.
     """
-    laws = _Laws(build(), reference, build_prompts(num_rows, vocab_size=vocab_size), tolerance)
+    state = torch.get_rng_state()
+    backend = build()
+    laws = _Laws(backend, reference, build_prompts(num_rows, vocab_size=vocab_size), tolerance)
     laws.check_greedy("as built")
+    assert torch.equal(state, torch.get_rng_state()), "the backend drew from the global random generator or seeded it"
+    if topology is not None and isinstance(backend, FormsReplicas):
+        (expected,) = (group for group in topology.groups("gen_tp") if dist.get_rank() in group)
+        found = backend.replica_ranks()
+        assert found == expected, f"rank {dist.get_rank()} generates with {found}, the topology says {expected}"
     for temperature, top_k, top_p in ((1.0, 0, 1.0), (0.6, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.7)):
         laws.check_sampling(SamplingParams(max_new_tokens=5, temperature=temperature, top_k=top_k, top_p=top_p, n=3))
     laws.check_seeds()
@@ -67,7 +86,7 @@ class _Laws:
         self._prompts = prompts
         self._tolerance = tolerance
 
-    def check_greedy(self, when: str, scale: float = 1.0) -> None:
+    def check_greedy(self, when: str) -> None:
         stop = int(greedy_response(self._reference, rows_of(self._prompts["prompt_ids"])[0], 3, frozenset())[2])
         for stops in ((), (stop,)):
             sampling = SamplingParams(max_new_tokens=8, greedy=True, stop_token_ids=stops)
@@ -76,21 +95,12 @@ class _Laws:
                 wanted = greedy_response(self._reference, prompt, 8, frozenset(stops))
                 assert torch.equal(found, wanted), f"greedy tokens {when} with stops {stops}: {found} is not {wanted}"
             self._check_columns(batch, sampling)
+            self._check_logprobs(batch, sampling, when)
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         batch = self._backend.generate(self._prompts, sampling)
         self._check_columns(batch, sampling)
-        columns = (rows_of(batch[name]) for name in ("response_ids", "rollout_logprobs"))
-        prompts = [row for row in rows_of(self._prompts["prompt_ids"]) for _ in range(sampling.n)]
-        for prompt, response, logprobs in zip(prompts, *columns, strict=True):
-            with torch.no_grad():
-                logits = reference_outputs(self._reference, prompt, response) / sampling.temperature
-            off = float((logits.log_softmax(-1).gather(-1, response[:, None])[:, 0] - logprobs).abs().max())
-            assert off <= self._tolerance, f"log-probs are {off} off with {sampling}"
-            ranks = (logits > logits.gather(-1, response[:, None])).sum(-1)
-            assert not sampling.top_k or int(ranks.max()) < sampling.top_k, f"a token outside top-k with {sampling}"
-            above = logits.softmax(-1).masked_fill(logits <= logits.gather(-1, response[:, None]), 0.0).sum(-1)
-            assert float(above.max()) < sampling.top_p + 1e-5, f"a token outside top-p with {sampling}"
+        self._check_logprobs(batch, sampling, "of samples")
 
     def check_seeds(self) -> None:
         sampling = SamplingParams(max_new_tokens=6, n=2, seed=5, step=1)
@@ -126,30 +136,99 @@ class _Laws:
         assert str(max_positions) in refusal, f"the refusal does not name the {max_positions} positions: {refusal}"
 
     def check_weight_update(self) -> None:
-        """Halved weights, written through the buffers, after the memory was given back and taken again."""
-        if not isinstance(self._backend, SupportsWeightBuffers):
+        """Halved weights and then the old ones, after the memory was given back and taken again."""
+        if isinstance(self._backend, SupportsWeightBuffers):
+            self._check_released_weights()
+        elif isinstance(self._backend, SupportsShardLoading):
+            self._check_released_cache(self._backend)
+            self._check_bad_syncs(self._backend)
+        else:
             return
-        self._backend.release()
+        for version, scale in ((7, 0.5), (9, 2.0)):
+            with torch.no_grad():
+                for parameter in self._reference.parameters():
+                    parameter.mul_(scale)
+            self._send(version)
+            self.check_greedy(f"after the update to version {version}")
+            stamps = self._backend.generate(self._prompts, SamplingParams(max_new_tokens=1))["weight_version"]
+            assert stamps.tolist() == [version] * len(stamps), f"samples of {version} are stamped {stamps.tolist()}"
+
+    def _check_released_weights(self) -> None:
+        assert self._backend.release() > 0, "weights in buffers were released and freed nothing"
         self._backend.resume()
-        refused = False
+        self._check_refused("released weights that nobody sent again were used")
+
+    def _check_released_cache(self, backend: SupportsShardLoading) -> None:
+        before = backend.engine_bytes
+        freed = self._backend.release()
+        assert backend.engine_bytes == before - freed, (
+            f"{freed} bytes released, of {before} {backend.engine_bytes} left"
+        )
+        self._backend.resume()
+        assert backend.engine_bytes == before, "resume took other memory than release had given back"
+        self.check_greedy("after release and resume")
+
+    def _check_bad_syncs(self, backend: SupportsShardLoading) -> None:
+        shards = self._shards()
+        name, parts = next(iter(shards.items()))
+        backend.begin_weights()
+        self._check_reshard_error(lambda: backend.load_shards({"no.such.weight": parts}), "an unknown parameter")
+        for wrong in ([part.flatten()[1:] for part in parts], [*parts, *parts], []):
+            self._check_reshard_error(partial(backend.load_shards, {name: wrong}), f"{name} as {len(wrong)} boxes")
+        backend.load_shards({name: parts})
+        self._check_reshard_error(lambda: backend.load_shards({name: parts}), f"{name} a second time")
+        self._check_reshard_error(lambda: self._backend.commit_weights(5), "an update without all parameters")
+        self._check_refused("weights of which some did not arrive were used")
+
+    def _check_reshard_error(self, action: Callable[[], None], what: str) -> None:
+        try:
+            action()
+        except ReshardError:
+            return
+        raise AssertionError(f"{what} was not refused")
+
+    def _check_refused(self, otherwise: str) -> None:
         try:
             self._generate(self._prompts, SamplingParams(max_new_tokens=1))
         except BackendError:
-            refused = True
-        assert refused, "released weights that nobody sent again were used"
-        boxes = self._backend.weight_layout().boxes_of(dist.get_rank())
-        with torch.no_grad():
-            full = {name: parameter.mul_(0.5) for name, parameter in self._reference.named_parameters()}
+            return
+        raise AssertionError(otherwise)
+
+    def _shards(self) -> dict[str, list[torch.Tensor]]:
+        """This rank's boxes of the reference's parameters."""
+        full = {name: parameter.detach() for name, parameter in self._reference.named_parameters()}
+        return {
+            name: [full[name][box.slices_in(Box.whole(full[name].shape))].clone() for box in boxes]
+            for name, boxes in self._backend.weight_layout().boxes_of(dist.get_rank()).items()
+        }
+
+    def _send(self, version: int) -> None:
+        """Writes the reference's weights into the buffers, or hands them over three parameters at a time."""
+        shards = self._shards()
+        if isinstance(self._backend, SupportsWeightBuffers):
             for name, buffer in self._backend.weight_buffers().items():
-                whole = Box.whole(full[name].shape)
-                buffer.copy_(full[name][boxes[name][0].slices_in(whole)])
-        self._backend.commit_weights(7)
-        self.check_greedy("after a weight update")
-        stamps = self._backend.generate(self._prompts, SamplingParams(max_new_tokens=1))["weight_version"]
-        assert stamps.tolist() == [7] * len(stamps), f"samples are stamped {stamps.tolist()}, not with version 7"
-        with torch.no_grad():
-            for parameter in self._reference.parameters():
-                parameter.mul_(2.0)
+                buffer.copy_(shards[name][0])
+        elif isinstance(self._backend, SupportsShardLoading):
+            self._backend.begin_weights()
+            names = list(shards)
+            for start in range(0, len(names), 3):
+                self._backend.load_shards({name: shards.pop(name) for name in names[start : start + 3]})
+        self._backend.commit_weights(version)
+
+    def _check_logprobs(self, batch: TensorDict, sampling: SamplingParams, when: str) -> None:
+        columns = (rows_of(batch[name]) for name in ("response_ids", "rollout_logprobs"))
+        prompts = [row for row in rows_of(self._prompts["prompt_ids"]) for _ in range(sampling.n)]
+        for prompt, response, logprobs in zip(prompts, *columns, strict=True):
+            with torch.no_grad():
+                logits = reference_outputs(self._reference, prompt, response) / sampling.temperature
+            off = float((logits.log_softmax(-1).gather(-1, response[:, None])[:, 0] - logprobs).abs().max())
+            assert off <= self._tolerance, f"log-probs {when} are {off} off with {sampling}"
+            if sampling.greedy:
+                continue
+            ranks = (logits > logits.gather(-1, response[:, None])).sum(-1)
+            assert not sampling.top_k or int(ranks.max()) < sampling.top_k, f"a token outside top-k with {sampling}"
+            above = logits.softmax(-1).masked_fill(logits <= logits.gather(-1, response[:, None]), 0.0).sum(-1)
+            assert float(above.max()) < sampling.top_p + 1e-5, f"a token outside top-p with {sampling}"
 
     def _generate(self, prompts: TensorDict, sampling: SamplingParams) -> list[torch.Tensor]:
         return rows_of(self._backend.generate(prompts, sampling)["response_ids"])

@@ -160,8 +160,8 @@ class Engine:
         held = layout.boxes_of(dist.get_rank())
         shards = []
         for name, part in parts.items():
-            shape, (box,) = layout.shapes[name], held[name]
-            shards.append((name, part if box.shape == shape else Shard(name, shape, box, part)))
+            (box,) = held[name]
+            shards.append((name, Shard(name, layout.shapes[name], box, part)))
         self._engine.collective_rpc("update_weights", args=({"shards": shards},))
 
     def finish_update(self) -> None:
