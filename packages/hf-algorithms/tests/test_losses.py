@@ -46,6 +46,24 @@ def test_policy_gradient_is_zero_where_the_ratio_is_clipped_away() -> None:
     np.testing.assert_allclose(logprobs.grad, [[0.0, -1.0, 0.0]])
 
 
+def test_a_ratio_above_the_cap_weighs_as_much_as_the_cap() -> None:
+    log_ratios = np.array([-1.0, 0.1, 0.6, 0.9, 80.0])
+    logprobs = torch.tensor(log_ratios[None], dtype=torch.float32, requires_grad=True)
+    batch = {
+        "old_logprobs": torch.zeros(1, 5),
+        "advantages": torch.full((1, 5), -3.0),
+        "response_mask": torch.ones(1, 5, dtype=torch.bool),
+    }
+    loss, metrics = PPOPolicyLoss(clip_range=0.2, ratio_cap=2.0)({"logprobs": logprobs}, batch)
+    loss.backward()
+    assert logprobs.grad is not None
+    truncated = np.minimum(np.exp(log_ratios), 2.0)
+    np.testing.assert_allclose(float(loss.detach()), 3.0 * np.maximum(truncated, 0.8).sum(), rtol=1e-5)
+    # The worse of the two counts: where the ratio is below 0.8 that is the clipped one, which has no gradient.
+    np.testing.assert_allclose(logprobs.grad[0], 3.0 * np.where(log_ratios < np.log(0.8), 0.0, truncated), rtol=1e-5)
+    assert metrics["actor/truncated_fraction"] == (2.0, 5.0)
+
+
 def test_value_loss_takes_the_worse_of_clipped_and_unclipped() -> None:
     outputs = random_columns("values", seed=3)
     batch = {**random_columns("values", "returns", seed=4), "response_mask": MASK}

@@ -29,6 +29,13 @@ class Recorded:
         assert other.num_rows == self.num_rows
         return self
 
+    def select(self, columns: list[str]) -> Recorded:
+        return self
+
+    def rename(self, names: dict[str, str]) -> Recorded:
+        assert names == {"rollout_logprobs": "old_logprobs"}
+        return self
+
     def rows(self, index: list[int]) -> Recorded:
         return Recorded(len(index))
 
@@ -66,6 +73,13 @@ def record(config: PPOConfig, num_prompts: int) -> list[tuple[str, str, int]]:
 def test_ppo_makes_the_calls_of_its_dataflow_in_order() -> None:
     calls = [(role, method) for role, method, _ in record(PPOConfig(), 8) if method != "compute_metrics"]
     assert calls == [(call.role, call.method) for call in Dataflow.preset("ppo").calls]
+
+
+def test_ppo_that_trusts_the_sampler_scores_no_old_log_probs() -> None:
+    calls = [(role, method) for role, method, _ in record(PPOConfig(old_logprobs="sampled"), 8)]
+    assert ("actor", "compute_logprobs") not in calls
+    recomputed = [(role, method) for role, method, _ in record(PPOConfig(), 8)]
+    assert [call for call in recomputed if call != ("actor", "compute_logprobs")] == calls
 
 
 def test_ppo_updates_on_every_row_once_an_epoch() -> None:

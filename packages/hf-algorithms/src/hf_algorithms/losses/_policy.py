@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,9 +16,15 @@ __all__ = ["PPOPolicyLoss"]
 
 @dataclass(frozen=True, kw_only=True)
 class PPOPolicyLoss:
-    """max(-A r, -A clip(r, 1 - c, 1 + c)), r = exp(logprobs - old_logprobs) (Schulman et al. 2017, eq. 7)."""
+    """max(-A r, -A clip(r, 1 - c, 1 + c)), r = exp(logprobs - old_logprobs) (Schulman et al. 2017, eq. 7).
+
+    With ``ratio_cap`` a token whose ratio is above it weighs that much and no more (truncated importance sampling,
+    Ionides 2008): its gradient is that of -A cap logprobs. For old log-probs of another engine, whose rare large ratios
+    PPO's clipping lets through where the advantage is negative.
+    """
 
     clip_range: float = 0.2
+    ratio_cap: float | None = None
 
     def __call__(
         self, outputs: TensorDict, micro_batch: TensorDict
@@ -26,7 +33,7 @@ class PPOPolicyLoss:
         mask = micro_batch["response_mask"]
         advantages = micro_batch["advantages"]
         log_ratio = (outputs["logprobs"] - micro_batch["old_logprobs"]).masked_fill(~mask, 0.0)
-        ratio = log_ratio.exp()
+        ratio = log_ratio.exp() if self.ratio_cap is None else _truncate(log_ratio, self.ratio_cap)
         clipped = ratio.clamp(1 - self.clip_range, 1 + self.clip_range)
         loss = torch.maximum(-advantages * ratio, -advantages * clipped).masked_fill(~mask, 0.0).sum()
         with torch.no_grad():
@@ -36,6 +43,16 @@ class PPOPolicyLoss:
                 "actor/policy_loss": (float(loss), count),
                 "actor/clip_fraction": (float(outside.sum()), count),
                 # Schulman's k3 estimate: unbiased, never negative
-                "actor/update_kl": (float((ratio - 1 - log_ratio).sum()), count),
+                "actor/update_kl": (float((log_ratio.exp() - 1 - log_ratio).sum()), count),
             }
+            if self.ratio_cap is not None:
+                truncated = (log_ratio.exp() > self.ratio_cap) & mask
+                metrics["actor/truncated_fraction"] = (float(truncated.sum()), count)
+                metrics["actor/sampler_gap"] = (float(log_ratio.abs().sum()), count)
         return loss, metrics
+
+
+def _truncate(log_ratio: torch.Tensor, cap: float) -> torch.Tensor:
+    """exp(log_ratio), above ``cap`` the value ``cap`` with the gradient of ``cap * log_ratio``."""
+    below = log_ratio.clamp(max=math.log(cap)).exp()
+    return torch.where(log_ratio > math.log(cap), cap * (log_ratio - log_ratio.detach()).exp(), below)

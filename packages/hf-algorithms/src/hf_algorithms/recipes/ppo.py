@@ -3,7 +3,8 @@
 Deviations from Schulman et al. (2017) and from the paper's figure:
 
 - the reward is a Python function of the texts; a KL penalty against the reference enters as a token reward;
-- old log-probs are recomputed by the training engine, not taken from the sampler;
+- old log-probs are recomputed by the training engine; with ``old_logprobs = "sampled"`` the sampler's are trusted, and
+  the policy's ratio, which then holds the difference of the two engines as well, is truncated;
 - advantages are whitened over the whole batch; the value loss is clipped like the policy's;
 - each loss is a mean over all response tokens of a mini-batch, so long responses weigh more than short ones.
 """
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["PPO", "PPOConfig", "step"]
 
 
+_RATIO_CAP = 2.0
+"""Where truncated importance sampling cuts a ratio."""
+
+
 class PPOConfig(BaseModel):
     """``[algorithm]`` with ``name = "ppo"``."""
 
@@ -39,6 +44,8 @@ class PPOConfig(BaseModel):
     """The policy's ratio is clipped to 1 - clip_range ... 1 + clip_range."""
     value_clip_range: Annotated[float, Field(gt=0)] = 0.2
     """Values are clipped to this distance from the old ones."""
+    old_logprobs: Literal["recomputed", "sampled"] = "recomputed"
+    """``sampled`` saves a forward pass: the rollout backend's log-probs are taken, and ratios truncated at 2."""
     epochs: Annotated[int, Field(ge=1)] = 1
     """Passes over one iteration's batch."""
     mini_batches: Annotated[int, Field(ge=1)] = 1
@@ -51,16 +58,20 @@ def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, sampling: Sampli
     from hf_algorithms.losses import PPOPolicyLoss, PPOValueLoss
 
     gae = GAE(gamma=config.gamma, gae_lambda=config.gae_lambda, kl_coefficient=config.kl_coefficient)
-    policy_loss = PPOPolicyLoss(clip_range=config.clip_range)
+    trusts_sampler = config.old_logprobs == "sampled"
+    policy_loss = PPOPolicyLoss(clip_range=config.clip_range, ratio_cap=_RATIO_CAP if trusts_sampler else None)
     value_loss = PPOValueLoss(clip_range=config.value_clip_range)
 
     batch = prompts.repeat(sampling.n).union(roles.actor.generate_sequences(prompts, sampling))
-    batch = batch.union(roles.actor.compute_logprobs(batch, temperature=sampling.temperature))
+    if trusts_sampler:
+        batch = batch.union(batch.select(["rollout_logprobs"]).rename({"rollout_logprobs": "old_logprobs"}))
+    else:
+        batch = batch.union(roles.actor.compute_logprobs(batch, temperature=sampling.temperature))
     batch = batch.union(roles.critic.compute_values(batch))
     batch = batch.union(roles.reference.compute_ref_logprobs(batch, temperature=sampling.temperature))
     batch = batch.union(roles.reward.compute_reward(batch))
     batch = batch.union(roles.advantage.compute_advantages(batch, gae))
-    metrics = [roles.advantage.compute_metrics(batch)]
+    metrics = [roles.advantage.compute_metrics(batch, compares_sampler=not trusts_sampler)]
     num_rows = prompts.num_rows * sampling.n
     for rows in mini_batch_rows(num_rows, config.mini_batches, epochs=config.epochs, seed=sampling.step):
         metrics.append(roles.critic.update_critic(batch.rows(rows), value_loss))

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AdvantageWorker"]
 
+_GAP_BOUND = 0.1
+"""Nats. Two engines in float32 differ by 1e-5, in bfloat16 by 0.01 to 0.05."""
+
 Estimator = Callable[[Mapping[str, "torch.Tensor"]], dict[str, "torch.Tensor"]]
 
 
@@ -42,19 +45,27 @@ class AdvantageWorker(Worker):
         returns="metrics",
         reads=("response_mask", "scores", "old_logprobs", "ref_logprobs", "rollout_logprobs"),
     )
-    def compute_metrics(self, batch: TensorDict) -> Metrics:
+    def compute_metrics(self, batch: TensorDict, *, compares_sampler: bool = True) -> Metrics:
         """Means over responses: score, sampled KL to the reference in nats, tokens; and the sampler's mismatch.
 
-        ``rollout/logprob_gap`` is the mean over tokens of |sampler's log-prob - trainer's|.
+        ``rollout/logprob_gap`` is the mean over tokens of |sampler's log-prob - trainer's|, ``..._max`` the largest,
+        ``..._share`` the share of tokens above 0.1. They are left out where the sampler's log-probs were taken as old
+        ones: then there is nothing to compare before the update.
         """
         rows = float(len(batch))
         mask = pad_rows(batch["response_mask"])
         old, reference, sampled = (
             pad_rows(batch[name]) * mask for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")
         )
-        return {
+        tokens = float(mask.sum())
+        metrics = {
             "reward/mean": (float(batch["scores"].sum()), rows),
             "kl/mean": (float((old - reference).sum()), rows),
-            "response/tokens": (float(mask.sum()), rows),
-            "rollout/logprob_gap": (float((sampled - old).abs().sum()), float(mask.sum())),
+            "response/tokens": (tokens, rows),
         }
+        if compares_sampler:
+            gaps = (sampled - old).abs()
+            metrics["rollout/logprob_gap"] = (float(gaps.sum()), tokens)
+            metrics["rollout/logprob_gap_max"] = (float(gaps.max()), 1.0)
+            metrics["rollout/logprob_gap_share"] = (float((gaps > _GAP_BOUND).sum()), tokens)
+        return metrics
