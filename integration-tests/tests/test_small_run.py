@@ -119,3 +119,30 @@ def test_a_breakpoint_in_a_worker_method_stops_there(
     assert hybridflow("train", small_config, "--set", "reward.function=my_reward:constant").exit_code == 0
     assert stopped_in == ["constant"] * len(stopped_in)
     assert len(stopped_in) >= 2
+
+
+def test_the_samplers_log_probs_train_like_recomputed_ones(
+    small_config: Path, hybridflow: Callable[..., Outcome]
+) -> None:
+    """In float32 both engines agree, so nothing but a forward pass is saved."""
+    outcomes = []
+    for source in ("recomputed", "sampled"):
+        output = small_config.parent / source
+        settings = [f"run.output_dir={output}", f"algorithm.old_logprobs={source}"]
+        outcome = hybridflow("train", small_config, *(part for each in settings for part in ("--set", each)))
+        assert outcome.exit_code == 0, outcome.errors
+        outcomes.append(read_metrics(output))
+    recomputed, sampled = outcomes
+    assert recomputed[0]["rollout/logprob_gap_max"] < 1e-4
+    for before, after in zip(recomputed, sampled, strict=True):
+        for name in ("actor/policy_loss", "actor/update_kl", "critic/value_loss", "reward/mean"):
+            assert after[name] == pytest.approx(before[name], abs=1e-4), name
+        assert after["actor/truncated_fraction"] == 0.0
+        assert "rollout/logprob_gap" not in after
+    counts = [_count(small_config.parent / source, "actor.compute_logprobs") for source in ("recomputed", "sampled")]
+    assert counts[0] - counts[1] == len(recomputed)
+
+
+def _count(run: Path, name: str) -> int:
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    return sum(event["name"] == name for event in events)

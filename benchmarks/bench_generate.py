@@ -1,0 +1,143 @@
+"""Generation with the embedded transformers backend against plain `model.generate` with the same batch.
+
+Prompts of ragged lengths, several samples each, a model with an end-of-sequence token that untrained weights draw now
+and then. Both draw from the full distribution at temperature 1, on one thread, keep keys and values, and pad on the
+left; plain generate gets every prompt `n` times through `num_return_sequences`. They take turns in one run; figures are
+samples a second, medians with the fastest and the slowest. The tokens differ, because the random numbers do: the number
+of tokens that each drew is printed beside its time. Two workloads: samples that share a prompt (GRPO, RLOO: the target
+is for this one) and one sample a prompt (PPO; without a target).
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from typing import Any
+
+import torch
+from measurement import record
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_engine import SamplingParams, load_rollout_backend
+from hf_engine.testing import LocalRanks
+from hf_protocols import GenerationSpec, ParallelSpec, Topology
+
+NUM_ROUNDS = 7
+VOCAB_SIZE = 256
+MAX_NEW_TOKENS = 32
+MIN_SPEED_UP = 1.5
+WORKLOADS = {"shared_prompts": (16, 8, 64), "one_sample": (128, 1, 16)}
+"""Prompts, samples of each, and tokens of the longest prompt; the shortest has half as many."""
+
+
+def main() -> int:
+    """Measure; 1 if the target is missed."""
+    with tempfile.TemporaryDirectory() as directory:
+        _write_model(directory)
+        with LocalRanks(1, timeout_s=300) as ranks:
+            (found,) = ranks.run(measure, directory, deadline_s=600)
+    metrics: dict[str, tuple[float, str]] = {}
+    medians: dict[str, float] = {}
+    for name, runs in found.items():
+        rates = [samples / seconds for samples, seconds, _ in runs]
+        medians[name] = statistics.median(rates)
+        tokens = sum(tokens for *_, tokens in runs) / len(runs)
+        print(f"{name}: {medians[name]:.1f} samples/s ({min(rates):.1f} to {max(rates):.1f}), {tokens:.0f} tokens")
+        for kind, rate in (("median", medians[name]), ("slowest", min(rates)), ("fastest", max(rates))):
+            metrics[f"{name}_{kind}"] = (round(rate, 2), "samples/s")
+        metrics[f"{name}_tokens"] = (round(tokens, 1), "tokens")
+    for workload in WORKLOADS:
+        ratio = medians[f"{workload}_backend"] / medians[f"{workload}_generate"]
+        metrics[f"{workload}_speed_up"] = (round(ratio, 3), "times")
+        print(f"{workload}: {ratio:.2f} times plain generate")
+    record("generate", metrics)
+    reached = metrics["shared_prompts_speed_up"][0] >= MIN_SPEED_UP
+    print(f"{'reached' if reached else 'MISSED'} shared_prompts speed-up (wanted >= {MIN_SPEED_UP})")
+    return 0 if reached else 1
+
+
+def measure(directory: str) -> dict[str, list[tuple[int, float, int]]]:
+    """By system and workload: samples, seconds and tokens of every round but the first."""
+    torch.set_num_threads(1)
+    plain = AutoModelForCausalLM.from_pretrained(directory).eval()
+    topology = Topology(ParallelSpec(), GenerationSpec())
+    backend = load_rollout_backend("transformers").build(directory, topology=topology)
+    found: dict[str, list[tuple[int, float, int]]] = {}
+    for workload, (num_prompts, n, longest) in WORKLOADS.items():
+        for number in range(NUM_ROUNDS + 1):
+            rows = _draw_prompts(num_prompts, longest, seed=number)
+            for system in ("backend", "generate"):
+                start = time.perf_counter()
+                tokens = _run_backend(backend, rows, n, number) if system == "backend" else _run_plain(plain, rows, n)
+                seconds = time.perf_counter() - start
+                if number:
+                    found.setdefault(f"{workload}_{system}", []).append((num_prompts * n, seconds, tokens))
+    return found
+
+
+def _run_backend(backend: Any, rows: list[torch.Tensor], n: int, step: int) -> int:
+    from tensordict import TensorDict
+
+    columns = {
+        "prompt_ids": torch.nested.nested_tensor(rows, layout=torch.jagged),
+        "row_id": torch.arange(len(rows)),
+    }
+    sampling = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, n=n, step=step)
+    batch = backend.generate(TensorDict(columns, batch_size=[len(rows)]), sampling)
+    return int(batch["response_ids"].offsets()[-1])
+
+
+@torch.no_grad()
+def _run_plain(model: Any, rows: list[torch.Tensor], n: int) -> int:
+    width = max(map(len, rows))
+    ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in rows])
+    mask = torch.stack([torch.nn.functional.pad(torch.ones_like(row), (width - len(row), 0)) for row in rows])
+    output = model.generate(
+        ids,
+        attention_mask=mask,
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=MAX_NEW_TOKENS,
+        num_return_sequences=n,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    responses = output.sequences[:, width:]
+    # What a trainer needs of them, and the backend gives: the log-prob of every token.
+    logits = torch.stack(output.logits, dim=1)
+    logits.log_softmax(-1).gather(-1, responses[..., None])
+    ended = (responses == model.config.eos_token_id).cumsum(-1)
+    return int(((ended == 0) | ((ended == 1) & (responses == model.config.eos_token_id))).sum())
+
+
+def _draw_prompts(num_prompts: int, longest: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(longest // 2, longest + 1, (num_prompts,), generator=generator)
+    return [torch.randint(2, VOCAB_SIZE, (int(length),), generator=generator) for length in lengths]
+
+
+def _write_model(directory: str) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # Untrained logits are all alike: this ends about one response in twenty at every token.
+        model.lm_head.weight[1] *= 6.0
+    model.save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
