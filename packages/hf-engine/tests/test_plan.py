@@ -71,8 +71,8 @@ def check_rounds(plan, bucket_numel, received):
         if isinstance(round_, GatherRound):
             assert round_.share_numel * len(members) <= max(bucket_numel, len(members))
             for slot in round_.slots:
-                for source, box in zip(members, slot.boxes, strict=True):
-                    moved.update((r, slot.name, e) for r in members if r != source for e in elements(box))
+                for source, name, box in zip(members, slot.names, slot.boxes, strict=True):
+                    moved.update((r, name, e) for r in members if r != source for e in elements(box))
             continue
         outgoing, incoming = Counter(), Counter()
         for message in round_.messages:
@@ -91,7 +91,7 @@ def test_fsdp_to_replicated_is_one_gather_and_the_uneven_rest():
     gather, peer = compute_rounds(plan, (0, 1), 1000)
     assert isinstance(gather, GatherRound)
     assert isinstance(peer, PeerRound)
-    assert [slot.name for slot in gather.slots] == ["w", "odd"]
+    assert [slot.names for slot in gather.slots] == [("w", "w"), ("odd", "odd")]
     assert [(m.name, m.source, m.box) for m in peer.messages] == [
         ("odd", 0, Box((1, 0), (1, 2))),
         ("head", 0, Box((0, 0), (1, 8))),
@@ -118,6 +118,39 @@ def test_tensor_parallel_gather_inside_micro_dp_groups():
     (gather,) = compute_rounds(plan, (0, 1), 1000)
     assert isinstance(gather, GatherRound)
     assert gather.share_numel == 12
+
+
+def test_layers_of_equal_stages_are_gathered_and_what_has_no_counterpart_is_not():
+    """Two stages of two layers merge: layer 0 goes with layer 2, layer 1 with layer 3; only the last has a norm."""
+    shapes = {**{f"layer{i}": (4, 6) for i in range(4)}, "norm": (6,), "scale0": (), "scale1": ()}
+    held = [("layer0", "layer1", "scale0"), ("layer2", "layer3", "norm", "scale1")]
+    source = WeightLayout(
+        shapes=shapes, boxes={r: {n: (Box.whole(shapes[n]),) for n in names} for r, names in enumerate(held)}
+    )
+    gather, peer = compute_rounds(plan_reshard(source, replicated_layout(shapes, range(2))), (0, 1), 1000)
+    assert [slot.names for slot in gather.slots] == [("layer0", "layer2"), ("layer1", "layer3"), ("scale0", "scale1")]
+    assert [(m.name, m.source) for m in peer.messages] == [("norm", 1)]
+
+
+@pytest.mark.parametrize("bucket_numel", [30, 120, 1000])
+def test_uneven_shards_keep_no_more_than_a_bucket_waiting(bucket_numel):
+    """A parameter's shard can be freed after the last round that sends of it: few have begun and not ended."""
+    shapes = {f"w{i}": (7, 4) for i in range(40)}
+    source = fsdp_layout(shapes, range(3))
+    rounds = compute_rounds(plan_reshard(source, replicated_layout(shapes, range(3))), (0, 1, 2), bucket_numel)
+    sent = [names_in(round_) for round_ in rounds]
+    assert sum(isinstance(r, PeerRound) for r in rounds) >= 40 * 12 // (bucket_numel + 12)
+    for index in range(len(rounds)):
+        begun, ahead = set().union(*sent[: index + 1]), set().union(*sent[index + 1 :])
+        for rank in range(3):
+            waiting = sum(source.boxes_of(rank)[name][0].numel for name in begun & ahead)
+            assert waiting <= bucket_numel + 12
+
+
+def names_in(round_):
+    if isinstance(round_, GatherRound):
+        return {name for slot in round_.slots for name in slot.names}
+    return {message.name for message in round_.messages}
 
 
 def test_senders_are_balanced():

@@ -6,7 +6,7 @@ Every rank computes the same rounds from the same plan, so nothing about the ord
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hf_engine.resharding.boxes import Box, split_box
@@ -17,11 +17,12 @@ __all__ = ["GatherRound", "GatherSlot", "PeerRound", "compute_rounds"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherSlot:
-    """One parameter in an all-gather: every member's box has the same shape and goes to every other member."""
+    """One piece of every member in an all-gather: the boxes have the same shape and go to every other member."""
 
-    name: str
+    names: tuple[str, ...]
+    """Parameter of every member's box, in the order of the members; stages contribute different ones."""
     boxes: tuple[Box, ...]
-    """One per member, in the order of the members."""
+    """One per member."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +48,9 @@ def compute_rounds(plan: ReshardPlan, members: Sequence[int], bucket_numel: int)
     """Cuts a plan's messages among `members` into rounds.
 
     Pieces that all members exchange with all others (FSDP -> replicated, the paper's micro-DP groups) become
-    all-gathers; their uneven rests and everything else become point-to-point rounds. Bytes received are exactly
-    the plan's: nothing is padded.
+    all-gathers, shards of one parameter as well as layers of equal stages; their uneven rests and everything else
+    become point-to-point rounds. Bytes received are exactly the plan's: nothing is padded. Rounds keep the plan's
+    order, so that few parameters are on their way at once.
 
     Args:
         plan: the whole plan; messages that concern none of the members are left out.
@@ -56,76 +58,127 @@ def compute_rounds(plan: ReshardPlan, members: Sequence[int], bucket_numel: int)
         bucket_numel: the most elements that a rank sends, or receives, in one round.
     """
     inside = frozenset(members)
-    everyone: list[Message] = []
-    others: list[Message] = []
-    for message in plan.messages:
-        if message.participants == inside:
-            everyone.append(message)
-        elif message.participants & inside:
-            others.append(message)
-    slots, rests = _gather_slots(everyone, members)
-    rounds: list[GatherRound | PeerRound] = list(_gather_rounds(slots, len(members), bucket_numel))
-    rounds.extend(_peer_rounds([*rests, *others], bucket_numel))
-    return tuple(rounds)
+    messages = [message for message in plan.messages if message.participants & inside]
+    place = {id(message): index for index, message in enumerate(messages)}
+    matches = _match([message for message in messages if message.participants == inside], members)
+    taken = {id(message) for matched in matches for message in matched}
+    items: list[tuple[int, GatherSlot | Message]] = [(place[id(m)], m) for m in messages if id(m) not in taken]
+    for matched in matches:
+        slot, rests = _slot_of(matched)
+        first = min(place[id(message)] for message in matched)
+        items += [(first, slot), *((first, rest) for rest in rests)]
+    batches = _Batches(members, bucket_numel)
+    for _, item in sorted(items, key=lambda pair: pair[0]):
+        batches.add(item)
+    return batches.close()
 
 
-def _gather_slots(messages: Iterable[Message], members: Sequence[int]) -> tuple[list[GatherSlot], list[Message]]:
-    """Matches one message of every member, name by name; what does not match stays a message."""
-    queues: dict[str, dict[int, list[Message]]] = defaultdict(lambda: {rank: [] for rank in members})
+class _Batches:
+    """Fills rounds. Gathers wait for company across messages, but not for long: a parameter that is partly gathered
+    and partly sent occupies memory twice until both are done.
+    """
+
+    def __init__(self, members: Sequence[int], bucket_numel: int) -> None:
+        self._members = members
+        self._bucket_numel = bucket_numel
+        self._share_numel = max(1, bucket_numel // len(members))
+        self._rounds: list[GatherRound | PeerRound] = []
+        self._slots: list[GatherSlot] = []
+        self._filled = 0
+        self._messages: list[Message] = []
+        self._sent: dict[int, int] = defaultdict(int)
+        self._received: dict[int, int] = defaultdict(int)
+        self._open_numel: dict[int, int] = defaultdict(int)
+
+    def add(self, item: GatherSlot | Message) -> None:
+        """Appends one item, cut to size."""
+        if isinstance(item, GatherSlot):
+            for boxes in zip(*(split_box(box, self._share_numel) for box in item.boxes), strict=True):
+                self._add_slot(GatherSlot(names=item.names, boxes=boxes))
+            for rank, box in zip(self._members, item.boxes, strict=True):
+                self._open_numel[rank] += box.numel
+        else:
+            # The sender packs one copy per receiver, so all of them count against its buffer.
+            for box in split_box(item.box, max(1, self._bucket_numel // len(item.destinations))):
+                self._add_message(_with_box(item, box))
+            self._open_numel[item.source] += item.box.numel
+        if self._messages and max(self._open_numel.values()) >= self._bucket_numel:
+            self.close()
+
+    def close(self) -> tuple[GatherRound | PeerRound, ...]:
+        """Ends the rounds that are being filled; all rounds so far."""
+        self._close_gather()
+        self._close_exchange()
+        return tuple(self._rounds)
+
+    def _add_slot(self, slot: GatherSlot) -> None:
+        if self._filled + slot.boxes[0].numel > self._share_numel:
+            self._close_gather()
+        self._slots.append(slot)
+        self._filled += slot.boxes[0].numel
+
+    def _add_message(self, message: Message) -> None:
+        outgoing = message.box.numel * len(message.destinations)
+        incoming = max(self._received[rank] for rank in message.destinations) + message.box.numel
+        if self._sent[message.source] + outgoing > self._bucket_numel or incoming > self._bucket_numel:
+            self._close_exchange()
+        self._messages.append(message)
+        self._sent[message.source] += outgoing
+        for rank in message.destinations:
+            self._received[rank] += message.box.numel
+
+    def _close_gather(self) -> None:
+        if self._slots:
+            self._rounds.append(GatherRound(slots=tuple(self._slots)))
+        self._slots, self._filled = [], 0
+        if not self._messages:
+            self._open_numel.clear()
+
+    def _close_exchange(self) -> None:
+        if self._messages:
+            self._rounds.append(PeerRound(messages=tuple(self._messages)))
+        self._messages = []
+        self._sent.clear()
+        self._received.clear()
+        if not self._slots:
+            self._open_numel.clear()
+
+
+def _match(messages: Sequence[Message], members: Sequence[int]) -> list[list[Message]]:
+    """One message of every member, again and again: what one all-gather can bring.
+
+    First name by name, which shards of one parameter need; then, across names, boxes of equal shapes: the layers of
+    equal pipeline stages.
+    """
+    by_name = [
+        matched
+        for matched in _matches(messages, members, lambda message: message.name)
+        if len({(len(m.box.shape), m.box.shape[1:]) for m in matched}) == 1
+    ]
+    taken = {id(message) for matched in by_name for message in matched}
+    others = [message for message in messages if id(message) not in taken]
+    return [*by_name, *_matches(others, members, lambda message: message.box.shape)]
+
+
+def _matches(
+    messages: Iterable[Message], members: Sequence[int], key_of: Callable[[Message], object]
+) -> list[list[Message]]:
+    """One message of every member with equal keys, as often as all of them have another."""
+    queues: dict[object, dict[int, list[Message]]] = defaultdict(lambda: {rank: [] for rank in members})
     for message in messages:
-        queues[message.name][message.source].append(message)
-    slots: list[GatherSlot] = []
-    rests: list[Message] = []
-    for name, by_rank in queues.items():
-        depth = min(len(queue) for queue in by_rank.values())
-        for index in range(depth):
-            matched = [by_rank[rank][index] for rank in members]
-            if len({(len(m.box.shape), m.box.shape[1:]) for m in matched}) > 1:
-                rests.extend(matched)
-                continue
-            rows = min(m.box.shape[0] for m in matched)
-            slots.append(GatherSlot(name=name, boxes=tuple(_rows(m.box, 0, rows) for m in matched)))
-            rests.extend(_with_box(m, _rows(m.box, rows, m.box.shape[0])) for m in matched if m.box.shape[0] > rows)
-        for queue in by_rank.values():
-            rests.extend(queue[depth:])
-    return slots, rests
+        queues[key_of(message)][message.source].append(message)
+    return [[*matched] for by_rank in queues.values() for matched in zip(*by_rank.values(), strict=False)]
 
 
-def _gather_rounds(slots: Iterable[GatherSlot], num_members: int, bucket_numel: int) -> Iterator[GatherRound]:
-    share = max(1, bucket_numel // max(1, num_members))
-    batch: list[GatherSlot] = []
-    filled = 0
-    for slot in slots:
-        for boxes in zip(*(split_box(box, share) for box in slot.boxes), strict=True):
-            if filled + boxes[0].numel > share and batch:
-                yield GatherRound(slots=tuple(batch))
-                batch, filled = [], 0
-            batch.append(GatherSlot(name=slot.name, boxes=boxes))
-            filled += boxes[0].numel
-    if batch:
-        yield GatherRound(slots=tuple(batch))
-
-
-def _peer_rounds(messages: Iterable[Message], bucket_numel: int) -> Iterator[PeerRound]:
-    batch: list[Message] = []
-    sent: dict[int, int] = defaultdict(int)
-    received: dict[int, int] = defaultdict(int)
-    for message in messages:
-        # The sender packs one copy per receiver, so all of them count against its buffer.
-        for box in split_box(message.box, max(1, bucket_numel // len(message.destinations))):
-            outgoing = box.numel * len(message.destinations)
-            incoming = max(received[rank] for rank in message.destinations) + box.numel
-            if batch and (sent[message.source] + outgoing > bucket_numel or incoming > bucket_numel):
-                yield PeerRound(messages=tuple(batch))
-                batch = []
-                sent.clear()
-                received.clear()
-            batch.append(_with_box(message, box))
-            sent[message.source] += outgoing
-            for rank in message.destinations:
-                received[rank] += box.numel
-    if batch:
-        yield PeerRound(messages=tuple(batch))
+def _slot_of(matched: Sequence[Message]) -> tuple[GatherSlot, list[Message]]:
+    """The rows that all of them have, and the messages of the rest."""
+    names = tuple(message.name for message in matched)
+    if len({message.box.shape for message in matched}) == 1:
+        return GatherSlot(names=names, boxes=tuple(message.box for message in matched)), []
+    rows = min(message.box.shape[0] for message in matched)
+    boxes = tuple(_rows(message.box, 0, rows) for message in matched)
+    longer = [message for message in matched if message.box.shape[0] > rows]
+    return GatherSlot(names=names, boxes=boxes), [_with_box(m, _rows(m.box, rows, m.box.shape[0])) for m in longer]
 
 
 def _rows(box: Box, start: int, stop: int) -> Box:

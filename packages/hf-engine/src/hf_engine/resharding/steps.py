@@ -203,11 +203,11 @@ def _gather_step(
     position = 0
     for slot in round_.slots:
         stop = position + slot.boxes[own].numel * item_bytes
-        packed.append(_Piece(position, stop, locate(held, slot.name, slot.boxes[own])))
-        for index, box in enumerate(slot.boxes):
+        packed.append(_Piece(position, stop, locate(held, slot.names[own], slot.boxes[own])))
+        for index, (name, box) in enumerate(zip(slot.names, slot.boxes, strict=True)):
             if index != own:
                 base = index * share.end
-                unpacked.append(_Piece(base + position, base + stop, locate(wanted, slot.name, box)))
+                unpacked.append(_Piece(base + position, base + stop, locate(wanted, name, box)))
         position = stop
     incoming = [_span(i, i * share.end, share.stop) for i in range(len(members)) if i != own]
     return Step(

@@ -1,0 +1,235 @@
+"""HybridEngine from Megatron's layouts into weight buffers: collectives, bytes, memory, on four real processes."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_engine import HybridEngine, generation_layout, megatron_layout, plan_transition
+from hf_engine.resharding.execute import as_parts
+from hf_engine.resharding.moving import storage_bytes
+from hf_engine.testing import LocalRanks
+from hf_engine.testing._shapes import tiny_shape, uniform_shape
+from hf_engine.testing._traffic import count_traffic
+from hf_engine.testing._weights import cut_weights, empty_weights, numbered_weights
+from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
+
+UNIFORM = uniform_shape()
+MODELS = {
+    "uniform": UNIFORM,
+    "llama": tiny_shape(num_layers=4, num_kv_heads=4, num_heads=8),
+    "tied": tiny_shape(num_layers=4, num_kv_heads=4, qk_norm=True, qkv_bias=True, tie_embeddings=True),
+    "uneven stages": tiny_shape(num_layers=5, num_kv_heads=4),
+    "experts": tiny_shape(num_layers=4, num_kv_heads=4, num_experts=4, num_experts_per_token=2, family="mixtral"),
+}
+LAYOUTS = [
+    ("1-4-1", "1-2"),
+    ("1-4-1", "1-1"),
+    ("2-2-1", "1-2"),
+    ("2-2-1", "2-1"),
+    ("2-2-1", "1-1"),
+    ("4-1-1", "2-1"),
+    ("4-1-1", "1-1"),
+    ("2-1-2", "1-1"),
+    ("1-2-2", "1-1"),
+    ("2-2-1", "2-2"),
+]
+
+
+class Trained:
+    """A training backend's weights without a model: numbers that name their place and version."""
+
+    def __init__(self, layout, shapes):
+        self._layout, self._shapes = layout, shapes
+        self._weights = empty_weights(layout, dist.get_rank())
+        self.weight_changes = 0
+        self.step()
+
+    def step(self):
+        self.weight_changes += 1
+        self.full = numbered_weights(self._shapes, self._layout.dtype, version=self.weight_changes)
+        for name, parts in cut_weights(self._layout, dist.get_rank(), self.full).items():
+            for mine, values in zip(self._weights[name], parts, strict=True):
+                mine.copy_(values)
+
+    def weight_layout(self):
+        return self._layout
+
+    def local_weights(self):
+        return self._weights
+
+
+class Buffers:
+    """A rollout backend that is nothing but its buffers."""
+
+    def __init__(self, layout):
+        self._layout = layout
+        self._weights = {name: parts[0] for name, parts in empty_weights(layout, dist.get_rank()).items()}
+        self._bytes = {name: tensor.nbytes for name, tensor in self._weights.items()}
+        self.weight_version = 0
+
+    def weight_layout(self):
+        return self._layout
+
+    def weight_buffers(self):
+        return self._weights
+
+    def commit_weights(self, version):
+        self.weight_version = version
+
+    def release(self):
+        for tensor in self._weights.values():
+            tensor.untyped_storage().resize_(0)
+
+
+def build(model_name, train, generation, **options):
+    model, topology = MODELS[model_name], Topology(ParallelSpec.parse(train), GenerationSpec.parse(generation))
+    trained = Trained(megatron_layout(model, topology), model.parameters())
+    rollout = Buffers(generation_layout(model, topology))
+    return trained, rollout, HybridEngine(trained, rollout, topology, **options)
+
+
+def parts_of(weights):
+    return [part for parts in as_parts(weights).values() for part in parts]
+
+
+def assert_weights(weights, layout, full):
+    expected = cut_weights(layout, dist.get_rank(), full)
+    assert weights.keys() == expected.keys()
+    for name, parts in as_parts(weights).items():
+        assert all(torch.equal(a, b) for a, b in zip(parts, expected[name], strict=True)), name
+
+
+def enter_and_leave(cases, bucket_bytes):
+    """Three transitions of every case: exact weights, counted bytes, live memory; the traffic of the last one."""
+    found = []
+    for case in cases:
+        trained, rollout, engine = build(*case, bucket_bytes=bucket_bytes)
+        source, target, rank = engine.plan.source, engine.plan.target, dist.get_rank()
+        everything = [*parts_of(trained.local_weights()), *rollout.weight_buffers().values()]
+        largest = max((part.nbytes for part in parts_of(trained.local_weights())), default=0)
+        for _ in range(3):
+            trained.step()
+            seen = []
+            observe = partial(lambda seen, tensors: seen.append(storage_bytes(tensors)), seen, everything)
+            with count_traffic(observe) as traffic, engine.generation():
+                assert_weights(rollout.weight_buffers(), target, trained.full)
+                seen.append(storage_bytes(everything))
+            assert seen[-1] == engine.memory.generation_bytes == target.held_bytes(rank), case
+            assert engine.memory.host_bytes == engine.memory.training_bytes == 0, case
+            assert max(seen) <= target.held_bytes(rank) + max(bucket_bytes, largest), (case, max(seen))
+            assert_weights(trained.local_weights(), source, trained.full)
+            assert storage_bytes(everything) == source.held_bytes(rank)
+            assert traffic.matches(engine.plan.recv_bytes[rank]), (case, traffic)
+            assert engine.last_transition.recv_bytes == engine.plan.recv_bytes[rank]
+        found.append((traffic, engine.plan.recv_bytes[rank]))
+    return found
+
+
+def allocate_nothing(case, bucket_bytes):
+    """From the second transition on: the same communication buffers, and no tensor larger than a digest's table."""
+    trained, rollout, engine = build(*case, bucket_bytes=bucket_bytes, training_weights="keep")
+    buffers = [rollout.weight_buffers()[name].data_ptr() for name in rollout.weight_buffers()]
+    used, sizes = [], []
+    for _ in range(3):
+        trained.step()
+        with pointers_of_collectives() as pointers, Allocations() as allocations, engine.generation():
+            pass
+        used.append(pointers)
+        sizes.append(max(allocations.sizes, default=0))
+    assert buffers == [tensor.data_ptr() for tensor in rollout.weight_buffers().values()]
+    assert used[0] and used[1] == used[2] == used[0]
+    return sizes[1:]
+
+
+@contextmanager
+def pointers_of_collectives(real_gather=dist.all_gather_single, real_exchange=dist.batch_isend_irecv):
+    pointers = []
+
+    def gather(incoming, outgoing, **options):
+        pointers.extend((incoming.data_ptr(), outgoing.data_ptr()))
+        return real_gather(incoming, outgoing, **options)
+
+    def exchange(operations):
+        pointers.extend(operation.tensor.data_ptr() for operation in operations)
+        return real_exchange(operations)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather_single", gather)
+        patch.setattr(dist, "batch_isend_irecv", exchange)
+        yield pointers
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of every storage that an operation returned and that none of its arguments had."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        known = {id_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and id_of(leaf) not in known:
+                self.sizes.append(leaf.untyped_storage().nbytes())
+        return result
+
+
+def id_of(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+def see_an_allocation():
+    with Allocations() as allocations:
+        torch.empty(1 << 16).view(2, -1).add_(1)
+    return allocations.sizes
+
+
+@pytest.fixture(scope="module")
+def ranks4():
+    with LocalRanks(4) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "uniform"])
+def test_real_models_arrive_in_any_generation_layout_and_return(ranks4, model):
+    cases = [(model, *layout) for layout in LAYOUTS]
+    for rank in ranks4.run(enter_and_leave, cases, 1 << 12):
+        assert len(rank) == len(cases)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 15, 1 << 24])
+def test_equal_shards_are_one_all_gather_per_micro_dp_group_and_bucket(ranks4, bucket_bytes):
+    whole = 4 * UNIFORM.num_parameters
+    cases = [("uniform", *layout) for layout in LAYOUTS]
+    results = ranks4.run(enter_and_leave, cases, bucket_bytes)
+    for index, (_, train, generation) in enumerate(cases):
+        topology = Topology(ParallelSpec.parse(train), GenerationSpec.parse(generation))
+        (size,) = {len(group) for group in topology.groups("micro_dp")}
+        planned = plan_transition(UNIFORM, topology, dtype_bytes=4)
+        shard = whole // (topology.train.pp_size * topology.train.tp_size)
+        # Four buffers share the bucket: two rounds, each with what goes out and what comes in.
+        buckets = -(-shard * size // (bucket_bytes // 4)) if size > 1 else 0
+        for rank, found in enumerate(results):
+            traffic, received = found[index]
+            assert received == planned.recv_bytes[rank] == (size - 1) * shard
+            assert traffic.group_sizes == [size] * buckets, (train, generation)
+            assert traffic.num_exchanges == 0
+            assert traffic.others == ({"all_reduce": 1} if buckets else {}), "the ranks' verdict, and nothing else"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:5])
+@pytest.mark.parametrize("model", ["uniform", "llama"])
+def test_nothing_is_allocated_after_the_first_transition(ranks4, model, layout):
+    assert max(max(sizes) for sizes in ranks4.run(allocate_nothing, (model, *layout), 1 << 17)) <= 8 * 1024
+
+
+def test_the_count_of_allocations_sees_one():
+    assert see_an_allocation() == [4 << 16]
