@@ -8,6 +8,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -128,7 +129,8 @@ def _resolve(location: tuple[str, str, str], loaded: dict[str, ModuleType]) -> C
         if file not in loaded:
             spec = importlib.util.spec_from_file_location(f"_on_rank_{len(loaded)}", file)
             assert spec is not None and spec.loader is not None
-            loaded[file] = importlib.util.module_from_spec(spec)
+            # Dataclasses look their module up by name.
+            sys.modules[spec.name] = loaded[file] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(loaded[file])
         found = loaded[file]
     for part in qualified_name.split("."):
