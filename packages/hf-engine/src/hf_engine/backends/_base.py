@@ -102,7 +102,7 @@ class SamplingParams:
     max_new_tokens: int
     """A response ends here at the latest, with finish reason 1 (length)."""
     min_new_tokens: int = 0
-    """Stop tokens cannot be drawn before this many tokens."""
+    """Stop tokens cannot be drawn before this many tokens, and stop strings end nothing."""
     temperature: float = 1.0
     """Logits are divided by it."""
     top_p: float = 1.0
@@ -115,6 +115,9 @@ class SamplingParams:
     """Take the most likely token instead of drawing; temperature still scales the reported log-probs."""
     stop_token_ids: tuple[int, ...] = ()
     """A response ends with any of these, beside the model's own end-of-sequence tokens; the token is kept."""
+    stop_strings: tuple[str, ...] = ()
+    """A response ends with the token that completes any of these in its text; the token is kept. Needs
+    `tokenizer.json` beside the model."""
     seed: int = 0
     """Seed of the run."""
     step: int = 0
@@ -130,6 +133,8 @@ class SamplingParams:
             wrong.append(f"top_p={self.top_p} (above 0, at most 1)")
         if self.top_k < 0:
             wrong.append(f"top_k={self.top_k} (0 or more)")
+        if not all(self.stop_strings):
+            wrong.append(f"stop_strings={self.stop_strings} (no empty string)")
         if self.greedy and self.n > 1:
             wrong.append(f"n={self.n} with greedy=True (all samples would be equal)")
         if wrong:

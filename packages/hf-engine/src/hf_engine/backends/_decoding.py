@@ -8,6 +8,7 @@ import torch
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._sampling import sample_tokens
+from hf_engine.backends._stop_strings import StopStrings
 
 __all__ = ["LENGTH", "STOP", "Decoding"]
 
@@ -18,9 +19,12 @@ STOP, LENGTH = 0, 1
 class Decoding:
     """One batch of prompts on its way: results are written where a sample belongs, finished samples drop out."""
 
-    def __init__(self, model: Any, stop_token_ids: frozenset[int], sampling: SamplingParams) -> None:
+    def __init__(
+        self, model: Any, stop_token_ids: frozenset[int], sampling: SamplingParams, strings: StopStrings | None = None
+    ) -> None:
         self._model = model
         self._sampling = sampling
+        self._strings = strings
         stops = sorted(stop_token_ids | set(sampling.stop_token_ids))
         self._stops = torch.tensor(stops, dtype=torch.int64, device=model.device)
 
@@ -67,6 +71,9 @@ class Decoding:
         self.logprobs[samples, position] = logprobs
         self.lengths[samples] += running
         stopped = running & torch.isin(drawn, self._stops)
+        if self._strings is not None:
+            for row in (running & ~stopped).nonzero().flatten().tolist():
+                stopped[row] = self._strings.ends(self.tokens[samples[row], : position + 1].tolist())
         self.reasons[samples[stopped]] = STOP
         return ~running | stopped
 

@@ -21,6 +21,7 @@ from hf_engine.backends._decoding import LENGTH, Decoding
 from hf_engine.backends._jagged import Ragged, require_columns
 from hf_engine.backends._responses import build_responses, check_prompts, end_of_sequence_ids
 from hf_engine.backends._sampling import draw_uniforms
+from hf_engine.backends._stop_strings import load_stop_strings
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
 from hf_engine.resharding.moving import storage_bytes
@@ -132,6 +133,7 @@ class TransformersBackend:
         prompts = Ragged(batch["prompt_ids"])
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         check_prompts(prompts.lengths.tolist(), positions, sampling)
+        strings = load_stop_strings(self._model.name_or_path, sampling)
         uniforms = draw_uniforms(batch["row_id"], sampling)
         num_samples, capacity = uniforms.shape
         tokens = torch.zeros(num_samples, capacity, dtype=torch.int64)
@@ -141,7 +143,7 @@ class TransformersBackend:
         for rows in self._turns(prompts, sampling):
             samples = (rows[:, None] * sampling.n + torch.arange(sampling.n)).flatten()
             width = int(prompts.lengths[rows].max())
-            decoding = Decoding(self._model, self._stop_token_ids, sampling)
+            decoding = Decoding(self._model, self._stop_token_ids, sampling, strings)
             decoding.run(*prompts.pad_left(rows, width), uniforms[samples], _build_cache(self._model, width + capacity))
             tokens[samples], logprobs[samples] = decoding.tokens.cpu(), decoding.logprobs.cpu()
             lengths[samples], reasons[samples] = decoding.lengths.cpu(), decoding.reasons.cpu()

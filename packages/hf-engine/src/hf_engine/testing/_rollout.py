@@ -43,12 +43,14 @@ def check_rollout_backend(
     The laws: greedy tokens are those of `reference`, with ragged prompts, before and after the weights change several
     times; reported log-probs are those of the full distribution at the temperature, whatever truncates the draw;
     equal seeds give equal samples, row by row, however rows are spread; another seed, step or sample index gives
-    others; stop tokens end a response and are kept; minimum and maximum lengths hold; too long a prompt is refused;
+    others; stop tokens and strings end a response and are kept; minimum and maximum lengths hold; too long a
+    prompt is refused;
     memory that was released is taken again; weights that are missing, unknown or mis-shaped are refused; the engine's
     replicas are the topology's; the global random generator is left alone.
 
     Args:
-        build: builds the backend with the reference's weights.
+        build: builds the backend with the reference's weights, of a model by `write_tiny_model`, or with its
+            tokenizer: token 17 is "w17", and words are joined by spaces.
         reference: a module with `reference(input_ids=[1, L], use_cache=False).logits`, float32, on the CPU, without
             an end-of-sequence token. It is not changed.
         vocab_size: token ids of the test prompts stay below it.
@@ -73,6 +75,7 @@ def check_rollout_backend(
         laws.check_sampling(SamplingParams(max_new_tokens=5, temperature=temperature, top_k=top_k, top_p=top_p, n=3))
     laws.check_seeds()
     laws.check_lengths()
+    laws.check_stop_strings()
     laws.check_long_prompt(max_positions)
     laws.check_weight_update()
 
@@ -124,6 +127,20 @@ class _Laws:
         self._check_columns(batch, sampling)
         lengths = [len(row) for row in rows_of(batch["response_ids"])]
         assert min(lengths) >= sampling.min_new_tokens, f"responses of {lengths} tokens with {sampling}"
+
+    def check_stop_strings(self) -> None:
+        """Two tokens in a row end a response, as text of `write_tiny_model`'s tokenizer; the second one is kept."""
+        greedy = SamplingParams(max_new_tokens=8, greedy=True)
+        whole = [ids.tolist() for ids in self._generate(self._prompts, greedy)]
+        first, second = whole[0][2:4]
+        batch = self._backend.generate(self._prompts, replace(greedy, stop_strings=(f"w{first} w{second}",)))
+        reasons = batch["finish_reason"].tolist()
+        assert 0 in reasons, "no response ended at the stop string"
+        for ids, found, reason in zip(whole, rows_of(batch["response_ids"]), reasons, strict=True):
+            pairs = [at for at in range(1, len(ids)) if ids[at - 1 : at + 1] == [first, second]]
+            wanted = ids[: pairs[0] + 1] if pairs else ids
+            assert found.tolist() == wanted, f"{found.tolist()} instead of {wanted} with a stop string"
+            assert reason == (0 if pairs else 1), f"finish reason {reason} of {found.tolist()}"
 
     def check_long_prompt(self, max_positions: int) -> None:
         room = max_positions - max(len(row) for row in rows_of(self._prompts["prompt_ids"]))

@@ -79,4 +79,16 @@ def write_tiny_model(
         for name, shape in ModelShape.from_config(written).parameters().items()
     }
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "tokenizer.json").write_text(json.dumps(_build_tokenizer(vocab_size)) + "\n")
     return target
+
+
+def _build_tokenizer(vocab_size: int) -> dict[str, Any]:
+    """One word for every token: 17 is "w17", and words are joined by spaces."""
+    words = {f"w{number}": number for number in range(vocab_size)}
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+    }

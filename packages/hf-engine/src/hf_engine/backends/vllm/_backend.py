@@ -152,6 +152,7 @@ class VllmBackend:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
         from hf_engine.backends._jagged import Ragged, require_columns
         from hf_engine.backends._responses import build_responses, check_prompts
+        from hf_engine.backends._stop_strings import load_stop_strings
 
         engine = self._open()
         if self._loaded is not None:
@@ -160,12 +161,21 @@ class VllmBackend:
             raise BackendError("the KV cache was released; resume before generating")
         require_columns(batch, ("prompt_ids", "row_id"))
         check_prompts(Ragged(batch["prompt_ids"]).lengths.tolist(), engine.max_positions, sampling)
+        strings = load_stop_strings(engine.model, sampling)
         outputs = engine.run(batch, sampling, sorted(engine.stop_token_ids | set(sampling.stop_token_ids)))
+        cuts = [strings.cut(output.token_ids) if strings is not None else None for output in outputs]
+        lengths = [len(output.token_ids) if cut is None else cut for output, cut in zip(outputs, cuts, strict=True)]
+        samples = list(zip(outputs, lengths, strict=True))
         return build_responses(
-            torch.tensor([token for output in outputs for token in output.token_ids]),
-            torch.tensor([logprob for output in outputs for logprob in _logprobs_of(output)]),
-            torch.tensor([len(output.token_ids) for output in outputs]),
-            torch.tensor([_STOP if output.finish_reason == "stop" else _LENGTH for output in outputs]),
+            torch.tensor([token for output, length in samples for token in output.token_ids[:length]]),
+            torch.tensor([logprob for output, length in samples for logprob in _logprobs_of(output)[:length]]),
+            torch.tensor(lengths),
+            torch.tensor(
+                [
+                    _STOP if cut is not None or output.finish_reason == "stop" else _LENGTH
+                    for output, cut in zip(outputs, cuts, strict=True)
+                ]
+            ),
             n=sampling.n,
             version=self._weight_version,
         )

@@ -127,6 +127,11 @@ class Engine:
         self._cache_sizes = [storage.nbytes() for storage in self._caches]
 
     @property
+    def model(self) -> str:
+        """Directory or hub name."""
+        return str(self._engine.model_config.model)
+
+    @property
     def max_positions(self) -> int:
         """Longest sequence, prompt and response together."""
         return int(self._engine.model_config.max_model_len)

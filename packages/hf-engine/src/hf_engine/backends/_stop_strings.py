@@ -1,0 +1,63 @@
+"""Ending a response at a string: the text of its last tokens, whatever engine drew them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_protocols.errors import BackendError
+
+if TYPE_CHECKING:
+    from hf_engine.backends._base import SamplingParams
+
+__all__ = ["StopStrings", "load_stop_strings"]
+
+_FILE = "tokenizer.json"
+
+
+class StopStrings:
+    """Finds the token that completes one of some strings.
+
+    Args:
+        tokenizer: decodes token ids, with special tokens.
+        strings: what ends a response.
+        min_tokens: a response of this many tokens or fewer goes on.
+    """
+
+    def __init__(self, tokenizer: Path, strings: Sequence[str], min_tokens: int) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(tokenizer))
+        self._strings = tuple(strings)
+        self._min_tokens = min_tokens
+        # A token is a byte or more; a few further ones give decoders that look back their context.
+        self._window = max(len(string.encode()) for string in strings) + 8
+
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Whether the last of these tokens, a whole response so far, completes a string."""
+        if len(tokens) <= self._min_tokens:
+            return False
+        text = self._tokenizer.decode(list(tokens[-self._window :]), skip_special_tokens=False)
+        return any(string in text for string in self._strings)
+
+    def cut(self, tokens: Sequence[int]) -> int | None:
+        """How many tokens a response keeps that was drawn without looking for strings; None if it has none."""
+        return next((count for count in range(1, len(tokens) + 1) if self.ends(tokens[:count])), None)
+
+
+def load_stop_strings(model: str | Path, sampling: SamplingParams) -> StopStrings | None:
+    """What ends responses of this model beside its stop tokens; None without strings.
+
+    Raises:
+        BackendError: without a tokenizer beside the model.
+    """
+    if not sampling.stop_strings:
+        return None
+    path = Path(model) / _FILE
+    if not path.is_file():
+        raise BackendError(
+            f"stop_strings={sampling.stop_strings} needs {_FILE} in {str(model)!r} to read the responses: save the "
+            "tokenizer beside the model, or give stop_token_ids"
+        )
+    return StopStrings(path, sampling.stop_strings, sampling.min_new_tokens)
