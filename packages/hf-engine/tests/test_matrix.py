@@ -1,0 +1,148 @@
+"""Every training layout into every engine: after training and a transition, generation is that of the exported model.
+
+Greedy tokens come from whole forward passes of transformers over the exported checkpoint; bytes are counted by wrappers
+around torch.distributed that know no plan. `make test` runs the pairs with the embedded engine, `make test-<engine>` a
+pairwise cover of the others, `make test-matrix` all of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine.testing import LocalRanks, write_tiny_model
+from hf_engine.testing._cases import build_batch, build_prompts, greedy_response, rows_of, select_rows
+from hf_protocols import GenerationSpec, ParallelSpec, Topology
+
+VOCAB_SIZE = 64
+GREEDY = SamplingParams(max_new_tokens=6, greedy=True)
+TRAINING = {
+    "fsdp 1-1-2": ("fsdp", ParallelSpec(dp_size=2)),
+    "megatron 1-2-1": ("megatron", ParallelSpec(tp_size=2)),
+    "megatron 2-1-1": ("megatron", ParallelSpec(pp_size=2)),
+    "megatron 1-1-2": ("megatron", ParallelSpec(dp_size=2)),
+    "fsdp 1-1-4": ("fsdp", ParallelSpec(dp_size=4)),
+    "megatron 1-2-2": ("megatron", ParallelSpec(tp_size=2, dp_size=2)),
+    "megatron 2-2-1": ("megatron", ParallelSpec(pp_size=2, tp_size=2)),
+}
+ENGINES = {
+    "transformers": {},
+    "vllm": {"cache_bytes": 16 << 20},
+}
+COVER = {("fsdp 1-1-2", 2), ("megatron 1-2-1", 1), ("megatron 2-1-1", 2), ("megatron 1-2-2", 2), ("megatron 1-1-2", 1)}
+"""Pairs that a short run takes: every backend, and every axis of training and generation, at least once."""
+
+
+def cases(engine, largest_tp):
+    for name in TRAINING:
+        for gen_tp in range(1, largest_tp + 1):
+            short = engine == "transformers" or (name, gen_tp) in COVER
+            marks = [] if engine == "transformers" else [getattr(pytest.mark, engine)]
+            marks += [] if short else [pytest.mark.slow]
+            yield pytest.param(name, engine, gen_tp, marks=marks, id=f"{name} {engine} tp {gen_tp}")
+
+
+CASES = [*cases("transformers", 1), *cases("vllm", 2)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
+    return write_tiny_model(tmp_path_factory.mktemp("model"), tie_embeddings=False, **heads)
+
+
+@pytest.fixture(scope="module")
+def ranks_of():
+    """Processes of one world size at a time, and of one engine: its library is imported once."""
+    held: dict[tuple[str, int], LocalRanks] = {}
+
+    def take(engine, size):
+        if (engine, size) not in held:
+            for key in list(held):
+                held.pop(key).__exit__(None, None, None)
+            held[engine, size] = LocalRanks(size, timeout_s=120).__enter__()
+        return held[engine, size]
+
+    yield take
+    for ranks in held.values():
+        ranks.__exit__(None, None, None)
+
+
+class Counter:
+    """Counts what torch.distributed receives on this rank inside the block."""
+
+    def __init__(self, patch):
+        self.received = self.messages = 0
+        gather, exchange = dist.all_gather_single, dist.batch_isend_irecv
+
+        def count_gather(incoming, outgoing, *args, **options):
+            self.received += incoming.nbytes - outgoing.nbytes
+            self.messages += incoming.nbytes // outgoing.nbytes - 1
+            return gather(incoming, outgoing, *args, **options)
+
+        def count_exchange(operations):
+            sizes = [operation.tensor.nbytes for operation in operations if operation.op is dist.irecv]
+            self.received, self.messages = self.received + sum(sizes), self.messages + len(sizes)
+            return exchange(operations)
+
+        patch.setattr(dist, "all_gather_single", count_gather)
+        patch.setattr(dist, "batch_isend_irecv", count_exchange)
+
+
+def train_and_generate(model, directory, training, rollout, gen_tp):
+    """Two steps and two transitions; the bytes of the second, as counted and as planned, and the versions."""
+    name, train_spec = TRAINING[training]
+    topology = Topology(train_spec, GenerationSpec(gen_tp_size=gen_tp))
+    config = TrainConfig(learning_rate=3e-2, max_grad_norm=10.0)
+    train = load_train_backend(name).build(model, topology=topology, config=config)
+    generator = load_rollout_backend(rollout).build(model, topology=topology, **ENGINES[rollout])
+    engine = HybridEngine(train, generator, topology)
+    prompts = build_prompts(4, vocab_size=VOCAB_SIZE)
+    versions = []
+    for number in range(2):
+        step(train, topology)
+        with pytest.MonkeyPatch.context() as patch:
+            counter = Counter(patch)
+            with engine.generation():
+                counted = counter.received, counter.messages
+                responses = engine.generate(prompts, GREEDY)
+        versions += responses["weight_version"].tolist()
+        exported = Path(directory) / f"{training} {rollout} {gen_tp} {number}"
+        train.export_hf(exported)
+        check_greedy(exported, prompts, responses)
+    planned = engine.plan.recv_bytes[dist.get_rank()]
+    engine.close()
+    return counted, planned, versions
+
+
+def step(train, topology):
+    batch = build_batch(8, vocab_size=VOCAB_SIZE)
+    rows = range(topology.coordinate(dist.get_rank()).dp, 8, topology.train.dp_size)
+
+    def loss(outputs, micro_batch):
+        return -(outputs["logprobs"] * micro_batch["response_mask"]).sum(), {}
+
+    train.train_step(select_rows(batch, rows), loss, 24.0)
+
+
+def check_greedy(exported, prompts, responses):
+    reference = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    for prompt, found in zip(rows_of(prompts["prompt_ids"]), rows_of(responses["response_ids"]), strict=True):
+        wanted = greedy_response(reference, prompt, 6, frozenset())
+        assert torch.equal(found, wanted), (found, wanted)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("training", "rollout", "gen_tp"), CASES)
+def test_generation_is_that_of_the_exported_model(model, ranks_of, tmp_path, training, rollout, gen_tp):
+    ranks = ranks_of(rollout, TRAINING[training][1].world_size)
+    results = ranks.run(train_and_generate, model, tmp_path, training, rollout, gen_tp, deadline_s=380)
+    for (received, messages), planned, versions in results:
+        assert versions == [1] * 4 + [2] * 4
+        # A message may be padded to eight bytes before its seal of sixteen.
+        assert 0 <= received - planned - 16 * messages < 8 * max(1, messages)
