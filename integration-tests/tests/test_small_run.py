@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_engine.backends._optimizer import ShardedAdamW
 from hf_protocols import MappingPlan
 from small_runs import Outcome, read_metrics, without_times
 
@@ -57,6 +58,19 @@ def test_a_run_leaves_every_file(run: Path) -> None:
         generate = next(event for event in calls if event["name"] == "actor.generate_sequences")
         inside = [event["name"] for event in events if _lies_in(event, generate)]
         assert "reshard" in inside
+
+
+def test_steps_that_change_nothing_are_warned_of(
+    small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, run: Path
+) -> None:
+    assert [row["actor/weights_unchanged"] for row in read_metrics(run)] == [0.0, 0.0]
+    monkeypatch.setattr(ShardedAdamW, "step", lambda optimizer, grad_norm: None)
+    with pytest.warns(UserWarning, match="rank 0 of actor: an optimizer step .* changed no bit of its weights"):
+        outcome = hybridflow("train", small_config, "--set", f"run.output_dir={run.parent / 'stuck'}")
+    assert outcome.exit_code == 0, outcome.errors
+    assert "warning: in iteration 2 the actor's last steps had left its weights as they were" in outcome.output
+    # The evaluation after an iteration generates too, and sees the steps first; the next iteration reports it.
+    assert [row["actor/weights_unchanged"] for row in read_metrics(run.parent / "stuck")][1] == 1.0
 
 
 def test_the_trace_of_a_run_is_summed_up(run: Path, hybridflow: Callable[..., Outcome]) -> None:

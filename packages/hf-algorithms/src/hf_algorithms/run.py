@@ -221,6 +221,11 @@ class _Run:
         metrics["perf/tokens_per_s"] = tokens / elapsed_s
         metrics["time/iteration_s"] = elapsed_s
         self._summary["iterations"] = iteration
+        if unchanged := metrics.get("actor/weights_unchanged"):
+            self._display.note(
+                f"warning: in iteration {iteration} the actor's last steps had left its weights as they were "
+                f"on {unchanged:g} ranks: look at optimizer.actor_learning_rate and at the training backend"
+            )
         self._directory.append_metrics({"iteration": iteration, **metrics})
         self._display.iteration(iteration, metrics)
         self._executor.trace.drain()

@@ -19,6 +19,7 @@ from hf_engine.backends import (
     load_train_backend,
 )
 from hf_engine.hybrid_engine import HybridEngine, Transition, TransitionMemory
+from hf_engine.logprob_check import LOGPROB_BOUNDS, LogprobGap, check_logprobs, measure_logprob_gap
 from hf_engine.process_groups import build_groups
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.checking import ConversionReport, check_conversion
@@ -30,10 +31,12 @@ from hf_engine.resharding.transition import Exchange, TransitionPlan, plan_trans
 from hf_engine.weight_sync import WeightSync
 
 __all__ = [
+    "LOGPROB_BOUNDS",
     "Box",
     "ConversionReport",
     "Exchange",
     "HybridEngine",
+    "LogprobGap",
     "LossFunction",
     "Message",
     "ReshardExecutor",
@@ -53,11 +56,13 @@ __all__ = [
     "available_train_backends",
     "build_groups",
     "check_conversion",
+    "check_logprobs",
     "execute_reshard",
     "fsdp_layout",
     "generation_layout",
     "load_rollout_backend",
     "load_train_backend",
+    "measure_logprob_gap",
     "megatron_layout",
     "plan_reshard",
     "plan_transition",

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import (
@@ -45,7 +46,8 @@ class Transition:
     """Bytes of weights received from other ranks."""
     is_unchanged: bool
     """The backend says that its weights changed, but this rank's bits are those of the last transition: an optimizer
-    step with a gradient and a learning rate above zero that changed nothing points to a broken sync."""
+    step with a gradient and a learning rate above zero that changed nothing points to a broken sync. False on a rank
+    that holds no weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +150,7 @@ class HybridEngine:
         self._weight_version = rollout.weight_version
         self._weight_changes = train.weight_changes
         self._digest: int | None = None
+        self._holds_weights = source.held_bytes(rank) > 0
         self._is_current = False
         self._is_generating = False
         self._last_transition: Transition | None = None
@@ -207,7 +210,7 @@ class HybridEngine:
                 weight_version=self._weight_version,
                 seconds=time.perf_counter() - start if moves else 0.0,
                 recv_bytes=received,
-                is_unchanged=changed and digest is not None and digest == self._digest,
+                is_unchanged=changed and digest is not None and digest == self._digest and self._holds_weights,
             )
             if isinstance(self._rollout, SupportsShardLoading):
                 self._rollout.resume()
@@ -230,6 +233,12 @@ class HybridEngine:
         if not self._is_generating:
             raise BackendError("generate needs the current weights: call it inside `with engine.generation():`")
         return self._rollout.generate(batch, sampling)
+
+    def sum_over_ranks(self, value: float) -> float:
+        """Adds a number over all ranks of the topology; every rank gets the sum. Collective."""
+        total = torch.tensor(value, dtype=torch.float64, device=local_device())
+        dist.all_reduce(total)
+        return float(total)
 
     def close(self) -> None:
         """Frees both backends."""

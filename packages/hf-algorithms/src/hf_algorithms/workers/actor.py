@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker
-from hf_engine import HybridEngine, SamplingParams, load_rollout_backend
+from hf_engine import (
+    LOGPROB_BOUNDS,
+    HybridEngine,
+    SamplingParams,
+    SupportsWeightBuffers,
+    check_logprobs,
+    load_rollout_backend,
+)
 from hf_protocols import ONE_TO_ALL, THREE_D, THREE_D_ALL_MICRO_DP, register
 
 if TYPE_CHECKING:
@@ -32,6 +40,12 @@ class ActorWorker(ModelWorker):
         super().__init__(context, model=model, backend=backend, training=training)
         generator = load_rollout_backend(rollout).build(model, topology=context.topology, seed=context.seed)
         self._engine = HybridEngine(self._train, generator, context.topology)
+        # The dtype by whose bounds an engine is judged whose memory cannot be read.
+        self._judged_dtype = None if isinstance(generator, SupportsWeightBuffers) else self._coarser_dtype()
+        self._sampled: tuple[int, float] | None = None
+        # An optimizer step that must have changed the weights; transitions since the last report that saw no change.
+        self._has_stepped = False
+        self._num_unchanged: int | None = None
 
     @register(
         protocol=THREE_D_ALL_MICRO_DP,
@@ -48,13 +62,23 @@ class ActorWorker(ModelWorker):
         with ExitStack() as stack:
             with self.context.span("reshard"):
                 stack.enter_context(self._engine.generation())
+            self._note_unchanged()
             with self.context.span("generate"):
-                return self._engine.generate(batch, sampling)
+                responses = self._engine.generate(batch, sampling)
+        self._sampled = (self._train.weight_changes, sampling.temperature)
+        return responses
 
-    @register(protocol=THREE_D, reads=SEQUENCE, writes=("old_logprobs",))
+    @register(protocol=THREE_D, reads=(*SEQUENCE, "rollout_logprobs?", "weight_version?"), writes=("old_logprobs",))
     def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0) -> TensorDict:
-        """``old_logprobs`` of the response tokens, jagged [B, T], under the current weights."""
-        return self._train.compute_logprobs(batch, temperature=temperature).rename_key_("logprobs", "old_logprobs")
+        """``old_logprobs`` of the response tokens, jagged [B, T], under the current weights.
+
+        Where the engine's memory cannot be read, samples of the current weights prove what it generates from: see
+        ``hf_engine.check_logprobs``.
+        """
+        found = self._train.compute_logprobs(batch, temperature=temperature).rename_key_("logprobs", "old_logprobs")
+        if self._judged_dtype and self._is_from_current_weights(batch, temperature):
+            check_logprobs(batch["rollout_logprobs"], found["old_logprobs"], dtype=self._judged_dtype)
+        return found
 
     @register(
         protocol=THREE_D,
@@ -62,8 +86,24 @@ class ActorWorker(ModelWorker):
         reads=(*SEQUENCE, "old_logprobs?", "ref_logprobs?", "advantages?"),
     )
     def update_actor(self, batch: TensorDict, loss: LossFunction, *, temperature: float = 1.0) -> Metrics:
-        """One optimizer step on ``loss``."""
-        return self._update(batch, loss, temperature=temperature)
+        """One optimizer step on ``loss``.
+
+        The first step after a generation reports ``actor/weights_unchanged``: on how many ranks the weights were those
+        of the generation before, although a step with a gradient and a learning rate above zero lay in between.
+        """
+        metrics = self._update(batch, loss, temperature=temperature)
+        (norm, rate) = (metrics[f"{self.context.role}/{name}"][0] for name in ("grad_norm", "learning_rate"))
+        self._has_stepped |= norm > 0 and rate > 0
+        if self._num_unchanged is not None:
+            metrics["actor/weights_unchanged"] = (self._engine.sum_over_ranks(self._num_unchanged), 1.0)
+            self._num_unchanged = None
+        return metrics
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def load_model(self, directory: str) -> None:
+        """Replace the weights by those of a Hugging Face directory; optimizer and learning rate start anew."""
+        super().load_model(directory)
+        self._has_stepped = False  # they may be the weights that generation has seen
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def set_learning_rate(self, learning_rate: float) -> None:
@@ -78,3 +118,28 @@ class ActorWorker(ModelWorker):
     def close(self) -> None:
         """Free both backends."""
         self._engine.close()
+
+    def _is_from_current_weights(self, batch: TensorDict, temperature: float) -> bool:
+        version = self._engine.weight_version
+        return (
+            {"rollout_logprobs", "weight_version"} <= set(batch.keys())
+            and self._sampled == (self._train.weight_changes, temperature)
+            and bool((batch["weight_version"] == version).all())
+        )
+
+    def _coarser_dtype(self) -> str:
+        dtypes = {self._engine.plan.source.dtype, self._engine.plan.target.dtype}
+        return max(dtypes, key=lambda dtype: LOGPROB_BOUNDS[dtype])
+
+    def _note_unchanged(self) -> None:
+        transition = self._engine.last_transition
+        is_unchanged = self._has_stepped and transition is not None and transition.is_unchanged
+        self._num_unchanged = (self._num_unchanged or 0) + is_unchanged
+        self._has_stepped = False
+        if is_unchanged:
+            warnings.warn(
+                f"rank {self.context.rank} of {self.context.role}: an optimizer step with a gradient and a learning "
+                "rate above zero changed no bit of its weights, or the training backend does not show the change: "
+                "look at the learning rate and at the backend's local_weights()",
+                stacklevel=2,
+            )

@@ -1,0 +1,135 @@
+"""The actor's two alarms: weights that did not change, and an engine that generates from other weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_algorithms.losses import SupervisedLoss
+from hf_algorithms.workers import ActorWorker, actor
+from hf_controller import WorkerContext
+from hf_engine import HybridEngine, SamplingParams, TrainConfig
+from hf_engine.testing import LocalRanks, write_tiny_model
+from hf_engine.testing._cases import build_batch, build_prompts, select_rows
+from hf_protocols import GenerationSpec, ParallelSpec, ReshardError, Topology
+
+VOCAB_SIZE = 64
+SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.7)
+PROMPTS = build_prompts(4, vocab_size=VOCAB_SIZE)
+
+
+def build(model: Path, learning_rate: float = 1e-2) -> ActorWorker:
+    topology = Topology(ParallelSpec(dp_size=dist.get_world_size()), GenerationSpec())
+    context = WorkerContext(role="actor", rank=dist.get_rank(), world_size=dist.get_world_size(), topology=topology)
+    training = TrainConfig(learning_rate=learning_rate)
+    return ActorWorker(context, model=str(model), backend="fsdp", training=training, rollout="transformers")
+
+
+def update(worker: ActorWorker) -> dict[str, float]:
+    batch = build_batch(6, vocab_size=VOCAB_SIZE)
+    rows = range(dist.get_rank(), 6, dist.get_world_size())
+    metrics = worker.update_actor(select_rows(batch, rows), SupervisedLoss())
+    return {name: value / count for name, (value, count) in metrics.items()}
+
+
+def report_unchanged(model: Path) -> list[Any]:
+    """What the metric says and whether this rank warned, after steps that do, or should but do not, change weights."""
+    worker, found = build(model), []
+
+    def generate_then_update() -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            worker.generate_sequences(PROMPTS, SAMPLING)
+        warned = any("changed no bit of its weights" in str(warning.message) for warning in caught)
+        found.append((update(worker)["actor/weights_unchanged"], warned))
+
+    generate_then_update()  # nothing to compare with
+    generate_then_update()  # a step lay in between
+    assert "actor/weights_unchanged" not in update(worker), "reported once a generation"
+    before = {name: tensor.clone() for name, tensor in worker._train.local_weights().items()}
+    worker.generate_sequences(PROMPTS, SAMPLING)
+    update(worker)
+    if dist.get_rank() == 1:  # the last step is lost on one rank
+        for name, tensor in worker._train.local_weights().items():
+            tensor.copy_(before[name])
+    generate_then_update()
+    worker.load_model(str(model))
+    worker.generate_sequences(PROMPTS, SAMPLING)
+    worker.load_model(str(model))  # equal weights, and nobody promised a change
+    generate_then_update()
+    worker.set_learning_rate(0.0)
+    update(worker)
+    worker.generate_sequences(PROMPTS, SAMPLING)
+    update(worker)  # no change at this learning rate
+    generate_then_update()
+    return found
+
+
+class PacksItsWeights(HybridEngine):
+    """Stands for an engine with a copy of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args, training_weights="keep")
+
+
+class PacksAWrongWeight(PacksItsWeights):
+    """Spoils one parameter on the way."""
+
+    def generate(self, batch: Any, sampling: SamplingParams) -> Any:
+        with torch.no_grad():
+            self._buffers.weight_buffers()["model.layers.1.mlp.down_proj.weight"].neg_()
+        return super().generate(batch, sampling)
+
+
+def recompute(model: Path, spoiled: bool, readable: bool) -> str:
+    """The refusal of recomputed log-probs, or nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not readable:
+            patch.setattr(actor, "HybridEngine", PacksAWrongWeight if spoiled else PacksItsWeights)
+            patch.setattr(actor, "SupportsWeightBuffers", type(None))
+        worker = build(model)
+    batch = PROMPTS.clone()
+    batch.update(worker.generate_sequences(PROMPTS, SAMPLING))
+    worker.compute_logprobs(batch, temperature=1.3)  # another temperature: nothing to compare
+    try:
+        found = worker.compute_logprobs(batch, temperature=SAMPLING.temperature)
+    except ReshardError as error:
+        return str(error)
+    assert set(found.keys()) == {"old_logprobs"}
+    update(worker)
+    worker.compute_logprobs(batch, temperature=SAMPLING.temperature)  # samples of older weights
+    return ""
+
+
+@pytest.fixture(scope="module")
+def ranks2() -> Iterator[LocalRanks]:
+    with LocalRanks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", vocab_size=VOCAB_SIZE)
+
+
+def test_weights_that_a_step_did_not_change_are_counted_over_ranks_and_warned_of(
+    ranks2: LocalRanks, model: Path
+) -> None:
+    first, second = ranks2.run(report_unchanged, model)
+    assert [count for count, _ in first] == [count for count, _ in second] == [0.0, 0.0, 1.0, 0.0, 0.0]
+    assert [warned for _, warned in first] == [False] * 5
+    assert [warned for _, warned in second] == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize(("spoiled", "readable"), [(False, False), (True, False), (False, True)])
+def test_an_engine_that_cannot_be_read_is_judged_by_its_logprobs(
+    ranks2: LocalRanks, model: Path, spoiled: bool, readable: bool
+) -> None:
+    for refusal in ranks2.run(recompute, model, spoiled, readable):
+        assert ("not those of the training weights" in refusal) == spoiled

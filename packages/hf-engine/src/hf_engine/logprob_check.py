@@ -1,0 +1,78 @@
+"""Whether a rollout engine generates from the weights that it was given, judged by its log-probs. Pure.
+
+Digests prove what arrived in memory that can be read. An engine that packs its weights away can only be asked: the
+log-probs of its samples, recomputed by the training backend, agree up to rounding where the weights are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hf_protocols.errors import ReshardError
+
+__all__ = ["LOGPROB_BOUNDS", "LogprobGap", "check_logprobs", "measure_logprob_gap"]
+
+LOGPROB_BOUNDS: Mapping[str, tuple[float, float]] = {
+    "float64": (1e-3, 1e-1),
+    "float32": (1e-3, 1e-1),
+    "float16": (5e-2, 2.0),
+    "bfloat16": (1e-1, 5.0),
+}
+"""Largest mean and largest single |difference|, in nats, by the coarser dtype of the two engines.
+
+Two engines differ by about 1e-5 in float32 and by 0.01 to 0.05 in bfloat16, single tokens by more; unrelated weights
+differ by about 1 and up.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogprobGap:
+    """|sampler's log-prob - recomputed one| over the tokens of a batch, in nats."""
+
+    mean: float
+    max: float
+    num_tokens: int
+
+
+def measure_logprob_gap(rollout: torch.Tensor, recomputed: torch.Tensor) -> LogprobGap:
+    """Compares two columns of log-probs of the same tokens: jagged [B, T], or of equal shape without padding.
+
+    A log-prob that is not finite in either column makes the gap infinite.
+    """
+    ours, theirs = (column.values() if column.is_nested else column.reshape(-1) for column in (recomputed, rollout))
+    if ours.shape != theirs.shape:
+        raise ReshardError(
+            f"{len(theirs)} log-probs of the sampler and {len(ours)} recomputed ones are not of one batch"
+        )
+    gaps = (theirs.double() - ours.double()).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    if not len(gaps):
+        return LogprobGap(mean=0.0, max=0.0, num_tokens=0)
+    return LogprobGap(mean=float(gaps.mean()), max=float(gaps.max()), num_tokens=len(gaps))
+
+
+def check_logprobs(
+    rollout: torch.Tensor, recomputed: torch.Tensor, *, dtype: str, bounds: tuple[float, float] | None = None
+) -> LogprobGap:
+    """Refuses samples that the training weights do not explain.
+
+    Args:
+        rollout: the sampler's log-probs, jagged [B, T].
+        recomputed: the training backend's, of the same tokens at the same temperature.
+        dtype: the coarser dtype of the two engines, by torch's name; chooses the bounds.
+        bounds: largest mean and largest single difference in nats, instead of `LOGPROB_BOUNDS`.
+
+    Raises:
+        ReshardError: with both figures and their bounds.
+    """
+    gap = measure_logprob_gap(rollout, recomputed)
+    mean, largest = bounds or LOGPROB_BOUNDS[dtype]
+    if gap.mean > mean or gap.max > largest:
+        raise ReshardError(
+            f"the engine's log-probs are not those of the training weights: over {gap.num_tokens} tokens they "
+            f"differ by {gap.mean:.3g} nats on average (bound {mean:g}) and {gap.max:.3g} at most "
+            f"(bound {largest:g}, {dtype}): it generates from other weights, or at another temperature"
+        )
+    return gap

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_engine import LOGPROB_BOUNDS, check_logprobs, measure_logprob_gap
+from hf_protocols import ReshardError
+
+
+def jagged(*rows):
+    return torch.nested.nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+def test_the_gap_is_over_tokens_of_ragged_rows():
+    gap = measure_logprob_gap(jagged([-1.0, -2.0], [-3.0]), jagged([-1.5, -2.0], [-4.0]))
+    assert (gap.mean, gap.max, gap.num_tokens) == (0.5, 1.0, 3)
+    assert measure_logprob_gap(torch.empty(0), torch.empty(0)).num_tokens == 0
+
+
+@pytest.mark.parametrize("dtype", LOGPROB_BOUNDS)
+def test_each_bound_is_inclusive_and_refuses_alone(dtype):
+    mean, largest = LOGPROB_BOUNDS[dtype]
+    zeros = torch.zeros(10_000, dtype=torch.float64)
+    for refused, values in ((False, zeros + mean * 0.99), (True, zeros + mean * 1.01)):
+        judge(values, zeros, dtype, refused)
+    for refused, value in ((False, largest * 0.99), (True, largest * 1.01)):
+        values = zeros.clone()
+        values[7] = value
+        judge(values, zeros, dtype, refused)
+
+
+def judge(rollout, recomputed, dtype, refused):
+    if not refused:
+        check_logprobs(rollout, recomputed, dtype=dtype)
+        return
+    with pytest.raises(ReshardError, match="not those of the training weights"):
+        check_logprobs(rollout, recomputed, dtype=dtype)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_what_is_not_finite_is_refused(value):
+    with pytest.raises(ReshardError, match="inf at most"):
+        check_logprobs(torch.tensor([-1.0, value]), torch.tensor([-1.0, -1.0]), dtype="bfloat16")
+
+
+def test_bounds_can_be_given_and_batches_must_be_one():
+    check_logprobs(torch.tensor([-1.0]), torch.tensor([-2.0]), dtype="float32", bounds=(1.0, 1.0))
+    with pytest.raises(ReshardError, match="2 log-probs of the sampler and 1 recomputed"):
+        check_logprobs(torch.zeros(2), torch.zeros(1), dtype="float32")
