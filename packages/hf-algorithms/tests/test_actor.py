@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
 from hf_algorithms.losses import SupervisedLoss
 from hf_algorithms.workers import ActorWorker, actor
 from hf_controller import WorkerContext
-from hf_engine import HybridEngine, SamplingParams, TrainConfig
+from hf_engine import SamplingParams, TrainConfig, WeightLayout
+from hf_engine.backends.transformers import TransformersBackend
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, select_rows
 from hf_protocols import GenerationSpec, ParallelSpec, ReshardError, Topology
@@ -71,28 +73,70 @@ def report_unchanged(model: Path) -> list[Any]:
     return found
 
 
-class PacksItsWeights(HybridEngine):
-    """Stands for an engine with a copy of its own."""
+class Packs:
+    """A rollout backend that nobody can read: it takes shards and keeps its weights to itself."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args, training_weights="keep")
+    spoils = False
+
+    def __init__(self, inner: TransformersBackend) -> None:
+        self._inner = inner
+        self._missing: set[str] = set()
+
+    @classmethod
+    def build(cls, model: str, **options: Any) -> Packs:
+        return cls(TransformersBackend.build(model, **options))
+
+    @property
+    def engine_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._inner.weight_buffers().values())
+
+    @property
+    def weight_version(self) -> int:
+        return self._inner.weight_version
+
+    def weight_layout(self) -> WeightLayout:
+        return self._inner.weight_layout()
+
+    def begin_weights(self) -> None:
+        self._missing = set(self._inner.weight_buffers())
+
+    def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        for name, (part,) in shards.items():
+            spoiled = self.spoils and name == "model.layers.1.mlp.down_proj.weight"
+            with torch.no_grad():
+                self._inner.weight_buffers()[name].copy_(-part if spoiled else part)
+            self._missing.remove(name)
+
+    def commit_weights(self, version: int) -> None:
+        assert not self._missing
+        self._inner.commit_weights(version)
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
+        return self._inner.generate(batch, sampling)
+
+    def release(self) -> int:
+        return 0
+
+    def resume(self) -> None:
+        """It has kept its weights."""
+
+    def close(self) -> None:
+        self._inner.close()
 
 
-class PacksAWrongWeight(PacksItsWeights):
-    """Spoils one parameter on the way."""
+class PacksAWrongWeight(Packs):
+    """The sign of one parameter is lost on the way."""
 
-    def generate(self, batch: Any, sampling: SamplingParams) -> Any:
-        with torch.no_grad():
-            self._buffers.weight_buffers()["model.layers.1.mlp.down_proj.weight"].neg_()
-        return super().generate(batch, sampling)
+    spoils = True
 
 
-def recompute(model: Path, spoiled: bool, readable: bool) -> str:
+ENGINES = {"readable": TransformersBackend, "packed": Packs, "wrong": PacksAWrongWeight}
+
+
+def recompute(model: Path, engine: str) -> str:
     """The refusal of recomputed log-probs, or nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        if not readable:
-            patch.setattr(actor, "HybridEngine", PacksAWrongWeight if spoiled else PacksItsWeights)
-            patch.setattr(actor, "SupportsWeightBuffers", type(None))
+        patch.setattr(actor, "load_rollout_backend", lambda name: ENGINES[engine])
         worker = build(model)
     batch = PROMPTS.clone()
     batch.update(worker.generate_sequences(PROMPTS, SAMPLING))
@@ -127,9 +171,7 @@ def test_weights_that_a_step_did_not_change_are_counted_over_ranks_and_warned_of
     assert [warned for _, warned in second] == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize(("spoiled", "readable"), [(False, False), (True, False), (False, True)])
-def test_an_engine_that_cannot_be_read_is_judged_by_its_logprobs(
-    ranks2: LocalRanks, model: Path, spoiled: bool, readable: bool
-) -> None:
-    for refusal in ranks2.run(recompute, model, spoiled, readable):
-        assert ("not those of the training weights" in refusal) == spoiled
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_that_cannot_be_read_is_judged_by_its_logprobs(ranks2: LocalRanks, model: Path, engine: str) -> None:
+    for refusal in ranks2.run(recompute, model, engine):
+        assert ("not those of the training weights" in refusal) == (engine == "wrong")

@@ -150,7 +150,7 @@ class HybridEngine:
         self._weight_version = rollout.weight_version
         self._weight_changes = train.weight_changes
         self._digest: int | None = None
-        self._holds_weights = source.held_bytes(rank) > 0
+        self._holds_weights = source.held_bytes(dist.get_rank()) > 0
         self._is_current = False
         self._is_generating = False
         self._last_transition: Transition | None = None

@@ -12,7 +12,7 @@ from itertools import combinations
 from hf_engine.resharding.boxes import Box
 from hf_protocols.errors import ReshardError
 
-__all__ = ["DTYPE_BYTES", "WeightLayout", "fsdp_layout", "replicated_layout"]
+__all__ = ["DTYPE_BYTES", "BoxNumbers", "WeightLayout", "fsdp_layout", "replicated_layout"]
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of the dtypes that weights may have, by torch's names."""

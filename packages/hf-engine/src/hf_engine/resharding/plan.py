@@ -15,7 +15,7 @@ from hf_engine.resharding.boxes import Box, partition_box
 from hf_engine.resharding.layouts import BoxNumbers, WeightLayout
 from hf_protocols.errors import ReshardError
 
-__all__ = ["Message", "ReshardPlan", "plan_reshard"]
+__all__ = ["Keepsake", "Message", "ReshardPlan", "Shipment", "plan_reshard"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
