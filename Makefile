@@ -7,7 +7,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help env quickstart test test-slow test-vllm check fmt docs bench wheels constraints clean
+.PHONY: help env quickstart test test-slow test-vllm check fmt docs bench bench-gpu wheels constraints clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ docs: env ## build the documentation into site/
 bench: env ## run every benchmark; results go to benchmarks/results; fails where one misses a target
 	@failed=; for file in benchmarks/bench_*.py; do echo "$$file"; $(BIN)/python "$$file" || failed+=" $$file"; done; \
 		test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+bench-gpu: env ## measure the transition of a 7B model on one GPU
+	$(BIN)/python benchmarks/gpu_transition.py
 
 wheels: env ## build each package's wheel and prove that it works when installed alone
 	source scripts/registry.sh && $(BIN)/python scripts/check_wheels.py

@@ -12,12 +12,16 @@ RESULTS = Path(__file__).parent / "results"
 VERSIONS_OF = ("hf-protocols", "numpy", "ray", "tensordict", "torch", "transformers")
 
 
-def record(subject: str, metrics: dict[str, tuple[float, str]]) -> None:
-    """Print one JSON object and keep it as results/<subject>.json; a metric is (value, unit)."""
+def record(subject: str, metrics: dict[str, tuple[float, str]], *, device: str | None = None) -> None:
+    """Print one JSON object and keep it as results/<subject>.json; a metric is (value, unit).
+
+    `device` names the accelerator that it ran on.
+    """
     result = {
         "subject": subject,
         "metrics": {name: {"value": value, "unit": unit} for name, (value, unit) in metrics.items()},
-        "hardware": {"cpu": _processor(), "num_cores": os.cpu_count(), "system": platform.system()},
+        "hardware": {"cpu": _processor(), "num_cores": os.cpu_count(), "system": platform.system()}
+        | ({"device": device} if device else {}),
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in VERSIONS_OF},
     }
     text = json.dumps(result, indent=2)
