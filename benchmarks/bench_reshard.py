@@ -23,6 +23,7 @@ from measurement import record
 from hf_engine import Box, ReshardExecutor, TransitionPlan, plan_transition
 from hf_engine.resharding.moving import ShardMover, storage_bytes
 from hf_engine.testing import LocalRanks
+from hf_engine.testing._traffic import count_traffic
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec, Topology, TopologyError
 from hf_protocols.errors import ReshardError
 
@@ -151,40 +152,18 @@ class _Transition:
 
     def count(self) -> dict[str, float]:
         """One more run under counters: weights received without their seals, and the most bytes live."""
-        received, messages, peak = 0, 0, 0
-        gather, exchange = dist.all_gather_single, dist.batch_isend_irecv
+        seen: list[int] = []
 
         def see() -> None:
-            nonlocal peak
             sides = (self._source, self._target, self._cut.shard if self._cut is not None else {})
-            tensors = [t for side in sides for parts in side.values() for t in parts]
-            peak = max(peak, storage_bytes(tensors))
+            seen.append(storage_bytes([t for side in sides for parts in side.values() for t in parts]))
 
-        def count_gather(incoming: torch.Tensor, outgoing: torch.Tensor, **options: Any) -> Any:
-            nonlocal received, messages
-            received += incoming.nbytes - outgoing.nbytes
-            messages += incoming.nbytes // outgoing.nbytes - 1
-            see()
-            return gather(incoming, outgoing, **options)
-
-        def count_exchange(operations: list[Any]) -> Any:
-            nonlocal received, messages
-            sizes = [operation.tensor.nbytes for operation in operations if operation.op is dist.irecv]
-            received, messages = received + sum(sizes), messages + len(sizes)
-            see()
-            return exchange(operations)
-
-        dist.all_gather_single, dist.batch_isend_irecv = count_gather, count_exchange
-        try:
+        with count_traffic(see) as traffic:
             self.run()
             see()
-        finally:
-            dist.all_gather_single, dist.batch_isend_irecv = gather, exchange
         self.restore()
-        # A message ends in a seal of 16 bytes, and weights of 4 bytes may need 4 more to align it.
-        seals = received - self.planned_bytes
-        assert 16 * messages <= seals <= 20 * messages, (received, self.planned_bytes, messages)
-        return {"planned": self.planned_bytes, "counted": received, "peak": peak}
+        assert traffic.matches(self.planned_bytes), (traffic, self.planned_bytes)
+        return {"planned": self.planned_bytes, "counted": traffic.recv_bytes, "peak": max(seen)}
 
 
 class _Cut:

@@ -12,15 +12,11 @@ from hf_engine.resharding.execute import ReshardExecutor, check_weights, execute
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.plan import plan_reshard
 from hf_engine.testing import LocalRanks
+from hf_engine.testing._weights import cut_weights, empty_weights, numbered_weights
 from hf_protocols.errors import ReshardError
 
 SHAPES = {"embed": (13, 4), "norm": (5,), "head": (1, 8), "scale": (), "experts": (3, 2, 5)}
 SHARDED = {name: shape for name, shape in SHAPES.items() if shape}
-
-
-def full_weights(shapes, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(7)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
 
 
 def random_layout(rng, shapes, world_size, dtype="float32"):
@@ -37,22 +33,6 @@ def random_layout(rng, shapes, world_size, dtype="float32"):
     return WeightLayout(shapes=shapes, boxes=fixed, dtype=dtype)
 
 
-def cut(layout, rank, full):
-    """A rank's tensors as a training engine would hold them."""
-    return {
-        name: [full[name][box.slices_in(Box.whole(full[name].shape))].clone() for box in boxes]
-        for name, boxes in layout.boxes_of(rank).items()
-    }
-
-
-def empty(layout, rank):
-    dtype = getattr(torch, layout.dtype)
-    return {
-        name: [torch.full(box.shape, float("nan"), dtype=dtype) for box in boxes]
-        for name, boxes in layout.boxes_of(rank).items()
-    }
-
-
 def assert_same(tensors, expected):
     assert tensors.keys() == expected.keys()
     for name, parts in tensors.items():
@@ -62,30 +42,30 @@ def assert_same(tensors, expected):
 
 def reshard_between_random_layouts(num_cases):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    full = full_weights(SHAPES)
+    full = numbered_weights(SHAPES)
     rng = random.Random(world_size)
     for _ in range(num_cases):
         source, target = (random_layout(rng, SHAPES, world_size) for _ in range(2))
         forth, back = plan_reshard(source, target), plan_reshard(target, source)
         bucket_bytes = rng.choice([16, 80, 4096])
-        weights = empty(target, rank)
-        received = execute_reshard(forth, cut(source, rank, full), weights, bucket_bytes=bucket_bytes)
+        weights = empty_weights(target, rank)
+        received = execute_reshard(forth, cut_weights(source, rank, full), weights, bucket_bytes=bucket_bytes)
         assert received == forth.recv_bytes[rank]
-        assert_same(weights, cut(target, rank, full))
-        returned = empty(source, rank)
+        assert_same(weights, cut_weights(target, rank, full))
+        returned = empty_weights(source, rank)
         assert execute_reshard(back, weights, returned, bucket_bytes=bucket_bytes) == back.recv_bytes[rank]
-        assert_same(returned, cut(source, rank, full))
+        assert_same(returned, cut_weights(source, rank, full))
 
 
 def gather_fsdp_shards(bucket_bytes):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    full = full_weights(SHARDED)
+    full = numbered_weights(SHARDED)
     source, target = fsdp_layout(SHARDED, range(world_size)), replicated_layout(SHARDED, range(world_size))
     plan = plan_reshard(source, target)
     executor = ReshardExecutor(plan, bucket_bytes=bucket_bytes)
     # Every message ends in a seal: two rounds in flight, at most one message to and from every peer.
     assert executor.buffer_bytes <= bucket_bytes + 4 * world_size * (4 + 24)
-    shards = {name: parts[0] for name, parts in cut(source, rank, full).items()}
+    shards = {name: parts[0] for name, parts in cut_weights(source, rank, full).items()}
     weights = {name: torch.zeros(shape) for name, shape in SHARDED.items()}
     for step in range(3):
         pointers = [tensor.data_ptr() for tensor in weights.values()]
@@ -100,23 +80,23 @@ def gather_fsdp_shards(bucket_bytes):
 
 def cast_on_the_way():
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    full = full_weights(SHARDED)
+    full = numbered_weights(SHARDED)
     source = fsdp_layout(SHARDED, range(world_size))
     target = replicated_layout(SHARDED, range(world_size), dtype="bfloat16")
     plan = plan_reshard(source, target)
-    weights = empty(target, rank)
-    received = execute_reshard(plan, cut(source, rank, full), weights)
+    weights = empty_weights(target, rank)
+    received = execute_reshard(plan, cut_weights(source, rank, full), weights)
     assert received == plan.recv_bytes[rank]
     assert_same(weights, {name: [tensor.to(torch.bfloat16)] for name, tensor in full.items()})
 
 
 def move_between_disjoint_ranks():
     rank = dist.get_rank()
-    full = full_weights(SHARDED)
+    full = numbered_weights(SHARDED)
     source, target = fsdp_layout(SHARDED, [2, 0]), replicated_layout(SHARDED, [1])
-    weights = empty(target, rank)
-    received = execute_reshard(plan_reshard(source, target), cut(source, rank, full), weights)
-    assert_same(weights, cut(target, rank, full))
+    weights = empty_weights(target, rank)
+    received = execute_reshard(plan_reshard(source, target), cut_weights(source, rank, full), weights)
+    assert_same(weights, cut_weights(target, rank, full))
     return received
 
 
@@ -151,6 +131,24 @@ def test_fsdp_shards_reach_every_rank_within_the_bucket(ranks2, ranks3, bucket_b
     elements = {name: torch.Size(shape).numel() for name, shape in SHARDED.items()}
     for received in (*ranks2.run(gather_fsdp_shards, bucket_bytes), *ranks3.run(gather_fsdp_shards, bucket_bytes)):
         assert sum(received.values()) == 4 * sum(elements.values()) * (len(received) - 1)
+
+
+@pytest.mark.parametrize(("dtype", "item_bytes"), [("float32", 4), ("bfloat16", 2), ("float64", 8)])
+def test_the_smallest_bucket_holds_four_elements(ranks2, dtype, item_bytes):
+    """One element for each of two rounds in flight, out and in: it works, and one byte less is refused."""
+    ranks2.run(fill_the_smallest_bucket, dtype, 4 * item_bytes)
+
+
+def fill_the_smallest_bucket(dtype, bucket_bytes):
+    rank = dist.get_rank()
+    full = numbered_weights({"w": (5, 3)}, dtype)
+    source, target = (make({"w": (5, 3)}, range(2), dtype=dtype) for make in (fsdp_layout, replicated_layout))
+    plan = plan_reshard(source, target)
+    weights = empty_weights(target, rank)
+    ReshardExecutor(plan, bucket_bytes=bucket_bytes).run(cut_weights(source, rank, full), weights)
+    assert_same(weights, cut_weights(target, rank, full))
+    with pytest.raises(ReshardError, match=f"bucket_bytes={bucket_bytes - 1} does not hold four {dtype} elements"):
+        ReshardExecutor(plan, bucket_bytes=bucket_bytes - 1)
 
 
 def test_masters_are_cast_before_they_are_sent(ranks2):

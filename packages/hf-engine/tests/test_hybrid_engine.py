@@ -15,6 +15,7 @@ from hf_engine.resharding.moving import storage_bytes
 from hf_engine.resharding.steps import Step
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, greedy_response, rows_of, select_rows
+from hf_engine.testing._traffic import count_traffic
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, ReshardError, Topology
 
 VOCAB_SIZE = 64
@@ -120,29 +121,6 @@ def test_a_wrong_sync_cannot_pass(ranks2, tmp_path):
     ranks2.run(refuse_other_models, tied, untied, wide)
 
 
-class Counter:
-    """Counts what torch.distributed receives on this rank; knows nothing of plans."""
-
-    def __init__(self, monkeypatch, observe=lambda: None):
-        self.received = self.messages = 0
-        self._observe = observe
-        monkeypatch.setattr(dist, "all_gather_single", self._gather)
-        monkeypatch.setattr(dist, "batch_isend_irecv", self._exchange)
-
-    def _gather(self, incoming, outgoing, *args, real=dist.all_gather_single, **options):
-        self.received += incoming.nbytes - outgoing.nbytes
-        self.messages += incoming.nbytes // outgoing.nbytes - 1
-        self._observe()
-        return real(incoming, outgoing, *args, **options)
-
-    def _exchange(self, operations, real=dist.batch_isend_irecv):
-        received = [operation.tensor.nbytes for operation in operations if operation.op is dist.irecv]
-        self.received += sum(received)
-        self.messages += len(received)
-        self._observe()
-        return real(operations)
-
-
 def bits(tensors):
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
@@ -159,12 +137,10 @@ def hold_one_copy(model, bucket_bytes):
     before, shard = bits(train.local_weights()), storage_bytes(train.local_weights().values())
     assert live() == shard == engine.plan.source.held_bytes(rank)
     seen = []
-    with pytest.MonkeyPatch.context() as patch:
-        counter = Counter(patch, lambda: seen.append(live()))
-        with engine.generation():
-            inside = live()
-            assert storage_bytes(train.local_weights().values()) == 0
-            engine.generate(build_prompts(4, vocab_size=VOCAB_SIZE), GREEDY)
+    with count_traffic(lambda: seen.append(live())) as traffic, engine.generation():
+        inside = live()
+        assert storage_bytes(train.local_weights().values()) == 0
+        engine.generate(build_prompts(4, vocab_size=VOCAB_SIZE), GREEDY)
     after = train.local_weights()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert live() == shard
@@ -174,8 +150,7 @@ def hold_one_copy(model, bucket_bytes):
     largest = max(tensor.nbytes for tensor in before.values())
     peak = max([*seen, inside])
     assert peak <= memory.generation_bytes + max(bucket_bytes, largest), (peak, memory)
-    # A message may be padded to eight bytes before its seal of sixteen.
-    assert 0 <= counter.received - engine.plan.recv_bytes[rank] - 16 * counter.messages < 8 * counter.messages
+    assert traffic.matches(engine.plan.recv_bytes[rank])
     step(train)
     engine.close()
     return len(seen)
@@ -194,11 +169,10 @@ def send_twice(model):
     _, _, engine = build_engine(model, model, training_weights="keep", bucket_bytes=1 << 14)
     executor = engine._executor
     executor._steps = [*executor._steps, *executor._steps]
-    with pytest.MonkeyPatch.context() as patch:
-        counter = Counter(patch)
-        with engine.generation():
-            pass
-    return counter.received - 24 * counter.messages > engine.plan.recv_bytes[dist.get_rank()]
+    with count_traffic() as traffic, engine.generation():
+        pass
+    planned = engine.plan.recv_bytes[dist.get_rank()]
+    return not traffic.matches(planned) and traffic.recv_bytes - 24 * traffic.num_messages > planned
 
 
 def test_the_count_finds_an_executor_that_sends_too_much(ranks2, tmp_path):

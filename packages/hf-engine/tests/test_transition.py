@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
 
@@ -10,33 +9,13 @@ import numpy as np
 import pytest
 
 from hf_engine.resharding.transition import plan_transition
+from hf_engine.testing._shapes import tiny_shape, uniform_shape
 from hf_protocols.errors import ReshardError, TopologyError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 from hf_protocols.transition import compute_transition_cost
 
-
-@dataclass(frozen=True, kw_only=True)
-class UniformShape(ModelShape):
-    """A model of tensor-parallel matrices only, the same in every layer: the case of the paper's formulas."""
-
-    def parameters(self):
-        shape = (64, 64)
-        return {
-            f"model.layers.{n}.mlp.{m}.weight": shape for n in range(self.num_layers) for m in ("up_proj", "down_proj")
-        }
-
-
-UNIFORM = UniformShape(
-    name="uniform",
-    num_layers=16,
-    hidden_size=64,
-    intermediate_size=64,
-    num_heads=64,
-    num_kv_heads=64,
-    head_dim=1,
-    vocab_size=1,
-)
+UNIFORM = uniform_shape()
 NESTED = [
     (pp, tp, dp, gen_pp, gen_tp)
     for pp, tp, dp in product([1, 2, 4, 8, 16], [1, 2, 4, 8, 16], [1, 2, 4])
@@ -131,17 +110,7 @@ def brute_force_recv(plan, rank):
     return needed * 2
 
 
-SMALL = ModelShape(
-    name="small",
-    num_layers=3,
-    hidden_size=12,
-    intermediate_size=20,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=3,
-    vocab_size=70,
-    tie_embeddings=True,
-)
+SMALL = tiny_shape(num_layers=3, hidden_size=12, intermediate_size=20, head_dim=3, tie_embeddings=True)
 
 
 @pytest.mark.parametrize(

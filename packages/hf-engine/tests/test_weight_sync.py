@@ -4,37 +4,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import fsdp_layout, replicated_layout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_engine.testing import LocalRanks
+from hf_engine.testing._shapes import tiny_shape
+from hf_engine.testing._weights import cut_weights, numbered_weights
 from hf_engine.weight_sync import WeightSync
 from hf_protocols.errors import ReshardError
-from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 
-MODEL = ModelShape(
-    name="tiny",
-    num_layers=2,
-    hidden_size=16,
-    intermediate_size=24,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    vocab_size=70,
-)
+MODEL = tiny_shape()
 
 
 def weights_of(version):
-    generator = torch.Generator().manual_seed(version)
-    return {name: torch.randn(shape, generator=generator) for name, shape in MODEL.parameters().items()}
-
-
-def cut(layout, rank, full):
-    return {
-        name: [full[name][box.slices_in(Box.whole(full[name].shape))].clone() for box in boxes]
-        for name, boxes in layout.boxes_of(rank).items()
-    }
+    return numbered_weights(MODEL.parameters(), version=version)
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +33,13 @@ def train_on_two_generate_on_two():
     target = generation_layout(MODEL, Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2)))
     trains, index = rank % 2 == 1, rank // 2
     sync = WeightSync(source if trains else target, side="source" if trains else "target", bucket_bytes=1 << 10)
-    buffers = cut(target, index, weights_of(0))
+    buffers = cut_weights(target, index, weights_of(0))
     for version in (1, 5, 6):
         if trains:
-            sync.send(cut(source, index, weights_of(version)), version=version)
+            sync.send(cut_weights(source, index, weights_of(version)), version=version)
             continue
         assert sync.receive(buffers) == version
-        expected = cut(target, index, weights_of(version))
+        expected = cut_weights(target, index, weights_of(version))
         for name, parts in expected.items():
             assert all(torch.equal(a, b) for a, b in zip(buffers[name], parts, strict=True)), name
     with pytest.raises(ReshardError, match="is for the"):
