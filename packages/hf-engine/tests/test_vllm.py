@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from hf_engine import SamplingParams, load_rollout_backend
+from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine.backends.vllm import _library
+from hf_engine.resharding.boxes import Box
 from hf_engine.testing import LocalRanks, check_rollout_backend, write_tiny_model
-from hf_protocols import GenerationSpec, ParallelSpec, Topology
+from hf_engine.testing._cases import build_batch, build_prompts, greedy_response, rows_of, select_rows
+from hf_protocols import (
+    THREE_D,
+    BackendError,
+    BackendUnavailableError,
+    GenerationSpec,
+    NonFiniteLossError,
+    ParallelSpec,
+    ReshardError,
+    Topology,
+)
 
 VOCAB_SIZE, MAX_POSITIONS = 64, 48
 CACHE_BYTES = 16 << 20
@@ -33,7 +48,9 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "mistral": write_tiny_model(folder / "mistral", family="mistral", tie_embeddings=False),
         "stopping": write_tiny_model(folder / "stopping", eos_token_id=[7, 30]),
         "heads": write_tiny_model(folder / "heads", head_dim=48),
-        "other": write_tiny_model(folder / "other", seed=1),
+        "derived": write_tiny_model(folder / "derived", family="qwen2", num_attention_heads=4),
+        "two heads": write_tiny_model(folder / "first", num_key_value_heads=2),
+        "two others": write_tiny_model(folder / "second", num_key_value_heads=2, seed=1),
     }
 
 
@@ -59,7 +76,7 @@ def build(model, topology, **options):
     return load_rollout_backend("vllm").build(model, topology=topology, **{"cache_bytes": CACHE_BYTES, **options})
 
 
-def conform(model, topology):
+def conform(model, topology, **options):
     backends = []
 
     def start():
@@ -67,8 +84,144 @@ def conform(model, topology):
         return backends[0]
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    check_rollout_backend(start, reference, vocab_size=VOCAB_SIZE, max_positions=MAX_POSITIONS, topology=topology)
+    check_rollout_backend(
+        start, reference, vocab_size=VOCAB_SIZE, max_positions=MAX_POSITIONS, topology=topology, **options
+    )
     backends[0].close()
+
+
+def lacking_bytes(plan, rank):
+    """What a rank wants and does not hold, element by element."""
+    lacking = 0
+    for name, shape in plan.target.shapes.items():
+        wanted, held = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+        for layout, mask in ((plan.target, wanted), (plan.source, held)):
+            for box in layout.boxes_of(rank).get(name, ()):
+                mask[box.slices_in(Box.whole(shape))] = True
+        lacking += int((wanted & ~held).sum()) * 4
+    return lacking
+
+
+def train_and_generate(backend, topology, train_model, rollout_model, directory):
+    """The engine starts from other weights than the training backend."""
+    config = TrainConfig(learning_rate=3e-2, max_grad_norm=10.0)
+    train = load_train_backend(backend).build(train_model, topology=topology, config=config)
+    rollout = build(rollout_model, topology)
+    with pytest.raises(BackendError, match=r'VllmBackend keeps its weights itself: .*use training_weights="keep"'):
+        HybridEngine(train, rollout, topology, training_weights="move")
+    # A bound below the largest parameter: many groups.
+    engine = HybridEngine(train, rollout, topology, bucket_bytes=8 << 10)
+    memory, rank = engine.memory, dist.get_rank()
+    assert memory.training == "kept" and memory.training_bytes == engine.plan.source.held_bytes(rank)
+    assert memory.engine_bytes == engine.plan.target.held_bytes(rank) + CACHE_BYTES
+    assert memory.released_bytes == CACHE_BYTES and rollout.engine_bytes == engine.plan.target.held_bytes(rank)
+    assert memory.staging_bytes <= 8 * (8 << 10)
+    prompts = build_prompts(4, vocab_size=VOCAB_SIZE)
+    for index in range(3):
+        if index != 1:
+            train_step(train, topology)
+        with engine.generation():
+            responses = engine.generate(prompts, GREEDY)
+        transition = engine.last_transition
+        assert transition.recv_bytes == (engine.plan.recv_bytes[rank] if index != 1 else 0)
+        train.export_hf(Path(directory) / str(index))
+        exported = AutoModelForCausalLM.from_pretrained(Path(directory) / str(index), dtype=torch.float32).eval()
+        for prompt, found in zip(rows_of(prompts["prompt_ids"]), rows_of(responses["response_ids"]), strict=True):
+            assert torch.equal(found, greedy_response(exported, prompt, 6, frozenset()))
+        assert responses["weight_version"].tolist() == [engine.weight_version] * 4
+        trained = rows_of(train.compute_logprobs(prompts.update(responses.select("response_ids")))["logprobs"])
+        for ours, theirs in zip(rows_of(responses["rollout_logprobs"]), trained, strict=True):
+            assert float((ours - theirs).abs().max()) < 1e-4
+    assert engine.weight_version == 2
+    assert engine.plan.recv_bytes[rank] == lacking_bytes(engine.plan, rank)
+    engine.close()
+    return engine.plan.recv_bytes[rank]
+
+
+def train_step(train, topology):
+    batch = build_batch(6, vocab_size=VOCAB_SIZE)
+    rows = list(THREE_D.distribute(topology, 6)[dist.get_rank()])
+
+    def loss(outputs, micro_batch):
+        return -(outputs["logprobs"] * micro_batch["response_mask"]).sum(), {}
+
+    train.train_step(select_rows(batch, rows), loss, 18.0)
+
+
+def refuse(models, directory):
+    one = Topology(ParallelSpec(), GenerationSpec())
+    with pytest.raises(BackendError, match="that has 1 ranks, the topology 2"):
+        build(models["tied"], Topology(ParallelSpec(dp_size=2), GenerationSpec()))
+    with pytest.raises(BackendError, match=r"has head_dim=48; vLLM on a CPU runs \[32, 64, .* 'transformers'"):
+        build(models["heads"], one)
+    with pytest.raises(BackendError, match=r"heads of \[16\], its config says 32: .* 'transformers'"):
+        build(models["derived"], one)
+    with pytest.raises(BackendError, match=r"vLLM finds no model in '.*absent'"):
+        build(models["tied"] / "absent", one)
+    (directory / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(BackendError, match=r"no known layout \(model_type='gpt2' .* 'transformers'"):
+        build(directory, one)
+    with pytest.raises(BackendError, match=r"48 positions needs 24576 bytes .* above cache_bytes=24575; raise it"):
+        build(models["tied"], one, cache_bytes=24_575)
+    # vLLM's blocks have more tokens than the model positions.
+    with pytest.raises(BackendError, match=r"vLLM did not start .* cache_bytes=30000, .*: raise cache_bytes\): "):
+        build(models["tied"], one, cache_bytes=30_000)
+
+
+def refuse_stages(model):
+    with pytest.raises(BackendError, match="gen_pp_size=2 is not supported; set it to 1 and raise gen_tp_size"):
+        build(model, Topology(ParallelSpec(pp_size=2), GenerationSpec(gen_pp_size=2)))
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96}
+    uneven = write_tiny_model(model.parent / f"uneven-{dist.get_rank()}", **heads)
+    with pytest.raises(ReshardError, match="3 heads do not share out over 2 tensor-parallel ranks"):
+        build(uneven, Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2)))
+
+
+def use_wrongly(models):
+    """After all refusals: the process still starts an engine, and only one."""
+    topology = Topology(ParallelSpec())
+    torch.manual_seed(3)
+    random.seed(3)
+    state = random.getstate()
+    before = torch.get_num_threads(), torch.get_rng_state()
+    backend = build(models["stopping"], topology, max_positions=20, cache_bytes=1, cache_fraction=1e-4)
+    assert random.getstate() == state and torch.equal(torch.get_rng_state(), before[1])
+    assert torch.get_num_threads() == before[0] == 1
+    torch.set_num_threads(1)  # vLLM would leave a warning in its place
+    with pytest.raises(BackendError, match="one vLLM engine at a time: close the other backend first"):
+        build(models["tied"], topology)
+    prompts = build_prompts(40, vocab_size=VOCAB_SIZE)
+    with pytest.raises(BackendError, match="above the model's 20 positions - max_new_tokens=16 = 4"):
+        backend.generate(prompts, SamplingParams(max_new_tokens=16))
+    result = backend.generate(prompts, SamplingParams(max_new_tokens=12, temperature=3.0, stop_token_ids=(11,)))
+    for ids, reason in zip(rows_of(result["response_ids"]), result["finish_reason"].tolist(), strict=True):
+        stops = [token for token in ids.tolist() if token in (7, 11, 30)]
+        assert stops == ids.tolist()[-1:] if reason == 0 else not stops
+    assert set(result["finish_reason"].tolist()) == {0, 1}
+    with pytest.raises(BackendError, match="call begin_weights first"):
+        backend.load_shards({})
+    weights = {name: [torch.full(shape, torch.nan)] for name, shape in backend.weight_layout().shapes.items()}
+    backend.begin_weights()
+    backend.load_shards(weights)
+    backend.commit_weights(4)
+    with pytest.raises(NonFiniteLossError, match="row 0 are not finite at weight version 4"):
+        backend.generate(prompts, GREEDY)
+    backend.release()
+    with pytest.raises(BackendError, match="the KV cache was released; resume before generating"):
+        backend.generate(prompts, GREEDY)
+    backend.close()
+    backend.close()
+    with pytest.raises(BackendError, match="the engine was closed"):
+        backend.generate(prompts, GREEDY)
+
+
+def samples_of(backend, model, topology):
+    options = {"cache_bytes": CACHE_BYTES} if backend == "vllm" else {}
+    rollout = load_rollout_backend(backend).build(model, topology=topology, **options)
+    sampling = SamplingParams(max_new_tokens=8, n=3, temperature=1.3, top_p=0.9, top_k=20, seed=11, step=2)
+    responses = rollout.generate(build_prompts(6, vocab_size=VOCAB_SIZE), sampling)
+    rollout.close()
+    return [row.tolist() for row in rows_of(responses["response_ids"])]
 
 
 class TestEngines:
@@ -91,4 +244,39 @@ class TestEngines:
         """The paper's grouping: vLLM would take the ranks 0, 1 and 2, 3."""
         topology = Topology(ParallelSpec(tp_size=4), GenerationSpec(gen_tp_size=2))
         assert topology.groups("gen_tp") == ((0, 2), (1, 3))
-        four.run(conform, models["untied"], topology, deadline_s=380)
+        four.run(conform, models["untied"], topology, num_rows=3, deadline_s=380)
+
+    @pytest.mark.parametrize("gen_tp_size", [1, 2])
+    @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+    def test_generation_sees_the_trained_weights(self, two, models, tmp_path, backend, gen_tp_size):
+        train = ParallelSpec(dp_size=2) if backend == "fsdp" else ParallelSpec(tp_size=2)
+        topology = Topology(train, GenerationSpec(gen_tp_size=gen_tp_size))
+        arguments = (backend, topology, models["two heads"], models["two others"], tmp_path)
+        received = two.run(train_and_generate, *arguments, deadline_s=300)
+        # Equal tensor-parallel layouts: the training shard is the generation shard.
+        assert all(received) == (backend == "fsdp" or gen_tp_size == 1)
+
+    def test_the_samples_are_those_of_other_backends(self, alone, models):
+        topology = Topology(ParallelSpec(), GenerationSpec())
+        (found,), (wanted,) = (
+            alone.run(samples_of, name, models["untied"], topology) for name in ("vllm", "transformers")
+        )
+        assert found == wanted
+
+    def test_what_cannot_run_is_refused_and_the_next_start_is_clean(self, alone, two, models, tmp_path):
+        alone.run(refuse, models, tmp_path, deadline_s=300)
+        alone.run(use_wrongly, models, deadline_s=300)
+        two.run(refuse_stages, models["tied"], deadline_s=300)
+
+
+def test_another_version_is_refused_with_the_line_that_installs_one(monkeypatch):
+    monkeypatch.setattr(_library, "version", lambda distribution: "0.33.1")
+    with pytest.raises(BackendError, match=r"supports vLLM >=0.32,<0.33 and vllm 0.33.1 is installed: pip install"):
+        build("model", Topology(ParallelSpec()))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_a_missing_vllm_is_answered_with_the_line_that_installs_it():
+    assert load_rollout_backend("vllm").largest_generation == GenerationSpec(gen_tp_size=64)
+    with pytest.raises(BackendUnavailableError, match=r'not installed: pip install "hf-engine\[vllm\]" .*env.sh vllm'):
+        build("model", Topology(ParallelSpec()))

@@ -91,9 +91,9 @@ class VllmBackend:
         with embedded():
             from hf_engine.backends.vllm._engine import Engine, plan_layout
 
-            layout = plan_layout(model, topology, dtype)
+            shape, layout = plan_layout(model, topology, dtype)
             engine = Engine(
-                model, topology, dtype=dtype, seed=seed, cache_bytes=cache_bytes, max_positions=max_positions
+                model, shape, topology, dtype=dtype, seed=seed, cache_bytes=cache_bytes, max_positions=max_positions
             )
         return cls(engine, layout=layout)
 

@@ -24,7 +24,7 @@ from hf_engine.backends.vllm._draws import DrawProcessor
 from hf_engine.backends.vllm._groups import SETTINGS, GroupSettings, current_tp_ranks, destroy_groups
 from hf_engine.backends.vllm._requests import run_requests
 from hf_engine.backends.vllm._weights import TRANSFER, Shard, register_transfer
-from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.resharding.layouts import DTYPE_BYTES, WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_protocols.errors import BackendError, ConfigError
 from hf_protocols.models import ModelShape
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "plan_layout"]
 
 
-def plan_layout(model: str | Path, topology: Topology, dtype: str) -> WeightLayout:
-    """The layout that vLLM will have.
+def plan_layout(model: str | Path, topology: Topology, dtype: str) -> tuple[ModelShape, WeightLayout]:
+    """The model's shape, and the layout that vLLM will have.
 
     Raises:
         BackendError: before anything starts, for a model or a layout that does not run here.
@@ -58,7 +58,7 @@ def plan_layout(model: str | Path, topology: Topology, dtype: str) -> WeightLayo
             f"{str(model)!r} has head_dim={shape.head_dim}; vLLM on a CPU runs {sizes}; choose another model, or "
             "rollout backend 'transformers'"
         )
-    return generation_layout(shape, topology, dtype=dtype)
+    return shape, generation_layout(shape, topology, dtype=dtype)
 
 
 class Engine:
@@ -66,6 +66,7 @@ class Engine:
 
     Args:
         model: directory or hub name.
+        shape: the same, as we read it.
         topology: generation replicas.
         dtype: of weights and computation.
         seed: vLLM's own.
@@ -79,6 +80,7 @@ class Engine:
     def __init__(
         self,
         model: str | Path,
+        shape: ModelShape,
         topology: Topology,
         *,
         dtype: str,
@@ -88,6 +90,13 @@ class Engine:
     ) -> None:
         if model_parallel_is_initialized():
             raise BackendError("a process runs one vLLM engine at a time: close the other backend first")
+        positions = max_positions or shape.max_positions
+        needed = positions * _cache_bytes_per_token(shape, topology, dtype)
+        if needed > cache_bytes:
+            raise BackendError(
+                f"one sequence of {positions} positions needs {needed} bytes of keys and values, above "
+                f"cache_bytes={cache_bytes}; raise it or lower max_positions"
+            )
         register_transfer()
         groups = topology.groups("gen_tp")
         name: list[Any] = [f"hf-engine-{uuid.uuid4().hex}"]
@@ -117,10 +126,18 @@ class Engine:
             destroy_groups()
             raise BackendError(
                 f"vLLM did not start with {str(model)!r}, gen_tp_size={len(groups[0])}, cache_bytes={cache_bytes}, "
-                f"max_positions={max_positions}: {error}"
+                f"max_positions={max_positions} (a cache that is too small: raise cache_bytes): {error}"
             ) from error
         # It would destroy the default process group, which is the caller's; `close` does the rest of it.
         self._engine.engine_core._finalizer.detach()
+        layers = self._engine.vllm_config.compilation_config.static_forward_context.values()
+        sizes = {layer.head_size for layer in layers if hasattr(layer, "head_size")}
+        if sizes != {shape.head_dim}:
+            self.close()
+            raise BackendError(
+                f"vLLM built {str(model)!r} with heads of {sorted(sizes)}, its config says {shape.head_dim}: vLLM's "
+                "class of this family derives it; choose another model, or rollout backend 'transformers'"
+            )
         self._worker = self._engine.model_executor.driver_worker.worker
         caches = [cache.untyped_storage() for cache in self._worker.model_runner.kv_caches]
         self._caches = list({storage._cdata: storage for storage in caches}.values())
@@ -198,11 +215,19 @@ class Engine:
         core.structured_output_manager.clear_backend()
         core.model_executor.shutdown()
         core.scheduler.shutdown()
-        del core, self._engine, self._worker
-        self._caches = []
+        del core
+        vars(self).clear()
         destroy_groups()
         gc.unfreeze()
         gc.collect()
+
+
+def _cache_bytes_per_token(shape: ModelShape, topology: Topology, dtype: str) -> int:
+    """Keys and values of one token over all layers on one rank; vLLM rounds tokens up to blocks."""
+    generation = topology.generation
+    assert generation is not None, "the backend has set it"
+    heads = max(1, shape.num_kv_heads // generation.gen_tp_size)
+    return 2 * shape.num_layers * heads * shape.head_dim * DTYPE_BYTES[dtype]
 
 
 def _read_shape(model: str | Path) -> ModelShape:
