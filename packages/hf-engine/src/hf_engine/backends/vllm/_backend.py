@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -162,20 +162,13 @@ class VllmBackend:
         require_columns(batch, ("prompt_ids", "row_id"))
         check_prompts(Ragged(batch["prompt_ids"]).lengths.tolist(), engine.max_positions, sampling)
         strings = load_stop_strings(engine.model, sampling)
-        outputs = engine.run(batch, sampling, sorted(engine.stop_token_ids | set(sampling.stop_token_ids)))
-        cuts = [strings.cut(output.token_ids) if strings is not None else None for output in outputs]
-        lengths = [len(output.token_ids) if cut is None else cut for output, cut in zip(outputs, cuts, strict=True)]
-        samples = list(zip(outputs, lengths, strict=True))
+        stops = sorted(engine.stop_token_ids | set(sampling.stop_token_ids))
+        responses = engine.run(batch, sampling, stops, strings)
         return build_responses(
-            torch.tensor([token for output, length in samples for token in output.token_ids[:length]]),
-            torch.tensor([logprob for output, length in samples for logprob in _logprobs_of(output)[:length]]),
-            torch.tensor(lengths),
-            torch.tensor(
-                [
-                    _STOP if cut is not None or output.finish_reason == "stop" else _LENGTH
-                    for output, cut in zip(outputs, cuts, strict=True)
-                ]
-            ),
+            torch.tensor([token for response in responses for token in response.token_ids]),
+            torch.tensor([logprob for response in responses for logprob in response.logprobs]),
+            torch.tensor([len(response.token_ids) for response in responses]),
+            torch.tensor([_STOP if response.is_stopped else _LENGTH for response in responses]),
             n=sampling.n,
             version=self._weight_version,
         )
@@ -201,10 +194,6 @@ class VllmBackend:
         if self._engine is None:
             raise BackendError("the engine was closed; build another backend")
         return self._engine
-
-
-def _logprobs_of(output: Any) -> list[float]:
-    return [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
 
 
 def _memory_bytes() -> int:

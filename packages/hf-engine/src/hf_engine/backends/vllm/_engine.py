@@ -22,7 +22,7 @@ from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._responses import end_of_sequence_ids
 from hf_engine.backends.vllm._draws import DrawProcessor
 from hf_engine.backends.vllm._groups import SETTINGS, GroupSettings, current_tp_ranks, destroy_groups
-from hf_engine.backends.vllm._requests import run_requests
+from hf_engine.backends.vllm._requests import Response, run_requests
 from hf_engine.backends.vllm._weights import TRANSFER, Shard, register_transfer
 from hf_engine.resharding.layouts import DTYPE_BYTES, WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
@@ -32,6 +32,9 @@ from hf_protocols.topology import Topology
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+    from hf_engine.backends._stop_strings import StopStrings
+
 
 __all__ = ["Engine", "plan_layout"]
 
@@ -168,9 +171,18 @@ class Engine:
         """Global ranks of vLLM's tensor-parallel group."""
         return current_tp_ranks()
 
-    def run(self, batch: TensorDict, sampling: SamplingParams, stops: Sequence[int]) -> list[Any]:
-        """VLLM's outputs for a batch; see `run_requests`."""
-        return run_requests(self._engine, batch, sampling, stops)
+    def run(
+        self, batch: TensorDict, sampling: SamplingParams, stops: Sequence[int], strings: StopStrings | None
+    ) -> list[Response]:
+        """All samples of a batch; see `run_requests`.
+
+        Raises:
+            BackendError: if the engine fails on the way; it is of no use any more.
+        """
+        try:
+            return run_requests(self._engine, batch, sampling, stops, strings)
+        except RuntimeError as error:
+            raise BackendError(f"vLLM failed while it generated; close this backend, build another: {error}") from error
 
     def begin_update(self) -> None:
         """Prepares the layers for new weights; an update that did not finish is dropped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +17,25 @@ from hf_engine.backends.vllm._draws import EXTRA, Draw
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["run_requests"]
+    from hf_engine.backends._stop_strings import StopStrings
+
+__all__ = ["Response", "run_requests"]
 
 
-def run_requests(engine: Any, batch: TensorDict, sampling: SamplingParams, stops: Sequence[int]) -> list[Any]:
+@dataclass(frozen=True)
+class Response:
+    """One sample."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Aligned with `token_ids`."""
+    is_stopped: bool
+    """By a stop token or string; else it is as long as it may be."""
+
+
+def run_requests(
+    engine: Any, batch: TensorDict, sampling: SamplingParams, stops: Sequence[int], strings: StopStrings | None
+) -> list[Response]:
     """Runs a batch to its end.
 
     Args:
@@ -27,9 +43,10 @@ def run_requests(engine: Any, batch: TensorDict, sampling: SamplingParams, stops
         batch: columns `prompt_ids` and `row_id`.
         sampling: how to draw.
         stops: all tokens that end a response.
+        strings: what else ends one; it is looked for after every token.
 
     Returns:
-        vLLM's outputs, the n samples of a prompt one after the other.
+        The n samples of a prompt one after the other.
     """
     uniforms = draw_uniforms(batch["row_id"], sampling).tolist()
     stop_ids = torch.tensor(list(stops), dtype=torch.int64)
@@ -44,13 +61,19 @@ def run_requests(engine: Any, batch: TensorDict, sampling: SamplingParams, stops
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=0,
-                output_kind=RequestOutputKind.FINAL_ONLY,
+                output_kind=RequestOutputKind.CUMULATIVE if strings else RequestOutputKind.FINAL_ONLY,
                 extra_args={EXTRA: draw},
             )
             engine.add_request(str(sample), {"prompt_token_ids": prompt_ids}, parameters)
-    finished: dict[int, Any] = {}
+    finished: dict[int, Response] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
-            if output.finished:
-                finished[int(output.request_id)] = output.outputs[0]
+            (found,) = output.outputs
+            completes = strings is not None and strings.ends(found.token_ids)
+            if completes and not output.finished:
+                engine.abort_request([output.request_id])
+            if completes or output.finished:
+                logprobs = [step[token].logprob for step, token in zip(found.logprobs, found.token_ids, strict=True)]
+                is_stopped = completes or found.finish_reason == "stop"
+                finished[int(output.request_id)] = Response(list(found.token_ids), logprobs, is_stopped)
     return [finished[sample] for sample in range(len(uniforms))]
