@@ -7,9 +7,11 @@ any torch.distributed launcher. Backends are entry points and load only when the
 from __future__ import annotations
 
 from hf_engine.backends import (
+    FormsReplicas,
     LossFunction,
     RolloutBackend,
     SamplingParams,
+    SupportsShardLoading,
     SupportsWeightBuffers,
     TrainBackend,
     TrainConfig,
@@ -35,6 +37,7 @@ __all__ = [
     "Box",
     "ConversionReport",
     "Exchange",
+    "FormsReplicas",
     "HybridEngine",
     "LogprobGap",
     "LossFunction",
@@ -43,6 +46,7 @@ __all__ = [
     "ReshardPlan",
     "RolloutBackend",
     "SamplingParams",
+    "SupportsShardLoading",
     "SupportsWeightBuffers",
     "TrainBackend",
     "TrainConfig",
