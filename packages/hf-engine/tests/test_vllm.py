@@ -48,6 +48,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "mistral": write_tiny_model(folder / "mistral", family="mistral", tie_embeddings=False),
         "stopping": write_tiny_model(folder / "stopping", eos_token_id=[7, 30]),
         "heads": write_tiny_model(folder / "heads", head_dim=48),
+        "experts": write_tiny_model(folder / "experts", family="mixtral"),
         "derived": write_tiny_model(folder / "derived", family="qwen2", num_attention_heads=4),
         "two heads": write_tiny_model(folder / "first", num_key_value_heads=2),
         "two others": write_tiny_model(folder / "second", num_key_value_heads=2, seed=1),
@@ -154,6 +155,8 @@ def refuse(models, directory):
         build(models["tied"], Topology(ParallelSpec(dp_size=2), GenerationSpec()))
     with pytest.raises(BackendError, match=r"has head_dim=48; vLLM on a CPU runs \[32, 64, .* 'transformers'"):
         build(models["heads"], one)
+    with pytest.raises(BackendError, match="has 4 experts; backend 'vllm' updates weights of dense models only"):
+        build(models["experts"], one)
     with pytest.raises(BackendError, match=r"heads of \[16\], its config says 32: .* 'transformers'"):
         build(models["derived"], one)
     with pytest.raises(BackendError, match=r"vLLM finds no model in '.*absent'"):

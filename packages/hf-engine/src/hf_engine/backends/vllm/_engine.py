@@ -55,6 +55,12 @@ def plan_layout(model: str | Path, topology: Topology, dtype: str) -> tuple[Mode
     if unordered := [group for group in topology.groups("gen_tp") if list(group) != sorted(group)]:
         raise BackendError(f"vLLM orders the ranks of a group by number; the groups {unordered} are ordered otherwise")
     shape = _read_shape(model)
+    if shape.num_experts:
+        # vLLM's reload of packed experts is refused for some sizes and wrong, without an error, for others.
+        raise BackendError(
+            f"{str(model)!r} has {shape.num_experts} experts; backend 'vllm' updates weights of dense models only; "
+            "choose one, or rollout backend 'transformers'"
+        )
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if current_platform.is_cpu() and shape.head_dim not in sizes:
         raise BackendError(
