@@ -34,10 +34,11 @@ class VllmBackend:
     Every rank runs an engine of its own; the ranks of a replica go through the same requests in the same order.
     Tokens are drawn with the numbers of every other backend, so a swap of backends keeps the samples up to rounding.
 
-    Supports `gen_pp_size = 1`, and models whose parameters `ModelShape` knows. vLLM is imported by `build`, so that
-    plans can be made where it is not installed.
+    Supports `gen_pp_size = 1`, and dense models whose parameters `ModelShape` knows. vLLM is imported by `build`.
     """
 
+    vllm_version: ClassVar[str] = check_version()
+    """What is installed; without a supported version this class cannot be imported."""
     largest_generation: ClassVar[GenerationSpec | None] = GenerationSpec(gen_tp_size=64)
 
     def __init__(self, engine: Engine, *, layout: WeightLayout) -> None:
@@ -55,7 +56,7 @@ class VllmBackend:
         topology: Topology,
         seed: int = 0,
         dtype: str = "float32",
-        cache_bytes: int = 256 << 20,
+        cache_bytes: int | None = None,
         cache_fraction: float | None = None,
         max_positions: int | None = None,
     ) -> VllmBackend:
@@ -66,18 +67,15 @@ class VllmBackend:
             topology: ranks and generation sizes.
             seed: vLLM's own; samples derive from `SamplingParams.seed`.
             dtype: dtype of weights and computation, by torch's name.
-            cache_bytes: keys and values of one rank.
-            cache_fraction: the same as a share of the device's memory (the host's, without a device); it replaces
-                `cache_bytes`.
+            cache_bytes: keys and values of one rank; by default 0.3 of the memory of a device, 256 MiB of a host's.
+            cache_fraction: the same as a share of the device's memory (the host's, without a device).
             max_positions: prompt and response together, where fewer than the model's are enough: the cache must hold
                 one sequence of them.
 
         Raises:
-            BackendUnavailableError: without vLLM, with the line that installs it.
-            BackendError: for another version of vLLM, a layout, architecture or head size that it does not run, a
-                cache too small for one sequence, or another engine in this process.
+            BackendError: for a layout, architecture or head size that does not run, a cache too small for one sequence,
+                or another engine in this process.
         """
-        check_version()
         ranks = dist.get_world_size() if dist.is_initialized() else 0
         if ranks != topology.world_size:
             raise BackendError(
@@ -86,8 +84,8 @@ class VllmBackend:
             )
         if topology.generation is None:
             topology = replace(topology, generation=GenerationSpec())
-        if cache_fraction is not None:
-            cache_bytes = int(cache_fraction * _memory_bytes())
+        if cache_bytes is None:
+            cache_bytes = _share_of_memory(cache_fraction)
         with embedded():
             from hf_engine.backends.vllm._engine import Engine, plan_layout
 
@@ -196,7 +194,9 @@ class VllmBackend:
         return self._engine
 
 
-def _memory_bytes() -> int:
+def _share_of_memory(fraction: float | None) -> int:
     if torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[1])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int((fraction or 0.3) * torch.cuda.mem_get_info()[1])
+    if fraction is None:
+        return 256 << 20
+    return int(fraction * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

