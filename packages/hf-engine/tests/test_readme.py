@@ -1,0 +1,66 @@
+"""The script that the README shows runs as it stands, and writes what one process without any of it writes."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_engine.testing import write_tiny_model
+
+README = Path(__file__).parents[1] / "README.md"
+SCRIPT = re.compile(r'^```python title="train_and_generate.py"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+LINE = re.compile(r"step (\d+): loss ([\d.]+), (\d+) bytes received, wrote (.*)")
+
+
+def run_script(folder, model):
+    """What every rank printed: (loss, bytes received, tokens) by step."""
+    (script,) = SCRIPT.findall(README.read_text())
+    (folder / "train_and_generate.py").write_text(script)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    logs = ["--redirects", "3", "--log-dir", str(folder / "logs")]
+    command = [*launcher, *logs, str(folder / "train_and_generate.py"), str(model)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    errors = "".join(path.read_text() for path in sorted((folder / "logs").rglob("stderr.log")))
+    assert finished.returncode == 0, finished.stderr + errors
+    printed = [path.read_text().splitlines() for path in sorted((folder / "logs").rglob("stdout.log"))]
+    matched = [[LINE.fullmatch(line).groups() for line in lines] for lines in printed]
+    assert [[int(step) for step, *_ in rank] for rank in matched] == [[1, 2, 3]] * 2
+    return [[(float(loss), int(size), ast.literal_eval(tokens)) for _, loss, size, tokens in r] for r in matched]
+
+
+def train_alone(model):
+    """The same three steps on both ranks' rows in one process, with the whole model; the same tuples by rank."""
+    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows = [torch.randint(3, 64, (4, 16), generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    num_bytes = [4 * sum(parameter.numel() for parameter in model.parameters()) // 2] * 2
+    results = [[], []]
+    for _ in range(3):
+        losses = [model(input_ids=tokens, labels=tokens).loss for tokens in rows]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank, tokens in enumerate(rows):
+            written = tokens[:, :8]
+            for _ in range(8):
+                with torch.no_grad():
+                    written = torch.cat([written, model(input_ids=written).logits[:, -1:].argmax(-1)], dim=1)
+            results[rank].append((float(losses[rank].detach()), num_bytes[rank], written[:, 8:].tolist()))
+    return results
+
+
+def test_the_script_for_torchrun_writes_what_one_process_writes(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    expected = train_alone(model)
+    for found, wanted in zip(run_script(tmp_path, model), expected, strict=True):
+        assert [(size, tokens) for _, size, tokens in found] == [(size, tokens) for _, size, tokens in wanted]
+        losses, wanted_losses = (torch.tensor([loss for loss, *_ in steps]) for steps in (found, wanted))
+        torch.testing.assert_close(losses, wanted_losses, atol=1e-4, rtol=0)
+        assert losses[2] < losses[1] < losses[0]
+    assert len({str([steps[step][2] for steps in expected]) for step in range(3)}) > 1, "every step writes the same"
