@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
 from hf_engine import TrainConfig, load_train_backend
-from hf_engine.testing import gather_weights, write_tiny_model
+from hf_engine.testing import write_tiny_model
 from hf_engine.testing._cases import build_batch, reference_outputs, rows_of
 from hf_protocols import BackendError, BatchError, ParallelSpec, Topology
 
@@ -173,44 +173,6 @@ def jagged(rows):
 
 def test_rows_above_the_token_budget_are_refused(ranks2, tmp_path):
     ranks2.run(refuse_rows, write_tiny_model(tmp_path / "model"))
-
-
-def offload_and_reload(model):
-    backend = build(model)
-    batch = build_batch(4, vocab_size=VOCAB_SIZE)
-    backend.train_step(batch, negative_logprobs, 10.0)
-    scored = backend.compute_logprobs(batch)["logprobs"].values()
-    weights = backend.local_weights()
-    num_parameters = sum(part.numel() for parts in weights.values() for part in parts)
-    states = backend.offload()
-    assert 12 * num_parameters <= states < 13 * num_parameters  # gradients and two moments, with padding
-    assert torch.equal(backend.compute_logprobs(batch)["logprobs"].values(), scored)
-    with pytest.raises(BackendError, match=r"train_step needs .* offloaded: call reload\(\) first"):
-        backend.train_step(batch, negative_logprobs, 10.0)
-    assert 4 * num_parameters <= backend.offload(weights=True) < 5 * num_parameters
-    assert all(part.untyped_storage().nbytes() == 0 for parts in weights.values() for part in parts)
-    assert backend.offload(weights=True) == 0
-    with pytest.raises(BackendError, match=r"scoring needs the weights, which are offloaded"):
-        backend.compute_logprobs(batch)
-    with pytest.raises(BackendError, match=r"local_weights needs the weights"):
-        backend.local_weights()
-    backend.reload()
-    backend.reload()
-    assert torch.equal(backend.compute_logprobs(batch)["logprobs"].values(), scored)
-    assert weights["model.norm.weight"][0].data_ptr() == backend.local_weights()["model.norm.weight"][0].data_ptr()
-    backend.train_step(batch, negative_logprobs, 10.0)
-    interrupted = gather_weights(backend, ONE)
-    backend.close()
-    straight = build(model)
-    for _ in range(2):
-        straight.train_step(batch, negative_logprobs, 10.0)
-    expected = gather_weights(straight, ONE)
-    straight.close()
-    assert all(torch.equal(interrupted[name], tensor) for name, tensor in expected.items())
-
-
-def test_memory_is_given_up_and_taken_again(ranks1, tmp_path):
-    ranks1.run(offload_and_reload, write_tiny_model(tmp_path / "model", **SIZES))
 
 
 def losses_in(model, dtype):

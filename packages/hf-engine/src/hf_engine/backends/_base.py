@@ -260,6 +260,28 @@ class TrainBackend(Protocol):
         """Reads what `save_checkpoint` wrote, under this or another number of ranks."""
         ...
 
+    def offload(self, *, weights: bool = False) -> int:
+        """Moves what only training needs from the device to the host, so that something else fits on the device.
+
+        That is AdamW's moments, and the float32 masters where they are not the weights themselves; gradients are
+        freed. Scoring still works. On a CPU all of it is on the host already: nothing moves and the answer is 0.
+
+        Args:
+            weights: the weights too; then nothing may read them, views from `local_weights` included. Views are
+                valid again after `reload`.
+
+        Returns:
+            Bytes freed on this rank's device, counted in whole storages.
+
+        Raises:
+            BackendError: not here, but on every device from methods that need what is offloaded: it names `reload`.
+        """
+        ...
+
+    def reload(self) -> None:
+        """Takes back what `offload` gave up, bit by bit; does nothing where nothing is offloaded."""
+        ...
+
     def close(self) -> None:
         """Frees the model; the process group stays the caller's."""
         ...

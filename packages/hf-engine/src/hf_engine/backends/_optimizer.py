@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -67,6 +67,13 @@ class ShardedAdamW:
     def zero_grad(self) -> None:
         """Drops the gradients."""
         self.adamw.zero_grad(set_to_none=True)
+
+    def moments(self) -> Iterator[torch.Tensor]:
+        """This rank's shards of both moments of every parameter; the live ones."""
+        for parameter in self._parameters:
+            for name in ("exp_avg", "exp_avg_sq"):
+                moment = self.adamw.state[parameter][name]
+                yield moment.to_local() if isinstance(moment, DTensor) else moment
 
     def _local_grads(self) -> list[torch.Tensor]:
         grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]

@@ -26,6 +26,7 @@ from hf_engine.backends._checkpoint import load_sharded, save_sharded
 from hf_engine.backends._directories import write_directory
 from hf_engine.backends._fsdp_model import check_same_shapes, find_head_name, read_tensor, shard_model
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
+from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends._optimizer import ShardedAdamW
 from hf_engine.backends._token_logprobs import compute_token_logprobs
 from hf_engine.process_groups import build_groups, local_device
@@ -62,6 +63,7 @@ class FsdpBackend:
         )
         self._parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         self._optimizer = ShardedAdamW(self._parameters.values(), config) if trainable else None
+        self._offloaded = OffloadedMemory()
         self._weight_changes = 0
 
     @classmethod
@@ -112,7 +114,8 @@ class FsdpBackend:
 
     def local_weights(self) -> Mapping[str, torch.Tensor]:
         """This rank's shards, views of the live weights."""
-        return {name: cast("DTensor", p.detach()).to_local() for name, p in self._parameters.items()}
+        self._offloaded.require_weights("local_weights")
+        return self._shards()
 
     def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
         """Columns `logprobs` (and `entropy`) of the response tokens; see `TrainBackend.compute_logprobs`."""
@@ -135,10 +138,12 @@ class FsdpBackend:
     ) -> Metrics:
         """One optimizer step; see `TrainBackend.train_step`."""
         optimizer = self._require_optimizer("train_step")
+        self._offloaded.require_all("train_step")
         if not (isfinite(denominator) and denominator > 0):
             raise BackendError(f"denominator={denominator} must be finite and above 0, such as the response tokens")
         sequences = SequenceBatch(batch)
         loss, totals = 0.0, defaultdict[str, list[float]](lambda: [0.0, 0.0])
+        optimizer.zero_grad()  # a step that failed on its way may have left some
         for micro_batch in self._agreed_micro_batches(sequences):
             outputs = self._forward(micro_batch, temperature=temperature, entropy=entropy)
             if not len(micro_batch.rows):
@@ -172,6 +177,7 @@ class FsdpBackend:
 
     def load_hf(self, directory: str | Path) -> None:
         """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
+        self._offloaded.require_all("load_hf")
         loaded, has_head = _load_model(directory, self._dtype, self._head)
         full = dict(loaded.named_parameters())
         check_same_shapes(self.weight_layout().shapes, full, directory)
@@ -188,6 +194,7 @@ class FsdpBackend:
 
     def export_hf(self, directory: str | Path) -> None:
         """Writes config and safetensors from rank 0; see `TrainBackend.export_hf`."""
+        self._offloaded.require_weights("export_hf")
         layout = self.weight_layout()
         whole = replicated_layout(layout.shapes, self._ranks[:1], dtype=layout.dtype)
         is_writer = dist.get_rank(self._group) == 0
@@ -207,12 +214,30 @@ class FsdpBackend:
 
     def save_checkpoint(self, directory: str | Path) -> None:
         """Writes weights and optimizer state sharded; see `TrainBackend.save_checkpoint`."""
+        self._offloaded.require_all("save_checkpoint")
         save_sharded(directory, self._model, self._optimizer, self._group)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Reads what `save_checkpoint` wrote, under any number of ranks."""
+        self._offloaded.require_all("load_checkpoint")
         load_sharded(directory, self._model, self._optimizer, self._group)
         self._weight_changes += 1
+
+    def offload(self, *, weights: bool = False) -> int:
+        """Gives up the moments; the weights are the float32 masters. See `TrainBackend.offload`."""
+        states, live = [], []
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+            states = list(self._optimizer.moments())
+        if weights:
+            # Gathered weights that scoring left behind would be read in place of the reloaded ones.
+            self._root.reshard()
+            live = list(self._shards().values())
+        return self._offloaded.give_up(states=states, weights=live)
+
+    def reload(self) -> None:
+        """Takes back what `offload` gave up."""
+        self._offloaded.restore()
 
     def close(self) -> None:
         """Frees weights, gradients and optimizer state."""
@@ -222,11 +247,15 @@ class FsdpBackend:
         # FSDP's hooks and modules refer to each other
         gc.collect()
 
+    def _shards(self) -> dict[str, torch.Tensor]:
+        return {name: cast("DTensor", p.detach()).to_local() for name, p in self._parameters.items()}
+
     @property
     def _dtype(self) -> torch.dtype:
         return next(iter(self._parameters.values())).dtype
 
     def _score(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
+        self._offloaded.require_weights("scoring")
         sequences = SequenceBatch(batch)
         parts: dict[str, list[tuple[MicroBatch, torch.Tensor]]] = defaultdict(list)
         with torch.no_grad():

@@ -16,7 +16,7 @@ from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import replicated_layout
 from hf_engine.resharding.plan import plan_reshard
 from hf_engine.testing._cases import build_batch, reference_outputs, rows_of, select_rows
-from hf_protocols.errors import NonFiniteLossError
+from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.standard import THREE_D
 from hf_protocols.topology import Topology
 
@@ -46,7 +46,8 @@ def check_train_backend(
 
     The laws: log-probs (at two temperatures), entropies or values are those of `reference`; five AdamW steps end at
     the parameters of the same steps in one process, whatever the token budget; a non-finite loss is refused on
-    every rank and leaves the weights alone; a checkpoint and an export bring the same numbers back.
+    every rank and leaves the weights alone; what was offloaded is refused, and comes back bit by bit; a checkpoint and
+    an export bring the same numbers back.
 
     Args:
         build: builds the backend afresh, with the reference's weights.
@@ -68,6 +69,7 @@ def check_train_backend(
     laws.check_scores(backend, "as built")
     laws.check_refusal(backend)
     trained = laws.check_training(backend)
+    laws.check_offloading(backend)
     laws.check_scores(backend, "after training", trained)
     laws.check_restoring(backend, directory, trained)
     backend.close()
@@ -164,6 +166,22 @@ class _Laws:
             difference = float((weights[name] - parameter.detach()).abs().max())
             assert difference <= self._tolerance, f"{name} is {difference} off after five AdamW steps"
         return reference
+
+    def check_offloading(self, backend: TrainBackend) -> None:
+        before = gather_weights(backend, self._topology)
+        for weights in (False, True):
+            freed = backend.offload(weights=weights)
+            assert freed >= 0, f"offload(weights={weights}) freed {freed} bytes"
+            refusal = ""
+            try:
+                backend.train_step(self._local, self._loss, self._num_tokens)
+            except BackendError as error:
+                refusal = str(error)
+            assert "reload()" in refusal, f"a step while offloaded must be refused, and name reload(): {refusal!r}"
+        backend.reload()
+        after = gather_weights(backend, self._topology)
+        changed = [name for name in before if not torch.equal(before[name], after[name])]
+        assert not changed, f"offload and reload changed {changed}"
 
     def check_restoring(self, backend: TrainBackend, directory: Path, trained: torch.nn.Module) -> None:
         """Checkpoint and export, another step, and back."""

@@ -101,7 +101,7 @@ class MegatronBackend:
 
     def local_weights(self) -> Mapping[str, Sequence[torch.Tensor]]:
         """This rank's boxes, views of the live weights."""
-        self._require_weights("local_weights")
+        self._stage.offloaded.require_weights("local_weights")
         return self._stage.local_weights()
 
     def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
@@ -125,6 +125,7 @@ class MegatronBackend:
     ) -> Metrics:
         """One optimizer step; see `TrainBackend.train_step`. `loss_fn` runs on the last pipeline stage."""
         optimizer = self._require_optimizer("train_step")
+        self._stage.offloaded.require_all("train_step")
         if not (isfinite(denominator) and denominator > 0):
             raise BackendError(f"denominator={denominator} must be finite and above 0, such as the response tokens")
         sequences = SequenceBatch(batch)
@@ -168,40 +169,33 @@ class MegatronBackend:
 
     def load_hf(self, directory: str | Path) -> None:
         """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
-        self._require_loaded("load_hf")
+        self._stage.offloaded.require_all("load_hf")
         self._stage.load_hf(directory)
         self._weight_changes += 1
 
     def export_hf(self, directory: str | Path) -> None:
         """Writes config and safetensors from rank 0; see `TrainBackend.export_hf`."""
-        self._require_weights("export_hf")
+        self._stage.offloaded.require_weights("export_hf")
         write_directory(directory, lambda path: export_stage(path, self._source, self._stage), self._world)
 
     def save_checkpoint(self, directory: str | Path) -> None:
         """Writes weights and optimizer state sharded; see `TrainBackend.save_checkpoint`."""
-        self._require_loaded("save_checkpoint")
+        self._stage.offloaded.require_all("save_checkpoint")
         write_directory(directory, lambda path: write_shard(path, self._stage), self._world)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Reads what `save_checkpoint` wrote, under this or another layout."""
-        self._require_loaded("load_checkpoint")
+        self._stage.offloaded.require_all("load_checkpoint")
         load_sharded(directory, self._stage)
         self._weight_changes += 1
 
     def offload(self, *, weights: bool = False) -> int:
-        """Moves optimizer state to the host and frees the gradients; nothing but `reload` may train after that.
-
-        Args:
-            weights: the weights too; then nothing may read them either.
-
-        Returns:
-            Bytes freed on this rank's device.
-        """
+        """Gives up gradients, moments, and masters that are not the weights; see `TrainBackend.offload`."""
         return self._stage.offload(weights=weights)
 
     def reload(self) -> None:
-        """Takes back what `offload` gave up; does nothing where nothing is offloaded."""
-        self._stage.reload()
+        """Takes back what `offload` gave up."""
+        self._stage.offloaded.restore()
 
     def close(self) -> None:
         """Frees weights, gradients and optimizer state."""
@@ -212,7 +206,7 @@ class MegatronBackend:
             self._groups.close()
 
     def _score(self, batch: TensorDict, names: Sequence[str], temperature: float, entropy: bool) -> TensorDict:
-        self._require_weights("scoring")
+        self._stage.offloaded.require_weights("scoring")
         sequences = SequenceBatch(batch)
 
         def compute(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, dict[str, torch.Tensor]]:
@@ -261,16 +255,7 @@ class MegatronBackend:
         if self._head != head:
             raise BackendError(f"{method} needs a model built with head={head!r}, this one has head={self._head!r}")
 
-    def _require_weights(self, method: str) -> None:
-        if not self._stage.has_weights:
-            raise BackendError(f"{method} needs the weights, which are offloaded: call reload() first")
-
-    def _require_loaded(self, method: str) -> None:
-        if self._stage.offloaded:
-            raise BackendError(f"{method} needs weights and optimizer state, which are offloaded: call reload() first")
-
     def _require_optimizer(self, method: str) -> DistributedAdamW:
         if self._stage.optimizer is None:
             raise BackendError(f"{method} needs a model built with trainable=True, this one is frozen")
-        self._require_loaded(method)
         return self._stage.optimizer

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import Head, TrainConfig
+from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends.megatron._config import ModelConfig, build_transformer_config
 from hf_engine.backends.megatron._core import (
     DistributedDataParallel,
@@ -20,7 +21,6 @@ from hf_engine.backends.megatron._core import (
 from hf_engine.backends.megatron._files import HuggingFaceFiles
 from hf_engine.backends.megatron._model import Decoder, build_decoder
 from hf_engine.backends.megatron._names import HEAD_NAME, ParameterNames, Piece
-from hf_engine.backends.megatron._offload import OffloadedMemory
 from hf_engine.backends.megatron._optimizer import DistributedAdamW
 from hf_engine.backends.megatron._parallel import ParallelGroups
 from hf_engine.resharding.boxes import Box
@@ -70,8 +70,6 @@ class Stage:
         """What the schedules run: the decoder, wrapped where it is trained."""
         self.optimizer: DistributedAdamW | None = None
         self.offloaded = OffloadedMemory()
-        self.has_weights = True
-        """Whether the live weights are in device memory."""
         self.decoder.requires_grad_(trainable)
         if trainable:
             transformer.finalize_model_grads_func = _sum_gradients
@@ -102,26 +100,14 @@ class Stage:
         return layout
 
     def offload(self, *, weights: bool) -> int:
-        """Frees gradients, moments and masters, and the weights if asked; returns the bytes freed on the device."""
-        freed = 0
+        """Gives up gradients, moments and masters, and the weights if asked; the bytes freed on the device."""
         live = list(self.parameters.values())
+        storages = {parameter.untyped_storage()._cdata for parameter in live}
+        gradients, states = [], []
         if self.optimizer is not None:
-            buffers = [*self.module.buffers, *self.module.expert_parallel_buffers]
-            freed += self.offloaded.drop(buffer.grad_data for buffer in buffers)
-            weight_storages = {parameter.untyped_storage().data_ptr() for parameter in live}
-            states = self.optimizer.state_tensors()
-            freed += self.offloaded.move(t for t in states if t.untyped_storage().data_ptr() not in weight_storages)
-        if weights:
-            freed += self.offloaded.move(live)
-            self.has_weights = False
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        return freed
-
-    def reload(self) -> None:
-        """Takes the memory again."""
-        self.offloaded.restore()
-        self.has_weights = True
+            gradients = [b.grad_data for b in (*self.module.buffers, *self.module.expert_parallel_buffers)]
+            states = [t for t in self.optimizer.state_tensors() if t.untyped_storage()._cdata not in storages]
+        return self.offloaded.give_up(states=states, zeros=gradients, weights=live if weights else ())
 
     def stored_name(self, name: str) -> str:
         """What a parameter is called in a Hugging Face directory."""

@@ -1,0 +1,106 @@
+"""Device memory given up and taken again, behind the backs of whoever holds views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hf_protocols.errors import BackendError
+
+__all__ = ["OffloadedMemory"]
+
+
+class OffloadedMemory:
+    """What a training backend gave up of its device's memory, and refuses to use before `restore`.
+
+    Views stay the same objects: their storage has no bytes until `restore`, and must not be read before. Memory of a
+    CPU is the host's already: it stays where it is and counts as 0 bytes freed, but is refused alike, so that a
+    program that forgets `restore` fails on every device.
+    """
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._zeros: list[tuple[torch.Tensor, int]] = []
+        self._lacks_states = False
+        self._lacks_weights = False
+
+    def give_up(
+        self,
+        *,
+        states: Sequence[torch.Tensor] = (),
+        zeros: Sequence[torch.Tensor] = (),
+        weights: Sequence[torch.Tensor] = (),
+    ) -> int:
+        """Moves whole storages to the host; returns the bytes freed on the device.
+
+        Args:
+            states: what only training needs.
+            zeros: each fills its storage; they are not kept, and come back as zeros.
+            weights: what scoring needs too.
+        """
+        self._lacks_states |= bool(states)
+        self._lacks_weights |= bool(weights)
+        freed = self._drop(zeros) + self._move([*states, *weights])
+        if freed and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return freed
+
+    def restore(self) -> None:
+        """Takes the memory again, with what it held."""
+        for storage, copy in self._copies:
+            storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+        for tensor, nbytes in self._zeros:
+            tensor.untyped_storage().resize_(nbytes)
+            tensor.zero_()
+        self._copies, self._zeros = [], []
+        self._lacks_states = self._lacks_weights = False
+
+    def require_weights(self, method: str) -> None:
+        """Refuses a method that reads the weights while they are offloaded.
+
+        Raises:
+            BackendError: naming the method and `reload`.
+        """
+        if self._lacks_weights:
+            raise BackendError(f"{method} needs the weights, which are offloaded: call reload() first")
+
+    def require_all(self, method: str) -> None:
+        """Refuses a method that needs everything while anything is offloaded.
+
+        Raises:
+            BackendError: naming the method and `reload`.
+        """
+        self.require_weights(method)
+        if self._lacks_states:
+            raise BackendError(f"{method} needs the optimizer's state, which is offloaded: call reload() first")
+
+    def _move(self, tensors: Iterable[torch.Tensor]) -> int:
+        freed = 0
+        for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values():
+            if storage.nbytes() and not _is_on_host(storage):
+                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda).untyped_storage()
+                copy.copy_(storage)
+                self._copies.append((storage, copy))
+                freed += _empty(storage)
+        return freed
+
+    def _drop(self, tensors: Iterable[torch.Tensor]) -> int:
+        freed = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() and not _is_on_host(storage):
+                self._zeros.append((tensor, storage.nbytes()))
+                freed += _empty(storage)
+        return freed
+
+
+def _is_on_host(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type == "cpu"
+
+
+def _empty(storage: torch.UntypedStorage) -> int:
+    freed = storage.nbytes()
+    storage.resize_(0)
+    return freed
