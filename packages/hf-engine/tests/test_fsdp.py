@@ -137,6 +137,46 @@ def test_saving_before_the_first_step_changes_nothing(ranks2, models, tmp_path):
         assert torch.equal(tensor, loaded[name]), name
 
 
+class LossError(Exception):
+    pass
+
+
+def train_after_a_failed_step(model, dtype, shard):
+    """The weights after one step, with and without a step before it whose second micro-batch failed."""
+    topology, batch = topology_of_all_ranks(), local_rows(8)
+    config = TrainConfig(learning_rate=1e-2, micro_batch_tokens=16, dtype=dtype, shard=shard)
+    straight = build(model, config)
+    straight.train_step(batch, negative_logprobs, 10.0)
+    expected = gather_weights(straight, topology)
+    interrupted = build(model, config)
+    scored = interrupted.compute_logprobs(batch)["logprobs"].values()
+    seen = []
+
+    def failing(outputs, micro_batch):
+        seen.append(len(micro_batch))
+        if len(seen) == 2:
+            raise LossError
+        return negative_logprobs(outputs, micro_batch)
+
+    with pytest.raises(LossError):
+        interrupted.train_step(batch, failing, 0.001)
+    for weights in interrupted.local_weights().values():
+        weights.mul_(2.0)
+    assert not torch.equal(interrupted.compute_logprobs(batch)["logprobs"].values(), scored)
+    for weights in interrupted.local_weights().values():
+        weights.div_(2.0)
+    assert torch.equal(interrupted.compute_logprobs(batch)["logprobs"].values(), scored)
+    interrupted.train_step(batch, negative_logprobs, 10.0)
+    found = gather_weights(interrupted, topology)
+    assert interrupted.optimizer_steps == 1
+    return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
+@pytest.mark.parametrize(("dtype", "shard"), [("float32", "root"), ("bfloat16", "root"), ("float32", "layer")])
+def test_a_step_that_failed_on_its_way_leaves_nothing(ranks2, models, dtype, shard):
+    assert ranks2.run(train_after_a_failed_step, models["tied"], dtype, shard) == [[], []]
+
+
 def save_after_three_steps(model, directory):
     backend = build(model, head="value")
     backend.load_hf(model)

@@ -31,3 +31,20 @@ def test_entropy_is_computed_only_when_it_is_asked_for():
     logprobs, entropy = compute_token_logprobs(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64))
     assert entropy is None
     torch.testing.assert_close(logprobs, torch.full((1, 2), 0.25).log())
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_waits_for_the_backward_pass_is_the_logits_in_their_own_dtype(monkeypatch, dtype, entropy):
+    monkeypatch.setattr(_token_logprobs, "_CHUNK_ELEMENTS", 64 * 100)
+    logits = torch.randn(4, 32, 100).to(dtype).requires_grad_()
+    ids = torch.randint(0, 100, (4, 32))
+    saved = {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        compute_token_logprobs(logits, ids, temperature=0.7, entropy=entropy)
+    assert sum(saved.values()) <= logits.nbytes + ids.nbytes + 2 * 4 * ids.numel()

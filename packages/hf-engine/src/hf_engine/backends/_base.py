@@ -68,7 +68,8 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Recompute every decoder layer in the backward pass."""
     shard: Literal["root", "layer"] = "root"
-    """Gather the whole model at once (faster when small), or one decoder layer at a time (smaller peak)."""
+    """Gather the whole model and reduce its gradients once a step (faster), or one decoder layer at a time in every
+    micro-batch (smaller peak)."""
 
     def __post_init__(self) -> None:
         positive = ("learning_rate", "eps", "max_grad_norm", "micro_batch_tokens")

@@ -32,7 +32,8 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
     for module in [*(layers if config.shard == "layer" else ()), model]:
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
-        sharded.set_gradient_divide_factor(1.0)
+        if mesh.size() > 1:  # alone, FSDP2 would divide by it all the same
+            sharded.set_gradient_divide_factor(1.0)
         # gloo has no reduction that scales
         sharded.set_force_sum_reduction_for_comms(True)
     return cast("FSDPModule", model)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any, cast
@@ -64,6 +65,7 @@ class FsdpBackend:
         self._parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         self._optimizer = ShardedAdamW(self._parameters.values(), config) if trainable else None
         self._offloaded = OffloadedMemory()
+        self._has_unreduced_gradients = False
         self._weight_changes = 0
 
     @classmethod
@@ -142,20 +144,23 @@ class FsdpBackend:
         if not (isfinite(denominator) and denominator > 0):
             raise BackendError(f"denominator={denominator} must be finite and above 0, such as the response tokens")
         sequences = SequenceBatch(batch)
+        micro_batches = self._agreed_micro_batches(sequences)
         loss, totals = 0.0, defaultdict[str, list[float]](lambda: [0.0, 0.0])
-        optimizer.zero_grad()  # a step that failed on its way may have left some
-        for micro_batch in self._agreed_micro_batches(sequences):
-            outputs = self._forward(micro_batch, temperature=temperature, entropy=entropy)
-            if not len(micro_batch.rows):
-                torch.autograd.backward([output.sum() * 0.0 for output in outputs.values()])
-                continue
-            columns = {name: column.to(self._device) for name, column in sequences.padded_columns(micro_batch).items()}
-            size = [len(micro_batch.rows)]
-            loss_sum, metrics = loss_fn(TensorDict(outputs, batch_size=size), TensorDict(columns, batch_size=size))
-            torch.autograd.backward(loss_sum / denominator)
-            loss += float(loss_sum.detach())
-            for name, pair in metrics.items():
-                totals[name] = [total + new for total, new in zip(totals[name], pair, strict=True)]
+        with self._accumulating(optimizer):
+            for number, micro_batch in enumerate(micro_batches, 1):
+                self._reduce_after_backward(number == len(micro_batches))
+                outputs = self._forward(micro_batch, temperature=temperature, entropy=entropy)
+                if not len(micro_batch.rows):
+                    torch.autograd.backward([output.sum() * 0.0 for output in outputs.values()])
+                    continue
+                padded = sequences.padded_columns(micro_batch)
+                columns = {name: column.to(self._device) for name, column in padded.items()}
+                size = [len(micro_batch.rows)]
+                loss_sum, metrics = loss_fn(TensorDict(outputs, batch_size=size), TensorDict(columns, batch_size=size))
+                torch.autograd.backward(loss_sum / denominator)
+                loss += float(loss_sum.detach())
+                for name, pair in metrics.items():
+                    totals[name] = [total + new for total, new in zip(totals[name], pair, strict=True)]
         grad_norm = self._agreed_grad_norm(optimizer, loss)
         learning_rate = optimizer.next_learning_rate
         optimizer.step(grad_norm)
@@ -283,6 +288,32 @@ class FsdpBackend:
             output.logits, micro_batch.response_ids.to(self._device), temperature=temperature, entropy=entropy
         )
         return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
+
+    @contextmanager
+    def _accumulating(self, optimizer: ShardedAdamW) -> Iterator[None]:
+        """Starts without gradients, those included that a step which failed on its way left before their reduction."""
+        if self._has_unreduced_gradients:
+            self._reduce_after_backward(True)
+            outputs = self._forward(MicroBatch.dummy(), temperature=1.0, entropy=False)
+            torch.autograd.backward([output.sum() * 0.0 for output in outputs.values()])
+        optimizer.zero_grad()
+        self._has_unreduced_gradients = True
+        try:
+            yield
+        except BaseException:
+            self._root.reshard()  # else a load or an offload that follows would be missed
+            raise
+        self._has_unreduced_gradients = False
+
+    def _reduce_after_backward(self, reduces: bool) -> None:
+        """Whether the next backward pass sums gradients over ranks and lets go of the gathered weights.
+
+        With `shard="root"` weights and gradients are whole at the end of every backward pass: only the last one of a
+        step has to. With `shard="layer"` each one does, so that one layer at a time is whole.
+        """
+        if self._config.shard == "root":
+            self._root.set_requires_gradient_sync(reduces)
+            self._root.set_reshard_after_backward(reduces)
 
     def _agreed_micro_batches(self, sequences: SequenceBatch) -> list[MicroBatch]:
         return agree_on_micro_batches(sequences, self._config.micro_batch_tokens, self._group, self._device)
