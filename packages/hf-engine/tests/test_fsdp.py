@@ -348,19 +348,6 @@ def test_what_cannot_be_loaded_says_why(ranks1, models):
     ranks1.run(refuse_models, models["tied"], models["untied"])
 
 
-def losses_in(model, dtype):
-    backend = build(model, TrainConfig(learning_rate=3e-3, dtype=dtype))
-    metrics = [backend.train_step(local_rows(4), negative_logprobs, 10.0) for _ in range(4)]
-    assert backend.weight_layout().dtype == "float32"
-    return [m["loss"][0] / m["loss"][1] for m in metrics]
-
-
-def test_mixed_precision_keeps_float32_masters_and_learns(ranks2, models):
-    exact, mixed = (ranks2.run(losses_in, models["tied"], dtype)[0] for dtype in ("float32", "bfloat16"))
-    assert mixed[-1] < mixed[0]
-    torch.testing.assert_close(torch.tensor(mixed), torch.tensor(exact), atol=0.15, rtol=0)
-
-
 def regularized(outputs, micro_batch):
     assert outputs["entropy"].shape == outputs["logprobs"].shape == micro_batch["response_mask"].shape
     assert (micro_batch["prompt_ids"] > 0).sum() > 0

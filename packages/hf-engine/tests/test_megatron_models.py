@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,8 @@ def refuse_layouts(model):
         with pytest.raises(BackendError, match=message):
             build(model, Topology(ParallelSpec(**sizes), order=order))
 
+    with pytest.raises(BackendError, match=r"does not use torch\.compile: set compile=False"):
+        build(model, Topology(ParallelSpec(dp_size=2)), replace(CONFIG, compile=True))
     refused("no context parallelism, got cp_size=2", cp_size=2)
     refused("num_key_value_heads=1", tp_size=2)
     refused("ep_size=2 spreads experts over ranks, and llama has none", dp_size=2, ep_size=2)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hf_protocols.errors import TopologyError
 from hf_protocols.topology import Axis, Topology
 
-__all__ = ["build_groups", "local_device", "wait_for_device"]
+__all__ = ["build_groups", "default_timeout", "local_device", "wait_for_device"]
 
 
 def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = None) -> dist.ProcessGroup:
@@ -23,7 +23,7 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
     Args:
         topology: the ranks; its world size is the default group's.
         axis: any axis that `topology.groups` knows.
-        timeout_s: how long a collective of the new groups may wait; None takes the backend's default.
+        timeout_s: how long a collective of the new groups may wait; None: as long as one of the default group.
 
     Raises:
         TopologyError: if the default group has another number of ranks.
@@ -33,16 +33,23 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
             f"the topology has {topology.world_size} ranks, the default process group {dist.get_world_size()}; "
             "start as many processes as the topology names"
         )
+    # torch would give a new group half an hour, whatever its caller chose for the default group.
+    timeout = default_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
     own: dist.ProcessGroup | None = None
     for ranks in topology.groups(axis):
         if ranks == tuple(range(topology.world_size)):
             return dist.distributed_c10d._get_default_group()
-        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         group = dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
         if dist.get_rank() in ranks:
             own = group
     assert own is not None, "every rank is in one group of every axis"
     return own
+
+
+def default_timeout() -> timedelta:
+    """How long a collective of the default process group may wait."""
+    timeout: timedelta = dist.distributed_c10d._get_default_group()._get_backend(local_device()).options._timeout
+    return timeout
 
 
 def local_device() -> torch.device:

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import isfinite
 
 import torch
 import torch.distributed as dist
 
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
-from hf_protocols.errors import BatchError, NonFiniteLossError
+from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError
 
-__all__ = ["agree_on_micro_batches", "refuse_non_finite"]
+__all__ = ["agree_on_micro_batches", "lost_peers_are_errors", "refuse_non_finite"]
+
+
+@contextmanager
+def lost_peers_are_errors(method: str) -> Iterator[None]:
+    """Names the method whose collective failed because a rank died or did not come within the groups' deadline.
+
+    Raises:
+        BackendError: in place of torch.distributed's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo's errors have no class of their own, but name its source files.
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise BackendError(
+            f"{method} lost another rank on rank {dist.get_rank()}: {error}; that rank's own error says why. The "
+            "process groups cannot be used again: start the ranks anew from a checkpoint"
+        ) from error
 
 
 def agree_on_micro_batches(

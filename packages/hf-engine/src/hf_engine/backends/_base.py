@@ -71,6 +71,9 @@ class TrainConfig:
     """Gather the whole model and reduce its gradients once a step (faster), or one decoder layer at a time in every
     micro-batch (smaller peak)."""
 
+    compile: bool = False
+    """Compile the decoder layers with torch.compile (`fsdp`): minutes at first, and a C++ compiler is needed."""
+
     def __post_init__(self) -> None:
         positive = ("learning_rate", "eps", "max_grad_norm", "micro_batch_tokens")
         wrong = [f"{name}={getattr(self, name)}" for name in positive if not getattr(self, name) > 0]
@@ -231,6 +234,8 @@ class TrainBackend(Protocol):
 
         Raises:
             NonFiniteLossError: on every rank, before the step, if loss or gradient norm is not finite on any.
+            BackendError: if another rank died or did not come within the deadline of the process groups, which is
+                that of the default group.
         """
         ...
 

@@ -18,7 +18,11 @@ __all__ = ["check_same_shapes", "find_head_name", "read_tensor", "shard_model"]
 
 
 def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule:
-    """Applies FSDP2 and activation checkpointing. Gradients are summed over ranks, not averaged."""
+    """Applies FSDP2, activation checkpointing and torch.compile. Gradients are summed over ranks, not averaged.
+
+    Raises:
+        BackendError: if layers are to be told apart in a model that does not name them, or torch.compile does not work.
+    """
     model.eval()
     layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     if config.activation_checkpointing:
@@ -26,8 +30,13 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule
         for layer in layers:
             # transformers checkpoints a layer only in training mode; what is inside it stays without dropout.
             layer.training = True
-    if config.shard == "layer" and not layers:
-        raise BackendError(f"{type(model).__name__} does not name its decoder layers: use shard='root'")
+    if not layers and (config.shard == "layer" or config.compile):
+        raise BackendError(f"{type(model).__name__} does not name its decoder layers: use shard='root', compile=False")
+    if config.compile:
+        _require_compiler(mesh.device_type)
+        for layer in layers:
+            # The layers share what is compiled, for any number of rows and tokens; FSDP2's hooks stay outside.
+            layer.forward = torch.compile(layer.forward, dynamic=True)
     compute = None if config.dtype == "float32" else getattr(torch, config.dtype)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
     for module in [*(layers if config.shard == "layer" else ()), model]:
@@ -37,6 +46,18 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule
         # gloo has no reduction that scales
         sharded.set_force_sum_reduction_for_comms(True)
     return cast("FSDPModule", model)
+
+
+def _require_compiler(device: str) -> None:
+    """Compiles something small, so that what is missing is said before a model is trained."""
+    try:
+        torch.compile(torch.cos)(torch.ones(2, device=device))
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise BackendError(
+            f"compile=True needs a torch.compile that works on {device!r}, which it does not: {reason}; install a C++ "
+            "compiler (CXX names it), or set compile=False"
+        ) from error
 
 
 def find_head_name(model: Any) -> str:

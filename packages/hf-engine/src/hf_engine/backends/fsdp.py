@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite
+from hf_engine.backends._agreement import agree_on_micro_batches, lost_peers_are_errors, refuse_non_finite
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._checkpoint import load_sharded, save_sharded
 from hf_engine.backends._directories import write_directory
@@ -129,6 +129,7 @@ class FsdpBackend:
         self._require_head("value", "compute_values")
         return self._score(batch)
 
+    @lost_peers_are_errors("train_step")
     def train_step(
         self,
         batch: TensorDict,
@@ -259,6 +260,7 @@ class FsdpBackend:
     def _dtype(self) -> torch.dtype:
         return next(iter(self._parameters.values())).dtype
 
+    @lost_peers_are_errors("scoring")
     def _score(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
         self._offloaded.require_weights("scoring")
         sequences = SequenceBatch(batch)

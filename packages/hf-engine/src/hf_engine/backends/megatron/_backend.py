@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite
+from hf_engine.backends._agreement import agree_on_micro_batches, lost_peers_are_errors, refuse_non_finite
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._directories import write_directory
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
@@ -75,6 +75,8 @@ class MegatronBackend:
 
         Every rank reads its own boxes only. Two backends of one process must have the same layout.
         """
+        if config.compile:
+            raise BackendError("backend 'megatron' does not use torch.compile: set compile=False")
         described = ModelConfig.read(model)
         groups = ParallelGroups(topology, seed=seed)
         try:
@@ -114,6 +116,7 @@ class MegatronBackend:
         self._require_head("value", "compute_values")
         return self._score(batch, ["values"], 1.0, entropy=False)
 
+    @lost_peers_are_errors("train_step")
     def train_step(
         self,
         batch: TensorDict,
@@ -205,6 +208,7 @@ class MegatronBackend:
             gc.collect()
             self._groups.close()
 
+    @lost_peers_are_errors("scoring")
     def _score(self, batch: TensorDict, names: Sequence[str], temperature: float, entropy: bool) -> TensorDict:
         self._stage.offloaded.require_weights("scoring")
         sequences = SequenceBatch(batch)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends.megatron._core import model_parallel_cuda_manual_seed, parallel_state
+from hf_engine.process_groups import default_timeout
 from hf_protocols.errors import BackendError, TopologyError
 from hf_protocols.topology import Axis, Coordinate, Order, ParallelSpec, Topology
 
@@ -117,6 +118,7 @@ def _initialize(topology: Topology, seed: int) -> None:
         expert_model_parallel_size=train.ep_size,
         order=_ORDERS[topology.order],
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=default_timeout().total_seconds() / 60,
     )
     _check_groups(topology)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []

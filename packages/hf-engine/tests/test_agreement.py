@@ -1,0 +1,90 @@
+"""A rank that dies, or does not come, leaves a typed error on the others within the groups' deadline."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_engine import TrainConfig, build_groups, load_train_backend
+from hf_engine.backends._agreement import lost_peers_are_errors
+from hf_engine.process_groups import default_timeout
+from hf_engine.testing import LocalRanks, write_tiny_model
+from hf_engine.testing._cases import build_batch
+from hf_protocols import BackendError, ParallelSpec, Topology
+
+SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def negative_logprobs(outputs, micro_batch):
+    return -(outputs["logprobs"] * micro_batch["response_mask"]).sum(), {}
+
+
+def lose_a_rank(model, backend_name, sizes, method, dies, told):
+    """Rank 1 dies or stays away; rank 0 says that it got its error, while rank 1 still waits for that."""
+    topology, config = Topology(ParallelSpec.parse(sizes)), TrainConfig(learning_rate=1e-2)
+    backend = load_train_backend(backend_name).build(model, topology=topology, config=config)
+    batch = build_batch(4, vocab_size=64)
+    backend.train_step(batch, negative_logprobs, 10.0)
+    if dist.get_rank() == 1:
+        if dies:
+            os._exit(1)
+        for _ in range(600):
+            if Path(told).exists():
+                return True
+            time.sleep(0.1)
+        return False
+    step = partial(backend.train_step, batch, negative_logprobs, 10.0)
+    call = step if method == "train_step" else partial(backend.compute_logprobs, batch)
+    with pytest.raises(BackendError, match=f"{method} lost another rank on rank 0"):
+        call()
+    Path(told).touch()
+    return True
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes", "method"),
+    [
+        ("megatron", "1-2-1", "train_step"),
+        pytest.param("fsdp", "1-1-2", "train_step", marks=pytest.mark.slow),
+        pytest.param("megatron", "2-1-1", "train_step", marks=pytest.mark.slow),
+        pytest.param("megatron", "1-2-1", "scoring", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_stays_away_is_an_error_within_the_deadline(tmp_path, backend, sizes, method):
+    model = write_tiny_model(tmp_path / "model", **SIZES)
+    with LocalRanks(2, timeout_s=10) as ranks:
+        assert ranks.run(lose_a_rank, model, backend, sizes, method, False, tmp_path / "told") == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes"), [("fsdp", "1-1-2"), pytest.param("megatron", "1-2-1", marks=pytest.mark.slow)]
+)
+def test_a_rank_that_dies_is_an_error(tmp_path, backend, sizes):
+    model = write_tiny_model(tmp_path / "model", **SIZES)
+    with LocalRanks(2, timeout_s=20) as ranks, pytest.raises(RuntimeError) as failed:
+        ranks.run(lose_a_rank, model, backend, sizes, "train_step", True, tmp_path / "told")
+    assert "the process of rank 1 died" in str(failed.value)
+    assert "rank 0:" not in str(failed.value)
+    assert (tmp_path / "told").exists()
+
+
+def timeouts_of_groups():
+    group = build_groups(Topology(ParallelSpec(tp_size=2)), "dp")
+    options = group._get_backend(torch.device("cpu")).options
+    return default_timeout().total_seconds(), options._timeout.total_seconds()
+
+
+def test_groups_wait_as_long_as_the_default_group():
+    with LocalRanks(2, timeout_s=17) as ranks:
+        assert ranks.run(timeouts_of_groups) == [(17.0, 17.0)] * 2
+
+
+def test_other_errors_stay_as_they_are():
+    with pytest.raises(RuntimeError, match="shapes"), lost_peers_are_errors("train_step"):
+        raise RuntimeError("shapes do not match")
