@@ -31,14 +31,15 @@ def cli() -> None:
 @click.option("--seed", default=0, show_default=True)
 @click.option("--iterations", default=280, show_default=True, type=click.IntRange(min=1), help="PPO iterations.")
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(min=1), help="1 runs without Ray.")
-def quickstart(output: Path, seed: int, iterations: int, ranks: int) -> None:
+@click.option("--rollout", default="transformers", show_default=True, help="Backend that generates: rollout.backend.")
+def quickstart(output: Path, seed: int, iterations: int, ranks: int, rollout: str) -> None:
     """Teach a small model addition with PPO, on this machine. Replaces an earlier quickstart in OUTPUT."""
     from hf_algorithms.quickstart import prepare_quickstart
     from hf_algorithms.run import run_training
     from hf_algorithms.run_directory import RunDirectory
 
     directory = RunDirectory(output, overwrite=True)
-    config = prepare_quickstart(directory, seed=seed, iterations=iterations, ranks=ranks)
+    config = prepare_quickstart(directory, seed=seed, iterations=iterations, ranks=ranks, rollout=rollout)
     _print_summary(run_training(config, directory), directory.path)
 
 
