@@ -28,7 +28,7 @@ test-slow: env ## run the tests that take minutes or many processes
 test-vllm: env ## set up .venv-vllm and test the vLLM backend with a real engine
 	scripts/env.sh vllm
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest packages/hf-engine/tests/test_vllm.py packages/hf-engine/tests/test_matrix.py \
-		-m "vllm and not slow"
+		integration-tests/tests/test_vllm_run.py -m "vllm and not slow"
 
 check: env ## lint, format, types, import contracts and spelling
 	$(BIN)/ruff check .

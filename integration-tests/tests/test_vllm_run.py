@@ -1,0 +1,58 @@
+"""PPO with vLLM is the run of the embedded engine: same samples, same numbers, one rank or a replica of two."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from small_runs import Outcome, read_metrics, without_times
+
+SIZES = ("model.hidden_size=64", "model.num_heads=2", "model.num_kv_heads=2")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("gen_tp_size", [1, 2])
+def test_a_run_is_the_same_with_another_engine(
+    small_config: Path,
+    hybridflow: Callable[..., Outcome],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gen_tp_size: int,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # ranks import the reward function
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    changed = [argument for size in SIZES for argument in ("--set", size)]
+    outcome = hybridflow("train", small_config, *changed)
+    assert outcome.exit_code == 0, outcome.errors
+    expected = without_times(read_metrics(tmp_path / "run"))
+    output = tmp_path / "vllm"
+    changed += ["--set", f"run.output_dir={output}", "--set", "rollout.backend=vllm"]
+    if gen_tp_size == 2:
+        plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+        actor = plan["models"]["actor"]
+        actor.update(train=actor["train"] | {"dp_size": 2}, generation={"gen_pp_size": 1, "gen_tp_size": 2})
+        for model in plan["models"].values():
+            if model["pool"] == actor["pool"]:
+                model["train"] = actor["train"]
+        (pool,) = (pool for pool in plan["pools"] if pool["name"] == actor["pool"])
+        pool["machines"][0]["slots"] = 2
+        (tmp_path / "plan.json").write_text(json.dumps(plan))
+        changed += [
+            "--set",
+            "run.executor=ray",
+            "--set",
+            "cluster.gpus_per_machine=2",
+            "--plan",
+            tmp_path / "plan.json",
+        ]
+    outcome = hybridflow("train", small_config, *changed)
+    assert outcome.exit_code == 0, outcome.errors
+    found = without_times(read_metrics(output))
+    assert [row.keys() for row in found] == [row.keys() for row in expected]
+    for row, wanted in zip(found, expected, strict=True):
+        assert row["rollout/logprob_gap_max"] < 1e-4
+        assert row == pytest.approx(wanted, abs=2e-4, rel=1e-3)
