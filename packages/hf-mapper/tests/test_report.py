@@ -19,7 +19,7 @@ def printed(plan: MappingPlan, width: int = 120) -> str:
 
 @pytest.fixture
 def plan(paper_problem: Callable[..., Any]) -> MappingPlan:
-    return map_dataflow(*paper_problem("ppo", "llama-2-13b", 128))
+    return map_dataflow(*paper_problem("ppo", "llama-2-7b", 128))
 
 
 def test_every_role_pool_and_call_is_shown(plan: MappingPlan) -> None:

@@ -18,7 +18,7 @@ def test_catalogue_is_plausible_and_names_its_sources(kind: str) -> None:
 
 
 def test_catalogue_has_the_kinds_that_the_readers_own() -> None:
-    assert known_gpus() == ("a100-40", "a100-80", "b200", "h100", "h200", "l40s", "mi300x", "rtx-4090")
+    assert known_gpus() == ("a100-40", "a100-80", "b200", "gh200", "h100", "h200", "l40s", "mi300x", "rtx-4090")
 
 
 @pytest.mark.parametrize(("given", "near"), [("a100", "a100-80"), ("H-100", "h100"), ("rtx4090", "rtx-4090")])

@@ -17,12 +17,14 @@
 
 from __future__ import annotations
 
+from hf_mapper.calibration import Calibration, GroupError, calibrate_folder
 from hf_mapper.config import MapperConfig, read_config
 from hf_mapper.demand import ModelDemand
+from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.feasibility import find_smallest_cluster, is_feasible
 from hf_mapper.parallelism import ModelOption, best_parallelism
 from hf_mapper.placements import PoolRequest, Slots, pack, set_partitions
-from hf_mapper.report import render_plan
+from hf_mapper.report import render_calibration, render_errors, render_plan
 from hf_mapper.search import compute_cost, map_dataflow
 from hf_mapper.simulators import (
     Estimate,
@@ -31,10 +33,10 @@ from hf_mapper.simulators import (
     simulate_inference,
     simulate_training,
 )
+from hf_mapper.software import EngineSpec, SoftwareSpec
 from hf_mapper.specs import (
     HOST_KIND,
     ClusterSpec,
-    EfficiencySpec,
     GpuSpec,
     MachineSpec,
     WorkloadSpec,
@@ -42,21 +44,30 @@ from hf_mapper.specs import (
     host_gpu,
     known_gpus,
 )
+from hf_mapper.validation import SourceErrors, SweepErrors, build_report, validate_folder
 
 __all__ = [
     "HOST_KIND",
+    "Calibration",
     "ClusterSpec",
     "EfficiencySpec",
+    "EngineSpec",
     "Estimate",
     "GpuSpec",
+    "GroupError",
     "MachineSpec",
     "MapperConfig",
     "ModelDemand",
     "ModelOption",
     "PoolRequest",
     "Slots",
+    "SoftwareSpec",
+    "SourceErrors",
+    "SweepErrors",
     "WorkloadSpec",
     "best_parallelism",
+    "build_report",
+    "calibrate_folder",
     "compute_cost",
     "estimate_memory",
     "find_smallest_cluster",
@@ -67,9 +78,12 @@ __all__ = [
     "map_dataflow",
     "pack",
     "read_config",
+    "render_calibration",
+    "render_errors",
     "render_plan",
     "set_partitions",
     "simulate_generation",
     "simulate_inference",
     "simulate_training",
+    "validate_folder",
 ]

@@ -47,6 +47,10 @@ CATALOGUE: dict[str, Figures] = {
         mib=81_559, single=66.9, half=989.4, fp8=1_978.9, memory=3_350, link=450,
         source="NVIDIA H100 datasheet, SXM5; NVLink 900 GB/s both ways",
     ),
+    "gh200": _figures(
+        mib=97_871, single=66.9, half=989.4, fp8=1_978.9, memory=4_000, link=450,
+        source="NVIDIA GH200 datasheet, 96GB HBM3; NVLink 900 GB/s both ways",
+    ),
     "h200": _figures(
         mib=143_771, single=66.9, half=989.4, fp8=1_978.9, memory=4_800, link=450,
         source="NVIDIA H200 datasheet, SXM; NVLink 900 GB/s both ways",

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 from rich.console import Console
 
+from hf_mapper.calibration import calibrate_folder
 from hf_mapper.config import read_config
-from hf_mapper.report import render_plan
+from hf_mapper.report import render_calibration, render_errors, render_plan
 from hf_mapper.search import map_dataflow
+from hf_mapper.validation import build_report, validate_folder
 from hf_protocols import HybridFlowError
 
-__all__ = ["main", "plan"]
+__all__ = ["calibrate", "main", "plan", "validate"]
 
 
 class _InputError(click.ClickException):
@@ -45,3 +49,34 @@ def plan(config: Path, as_json: bool) -> None:
         click.echo(found.to_json(), nl=False)
     else:
         render_plan(found, Console())
+
+
+@main.command()
+@click.option("--data", required=True, type=click.Path(path_type=Path), help="A folder of measured tables, *.csv.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; errors are fractions.")
+def validate(data: Path, as_json: bool) -> None:
+    """Compare the simulators with measured tables, recognised by their columns."""
+    try:
+        errors = validate_folder(data)
+    except HybridFlowError as error:
+        raise _InputError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(build_report(errors), indent=2))
+    else:
+        render_errors(errors, Console())
+
+
+@main.command()
+@click.option("--data", required=True, type=click.Path(path_type=Path), help="A folder of measured tables, *.csv.")
+@click.option("--stack", help="Only this software, such as pytorch or vllm.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; errors are fractions.")
+def calibrate(data: Path, stack: str | None, as_json: bool) -> None:
+    """Fit the constants of each GPU and software in measured tables; every model is left out once and scored."""
+    try:
+        found = calibrate_folder(data, stack=stack)
+    except HybridFlowError as error:
+        raise _InputError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps({"calibrations": [asdict(calibration) for calibration in found]}, indent=2))
+    else:
+        render_calibration(found, Console())

@@ -37,7 +37,9 @@ from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hf_mapper._names import unknown_name
-from hf_mapper.specs import HOST_KIND, ClusterSpec, EfficiencySpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
+from hf_mapper.efficiency import EfficiencySpec
+from hf_mapper.software import SoftwareSpec
+from hf_mapper.specs import HOST_KIND, ClusterSpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
 from hf_protocols import ConfigError, Dataflow, GenerationSpec, ModelShape
 
 __all__ = ["MapperConfig", "read_config"]
@@ -119,6 +121,9 @@ def _read_workload(table: dict[str, Any]) -> WorkloadSpec:
     largest = table.get("largest_generation")
     if isinstance(largest, str):  # written pp-tp
         table = {**table, "largest_generation": GenerationSpec.parse(largest)}
+    if "software" in table:
+        software = _table(table["software"], "workload.software")
+        table = {**table, "software": _build(SoftwareSpec, software, "workload.software")}
     return _build(WorkloadSpec, table, "workload")
 
 

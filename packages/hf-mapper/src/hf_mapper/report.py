@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -10,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hf_mapper.calibration import Calibration
+from hf_mapper.validation import SourceErrors
 from hf_protocols import GenerationSpec, MappingPlan, ModelPlan, ParallelSpec, PlanError, PoolPlan
 
-__all__ = ["render_plan"]
+__all__ = ["render_calibration", "render_errors", "render_plan"]
 
 _BAR_CELLS = 10
 _GIB = 2**30
@@ -31,6 +34,46 @@ def render_plan(plan: MappingPlan, console: Console) -> None:
     console.print(
         _build_pool_table(plan), _build_model_table(plan), _build_stage_table(plan), _build_summary(estimates)
     )
+
+
+def render_errors(errors: Sequence[SourceErrors], console: Console) -> None:
+    """Print a table for each file, a line for each source, phase and GPU; then what was skipped and why."""
+    for file in dict.fromkeys(source.file for source in errors):
+        table = _build_table(f"{file}: errors and regret in %", "source", "phase", "gpu")
+        for heading in ("rows", "MAPE", "bias", "rank", "regret"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for source in (entry for entry in errors if entry.file == file):
+            table.add_row(source.source, source.phase, source.gpu, *_error_figures(source))
+        console.print(table)
+    skipped = [(source, reason, count) for source in errors for reason, count in source.rows_skipped.items()]
+    for source, reason, count in skipped:
+        console.print(Text(f"{source.file}, {source.source}, {source.gpu}: {count} rows skipped: {reason}"))
+
+
+def _error_figures(source: SourceErrors) -> tuple[str, ...]:
+    """Rows, MAPE, bias, rank correlation, and the mean and worst regret of the sweeps."""
+    regrets = [sweep.regret for sweep in source.sweeps]
+    regret = f"{_percent(sum(regrets) / len(regrets))} to {_percent(max(regrets))}" if regrets else "-"
+    rank = "-" if source.spearman is None else f"{source.spearman:.3f}"
+    return str(source.rows_used), _percent(source.mape), _percent(source.bias), rank, regret
+
+
+def render_calibration(found: Sequence[Calibration], console: Console) -> None:
+    """Print the constants of each GPU and software, and the error of each model when it was left out."""
+    for calibration in found:
+        title = f"{calibration.gpu}, {calibration.stack}: {calibration.rows} rows, MAPE {_percent(calibration.mape)} %"
+        table = _build_table(title, "constant", "value")
+        for name, value in calibration.constants.items():
+            table.add_row(name, f"{value:.3g}")
+        console.print(table)
+        for error in calibration.left_out:
+            console.print(
+                Text(f"left out {error.group}, {error.rows} rows: MAPE {_percent(error.mape)} %"), highlight=False
+            )
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.1f}"
 
 
 def _build_table(title: str, *headings: str) -> Table:

@@ -9,12 +9,14 @@ from typing import Literal, get_args
 
 from hf_mapper._catalogue import CATALOGUE
 from hf_mapper._names import unknown_name
+from hf_mapper.constants import find_plan_efficiency
+from hf_mapper.efficiency import EfficiencySpec
+from hf_mapper.software import SoftwareSpec
 from hf_protocols import ConfigError, GenerationSpec
 
 __all__ = [
     "HOST_KIND",
     "ClusterSpec",
-    "EfficiencySpec",
     "GpuSpec",
     "MachineSpec",
     "Recompute",
@@ -29,7 +31,7 @@ HOST_KIND = "cpu"
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
 
 
 def _check_positive(owner: str, **figures: object) -> None:
@@ -42,34 +44,6 @@ def _check_counts(owner: str, **counts: object) -> None:
     for name, count in counts.items():
         if type(count) is not int or count < 1:
             raise ConfigError(f"{owner}: {name}={count!r} must be a whole number of at least 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EfficiencySpec:
-    """The fitted constants of one GPU kind with its software: what part of a peak is reached, and what is fixed cost.
-
-    ``training_flops``, ``inference_flops``, ``memory_bandwidth``: attained parts of the peaks (llm-analysis, which the
-    paper cites, suggests 0.5, 0.7 and 0.9). ``layer_latency_s``: to launch one layer's kernels, however small.
-    ``fragmentation``: the part of memory that an allocator cannot hand out.
-
-    Raises:
-        ConfigError: for a part outside (0, 1], a fragmentation outside [0, 1), or a negative latency.
-    """
-
-    training_flops: float = 0.5
-    inference_flops: float = 0.7
-    memory_bandwidth: float = 0.9
-    layer_latency_s: float = 2e-5
-    fragmentation: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name in ("training_flops", "inference_flops", "memory_bandwidth"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"efficiency: {name}={getattr(self, name)!r} is a part of a peak: above 0, at most 1")
-        if not 0 <= self.fragmentation < 1:
-            raise ConfigError(f"efficiency: fragmentation={self.fragmentation!r} must be at least 0 and below 1")
-        if not 0 <= self.layer_latency_s < math.inf:
-            raise ConfigError(f"efficiency: layer_latency_s={self.layer_latency_s!r} must be at least 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +64,7 @@ class GpuSpec:
     link_bandwidth_bytes_per_s: float
     source: str
     reserved_bytes: int = 2**30
-    efficiency: EfficiencySpec = EfficiencySpec()
+    efficiency: EfficiencySpec = field(default_factory=EfficiencySpec)
 
     def __post_init__(self) -> None:
         if not self.kind:
@@ -126,14 +100,14 @@ class GpuSpec:
 
 
 def gpu(kind: str) -> GpuSpec:
-    """An accelerator of the catalogue by name, such as ``"h100"``.
+    """An accelerator of the catalogue by name, such as ``"h100"``, with the shipped constants where it has some.
 
     Raises:
         ConfigError: for an unknown name, with the nearest known ones.
     """
     if kind not in CATALOGUE:
         raise unknown_name("gpu", kind, CATALOGUE)
-    return GpuSpec(kind=kind, **CATALOGUE[kind])
+    return GpuSpec(kind=kind, efficiency=find_plan_efficiency(kind), **CATALOGUE[kind])
 
 
 def known_gpus() -> tuple[str, ...]:
@@ -162,7 +136,7 @@ def host_gpu(
         link_bandwidth_bytes_per_s=link_bandwidth_bytes_per_s,
         source="the caller",
         reserved_bytes=reserved_bytes,
-        efficiency=EfficiencySpec(layer_latency_s=3e-4),
+        efficiency=EfficiencySpec(training_latency_s=3e-4, layer_latency_s=3e-4),
     )
 
 
@@ -181,7 +155,7 @@ class MachineSpec:
     num_gpus: int
     num_machines: int = 1
     intra_bandwidth_bytes_per_s: float | None = None
-    intra_latency_s: float = 5e-6
+    intra_latency_s: float = 1.25e-5
 
     def __post_init__(self) -> None:
         owner = f"machine of {self.gpu.kind}"
@@ -215,7 +189,7 @@ class ClusterSpec:
     machines: tuple[MachineSpec, ...]
     inter_bandwidth_bytes_per_s: float | None = None
     inter_latency_s: float = 1e-5
-    link_efficiency: float = 0.75
+    link_efficiency: float = 0.71
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "machines", tuple(self.machines))
@@ -270,6 +244,9 @@ class WorkloadSpec:
     ``micro_batch_tokens`` bounds what one forward pass of one rank takes (always at least one sequence).
     ``largest_generation`` bounds the sizes of a generation replica, for an engine that cannot cut the model further.
     ``max_generation_waves``: a layout whose KV cache is so small that a batch needs more rounds is out of memory.
+    ``pipeline_chunks`` is the number of model chunks of each pipeline stage: above 1 the schedule is interleaved.
+    ``recompute``: what backward computes again, all layers (full), attention or half of the multiplications
+    (selective), or nothing (none). ``software``: what the training stack does.
 
     Raises:
         ConfigError: for a count below 1, or mini-batches that do not share the sequences out.
@@ -286,11 +263,13 @@ class WorkloadSpec:
     micro_batch_tokens: int = 8192
     max_generation_waves: int = 16
     largest_generation: GenerationSpec | None = None
+    pipeline_chunks: int = 1
+    software: SoftwareSpec = field(default_factory=SoftwareSpec)
 
     def __post_init__(self) -> None:
         counts = (
             "global_batch", "prompt_tokens", "response_tokens", "samples_per_prompt", "epochs", "mini_batches",
-            "micro_batch_tokens", "max_generation_waves",
+            "micro_batch_tokens", "max_generation_waves", "pipeline_chunks",
         )  # fmt: skip
         _check_counts("workload", **{name: getattr(self, name) for name in counts})
         if self.dtype not in DTYPE_BYTES:

@@ -23,11 +23,14 @@ class Link:
     latency_s: float
 
 
-def build_link(cluster: ClusterSpec, *, num_ranks: int, stride: int, world_size: int) -> Link:
+def build_link(
+    cluster: ClusterSpec, *, num_ranks: int, stride: int, world_size: int, shared_rails: bool = True
+) -> Link:
     """The link of groups of ``num_ranks`` ranks, ``stride`` apart, on a pool of ``world_size`` ranks.
 
     Inside a machine it is the accelerators' own link. Across machines the groups that cross at the same time share
-    the machine's network; of a group, the members in one machine need it once (a ring enters a machine once).
+    the machine's network; of a group, the members in one machine need it once (a ring enters a machine once), or
+    each for itself without ``shared_rails``.
     """
     machine = cluster.machine
     block = num_ranks * stride
@@ -35,7 +38,7 @@ def build_link(cluster: ClusterSpec, *, num_ranks: int, stride: int, world_size:
         bandwidth, latency = machine.link_bandwidth_bytes_per_s, machine.intra_latency_s
     else:
         assert cluster.inter_bandwidth_bytes_per_s is not None, "ClusterSpec asks for it with two machines"
-        members = min(num_ranks, max(1, machine.num_gpus // stride))
+        members = min(num_ranks, max(1, machine.num_gpus // stride)) if shared_rails else 1
         crossing = machine.num_gpus / members
         bandwidth = min(machine.link_bandwidth_bytes_per_s, cluster.inter_bandwidth_bytes_per_s / crossing)
         latency = cluster.inter_latency_s

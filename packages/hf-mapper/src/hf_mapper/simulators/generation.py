@@ -1,11 +1,14 @@
 """Generation: a compute-bound prefill, then one memory-bound decode step per response token (paper, Appendix C).
 
-A decode step reads the rank's weights once and the keys and values of every running sequence; it cannot be faster than
-its arithmetic, its launches and its all-reduces. Where the KV cache holds less than the batch, the batch goes in waves.
-The reshard of the weights from training to generation comes first.
+A decode step reads the rank's weights once (of a mixture, the experts that its tokens choose) and the keys and values
+of every running sequence, and multiplies; behind its launches, whichever takes longer, and both where they are close;
+its all-reduces and the host's work for each sequence are added. Where the KV cache holds less than the batch, the batch
+goes in waves. The reshard of the weights from training to generation comes first.
 """
 
 from __future__ import annotations
+
+import math
 
 from hf_mapper.simulators.communication import all_reduce_s, build_link, point_to_point_s
 from hf_mapper.simulators.estimate import Estimate
@@ -106,6 +109,7 @@ def _prefill_s(
         sequences=batch,
         flops_efficiency=cluster.machine.gpu.efficiency.inference_flops,
         sequence_tokens=workload.prompt_tokens,
+        logits=False,
     )
     passes = sequences / batch + layout.pp_size - 1
     return passes * (once.compute_s + once.tensor_parallel_s + once.hop_s)
@@ -119,14 +123,26 @@ def _decode_step_s(
     context = workload.prompt_tokens + workload.response_tokens / 2
     generation = GenerationSpec(gen_pp_size=1, gen_tp_size=layout.tp_size)
     cache = kv_cache_bytes(model, generation, workload, sequences) * context / workload.sequence_tokens
-    read_s = (weight_bytes(model, workload) / layout.tp_size + cache) / (
+    read_s = (_read_weight_bytes(model, workload, sequences) / layout.tp_size + cache) / (
         gpu.memory_bandwidth_bytes_per_s * gpu.efficiency.memory_bandwidth
     )
     peak = gpu.peak(workload.dtype) * gpu.efficiency.inference_flops
     arithmetic_s = sequences * flops_per_token(model, context) / layout.tp_size / peak
     token_bytes = sequences * model.hidden_size * workload.element_bytes
     tensor = build_link(cluster, num_ranks=layout.tp_size, stride=1, world_size=layout.tp_size)
-    layer_s = gpu.efficiency.layer_latency_s + 2 * all_reduce_s(tensor, token_bytes)
+    reduce_s = 2 * all_reduce_s(tensor, token_bytes)
     stages = build_link(cluster, num_ranks=min(2, layout.pp_size), stride=layout.tp_size, world_size=layout.world_size)
     hops_s = layout.pp_size * point_to_point_s(stages, token_bytes)
-    return max(read_s, arithmetic_s) + model.num_layers * layer_s + hops_s
+    launch_s = model.num_layers * gpu.efficiency.layer_latency_s
+    host_s = sequences * gpu.efficiency.sequence_latency_s
+    return math.hypot(read_s + arithmetic_s, launch_s) + model.num_layers * reduce_s + hops_s + host_s
+
+
+def _read_weight_bytes(model: ModelShape, workload: WorkloadSpec, sequences: int) -> float:
+    """Weights that one step touches: each token chooses its experts, here at random."""
+    whole = weight_bytes(model, workload)
+    if not model.num_experts:
+        return whole
+    experts = 3 * model.num_layers * model.num_experts * model.hidden_size * model.intermediate_size
+    untouched = (1 - model.num_experts_per_token / model.num_experts) ** sequences
+    return whole - experts * untouched * workload.element_bytes

@@ -6,6 +6,7 @@ square), 6 h f for the gated MLP; 2 h V for the logits. q and kv are the widths 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hf_mapper.simulators.communication import all_gather_s, all_reduce_s, build_link, point_to_point_s
@@ -49,13 +50,17 @@ def simulate_forward(
     flops_efficiency: float,
     sequence_tokens: int | None = None,
     backend: str | None = None,
+    logits: bool = True,
 ) -> ForwardPass:
-    """One micro-batch of ``sequences`` through one pipeline stage, each ``sequence_tokens`` long (default: whole)."""
+    """One micro-batch of ``sequences`` through one pipeline stage, each ``sequence_tokens`` long (default: whole).
+
+    ``logits``: of every token, as for log-probabilities; a prefill needs them of the last one only.
+    """
     gpu, length = cluster.machine.gpu, sequence_tokens or workload.sequence_tokens
     tokens, layers = sequences * length, model.num_layers / parallel.pp_size
     shards = parallel.pp_size * parallel.tp_size
     peak = gpu.peak(workload.dtype) * flops_efficiency
-    arithmetic_s = tokens * flops_per_token(model, length / 2) / shards / peak
+    arithmetic_s = tokens * flops_per_token(model, length / 2, logits=logits) / shards / peak
     read_s = (
         weight_bytes(model, workload) / shards / (gpu.memory_bandwidth_bytes_per_s * gpu.efficiency.memory_bandwidth)
     )
@@ -68,7 +73,7 @@ def simulate_forward(
     sharded = build_link(cluster, num_ranks=parallel.dp_size, stride=parallel.tp_size, world_size=world)
     fsdp = (backend or default_backend(parallel)) == "fsdp"
     return ForwardPass(
-        compute_s=max(arithmetic_s, read_s) + layers * gpu.efficiency.layer_latency_s,
+        compute_s=math.hypot(max(arithmetic_s, read_s), layers * gpu.efficiency.layer_latency_s),
         tensor_parallel_s=2 * layers * all_reduce_s(tensor, boundary_bytes),
         hop_s=point_to_point_s(stages, boundary_bytes / parallel.tp_size),
         gather_s=all_gather_s(sharded, weight_bytes(model, workload)) if fsdp else 0.0,

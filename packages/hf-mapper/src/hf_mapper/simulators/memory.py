@@ -14,6 +14,7 @@ from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import CallKind, GenerationSpec, ModelShape, ParallelSpec, Topology, compute_transition_cost
 
 __all__ = [
+    "GRADIENT_BYTES",
     "default_backend",
     "estimate_memory",
     "gathered_weight_bytes",
@@ -26,9 +27,12 @@ __all__ = [
     "weight_bytes",
 ]
 
-_GRADIENT_BYTES = 4
+GRADIENT_BYTES = 4
+"""Of one parameter: gradients are kept and summed in fp32."""
 _ADAM_BYTES = 8
 _LOGIT_BYTES = 4
+_LOSS_BYTES = 10
+"""Per logit of a loss: itself in 16 bits, in fp32, and its gradient in fp32."""
 
 
 def default_backend(parallel: ParallelSpec) -> str:
@@ -55,31 +59,35 @@ def state_bytes(
     if not trained:
         return {"weight_bytes": weights, "gradient_bytes": 0.0, "optimizer_bytes": 0.0}
     master = 0 if workload.dtype == "float32" else 4
+    sharded = parallel.world_size if backend == "fsdp" or workload.software.distributed_optimizer else everywhere
     return {
         "weight_bytes": weights,
-        "gradient_bytes": _GRADIENT_BYTES * model.num_parameters / everywhere,
-        "optimizer_bytes": (_ADAM_BYTES + master) * model.num_parameters / parallel.world_size,
+        "gradient_bytes": GRADIENT_BYTES * model.num_parameters / everywhere,
+        "optimizer_bytes": (_ADAM_BYTES + master) * model.num_parameters / sharded,
     }
 
 
 def training_work_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, *, backend: str) -> float:
     """Bytes per rank that an update holds beyond the state: activations, logits and their gradient, FSDP's layers.
 
-    The first pipeline stage keeps the micro-batches of up to pp stages in flight. With full recompute a layer keeps
-    its input only, and one layer at a time is held whole. Tensor parallelism includes sequence parallelism.
+    The first pipeline stage keeps the micro-batches of up to pp stages in flight, and of an interleaved schedule those
+    of its other chunks too. With recompute one layer at a time is held whole.
     """
     local = workload.mini_batch_sequences // parallel.dp_size
     sequences = micro_batch_sequences(workload, local)
-    tokens = sequences * workload.sequence_tokens
-    in_flight = min(parallel.pp_size, -(-local // sequences))
+    tokens, chunks = sequences * workload.sequence_tokens, workload.pipeline_chunks
+    depth = parallel.pp_size + (parallel.pp_size - 1) / chunks if chunks > 1 else parallel.pp_size
+    in_flight = min(depth, -(-local // sequences))
     layers = model.num_layers / parallel.pp_size
-    whole = _layer_activation_bytes(model, parallel, workload, tokens)
-    if workload.recompute == "full":
-        kept = tokens * model.hidden_size * workload.element_bytes / parallel.tp_size
-        activations = in_flight * layers * kept + whole
-    else:
+    whole = _layer_activation_bytes(model, parallel, workload, tokens) + _score_bytes(
+        model, parallel, workload, sequences
+    )
+    if workload.recompute == "none":
         activations = in_flight * layers * whole
-    logits = 2 * tokens * model.vocab_size * _LOGIT_BYTES / parallel.tp_size
+    else:
+        kept = _kept_bytes(model, parallel, workload, tokens)
+        activations = in_flight * layers * kept + whole
+    logits = tokens * model.vocab_size * _LOSS_BYTES / parallel.tp_size
     return activations + logits + _prefetch_bytes(model, parallel, workload, backend)
 
 
@@ -164,8 +172,39 @@ def _layer_activation_bytes(model: ModelShape, parallel: ParallelSpec, workload:
     """What one layer keeps for its backward pass: norms in and out, q, k, v, attention, gate, up, their product."""
     experts = max(1, model.num_experts_per_token)
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    elements = 4 * model.hidden_size + 2 * query + 2 * key + 3 * experts * model.intermediate_size
-    return tokens * elements * workload.element_bytes / parallel.tp_size
+    shared = (4 * workload.element_bytes + 2 * workload.software.dropout) * model.hidden_size
+    cut = (2 * query + 2 * key + 3 * experts * model.intermediate_size) / parallel.tp_size
+    return tokens * (shared / _shared_parts(parallel, workload) + cut * workload.element_bytes)
+
+
+def _kept_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, tokens: int) -> float:
+    """What one layer keeps until its backward pass begins, with recompute.
+
+    Full: its input. Selective: everything but the scores where attention is not fused; else its input, attention's
+    output and that of every second multiplication.
+    """
+    inputs = model.hidden_size / _shared_parts(parallel, workload)
+    if workload.recompute == "full":
+        return tokens * inputs * workload.element_bytes
+    if not workload.software.fused_attention:
+        return _layer_activation_bytes(model, parallel, workload, tokens)
+    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    products = query + 2 * key + 2 * model.hidden_size
+    products += 2 * max(1, model.num_experts_per_token) * model.intermediate_size
+    return tokens * (inputs + (query + products / 2) / parallel.tp_size) * workload.element_bytes
+
+
+def _shared_parts(parallel: ParallelSpec, workload: WorkloadSpec) -> int:
+    """Into how many parts the tensor group cuts what its ranks would else all hold: norms and residuals."""
+    return parallel.tp_size if workload.software.sequence_parallel else 1
+
+
+def _score_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, sequences: int) -> float:
+    """Probabilities and dropout that attention keeps where it is not fused (Korthikanti et al., 5 a s^2 b)."""
+    if workload.software.fused_attention:
+        return 0.0
+    scores = sequences * model.num_heads * workload.sequence_tokens**2 / parallel.tp_size
+    return (workload.element_bytes + (workload.element_bytes + 1) * workload.software.dropout) * scores
 
 
 def _prefetch_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, backend: str) -> float:

@@ -1,16 +1,20 @@
-"""Updates of a trained model: forward, backward and optimizer over every mini-batch; compute-bound (Appendix C).
+"""Updates of a trained model: forward, backward and optimizer over every mini-batch.
 
-A backward pass costs two forwards, three with full recompute. The pipeline runs 1F1B without interleaving: its bubble
-is pp - 1 micro-batches. Gradients are reduced once per update, not overlapped; FSDP gathers a layer's weights for
-forward and for backward and scatters its gradients, overlapped with computing.
+A backward pass costs two forwards; full recompute repeats every layer's forward, selective recompute the core of
+attention, or where that is fused every second multiplication. Kernels run behind their launches: whichever takes longer
+sets the pace, and where they are close both do. The pipeline runs 1F1B: every micro-batch at the pace of the slowest
+stage, the last, which has the logits; and a bubble of pp - 1 micro-batches, divided by the chunks of an interleaved
+schedule. Gradients are reduced once per update, not overlapped; FSDP gathers a layer's weights for forward and for
+backward and scatters its gradients behind computing, which the copies slow down.
 """
 
 from __future__ import annotations
 
-from hf_mapper.simulators.communication import all_gather_s, build_link
+from hf_mapper.simulators.communication import all_gather_s, all_reduce_s, build_link, point_to_point_s
 from hf_mapper.simulators.estimate import Estimate
-from hf_mapper.simulators.inference import simulate_forward
+from hf_mapper.simulators.layers import compute_layer_times, compute_logits_s
 from hf_mapper.simulators.memory import (
+    GRADIENT_BYTES,
     default_backend,
     micro_batch_sequences,
     state_bytes,
@@ -21,6 +25,15 @@ from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import ModelShape, ParallelSpec
 
 __all__ = ["simulate_training"]
+
+_SHARPNESS = 3.0
+"""Order of the mean that joins kernels and launches: infinity would be their maximum."""
+
+_EXPOSED_COPIES = 0.6
+"""What FSDP's transfers over the accelerators' own links add to computing: they share memory and multiprocessors."""
+
+_RECOMPUTED_LAYERS = {"none": 0.0, "selective": 0.5, "full": 1.0}
+"""Part of a layer's kernels that recompute launches again."""
 
 
 def simulate_training(
@@ -36,20 +49,24 @@ def simulate_training(
     updates = workload.epochs * workload.mini_batches
     local = workload.mini_batch_sequences // parallel.dp_size
     sequences = micro_batch_sequences(workload, local)
-    efficiency = cluster.machine.gpu.efficiency.training_flops
-    once = simulate_forward(
-        model, cluster, parallel, workload, sequences=sequences, flops_efficiency=efficiency, backend=backend
-    )
-    recomputed = 1 if workload.recompute == "full" else 0
-    passes = updates * (local / sequences + parallel.pp_size - 1)
+    micro_batches = local / sequences
+    # Each micro-batch at the pace of the last stage, and the others' part of filling and draining the pipeline.
+    passes = micro_batches + (parallel.pp_size - 1) / workload.pipeline_chunks
+    compute_s = _stage_compute_s(model, cluster, parallel, workload, sequences)
+    logits_s = compute_logits_s(model, cluster.machine.gpu, workload, sequences=sequences, tp_size=parallel.tp_size)
     parts = {
-        "compute_s": passes * (3 + recomputed) * once.compute_s,
-        "tensor_parallel_s": passes * (2 + recomputed) * once.tensor_parallel_s,
-        "pipeline_hop_s": passes * 2 * once.hop_s,
+        "compute_s": updates * passes * compute_s,
+        "logits_s": updates * micro_batches * logits_s,
+        "tensor_parallel_s": updates * passes * _tensor_parallel_s(model, cluster, parallel, workload, sequences),
+        "pipeline_hop_s": updates * passes * _hops_s(model, cluster, parallel, workload, sequences),
         "gradient_sync_s": updates * _gradient_sync_s(model, cluster, parallel, workload, backend),
         "optimizer_s": updates * _optimizer_s(model, cluster, parallel, workload, backend),
     }
-    parts["exposed_gather_s"] = max(0.0, passes * 3 * once.gather_s - parts["compute_s"])
+    gather_s, copy_s = (
+        updates * micro_batches * seconds for seconds in _gather_s(model, cluster, parallel, workload, backend)
+    )
+    computing_s = parts["compute_s"] + parts["logits_s"]
+    parts["exposed_gather_s"] = max(_EXPOSED_COPIES * copy_s, gather_s - computing_s)
     return Estimate(
         latency_s=sum(parts.values()),
         memory_bytes=training_work_bytes(model, parallel, workload, backend=backend),
@@ -57,15 +74,73 @@ def simulate_training(
     )
 
 
+def _stage_compute_s(
+    model: ModelShape, cluster: ClusterSpec, parallel: ParallelSpec, workload: WorkloadSpec, sequences: int
+) -> float:
+    """One micro-batch, forward and backward, through the layers of one pipeline stage."""
+    gpu = cluster.machine.gpu
+    once = compute_layer_times(model, gpu, workload, sequences=sequences, tp_size=parallel.tp_size)
+    kernels_s = 3 * (once.linear_s + once.core_s)
+    if workload.recompute == "full":
+        kernels_s += once.linear_s + once.core_s
+    elif workload.recompute == "selective":
+        kernels_s += once.linear_s / 2 if workload.software.fused_attention else once.core_s
+    launches_s = (3 + _RECOMPUTED_LAYERS[workload.recompute]) * gpu.efficiency.training_latency_s
+    joined_s: float = (kernels_s**_SHARPNESS + launches_s**_SHARPNESS) ** (1 / _SHARPNESS)
+    return model.num_layers / parallel.pp_size * joined_s
+
+
+def _tensor_parallel_s(
+    model: ModelShape, cluster: ClusterSpec, parallel: ParallelSpec, workload: WorkloadSpec, sequences: int
+) -> float:
+    """Two all-reduces a layer and pass (with sequence parallelism the same bytes in two halves); not overlapped."""
+    link = build_link(cluster, num_ranks=parallel.tp_size, stride=1, world_size=parallel.world_size)
+    activation = sequences * workload.sequence_tokens * model.hidden_size * workload.element_bytes
+    passes = 3 if workload.recompute == "full" else 2
+    return model.num_layers / parallel.pp_size * 2 * passes * all_reduce_s(link, activation)
+
+
+def _hops_s(
+    model: ModelShape, cluster: ClusterSpec, parallel: ParallelSpec, workload: WorkloadSpec, sequences: int
+) -> float:
+    """A micro-batch to the next stage and its gradient back, each rank of the tensor group sending its part."""
+    link = build_link(
+        cluster,
+        num_ranks=min(2, parallel.pp_size),
+        stride=parallel.tp_size * parallel.dp_size,
+        world_size=parallel.world_size,
+    )
+    activation = sequences * workload.sequence_tokens * model.hidden_size * workload.element_bytes
+    return 2 * workload.pipeline_chunks * point_to_point_s(link, activation / parallel.tp_size)
+
+
+def _gather_s(
+    model: ModelShape, cluster: ClusterSpec, parallel: ParallelSpec, workload: WorkloadSpec, backend: str
+) -> tuple[float, float]:
+    """FSDP's collectives of one micro-batch, weights for forward and backward and scattered gradients.
+
+    In all, and what the accelerators' own links take of it.
+    """
+    if backend != "fsdp":
+        return 0.0, 0.0
+    world, rails = parallel.world_size, workload.software.shared_rails
+    link = build_link(cluster, num_ranks=parallel.dp_size, stride=1, world_size=world, shared_rails=rails)
+    num_bytes = 3 * weight_bytes(model, workload)
+    own_links = cluster.machine.link_bandwidth_bytes_per_s * cluster.link_efficiency
+    return all_gather_s(link, num_bytes), num_bytes * (1 - 1 / parallel.dp_size) / own_links
+
+
 def _gradient_sync_s(
     model: ModelShape, cluster: ClusterSpec, parallel: ParallelSpec, workload: WorkloadSpec, backend: str
 ) -> float:
-    """Megatron's distributed optimizer: scatter the summed fp32 gradients, gather the new weights. FSDP: none here."""
+    """Megatron: scatter the summed gradients and gather new weights, or all-reduce where no optimizer is sharded."""
     if backend == "fsdp":
         return 0.0
     link = build_link(cluster, num_ranks=parallel.dp_size, stride=parallel.tp_size, world_size=parallel.world_size)
     shards = parallel.pp_size * parallel.tp_size
-    gradients = state_bytes(model, parallel, workload, trained=True, backend=backend)["gradient_bytes"]
+    gradients = GRADIENT_BYTES * model.num_parameters / shards
+    if not workload.software.distributed_optimizer:
+        return all_reduce_s(link, gradients)
     return all_gather_s(link, gradients) + all_gather_s(link, weight_bytes(model, workload) / shards)
 
 
@@ -76,4 +151,4 @@ def _optimizer_s(
     gpu = cluster.machine.gpu
     state = state_bytes(model, parallel, workload, trained=True, backend=backend)
     moved = 2 * state["optimizer_bytes"] + (state["gradient_bytes"] + 2 * state["weight_bytes"])
-    return moved / (gpu.memory_bandwidth_bytes_per_s * gpu.efficiency.memory_bandwidth)
+    return moved / (gpu.memory_bandwidth_bytes_per_s * gpu.efficiency.training_bandwidth)

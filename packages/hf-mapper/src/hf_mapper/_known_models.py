@@ -1,0 +1,82 @@
+"""Shapes of models that measured tables name without sizes: a preset, or sizes as published."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from hf_protocols import ModelShape
+
+__all__ = ["build_gpt", "find_model", "guess_model"]
+
+_GPT_VOCABULARY = 51200
+_LONG = 2**20
+
+_PRESETS = (
+    (r"llama-?2-7b", "llama-2-7b"),
+    (r"llama-?2-13b", "llama-2-13b"),
+    (r"llama-?2-70b", "llama-2-70b"),
+    (r"codellama-34b|llama-?2-34b", "codellama-34b"),
+    (r"llama-?3(\.1)?-8b", "llama-3-8b"),
+    (r"llama-?3(\.1)?-70b", "llama-3-70b"),
+    (r"llama-?3\.1-405b", "llama-3-405b"),
+    (r"mixtral-8x7b", "mixtral-8x7b"),
+)
+
+# Layers, hidden, MLP width (of a gated MLP with as many weights where the model's is not gated), heads, KV heads,
+# vocabulary, and positions where runs exceed them.
+_SIZES = (
+    (r"megatron-22b", (48, 6144, 16384, 64, 64, 51200)),
+    (r"gpt3-175b", (96, 12288, 32768, 96, 96, 51200)),
+    (r"turing-530b", (105, 20480, 54613, 128, 128, 51200)),
+    (r"megatron-1t", (128, 25600, 68267, 160, 160, 51200)),
+    (r"bloom-176b", (70, 14336, 38229, 112, 112, 250880)),
+    (r"bloom-7b1", (30, 4096, 10923, 32, 32, 250880, 2048)),
+    (r"internlm-20b", (60, 5120, 13824, 40, 40, 103168)),
+    (r"^llama-7b", (32, 4096, 11008, 32, 32, 32000, 2048)),
+    (r"mistral-7b", (32, 4096, 14336, 32, 8, 32000)),
+    (r"decilm-7b", (32, 4096, 14336, 32, 2, 32000)),
+    (r"aquila-7b", (32, 4096, 11008, 32, 32, 100008, 2048)),
+    (r"qwen1\.5-7b", (32, 4096, 11008, 32, 32, 151936)),
+    (r"opt-6\.7b", (32, 4096, 10923, 32, 32, 50272, 2048)),
+    (r"gpt-j-6b", (28, 4096, 10923, 16, 16, 50400, 2048)),
+)
+
+
+def find_model(name: str) -> ModelShape | None:
+    """The model that a table calls ``name``, None where the name is unknown."""
+    plain = re.sub(r"[\s_]+", "-", name.rsplit("/", 1)[-1].lower()).removeprefix("meta-")
+    for pattern, preset in _PRESETS:
+        if re.search(pattern, plain):
+            return replace(ModelShape.preset(preset), max_positions=_LONG)
+    for pattern, (layers, hidden, width, heads, kv_heads, vocabulary, *positions) in _SIZES:
+        if re.search(pattern, plain):
+            return ModelShape(
+                name=name, num_layers=layers, hidden_size=hidden, intermediate_size=width, num_heads=heads,
+                num_kv_heads=kv_heads, head_dim=hidden // heads, vocab_size=vocabulary,
+                max_positions=positions[0] if positions else _LONG,
+            )  # fmt: skip
+    return None
+
+
+def build_gpt(
+    name: str, *, num_layers: int, hidden_size: int, num_heads: int, vocab_size: int | None = None
+) -> ModelShape:
+    """A GPT: its 4 h MLP as the gated one with as many weights and FLOPs, 8 h / 3 wide; 51,200 tokens by default."""
+    return ModelShape(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=round(8 * hidden_size / 3),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden_size // num_heads,
+        vocab_size=vocab_size or _GPT_VOCABULARY,
+    )
+
+
+def guess_model(name: str, parameters: float) -> ModelShape:
+    """A plausible GPT of so many parameters: heads of 128, and about as many layers as heads."""
+    heads = max(1, round((parameters * 128 / 12) ** (1 / 3) / 128))
+    layers = max(1, round((parameters - 2 * _GPT_VOCABULARY * heads * 128) / (12 * (heads * 128) ** 2)))
+    return build_gpt(name, num_layers=layers, hidden_size=heads * 128, num_heads=heads)

@@ -1,0 +1,159 @@
+"""Measured generation: prefill and decode apart where a table has both, else the whole of a batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hf_mapper.constants import find_efficiency, find_links
+from hf_mapper.efficiency import EfficiencySpec
+from hf_mapper.measured import Phase, build_cluster, find_gpu, find_model_of_row
+from hf_mapper.simulators.generation import simulate_rollout
+from hf_mapper.simulators.memory import kv_cache_bytes, weight_bytes
+from hf_mapper.software import EngineSpec
+from hf_mapper.specs import ClusterSpec, MachineSpec, WorkloadSpec, gpu
+from hf_mapper.tables import MeasuredTable, Row, SkipRow, number, whole_number
+from hf_protocols import ConfigError, GenerationSpec, ModelShape
+
+__all__ = ["GenerationCase", "build_generation_cases"]
+
+_ENGINES = (
+    (r"turbomind|lmdeploy", EngineSpec(name="lmdeploy", first_token_decodes=True)),
+    (r"tensorrt", EngineSpec(name="tensorrt-llm")),
+    (r"vllm fork|splitwise", EngineSpec(name="vllm-2023")),
+    (r"vllm", EngineSpec(name="vllm")),
+    (r"deepspeed-mii", EngineSpec(name="deepspeed-mii")),
+)
+_OTHER = EngineSpec(name="engine")
+
+_COLUMNS: tuple[tuple[str, Phase, float], ...] = (
+    ("ttft_min_s", "prefill", 1.0),
+    ("itl_p50_s", "decode", 1.0),
+    ("prompt_time_ms_median", "prefill", 1e-3),
+    ("token_time_ms_median", "decode", 1e-3),
+    ("latency_s", "generation", 1.0),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationCase:
+    """One measured batch: seconds of its prefill, of one decode step, or of the whole.
+
+    A prefill of ``single`` is of one sequence, whatever the batch: the least time to a first token.
+    """
+
+    source: str
+    gpu: str
+    phase: Phase
+    engine: EngineSpec
+    sweep: str
+    model: ModelShape
+    cluster: ClusterSpec
+    generation: GenerationSpec
+    workload: WorkloadSpec
+    measured: float
+    single: bool = False
+
+    @property
+    def stack(self) -> str:
+        """The engine's name, which its constants go by."""
+        return self.engine.name
+
+    @property
+    def fit_group(self) -> str:
+        """What is left out or fitted as a whole: a model."""
+        return self.model.name
+
+    def predict(self) -> float:
+        """What the simulator answers: a batch beyond the cache runs as places become free, in fractions of rounds."""
+        batch = self.workload.num_sequences
+        running = min(batch, self._places())
+        if self.phase == "prefill":
+            return self._prefill_s(1 if self.single else batch)
+        decode_s = self._rollout(running)["decode_s"]
+        if self.phase == "decode":
+            return decode_s / self.workload.response_tokens
+        return self._prefill_s(batch) + decode_s * batch / running
+
+    def with_constants(self, efficiency: EfficiencySpec, **links: float) -> GenerationCase:
+        """The same case with other constants."""
+        return replace(self, cluster=build_cluster(self.cluster, efficiency, **links))
+
+    def _prefill_s(self, sequences: int) -> float:
+        if not self.engine.first_token_decodes:
+            return self._rollout(sequences)["prefill_s"]
+        first = replace(self.workload, response_tokens=1)
+        parts = self._rollout(sequences, first)
+        return parts["decode_s"] + (parts["prefill_s"] if self.workload.prompt_tokens > 1 else 0.0)
+
+    def _rollout(self, sequences: int, workload: WorkloadSpec | None = None) -> dict[str, float]:
+        workload = replace(workload or self.workload, global_batch=sequences)
+        size = self.generation.replica_size
+        return dict(
+            simulate_rollout(self.model, self.cluster, workload, world_size=size, generation=self.generation).breakdown
+        )
+
+    def _places(self) -> int:
+        """Sequences of mean length that the cache holds beside the weights."""
+        size = self.generation.replica_size
+        total = self.cluster.machine.gpu.memory_bytes * self.engine.memory_fraction
+        free = total - weight_bytes(self.model, self.workload) / size
+        whole = kv_cache_bytes(self.model, self.generation, self.workload, 1)
+        mean = whole * (self.workload.prompt_tokens + self.workload.response_tokens / 2) / self.workload.sequence_tokens
+        return max(1, int(free / mean))
+
+
+def build_generation_cases(table: MeasuredTable) -> Iterator[tuple[Row, list[GenerationCase] | SkipRow]]:
+    """For every row what it measured (one time or two), or why it is not used."""
+    for row in table.rows:
+        try:
+            yield row, list(_generation_cases(row))
+        except (SkipRow, ConfigError) as reason:
+            yield row, reason if isinstance(reason, SkipRow) else SkipRow(f"it cannot be simulated: {reason}")
+
+
+def _generation_cases(row: Row) -> Iterator[GenerationCase]:
+    if row.get("suspect"):
+        raise SkipRow("marked suspect")
+    if row.get("ep", "1") not in ("", "1"):
+        raise SkipRow("ep above 1 is not simulated")
+    if re.search(r"fp8|float8|int8|int4|awq|gptq", row.get("precision", "").lower()):
+        raise SkipRow("quantized weights are not simulated")
+    batch, prompt, response = (whole_number(row, column) for column in ("batch", "input_len", "output_len"))
+    model, kind, engine = find_model_of_row(row), _find_kind(row), _find_engine(row)
+    if prompt + response > model.max_positions:
+        raise SkipRow("input_len + output_len exceeds the model's positions")
+    tp, pp = whole_number(row, "tp"), whole_number(row, "pp", 1)
+    spec = replace(gpu(kind), efficiency=find_efficiency(kind, engine.name))
+    cluster = ClusterSpec(machines=(MachineSpec(gpu=spec, num_gpus=tp * pp),))
+    base = GenerationCase(
+        source=row.get("source", ""),
+        gpu=row["gpu"],
+        phase="generation",
+        engine=engine,
+        sweep=f"{model.name} on {tp * pp} {row['gpu']}, {engine.name}, batch {batch} x {prompt} + {response}",
+        model=model,
+        cluster=build_cluster(cluster, spec.efficiency, **find_links(kind)),
+        generation=GenerationSpec(gen_pp_size=pp, gen_tp_size=tp),
+        workload=WorkloadSpec(
+            global_batch=batch, prompt_tokens=prompt, response_tokens=response, micro_batch_tokens=batch * prompt
+        ),
+        measured=0.0,
+    )
+    found = [(phase, number(row, name) * scale, name) for name, phase, scale in _COLUMNS if row.get(name)]
+    if not found:
+        raise SkipRow("no measured time")
+    for phase, measured, name in found:
+        yield replace(base, phase=phase, measured=measured, single=name == "ttft_min_s")
+
+
+def _find_kind(row: Row) -> str:
+    """The benchmark of Argonne says A100 for boards of 40 GB."""
+    kind = find_gpu(row["gpu"])
+    return "a100-40" if kind == "a100-80" and "LLM-Inference-Bench" in row.get("source", "") else kind
+
+
+def _find_engine(row: Row) -> EngineSpec:
+    text = f"{row.get('framework', '')} {row.get('source', '')}".lower()
+    return next((engine for pattern, engine in _ENGINES if re.search(pattern, text)), _OTHER)

@@ -1,0 +1,245 @@
+"""From a row of a measured table to what the simulators are asked: model, cluster, layout, workload, software."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from hf_mapper._catalogue import CATALOGUE
+from hf_mapper._known_models import build_gpt, find_model, guess_model
+from hf_mapper.constants import find_efficiency, find_links
+from hf_mapper.efficiency import EfficiencySpec
+from hf_mapper.simulators import estimate_memory, simulate_training
+from hf_mapper.software import MEGATRON_2021, ZERO_2021, SoftwareSpec
+from hf_mapper.specs import ClusterSpec, MachineSpec, Recompute, WorkloadSpec, gpu
+from hf_mapper.tables import MeasuredTable, Row, SkipRow, number, whole_number
+from hf_protocols import ConfigError, ModelShape, ParallelSpec
+
+__all__ = [
+    "Phase",
+    "TrainingCase",
+    "build_cluster",
+    "build_training_cases",
+    "find_gpu",
+    "find_model_of_row",
+    "find_network",
+]
+
+Phase = Literal["training", "memory", "prefill", "decode", "generation", "communication"]
+
+_NETWORK = {"a100": 200e9, "h100": 400e9, "h200": 400e9, "b200": 400e9}
+"""Bytes per second of a machine of eight where the row does not state it: eight cards of 200 or 400 Gbit/s."""
+_MACHINE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCase:
+    """One measured step (seconds) or one measured rank (bytes): the arguments of the simulators, and what was measured.
+
+    ``part`` of a rank's bytes is one of the columns param_opt_gib and activation_gib, or empty for all it held.
+
+    ``sweep`` names the runs of one model on as many GPUs with the same batch; ``stack`` the software's constants.
+    """
+
+    source: str
+    gpu: str
+    phase: Phase
+    stack: str
+    sweep: str
+    model: ModelShape
+    cluster: ClusterSpec
+    parallel: ParallelSpec
+    workload: WorkloadSpec
+    backend: str
+    measured: float
+    part: str = ""
+
+    @property
+    def fit_group(self) -> str:
+        """What is left out or fitted as a whole: a sweep's model."""
+        return self.model.name
+
+    def predict(self) -> float:
+        """What the simulators answer: seconds of the step, or bytes of the fullest rank."""
+        if self.phase == "training":
+            return simulate_training(
+                self.model, self.cluster, self.parallel, self.workload, backend=self.backend
+            ).latency_s
+        need = estimate_memory(
+            self.model, self.cluster, self.parallel, self.workload, calls=("training",), backend=self.backend
+        )
+        if self.part == "activation_gib":
+            return need.breakdown["activation_bytes"]
+        if self.part == "param_opt_gib":
+            return sum(need.breakdown[name] for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"))
+        spec = self.cluster.machine.gpu
+        return need.memory_bytes / (1 - spec.efficiency.fragmentation) + spec.reserved_bytes
+
+    def with_constants(self, efficiency: EfficiencySpec, **links: float) -> TrainingCase:
+        """The same case with other constants."""
+        return replace(self, cluster=build_cluster(self.cluster, efficiency, **links))
+
+
+def build_cluster(cluster: ClusterSpec, efficiency: EfficiencySpec, **links: float) -> ClusterSpec:
+    """``cluster`` with other constants: of its GPUs, and any of its three of links."""
+    machine = replace(cluster.machine, gpu=replace(cluster.machine.gpu, efficiency=efficiency))
+    if "intra_latency_s" in links:
+        machine = replace(machine, intra_latency_s=links["intra_latency_s"])
+    rest = {name: value for name, value in links.items() if name != "intra_latency_s"}
+    return replace(cluster, machines=(machine,), **rest)
+
+
+def find_gpu(name: str) -> str:
+    """The catalogue's name of a GPU as tables write it.
+
+    Raises:
+        SkipRow: where the catalogue has none.
+    """
+    plain = re.sub(r"[\s_]+", "-", name.lower())
+    if plain.startswith("a100"):
+        return "a100-40" if "40gb" in plain else "a100-80"
+    if "pcap" in plain:
+        raise SkipRow("a power-capped GPU is not in the catalogue")
+    for kind in CATALOGUE:
+        if re.match(rf"{re.escape(kind)}(-|$)", plain):
+            return kind
+    raise SkipRow(f"gpu {name} is not in the catalogue")
+
+
+def find_model_of_row(row: Row) -> ModelShape:
+    """The row's model: by layers, hidden and heads, else by its name, else one of ``params_b`` billion parameters.
+
+    Raises:
+        SkipRow: where the row has none of them.
+    """
+    name = row.get("model") or "model"
+    try:
+        if row.get("layers") and row.get("hidden") and row.get("heads"):
+            sizes = [whole_number(row, column) for column in ("layers", "hidden", "heads")]
+            vocabulary = whole_number(row, "vocab") if row.get("vocab") else None
+            return build_gpt(name, num_layers=sizes[0], hidden_size=sizes[1], num_heads=sizes[2], vocab_size=vocabulary)
+        known = find_model(name)
+        return known or guess_model(name, 1e9 * number(row, "params_b"))
+    except ConfigError as error:
+        raise SkipRow(f"the model's sizes cannot be used: {error}") from None
+
+
+def build_training_cases(table: MeasuredTable) -> Iterator[tuple[Row, list[TrainingCase] | SkipRow]]:
+    """For every row what it measured (a time, bytes, or both), or why it is not used."""
+    for row in table.rows:
+        try:
+            yield row, list(_training_cases(row))
+        except (SkipRow, ConfigError) as reason:
+            yield row, reason if isinstance(reason, SkipRow) else SkipRow(f"it cannot be simulated: {reason}")
+
+
+def _training_cases(row: Row) -> Iterator[TrainingCase]:
+    _check_simulated(row)
+    kind, num_gpus, length = find_gpu(row["gpu"]), whole_number(row, "n_gpus"), whole_number(row, "seq_len")
+    if length < 2:
+        raise SkipRow("seq_len is below 2")
+    parallel = _find_layout(row, num_gpus)
+    batch = whole_number(row, "global_batch", parallel.dp_size)
+    if batch % parallel.dp_size:
+        raise SkipRow("dp does not divide global_batch")
+    micro_batch = _find_micro_batch(row, batch // parallel.dp_size)
+    stack, software, backend = _find_software(row, parallel)
+    recompute = _find_recompute(row)
+    workload = WorkloadSpec(
+        global_batch=batch,
+        prompt_tokens=length // 2,
+        response_tokens=length - length // 2,
+        micro_batch_tokens=micro_batch * length,
+        recompute=recompute,
+        pipeline_chunks=whole_number(row, "vpp", 1),
+        software=software,
+    )
+    model = find_model_of_row(row)
+    base = TrainingCase(
+        source=row.get("source", ""),
+        gpu=row["gpu"],
+        phase="training",
+        stack=stack,
+        sweep=f"{model.name} on {num_gpus} {row['gpu']}, batch {batch} x {length}",
+        model=model,
+        cluster=_find_cluster(row, kind, num_gpus, stack),
+        parallel=parallel,
+        workload=workload,
+        backend=backend,
+        measured=0.0,
+    )
+    if "step_time_s" in row:
+        yield replace(base, measured=number(row, "step_time_s"))
+    if row.get("mem_gb"):
+        yield replace(base, phase="memory", measured=number(row, "mem_gb") * 2**30)
+    for part in ("param_opt_gib", "activation_gib"):
+        if row.get(part):
+            yield replace(base, phase="memory", part=part, measured=number(row, part) * 2**30)
+
+
+def _check_simulated(row: Row) -> None:
+    """Raise SkipRow for what the simulators do not know."""
+    if row.get("suspect"):
+        raise SkipRow("marked suspect")
+    if not row.get("phase", "train").startswith("train"):
+        raise SkipRow(f"phase {row['phase']} is not simulated")
+    if row.get("cpu_offload", "").lower() == "true":
+        raise SkipRow("offload to the host is not simulated")
+    if re.search(r"fp8|float8|nvfp4|mxfp|fp4", row.get("precision", "").lower()):
+        raise SkipRow("8-bit and 4-bit precision are not simulated")
+    for column in ("cp", "ep"):
+        if row.get(column, "1") not in ("", "1"):
+            raise SkipRow(f"{column} above 1 is not simulated")
+
+
+def _find_layout(row: Row, num_gpus: int) -> ParallelSpec:
+    pp, tp = whole_number(row, "pp", 1), whole_number(row, "tp", 1)
+    dp = whole_number(row, "dp", max(1, num_gpus // (pp * tp)))
+    if pp * tp * dp != num_gpus:
+        raise SkipRow("pp x tp x dp is not n_gpus")
+    return ParallelSpec(pp_size=pp, tp_size=tp, dp_size=dp)
+
+
+def _find_micro_batch(row: Row, local: int) -> int:
+    """As given; a table without the column gives the local batch; a blank cell stands for one sequence."""
+    if "micro_batch" in row:
+        return min(local, whole_number(row, "micro_batch", 1))
+    return min(local, whole_number(row, "local_batch", local))
+
+
+def _find_recompute(row: Row) -> Recompute:
+    text = row.get("recompute", "").lower()
+    return "full" if text.startswith("full") else "selective" if text.startswith("selective") else "none"
+
+
+def _find_software(row: Row, parallel: ParallelSpec) -> tuple[str, SoftwareSpec, str]:
+    """(stack, its facts, backend), from the names that the row gives for framework, source and sharding."""
+    text = " ".join(row.get(column, "") for column in ("framework", "source", "model", "sharding")).lower()
+    whole = parallel.pp_size == parallel.tp_size == 1
+    if "zero-3" in text:
+        return MEGATRON_2021.name, ZERO_2021, "fsdp"
+    old = re.search(r"megatron-(lm|deepspeed|\d+b|1t)|korthikanti", text) and "bridge" not in text
+    if old:
+        sequence_parallel = "sequence-parallel" in row.get("recompute", "")
+        return MEGATRON_2021.name, replace(MEGATRON_2021, sequence_parallel=sequence_parallel), "megatron"
+    sharded = whole and not re.search("ddp|nemo|megatron", text)
+    return "pytorch", SoftwareSpec(), "fsdp" if sharded else "megatron"
+
+
+def _find_cluster(row: Row, kind: str, num_gpus: int, stack: str) -> ClusterSpec:
+    spec = replace(gpu(kind), efficiency=find_efficiency(kind, stack))
+    machine = MachineSpec(gpu=spec, num_gpus=min(num_gpus, _MACHINE), num_machines=-(-num_gpus // _MACHINE))
+    cluster = ClusterSpec(machines=(machine,), inter_bandwidth_bytes_per_s=find_network(row, kind))
+    return build_cluster(cluster, spec.efficiency, **find_links(kind))
+
+
+def find_network(row: Row, kind: str) -> float:
+    """A machine's network: "8x200G" or "1600 Gbps" in the row's notes or source, else the kind's usual."""
+    text = f"{row.get('notes', '')} {row.get('source', '')}"
+    if cards := re.search(r"(\d+)x(\d+)G\b", text):
+        return int(cards[1]) * int(cards[2]) * 1e9 / 8
+    if total := re.search(r"(\d+) Gbps", text):
+        return int(total[1]) * 1e9 / 8
+    return _NETWORK.get(kind.partition("-")[0], 200e9)

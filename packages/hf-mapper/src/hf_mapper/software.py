@@ -1,0 +1,54 @@
+"""What a training stack does, as facts of its design; how fast it does it is fitted (``EfficiencySpec``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MEGATRON_2021", "ZERO_2021", "EngineSpec", "SoftwareSpec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftwareSpec:
+    """The defaults are what the backends of hf-engine do.
+
+    ``fused_attention``: scores stay on chip, and a causal mask halves the work; otherwise they are written and read.
+    ``sequence_parallel``: norms and residuals are cut over the tensor group too (Korthikanti et al.).
+    ``distributed_optimizer``: Megatron's optimizer state is sharded over data-parallel ranks.
+    ``dropout``: masks are drawn in training, which takes memory.
+    ``shared_rails``: what FSDP gathers enters a machine once and spreads over its own links; otherwise every rank
+    receives all of it over its part of the network.
+    """
+
+    name: str = "hf-engine"
+    fused_attention: bool = True
+    sequence_parallel: bool = True
+    distributed_optimizer: bool = True
+    dropout: bool = False
+    shared_rails: bool = True
+
+
+MEGATRON_2021 = SoftwareSpec(
+    name="megatron-2021",
+    fused_attention=False,
+    sequence_parallel=False,
+    distributed_optimizer=False,
+    dropout=True,
+)
+"""Megatron-LM of the SC'21 paper, and Megatron-DeepSpeed without ZeRO: no fused attention, nothing sharded."""
+
+ZERO_2021 = SoftwareSpec(
+    name="zero-2021", fused_attention=False, sequence_parallel=False, dropout=True, shared_rails=False
+)
+"""DeepSpeed's ZeRO-3 as the SC'21 paper measured it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """A generation engine: ``memory_fraction`` of a device holds its weights and its cache.
+
+    ``first_token_decodes``: the first token comes from a decode step after the prefill rather than from the prefill.
+    """
+
+    name: str
+    memory_fraction: float = 0.9
+    first_token_decodes: bool = False

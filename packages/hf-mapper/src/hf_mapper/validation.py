@@ -1,0 +1,137 @@
+"""The simulators against measured tables: which rows were used, how far off, and whether the best was found."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_mapper.collectives import CollectiveCase, build_collective_cases
+from hf_mapper.engines import GenerationCase, build_generation_cases
+from hf_mapper.measured import TrainingCase, build_training_cases
+from hf_mapper.statistics import compute_bias, compute_mape, compute_regret, compute_spearman
+from hf_mapper.tables import MeasuredTable, Row, SkipRow, read_tables
+
+__all__ = ["Case", "SourceErrors", "SweepErrors", "build_cases", "build_report", "compute_errors", "validate_folder"]
+
+Case = TrainingCase | GenerationCase | CollectiveCase
+
+_LEAST_SWEEP = 3
+_UNSIMULATED = {
+    "kernel": "times of single kernels are not predicted",
+    "iteration": "lengths and phases of whole RLHF iterations are not stated",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepErrors:
+    """Runs of one model on as many GPUs with the same batch, by layout."""
+
+    name: str
+    rows: int
+    spearman: float | None
+    regret: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceErrors:
+    """Errors over one source's measurements of one phase on one GPU, as fractions; None where no row was used."""
+
+    source: str
+    file: str
+    phase: str
+    gpu: str
+    rows_used: int
+    rows_skipped: dict[str, int]
+    mape: float | None
+    bias: float | None
+    spearman: float | None
+    sweeps: tuple[SweepErrors, ...]
+
+
+def validate_folder(folder: Path | str) -> list[SourceErrors]:
+    """Errors of every source in ``folder``, by file and in order of their rows.
+
+    Raises:
+        ConfigError: for a folder that cannot be read or holds no table, or a table without the columns it needs.
+    """
+    return [errors for table in read_tables(Path(folder)) for errors in compute_errors(table)]
+
+
+def build_report(errors: Sequence[SourceErrors]) -> dict[str, Any]:
+    """What ``hf-mapper validate --json`` prints."""
+    return {"sources": [asdict(source) for source in errors]}
+
+
+def build_cases(table: MeasuredTable) -> Iterator[tuple[Row, Sequence[Case] | SkipRow]]:
+    """For every row what can be compared with a simulator's answer, or why nothing can."""
+    if table.kind in _UNSIMULATED:
+        yield from ((row, SkipRow(_UNSIMULATED[table.kind])) for row in table.rows)
+    elif table.kind == "generation":
+        yield from build_generation_cases(table)
+    elif table.kind == "communication":
+        yield from build_collective_cases(table)
+    else:
+        yield from build_training_cases(table)
+
+
+def compute_errors(table: MeasuredTable) -> list[SourceErrors]:
+    """One entry for each source, phase and GPU of a table."""
+    used: dict[tuple[str, str, str], list[Case]] = defaultdict(list)
+    skipped: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for row, found in build_cases(table):
+        where = (row.get("source", ""), row.get("gpu", ""))
+        if isinstance(found, SkipRow):
+            skipped[where][str(found)] += 1
+            if not any(key[::2] == where for key in used):
+                used[where[0], table.kind, where[1]] = []
+            continue
+        for case in found:
+            used[case.source, case.phase, case.gpu].append(case)
+    filled = {key[::2] for key, cases in used.items() if cases}
+    return [
+        _summarise(table.file, key, cases, dict(skipped[key[::2]]))
+        for key, cases in used.items()
+        if cases or key[::2] not in filled
+    ]
+
+
+def _summarise(file: str, key: tuple[str, str, str], cases: Sequence[Case], skipped: dict[str, int]) -> SourceErrors:
+    predicted, measured = [case.predict() for case in cases], [case.measured for case in cases]
+    sweeps: dict[str, list[int]] = defaultdict(list)
+    if key[1] == "training":
+        for index, case in enumerate(cases):
+            sweeps[case.sweep].append(index)
+    return SourceErrors(
+        source=key[0],
+        file=file,
+        phase=key[1],
+        gpu=key[2],
+        rows_used=len(cases),
+        rows_skipped=skipped,
+        mape=compute_mape(predicted, measured) if cases else None,
+        bias=compute_bias(predicted, measured) if cases else None,
+        spearman=compute_spearman(predicted, measured),
+        sweeps=tuple(
+            _summarise_sweep(name, [predicted[row] for row in rows], [measured[row] for row in rows])
+            for name, rows in sweeps.items()
+            if len(rows) >= _LEAST_SWEEP and len({_layout(cases[row]) for row in rows}) > 1
+        ),
+    )
+
+
+def _layout(case: Case) -> tuple[object, ...]:
+    """What a sweep varies; repeats of one layout are no sweep."""
+    assert isinstance(case, TrainingCase), "only training tables have sweeps"
+    return case.parallel, case.workload.micro_batch_tokens, case.workload.recompute, case.workload.pipeline_chunks
+
+
+def _summarise_sweep(name: str, predicted: Sequence[float], measured: Sequence[float]) -> SweepErrors:
+    return SweepErrors(
+        name=name,
+        rows=len(measured),
+        spearman=compute_spearman(predicted, measured),
+        regret=compute_regret(predicted, measured),
+    )
