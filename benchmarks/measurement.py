@@ -1,7 +1,8 @@
-"""The form of a benchmark's result: what was measured, in which unit, on which hardware, with which versions."""
+"""The form of a benchmark's result: what was measured, when, in which unit, on which hardware, with which versions."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ def record(subject: str, metrics: dict[str, tuple[float, str]], *, device: str |
     """
     result = {
         "subject": subject,
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "metrics": {name: {"value": value, "unit": unit} for name, (value, unit) in metrics.items()},
         "hardware": {"cpu": _processor(), "num_cores": os.cpu_count(), "system": platform.system()}
         | ({"device": device} if device else {}),

@@ -1,0 +1,63 @@
+"""The whole matrix of training layouts and engines, in every environment, with a dated result.
+
+Runs `packages/hf-engine/tests/test_matrix.py` with the programs of `.venv` and `.venv-<engine>`, the slow pairs too,
+and writes what became of each pair, and how long it took, to `results/matrix.json`. `make test-matrix` sets the
+environments up first. Exits with 1 if a pair fails, or an environment is missing.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from measurement import record
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = "packages/hf-engine/tests/test_matrix.py"
+ENVIRONMENTS = {
+    "": "not vllm and not sglang",
+    "-vllm": "vllm",
+    "-sglang": "sglang",
+}
+"""Suffix of the environment's folder, and the pairs that it runs."""
+
+
+def main() -> int:
+    """Run every environment's pairs; 1 if one fails."""
+    metrics: dict[str, tuple[float, str]] = {}
+    failed = []
+    for suffix, marks in ENVIRONMENTS.items():
+        for name, outcome, seconds in _run(f".venv{suffix}", marks):
+            metrics[f"{name}: {outcome}"] = (round(seconds, 1), "s")
+            if outcome != "passed":
+                failed.append(name)
+            print(f"{outcome:8} {name} ({seconds:.1f} s)")
+    record("matrix", metrics)
+    print(f"{len(metrics) - len(failed)} of {len(metrics)} pairs passed")
+    return 1 if failed else 0
+
+
+def _run(environment: str, marks: str) -> list[tuple[str, str, float]]:
+    """Name, outcome and seconds of every pair."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [f"{environment}/bin/pytest", TESTS, "-m", marks, "-q", "--junitxml", str(report)]
+        finished = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+        if not report.exists():
+            sys.exit(f"{' '.join(command)} ended with {finished.returncode} and without a report")
+        return [
+            (
+                case.attrib["name"].partition("[")[2].rstrip("]"),
+                next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed"),
+                float(case.attrib["time"]),
+            )
+            for case in ET.parse(report).iter("testcase")
+        ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
