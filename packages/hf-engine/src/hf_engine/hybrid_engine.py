@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
+from hf_engine.backends._abilities import SupportsShardLoading, SupportsWeightBuffers
 from hf_engine.backends._base import (
     RolloutBackend,
     SamplingParams,
-    SupportsShardLoading,
-    SupportsWeightBuffers,
     TrainBackend,
 )
 from hf_engine.process_groups import build_groups, local_device, wait_for_device

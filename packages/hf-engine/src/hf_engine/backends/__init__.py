@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+from hf_engine.backends._abilities import FormsReplicas, SupportsShardLoading, SupportsWeightBuffers
 from hf_engine.backends._base import (
-    FormsReplicas,
     Head,
     LossFunction,
     Metrics,
     RolloutBackend,
     SamplingParams,
-    SupportsShardLoading,
-    SupportsWeightBuffers,
     TrainBackend,
     TrainConfig,
 )

@@ -6,10 +6,10 @@ Batches are TensorDicts on the CPU with batch size [B]. Per-token columns are ja
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
 
 from hf_protocols.errors import ConfigError
 
@@ -22,14 +22,11 @@ if TYPE_CHECKING:
     from hf_protocols.topology import GenerationSpec, Topology
 
 __all__ = [
-    "FormsReplicas",
     "Head",
     "LossFunction",
     "Metrics",
     "RolloutBackend",
     "SamplingParams",
-    "SupportsShardLoading",
-    "SupportsWeightBuffers",
     "TrainBackend",
     "TrainConfig",
 ]
@@ -351,59 +348,4 @@ class RolloutBackend(Protocol):
 
     def close(self) -> None:
         """Ends the engine."""
-        ...
-
-
-@runtime_checkable
-class SupportsWeightBuffers(Protocol):
-    """A rollout backend whose weights can be written in place."""
-
-    def weight_buffers(self) -> Mapping[str, torch.Tensor]:
-        """This rank's tensors by Hugging Face name, one per box of `weight_layout()`.
-
-        Each has a resizable storage of its own, empty between `release` and `resume`: a transition takes and frees
-        them one by one.
-        """
-        ...
-
-
-@runtime_checkable
-class SupportsShardLoading(Protocol):
-    """A rollout backend that keeps its weights itself, packed for its kernels or elsewhere, and is fed with shards.
-
-    One update is `begin_weights()`, `load_shards(...)` until every parameter of this rank was there, and
-    `commit_weights(version)`. An update that was begun and not committed leaves weights that nobody can generate from,
-    until another one is.
-    """
-
-    @property
-    def engine_bytes(self) -> int:
-        """Bytes of weights and KV cache that the engine holds now on this rank."""
-        ...
-
-    def begin_weights(self) -> None:
-        """Starts an update; drops what an unfinished one left behind."""
-        ...
-
-    def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Takes this rank's boxes of some whole parameters.
-
-        Args:
-            shards: by Hugging Face name, one tensor per box, in the order of `weight_layout()`. They are handed over:
-                nobody else writes to them, and the engine lets go of them when the update is committed at the latest.
-
-        Raises:
-            ReshardError: for a name that is no parameter of this rank or came before, or tensors that are not the
-                layout's boxes.
-            BackendError: outside an update.
-        """
-        ...
-
-
-@runtime_checkable
-class FormsReplicas(Protocol):
-    """A rollout backend whose replicas have several ranks, which its engine connects by itself."""
-
-    def replica_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold one model together with this one, in tensor-parallel order, as the engine says."""
         ...

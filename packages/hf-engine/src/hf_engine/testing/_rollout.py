@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from hf_engine.backends._abilities import FormsReplicas, SupportsShardLoading, SupportsWeightBuffers
 from hf_engine.backends._base import (
-    FormsReplicas,
     RolloutBackend,
     SamplingParams,
-    SupportsShardLoading,
-    SupportsWeightBuffers,
 )
 from hf_engine.resharding.boxes import Box
 from hf_engine.testing._cases import build_prompts, greedy_response, reference_outputs, rows_of, select_rows

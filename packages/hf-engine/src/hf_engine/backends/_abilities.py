@@ -1,0 +1,66 @@
+"""What some rollout backends can do and others cannot: one small Protocol each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["FormsReplicas", "SupportsShardLoading", "SupportsWeightBuffers"]
+
+
+@runtime_checkable
+class SupportsWeightBuffers(Protocol):
+    """A rollout backend whose weights can be written in place."""
+
+    def weight_buffers(self) -> Mapping[str, torch.Tensor]:
+        """This rank's tensors by Hugging Face name, one per box of `weight_layout()`.
+
+        Each has a resizable storage of its own, empty between `release` and `resume`: a transition takes and frees
+        them one by one.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsShardLoading(Protocol):
+    """A rollout backend that keeps its weights itself, packed for its kernels or elsewhere, and is fed with shards.
+
+    One update is `begin_weights()`, `load_shards(...)` until every parameter of this rank was there, and
+    `commit_weights(version)`. An update that was begun and not committed leaves weights that nobody can generate from,
+    until another one is.
+    """
+
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes of weights and KV cache that the engine holds now on this rank."""
+        ...
+
+    def begin_weights(self) -> None:
+        """Starts an update; drops what an unfinished one left behind."""
+        ...
+
+    def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Takes this rank's boxes of some whole parameters.
+
+        Args:
+            shards: by Hugging Face name, one tensor per box, in the order of `weight_layout()`. They are handed over:
+                nobody else writes to them, and the engine lets go of them when the update is committed at the latest.
+
+        Raises:
+            ReshardError: for a name that is no parameter of this rank or came before, or tensors that are not the
+                layout's boxes.
+            BackendError: outside an update.
+        """
+        ...
+
+
+@runtime_checkable
+class FormsReplicas(Protocol):
+    """A rollout backend whose replicas have several ranks, which its engine connects by itself."""
+
+    def replica_ranks(self) -> tuple[int, ...]:
+        """The ranks that hold one model together with this one, in tensor-parallel order, as the engine says."""
+        ...
