@@ -14,7 +14,16 @@ from hf_mapper.measured import TrainingCase, build_training_cases
 from hf_mapper.statistics import compute_bias, compute_mape, compute_regret, compute_spearman
 from hf_mapper.tables import MeasuredTable, Row, SkipRow, read_tables
 
-__all__ = ["Case", "SourceErrors", "SweepErrors", "build_cases", "build_report", "compute_errors", "validate_folder"]
+__all__ = [
+    "Case",
+    "SourceErrors",
+    "SweepErrors",
+    "build_cases",
+    "build_report",
+    "compute_errors",
+    "compute_sweeps",
+    "validate_folder",
+]
 
 Case = TrainingCase | GenerationCase | CollectiveCase
 
@@ -100,10 +109,6 @@ def compute_errors(table: MeasuredTable) -> list[SourceErrors]:
 
 def _summarise(file: str, key: tuple[str, str, str], cases: Sequence[Case], skipped: dict[str, int]) -> SourceErrors:
     predicted, measured = [case.predict() for case in cases], [case.measured for case in cases]
-    sweeps: dict[str, list[int]] = defaultdict(list)
-    if key[1] == "training":
-        for index, case in enumerate(cases):
-            sweeps[case.sweep].append(index)
     return SourceErrors(
         source=key[0],
         file=file,
@@ -114,11 +119,20 @@ def _summarise(file: str, key: tuple[str, str, str], cases: Sequence[Case], skip
         mape=compute_mape(predicted, measured) if cases else None,
         bias=compute_bias(predicted, measured) if cases else None,
         spearman=compute_spearman(predicted, measured),
-        sweeps=tuple(
-            _summarise_sweep(name, [predicted[row] for row in rows], [measured[row] for row in rows])
-            for name, rows in sweeps.items()
-            if len(rows) >= _LEAST_SWEEP and len({_layout(cases[row]) for row in rows}) > 1
-        ),
+        sweeps=compute_sweeps(cases, predicted),
+    )
+
+
+def compute_sweeps(cases: Sequence[Case], predicted: Sequence[float]) -> tuple[SweepErrors, ...]:
+    """The sweeps among training runs: one model on as many GPUs with one batch, three runs or more in two layouts."""
+    sweeps: dict[str, list[int]] = defaultdict(list)
+    for index, case in enumerate(cases):
+        if case.phase == "training":
+            sweeps[case.sweep].append(index)
+    return tuple(
+        _summarise_sweep(name, [predicted[row] for row in rows], [cases[row].measured for row in rows])
+        for name, rows in sweeps.items()
+        if len(rows) >= _LEAST_SWEEP and len({_layout(cases[row]) for row in rows}) > 1
     )
 
 

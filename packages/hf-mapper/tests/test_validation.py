@@ -1,0 +1,186 @@
+"""Small tables whose errors are known, and the measured ones where they lie beside the repository."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hf_mapper import build_report, validate_folder
+from hf_mapper.cli import main
+from hf_mapper.tables import read_tables
+from hf_mapper.validation import build_cases
+
+ROOT = Path(__file__).resolve().parents[3]
+MEASURED = ROOT.parent / "shared" / "perf-data"
+RUN = {
+    "source": "a bench",
+    "framework": "Megatron-LM",
+    "gpu": "A100",
+    "model": "GPT",
+    "layers": 24,
+    "hidden": 2048,
+    "heads": 16,
+    "n_gpus": 8,
+    "tp": 2,
+    "pp": 2,
+    "dp": 2,
+    "micro_batch": 1,
+    "global_batch": 16,
+    "seq_len": 1024,
+    "precision": "fp16",
+    "recompute": "full",
+    "step_time_s": 1.0,
+}
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes rows as one CSV file of a folder, which it returns."""
+
+    def write_rows(rows: list[dict[str, Any]], name: str = "table.csv") -> Path:
+        with (tmp_path / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        return tmp_path
+
+    return write_rows
+
+
+def predict(folder: Path) -> list[float]:
+    """What the simulators say of every usable row."""
+    found = [cases for table in read_tables(folder) for _, cases in build_cases(table)]
+    return [case.predict() for cases in found if not isinstance(cases, Exception) for case in cases]
+
+
+def test_known_errors_are_found(write: Write) -> None:
+    """Four layouts, predicted 10 % above, 20 % below, exactly as and 50 % above what was measured."""
+    rows = [RUN | {"tp": tp, "pp": pp, "dp": 8 // (tp * pp)} for tp, pp in ((1, 1), (2, 1), (4, 2), (8, 1))]
+    predicted = predict(write(rows))
+    measured = [value / (1 + error) for value, error in zip(predicted, (0.1, -0.2, 0.0, 0.5), strict=True)]
+    [errors] = validate_folder(write([row | {"step_time_s": value} for row, value in zip(rows, measured, strict=True)]))
+    assert (errors.source, errors.file, errors.phase, errors.gpu) == ("a bench", "table.csv", "training", "A100")
+    assert (errors.rows_used, errors.rows_skipped) == (4, {})
+    assert errors.mape == pytest.approx(0.2)
+    assert errors.bias == pytest.approx(0.1)
+    [sweep] = errors.sweeps
+    chosen = measured[predicted.index(min(predicted))]
+    assert sweep.rows == 4
+    assert sweep.regret == pytest.approx(chosen / min(measured) - 1)
+    assert sweep.spearman == errors.spearman
+    assert "GPT on 8 A100" in sweep.name
+
+
+def test_a_table_goes_by_its_columns(write: Write) -> None:
+    """Sizes by params_b or a known name, tp, pp and dp by default; the file's name and the columns' order are free."""
+    plain = {key: RUN[key] for key in ("gpu", "n_gpus", "global_batch", "seq_len", "step_time_s")}
+    write([plain | {"params_b": 7, "model": "Llama2-7B"}], "x.csv")
+    write([{"params_b": 6.7} | plain], "y.csv")
+    folder = write([{"seq_len": 512, "params_b": 6.7} | {k: v for k, v in plain.items() if k != "seq_len"}], "z.csv")
+    errors = validate_folder(folder)
+    assert [entry.rows_used for entry in errors] == [1, 1, 1]
+    known, guessed, _ = predict(folder)
+    assert known == pytest.approx(guessed, rel=0.1), "7B by name and 6.7B by size are about as large"
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"suspect": "1 (faster than peak)"}, "marked suspect"),
+        ({"step_time_s": ""}, "step_time_s is blank"),
+        ({"step_time_s": "-3"}, "step_time_s is not above 0"),
+        ({"step_time_s": "nan"}, "step_time_s is not above 0"),
+        ({"n_gpus": "eight"}, "n_gpus is no number"),
+        ({"global_batch": "16.5"}, "global_batch is no whole number"),
+        ({"dp": 3}, "pp x tp x dp is not n_gpus"),
+        ({"global_batch": 15}, "dp does not divide global_batch"),
+        ({"gpu": "TPU v5"}, "gpu TPU v5 is not in the catalogue"),
+        ({"precision": "fp8"}, "8-bit and 4-bit precision are not simulated"),
+        ({"cp": 2}, "cp above 1 is not simulated"),
+        ({"heads": "", "model": "unheard of"}, "params_b is blank"),
+    ],
+)
+def test_rows_that_cannot_be_compared_are_skipped_and_said(write: Write, changed: dict, reason: str) -> None:
+    good = RUN | dict.fromkeys(changed, "") | {key: RUN.get(key, "") for key in changed}
+    errors = validate_folder(write([good, RUN | changed]))
+    assert {text: count for entry in errors for text, count in entry.rows_skipped.items()} == {reason: 1}
+    assert sum(entry.rows_used for entry in errors) == 1
+
+
+def test_repeats_of_one_layout_are_no_sweep(write: Write) -> None:
+    [errors] = validate_folder(write([RUN, RUN, RUN]))
+    assert errors.sweeps == ()
+
+
+def test_prefill_and_decode_are_scored_apart(write: Write) -> None:
+    row = {
+        "source": "a server", "framework": "vLLM", "gpu": "H100", "model": "llama2-7b", "tp": 1, "batch": 4,
+        "input_len": 128, "output_len": 64, "prompt_time_ms_median": 20, "token_time_ms_median": 8, "latency_s": 0.6,
+    }  # fmt: skip
+    errors = validate_folder(write([row]))
+    assert [(entry.phase, entry.rows_used) for entry in errors] == [("prefill", 1), ("decode", 1), ("generation", 1)]
+    prefill_s, decode_s, whole_s = predict(write([row]))
+    assert whole_s == pytest.approx(prefill_s + 64 * decode_s)
+
+
+def test_json_is_one_object_of_sources(write: Write) -> None:
+    folder = write([RUN | {"tp": tp, "dp": 4 // tp} for tp in (1, 2, 4)])
+    result = CliRunner().invoke(main, ["validate", "--data", str(folder), "--json"])
+    assert result.exit_code == 0
+    body = json.loads(result.output)
+    assert body == json.loads(json.dumps(build_report(validate_folder(folder))))
+    [source] = body["sources"]
+    assert set(source) == {
+        "source", "file", "phase", "gpu", "rows_used", "rows_skipped", "mape", "bias", "spearman", "sweeps",
+    }  # fmt: skip
+    assert set(source["sweeps"][0]) == {"name", "rows", "spearman", "regret"}
+
+
+def test_the_table_shows_percent(write: Write) -> None:
+    [value] = predict(write([RUN]))
+    folder = write([RUN | {"step_time_s": value / 1.25}, RUN | {"step_time_s": ""}])
+    result = CliRunner().invoke(main, ["validate", "--data", str(folder)])
+    assert result.exit_code == 0
+    for expected in ("table.csv", "a bench", "25.0", "1 rows skipped: step_time_s is blank"):
+        assert expected in result.output
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"a": 1, "b": 2}], "no measured time among its columns"),
+        ([{key: value for key, value in RUN.items() if key != "gpu"}], "this training table lacks gpu"),
+        ([{"gpu": "A100", "latency_s": 1.0, "batch": 1}], "this generation table lacks tp, input_len, output_len"),
+    ],
+)
+def test_a_table_without_needed_columns_is_one_line_and_exit_code_2(write: Write, rows: list, message: str) -> None:
+    result = CliRunner().invoke(main, ["validate", "--data", str(write(rows))])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "table.csv" in result.output
+    assert len(result.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("name", "message"), [("absent", "is no folder"), ("empty", "holds no measured table")])
+def test_a_folder_without_tables_is_one_line_and_exit_code_2(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    for command in ("validate", "calibrate"):
+        result = CliRunner().invoke(main, [command, "--data", str(tmp_path / name)])
+        assert result.exit_code == 2
+        assert message in result.output
+        assert len(result.output.splitlines()) == 1
+
+
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie beside the repository")
+def test_every_measured_row_is_used_or_skipped_for_a_reason() -> None:
+    for table in read_tables(MEASURED):
+        found = [cases for _, cases in build_cases(table)]
+        assert len(found) == len(table.rows)
+        assert all(str(cases) if isinstance(cases, Exception) else cases for cases in found), table.file
