@@ -84,7 +84,7 @@ def test_128_gpus_one_by_one_are_searched_to_the_end(paper_problem: Callable[...
     assert plan.estimates["search"]["complete"]
 
 
-@pytest.mark.parametrize(("model", "count"), [("llama-2-7b", 128), ("llama-2-13b", 160)])
+@pytest.mark.parametrize(("model", "count"), [("llama-2-7b", 128), ("llama-2-13b", 192)])
 def test_large_clusters_split_the_models_and_small_ones_do_not(
     paper_problem: Callable[..., Any], model: str, count: int
 ) -> None:

@@ -5,7 +5,7 @@ attention, or where that is fused every second multiplication. Kernels run behin
 sets the pace, and where they are close both do. The pipeline runs 1F1B: every micro-batch at the pace of the slowest
 stage, the last, which has the logits; and a bubble of pp - 1 micro-batches, divided by the chunks of an interleaved
 schedule. Gradients are reduced once per update, not overlapped; FSDP gathers a layer's weights for forward and for
-backward and scatters its gradients behind computing, which the copies slow down.
+backward and scatters its gradients behind computing, which they slow down.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["simulate_training"]
 _SHARPNESS = 3.0
 """Order of the mean that joins kernels and launches: infinity would be their maximum."""
 
-_EXPOSED_COPIES = 0.6
-"""What FSDP's transfers over the accelerators' own links add to computing: they share memory and multiprocessors."""
+_EXPOSED_GATHERS = 0.6
+"""What FSDP's transfers add to computing even where it hides them: they run kernels and use memory of their own."""
 
 _RECOMPUTED_LAYERS = {"none": 0.0, "selective": 0.5, "full": 1.0}
 """Part of a layer's kernels that recompute launches again."""
@@ -62,11 +62,9 @@ def simulate_training(
         "gradient_sync_s": updates * _gradient_sync_s(model, cluster, parallel, workload, backend),
         "optimizer_s": updates * _optimizer_s(model, cluster, parallel, workload, backend),
     }
-    gather_s, copy_s = (
-        updates * micro_batches * seconds for seconds in _gather_s(model, cluster, parallel, workload, backend)
-    )
+    gather_s = updates * micro_batches * _gather_s(model, cluster, parallel, workload, backend)
     computing_s = parts["compute_s"] + parts["logits_s"]
-    parts["exposed_gather_s"] = max(_EXPOSED_COPIES * copy_s, gather_s - computing_s)
+    parts["exposed_gather_s"] = max(_EXPOSED_GATHERS * gather_s, gather_s - computing_s)
     return Estimate(
         latency_s=sum(parts.values()),
         memory_bytes=training_work_bytes(model, parallel, workload, backend=backend),
@@ -116,18 +114,18 @@ def _hops_s(
 
 def _gather_s(
     model: ModelShape, cluster: ClusterSpec, parallel: ParallelSpec, workload: WorkloadSpec, backend: str
-) -> tuple[float, float]:
-    """FSDP's collectives of one micro-batch, weights for forward and backward and scattered gradients.
-
-    In all, and what the accelerators' own links take of it.
-    """
+) -> float:
+    """FSDP's collectives of one micro-batch: weights for forward and backward, gradients scattered."""
     if backend != "fsdp":
-        return 0.0, 0.0
-    world, rails = parallel.world_size, workload.software.shared_rails
-    link = build_link(cluster, num_ranks=parallel.dp_size, stride=1, world_size=world, shared_rails=rails)
-    num_bytes = 3 * weight_bytes(model, workload)
-    own_links = cluster.machine.link_bandwidth_bytes_per_s * cluster.link_efficiency
-    return all_gather_s(link, num_bytes), num_bytes * (1 - 1 / parallel.dp_size) / own_links
+        return 0.0
+    link = build_link(
+        cluster,
+        num_ranks=parallel.dp_size,
+        stride=1,
+        world_size=parallel.world_size,
+        shared_rails=workload.software.shared_rails,
+    )
+    return 3 * all_gather_s(link, weight_bytes(model, workload))
 
 
 def _gradient_sync_s(
