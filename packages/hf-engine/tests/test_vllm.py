@@ -133,6 +133,8 @@ def train_and_generate(backend, topology, train_model, rollout_model, directory)
         trained = rows_of(train.compute_logprobs(prompts.update(responses.select("response_ids")))["logprobs"])
         for ours, theirs in zip(rows_of(responses["rollout_logprobs"]), trained, strict=True):
             assert float((ours - theirs).abs().max()) < 1e-4
+    # Named after rank 0's process.
+    assert not list(Path("/dev/shm").glob(f"hf-engine-{os.getpid()}-*"))
     assert engine.weight_version == 2
     assert engine.plan.recv_bytes[rank] == lacking_bytes(engine.plan, rank)
     engine.close()

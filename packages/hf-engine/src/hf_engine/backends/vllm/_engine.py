@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,7 +109,7 @@ class Engine:
             )
         register_transfer()
         groups = topology.groups("gen_tp")
-        name: list[Any] = [f"hf-engine-{uuid.uuid4().hex}"]
+        name: list[Any] = [f"hf-engine-{os.getpid()}-{uuid.uuid4().hex}"]
         dist.broadcast_object_list(name)
         worker = "_cpu_worker.TopologyCpuWorker" if current_platform.is_cpu() else "_gpu_worker.TopologyGpuWorker"
         arguments = EngineArgs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -41,6 +42,7 @@ def form_groups(vllm_config: Any, rank: int, local_rank: int, backend: str) -> N
             vllm_config.parallel_config.world_size, rank, "env://", local_rank, backend
         )
         parallel_state._TP = parallel_state._ETP = _build(settings.gen_tp, local_rank, backend, "tp", broadcasts=True)
+        _unlink_shared_memory(settings.name)
         for name in ("dcp", "pcp", "pp", "dp"):
             setattr(parallel_state, f"_{name.upper()}", _build(alone, local_rank, backend, name))
         if vllm_config.model_config.is_moe:
@@ -58,6 +60,16 @@ def destroy_groups() -> None:
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
     parallel_state._WORLD = parallel_state._NODE_COUNT = None
+
+
+def _unlink_shared_memory(name: str) -> None:
+    """Takes the names of this rank's group from the shared memory that all of the group have open by now: a process
+    that is killed would leave them behind.
+    """
+    members = f"[{'-'.join(map(str, parallel_state._TP.ranks))}]"
+    for path in Path("/dev/shm").glob(f"{name}-*"):
+        if members in path.name:
+            path.unlink(missing_ok=True)
 
 
 def _build(groups: Sequence[Sequence[int]], local_rank: int, backend: str, name: str, broadcasts: bool = False) -> Any:
