@@ -6,6 +6,7 @@ import pytest
 
 from hf_mapper import ClusterSpec, WorkloadSpec, estimate_memory, is_feasible
 from hf_mapper.simulators.memory import kv_cache_bytes, training_work_bytes
+from hf_mapper.software import MEGATRON_2021, SoftwareSpec
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec
 
 LLAMA = ModelShape.preset("llama-2-13b")
@@ -101,3 +102,45 @@ def test_estimate_is_state_and_the_largest_call() -> None:
     generating = parts["kv_cache_bytes"] + parts["gathered_weight_bytes"]
     assert estimate.memory_bytes == state + max(parts["activation_bytes"], generating)
     assert estimate.latency_s == 0
+
+
+def test_a_fused_loss_keeps_logits_in_16_bits() -> None:
+    plain, fused = (
+        training_work_bytes(
+            LLAMA, ParallelSpec(), dataclasses.replace(WORKLOAD, software=SoftwareSpec(fused_loss=loss)), backend="fsdp"
+        )
+        for loss in (False, True)
+    )
+    assert plain - fused == (10 - 4) * 8192 * 32000
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_activations_follow_the_published_formulas(sequence_parallel: bool) -> None:
+    """Korthikanti et al., Table 2, per layer in units of s b h: 10 + 24/t + 5as/(ht), or 34/t + 5as/(ht)."""
+    layers, hidden, heads, length, tp = 48, 6144, 64, 2048, 8
+    model = ModelShape(
+        name="22B", num_layers=layers, hidden_size=hidden, intermediate_size=hidden * 8 // 3, num_heads=heads,
+        num_kv_heads=heads, head_dim=hidden // heads, vocab_size=1,
+    )  # fmt: skip
+    software = dataclasses.replace(MEGATRON_2021, sequence_parallel=sequence_parallel)
+    workload = WorkloadSpec(
+        global_batch=4, prompt_tokens=1024, response_tokens=1024, micro_batch_tokens=4 * length,
+        recompute="none", software=software,
+    )  # fmt: skip
+    kept = training_work_bytes(model, ParallelSpec(tp_size=tp), workload, backend="megatron")
+    scores = 5 * heads * length / (hidden * tp)
+    expected = (34 / tp if sequence_parallel else 10 + 24 / tp) + scores
+    assert kept / (layers * length * 4 * hidden) == pytest.approx(expected, rel=1e-4)
+
+
+def test_interleaved_stages_keep_more_micro_batches() -> None:
+    """The first of p stages keeps p + (p - 1) / v micro-batches instead of p (Korthikanti et al.)."""
+    base = dataclasses.replace(WORKLOAD, recompute="none", micro_batch_tokens=2048, mini_batches=1)
+    model = dataclasses.replace(LLAMA, vocab_size=1)
+    plain, cut = (
+        training_work_bytes(
+            model, ParallelSpec(pp_size=8), dataclasses.replace(base, pipeline_chunks=chunks), backend="megatron"
+        )
+        for chunks in (1, 5)
+    )
+    assert cut / plain == pytest.approx((8 + 7 / 5) / 8, rel=1e-4)

@@ -33,6 +33,8 @@ _ADAM_BYTES = 8
 _LOGIT_BYTES = 4
 _LOSS_BYTES = 10
 """Per logit of a loss: itself in 16 bits, in fp32, and its gradient in fp32."""
+_FUSED_LOSS_BYTES = 4
+"""Of a fused one: itself in 16 bits, later its gradient, and a working copy."""
 
 
 def default_backend(parallel: ParallelSpec) -> str:
@@ -87,7 +89,8 @@ def training_work_bytes(model: ModelShape, parallel: ParallelSpec, workload: Wor
     else:
         kept = _kept_bytes(model, parallel, workload, tokens)
         activations = in_flight * layers * kept + whole
-    logits = tokens * model.vocab_size * _LOSS_BYTES / parallel.tp_size
+    per_logit = _FUSED_LOSS_BYTES if workload.software.fused_loss else _LOSS_BYTES
+    logits = tokens * model.vocab_size * per_logit / parallel.tp_size
     return activations + logits + _prefetch_bytes(model, parallel, workload, backend)
 
 
