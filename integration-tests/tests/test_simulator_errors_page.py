@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import simulator_errors
-from simulator_errors import MEASURED, build_constant_rows, find_worse, read_block
+from simulator_errors import MEASURED, PAGE, build_constant_rows, find_worse, load_cases, read_block
 
+from hf_mapper import estimate_memory
 from hf_mapper.constants import FITS
+from hf_mapper.measured import TrainingCase
 
 
 def test_the_page_lists_the_shipped_constants_and_their_rows() -> None:
@@ -20,6 +22,22 @@ def test_the_page_lists_the_shipped_constants_and_their_rows() -> None:
 def test_no_published_error_grew_by_more_than_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["simulator_errors.py", "--check"])
     assert simulator_errors.main() == 0
+
+
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie beside the repository")
+def test_runs_that_fitted_are_not_called_out_of_memory() -> None:
+    """All but one: ZeRO-3 of 2021 with 530B on 640 GPUs, which the page names."""
+    runs = [case for case in load_cases(MEASURED) if isinstance(case, TrainingCase) and case.phase == "training"]
+    refused = {(case.model.name, case.parallel.world_size) for case in runs if not fits(case)}
+    assert refused == {("GPT-529.6B", 640)}
+    assert "530B by ZeRO-3 on 640 GPUs" in PAGE.read_text()
+
+
+def fits(case: TrainingCase) -> bool:
+    need = estimate_memory(
+        case.model, case.cluster, case.parallel, case.workload, calls=("training",), backend=case.backend
+    )
+    return need.memory_bytes <= case.cluster.machine.gpu.usable_bytes
 
 
 def test_growth_and_disappearance_are_found() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from hf_mapper import ClusterSpec, WorkloadSpec, estimate_memory, is_feasible
 from hf_mapper.simulators.memory import kv_cache_bytes, training_work_bytes
-from hf_mapper.software import MEGATRON_2021, SoftwareSpec
+from hf_mapper.software import FSDP, MEGATRON_2021, SoftwareSpec
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec
 
 LLAMA = ModelShape.preset("llama-2-13b")
@@ -45,6 +45,13 @@ def test_states_take_18_bytes_trained_and_2_otherwise(parallel: str) -> None:
     assert bytes_per_parameter(["inference"], "bfloat16", parallel) == pytest.approx(2)
     assert bytes_per_parameter(["training", "inference"], "float32", parallel) == pytest.approx(16)
     assert bytes_per_parameter(["inference"], "float32", parallel) == pytest.approx(4)
+
+
+def test_weights_that_are_cast_have_no_copy() -> None:
+    workload = dataclasses.replace(WORKLOAD, software=FSDP)
+    spec = ParallelSpec(dp_size=8)
+    parts = estimate_memory(LLAMA, ClusterSpec.host(8, 2**40), spec, workload, calls=["training"]).breakdown
+    assert sum(parts[name] for name in STATES) * 8 / LLAMA.num_parameters == pytest.approx(16)
 
 
 def test_megatron_shards_only_the_optimizer_over_data_parallel_ranks() -> None:

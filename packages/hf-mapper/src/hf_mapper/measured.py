@@ -12,7 +12,7 @@ from hf_mapper._known_models import build_gpt, find_model, guess_model
 from hf_mapper.constants import find_efficiency, find_links
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.simulators import estimate_memory, simulate_training
-from hf_mapper.software import LLM_FOUNDRY, MEGATRON_2021, ZERO_2021, SoftwareSpec
+from hf_mapper.software import FSDP, LLM_FOUNDRY, MEGATRON_2021, ZERO_2021, SoftwareSpec
 from hf_mapper.specs import ClusterSpec, MachineSpec, Recompute, WorkloadSpec, gpu
 from hf_mapper.tables import MeasuredTable, Row, SkipRow, number, whole_number
 from hf_protocols import ConfigError, ModelShape, ParallelSpec
@@ -225,8 +225,9 @@ def _find_software(row: Row, parallel: ParallelSpec) -> tuple[str, SoftwareSpec,
         sequence_parallel = "sequence-parallel" in row.get("recompute", "")
         return MEGATRON_2021.name, replace(MEGATRON_2021, sequence_parallel=sequence_parallel), "megatron"
     sharded = whole and not re.search("ddp|nemo|megatron", text)
-    software = LLM_FOUNDRY if "llm-foundry" in text else SoftwareSpec()
-    return "pytorch", software, "fsdp" if sharded else "megatron"
+    if not sharded:
+        return "pytorch", SoftwareSpec(), "megatron"
+    return "pytorch", LLM_FOUNDRY if "llm-foundry" in text else FSDP, "fsdp"
 
 
 def _find_cluster(row: Row, kind: str, num_gpus: int, stack: str) -> ClusterSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LLM_FOUNDRY", "MEGATRON_2021", "ZERO_2021", "EngineSpec", "SoftwareSpec"]
+__all__ = ["FSDP", "LLM_FOUNDRY", "MEGATRON_2021", "ZERO_2021", "EngineSpec", "SoftwareSpec"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +15,7 @@ class SoftwareSpec:
     ``sequence_parallel``: norms and residuals are cut over the tensor group too (Korthikanti et al.).
     ``distributed_optimizer``: Megatron's optimizer state is sharded over data-parallel ranks.
     ``dropout``: masks are drawn in training, which takes memory.
+    ``cast_weights``: weights are held once, in fp32, and cast when they are gathered; else there is a 16-bit copy too.
     ``fused_loss``: the cross entropy works on 16-bit logits and leaves their gradient in them.
     ``shared_rails``: what FSDP gathers enters a machine once and spreads over its own links; otherwise every rank
     receives all of it over its part of the network.
@@ -25,11 +26,15 @@ class SoftwareSpec:
     sequence_parallel: bool = True
     distributed_optimizer: bool = True
     dropout: bool = False
+    cast_weights: bool = False
     fused_loss: bool = False
     shared_rails: bool = True
 
 
-LLM_FOUNDRY = SoftwareSpec(name="llm-foundry", fused_loss=True)
+FSDP = SoftwareSpec(name="fsdp", cast_weights=True)
+"""PyTorch's FSDP with mixed precision, as torchtitan has it."""
+
+LLM_FOUNDRY = SoftwareSpec(name="llm-foundry", cast_weights=True, fused_loss=True)
 """llm-foundry with Composer's FSDP."""
 
 MEGATRON_2021 = SoftwareSpec(

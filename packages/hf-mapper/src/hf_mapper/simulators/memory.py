@@ -60,7 +60,9 @@ def state_bytes(
     weights = weight_bytes(model, workload) / everywhere
     if not trained:
         return {"weight_bytes": weights, "gradient_bytes": 0.0, "optimizer_bytes": 0.0}
-    master = 0 if workload.dtype == "float32" else 4
+    master = 0 if workload.dtype == "float32" or workload.software.cast_weights else 4
+    if workload.software.cast_weights:
+        weights = 4 * model.num_parameters / everywhere
     sharded = parallel.world_size if backend == "fsdp" or workload.software.distributed_optimizer else everywhere
     return {
         "weight_bytes": weights,
