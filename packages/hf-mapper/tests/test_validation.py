@@ -13,7 +13,8 @@ from click.testing import CliRunner
 
 from hf_mapper import build_report, validate_folder
 from hf_mapper.cli import main
-from hf_mapper.tables import read_tables
+from hf_mapper.measured import find_gpu
+from hf_mapper.tables import SkipRow, read_tables
 from hf_mapper.validation import build_cases
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -112,6 +113,27 @@ def test_rows_that_cannot_be_compared_are_skipped_and_said(write: Write, changed
     errors = validate_folder(write([good, RUN | changed]))
     assert {text: count for entry in errors for text, count in entry.rows_skipped.items()} == {reason: 1}
     assert sum(entry.rows_used for entry in errors) == 1
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [
+        ("A100", "a100-80"),
+        ("a100_40gb", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("GH200", "gh200"),
+        ("RTX 4090", "rtx-4090"),
+    ],
+)
+def test_gpus_are_known_as_tables_write_them(written: str, kind: str) -> None:
+    assert find_gpu(written) == kind
+
+
+@pytest.mark.parametrize("written", ["A800", "GB200", "B300", "h100-80gb-pcap", ""])
+def test_other_gpus_are_not_mistaken(written: str) -> None:
+    with pytest.raises(SkipRow):
+        find_gpu(written)
 
 
 def test_repeats_of_one_layout_are_no_sweep(write: Write) -> None:

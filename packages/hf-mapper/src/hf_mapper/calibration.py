@@ -56,6 +56,9 @@ _MOST = {
 }
 """No kernel and no link reaches more of its peak; a fit that asks for more misses work elsewhere."""
 
+_MOST_ROWS = 40
+"""Rows of one model that a calibration from the command line looks at; all of them are scored."""
+
 FreeConstants = tuple[str, ...]
 
 _TRAINING: FreeConstants = ("training_flops", "half_size", "training_bandwidth", "training_latency_s")
@@ -112,7 +115,7 @@ def calibrate_folder(folder: Path | str, *, stack: str | None = None, steps: int
 
 def _calibrate(family: str, stack: str, cases: Sequence[Case], steps: int) -> Calibration:
     names = find_free_constants(cases)
-    values = fit_constants(cases, names, steps=steps)
+    values = fit_constants(cases, names, steps=steps, most_rows=_MOST_ROWS)
     predicted = [apply_constants(case, values).predict() for case in cases]
     return Calibration(
         gpu=family,
@@ -120,7 +123,7 @@ def _calibrate(family: str, stack: str, cases: Sequence[Case], steps: int) -> Ca
         rows=len(cases),
         constants=values,
         mape=compute_mape(predicted, [case.measured for case in cases]),
-        left_out=tuple(cross_validate(cases, names, steps=steps)),
+        left_out=tuple(cross_validate(cases, names, steps=steps, most_rows=_MOST_ROWS)),
     )
 
 
@@ -144,19 +147,22 @@ def find_free_constants(cases: Sequence[Case]) -> FreeConstants:
 
 
 def fit_constants(
-    cases: Sequence[Case], names: FreeConstants, *, steps: int = 120, start: Mapping[str, float] | None = None
+    cases: Sequence[Case], names: FreeConstants, *, steps: int = 120, most_rows: int | None = None
 ) -> dict[str, float]:
     """The values of ``names`` with the least loss over ``cases``, in three digits; other constants stay.
+
+    ``most_rows`` of each model are looked at, evenly spaced; by default all.
 
     Raises:
         ConfigError: for no case.
     """
     if not cases:
         raise ConfigError("no row to calibrate on: give a table with measured times of the wanted GPU and software")
+    cases = _thin(cases, most_rows) if most_rows else cases
     measured = np.array([case.measured for case in cases])
     counts = Counter(case.fit_group for case in cases)
     weights = np.array([1 / (len(counts) * counts[case.fit_group]) for case in cases])
-    begin = np.log([(start or _START)[name] for name in names])
+    begin = np.log([_START[name] for name in names])
 
     def loss(point: NDArray[np.float64]) -> float:
         values = dict(zip(names, np.exp(point).tolist(), strict=True))
@@ -169,12 +175,15 @@ def fit_constants(
     return {name: float(f"{math.exp(value):.3g}") for name, value in zip(names, best, strict=True)}
 
 
-def cross_validate(cases: Sequence[Case], names: FreeConstants, *, steps: int = 120) -> list[GroupError]:
+def cross_validate(
+    cases: Sequence[Case], names: FreeConstants, *, steps: int = 120, most_rows: int | None = None
+) -> list[GroupError]:
     """Each model's error under constants that were fitted on all the others; empty where there is only one."""
     groups = sorted({case.fit_group for case in cases})
     errors = []
     for left_out in groups if len(groups) > 1 else ():
-        values = fit_constants([case for case in cases if case.fit_group != left_out], names, steps=steps)
+        others = [case for case in cases if case.fit_group != left_out]
+        values = fit_constants(others, names, steps=steps, most_rows=most_rows)
         scored = [apply_constants(case, values) for case in cases if case.fit_group == left_out]
         predicted, measured = [case.predict() for case in scored], [case.measured for case in scored]
         errors.append(
@@ -186,6 +195,14 @@ def cross_validate(cases: Sequence[Case], names: FreeConstants, *, steps: int = 
             )
         )
     return errors
+
+
+def _thin(cases: Sequence[Case], most: int) -> list[Case]:
+    """At most ``most`` cases of each group, evenly spaced in their order."""
+    groups: dict[str, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(case.fit_group, []).append(case)
+    return [case for group in groups.values() for case in group[:: -(-len(group) // most)]]
 
 
 def _family(case: Case) -> str:

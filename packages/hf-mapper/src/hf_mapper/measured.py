@@ -98,12 +98,12 @@ def find_gpu(name: str) -> str:
         SkipRow: where the catalogue has none.
     """
     plain = re.sub(r"[\s_]+", "-", name.lower())
-    if plain.startswith("a100"):
-        return "a100-40" if "40gb" in plain else "a100-80"
     if "pcap" in plain:
         raise SkipRow("a power-capped GPU is not in the catalogue")
+    if re.search(r"(^|-)a100(-|$)", plain):
+        return "a100-40" if "40gb" in plain else "a100-80"
     for kind in CATALOGUE:
-        if re.match(rf"{re.escape(kind)}(-|$)", plain):
+        if re.search(rf"(^|-){re.escape(kind)}(-|$)", plain):
             return kind
     raise SkipRow(f"gpu {name} is not in the catalogue")
 
@@ -211,7 +211,9 @@ def _find_micro_batch(row: Row, local: int) -> int:
 
 def _find_recompute(row: Row) -> Recompute:
     text = row.get("recompute", "").lower()
-    return "full" if text.startswith("full") else "selective" if text.startswith("selective") else "none"
+    return (
+        "full" if text.startswith(("full", "true", "yes")) else "selective" if text.startswith("selective") else "none"
+    )
 
 
 def _find_software(row: Row, parallel: ParallelSpec) -> tuple[str, SoftwareSpec, str]:

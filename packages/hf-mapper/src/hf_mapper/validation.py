@@ -110,7 +110,7 @@ def compute_errors(table: MeasuredTable) -> list[SourceErrors]:
 def _summarise(file: str, key: tuple[str, str, str], cases: Sequence[Case], skipped: dict[str, int]) -> SourceErrors:
     predicted, measured = [case.predict() for case in cases], [case.measured for case in cases]
     return SourceErrors(
-        source=key[0],
+        source=key[0] or file,
         file=file,
         phase=key[1],
         gpu=key[2],
