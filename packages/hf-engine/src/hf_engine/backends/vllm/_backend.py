@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._memory import share_of_memory
 from hf_engine.backends.vllm._library import check_version, embedded
 from hf_engine.resharding.execute import check_weights
 from hf_engine.resharding.layouts import WeightLayout
@@ -85,7 +85,7 @@ class VllmBackend:
         if topology.generation is None:
             topology = replace(topology, generation=GenerationSpec())
         if cache_bytes is None:
-            cache_bytes = _share_of_memory(cache_fraction)
+            cache_bytes = share_of_memory(cache_fraction)
         with embedded():
             from hf_engine.backends.vllm._engine import Engine, plan_layout
 
@@ -192,11 +192,3 @@ class VllmBackend:
         if self._engine is None:
             raise BackendError("the engine was closed; build another backend")
         return self._engine
-
-
-def _share_of_memory(fraction: float | None) -> int:
-    if torch.cuda.is_available():
-        return int((fraction or 0.3) * torch.cuda.mem_get_info()[1])
-    if fraction is None:
-        return 256 << 20
-    return int(fraction * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -21,10 +21,11 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._responses import end_of_sequence_ids
+from hf_engine.backends._shard import Shard
 from hf_engine.backends.vllm._draws import DrawProcessor
 from hf_engine.backends.vllm._groups import SETTINGS, GroupSettings, current_tp_ranks, destroy_groups
 from hf_engine.backends.vllm._requests import Response, run_requests
-from hf_engine.backends.vllm._weights import TRANSFER, Shard, register_transfer
+from hf_engine.backends.vllm._weights import TRANSFER, register_transfer
 from hf_engine.resharding.layouts import DTYPE_BYTES, WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_protocols.errors import BackendError, ConfigError

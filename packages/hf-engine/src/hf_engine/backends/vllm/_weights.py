@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,68 +13,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from hf_engine.resharding.boxes import Box
 from hf_protocols.errors import ReshardError
 
-__all__ = ["TRANSFER", "Shard", "ShardTransferEngine", "register_transfer"]
+__all__ = ["TRANSFER", "ShardTransferEngine", "register_transfer"]
 
 TRANSFER = "hf_engine"
 """Name of the weight transfer engine in vLLM's registry."""
-
-
-class Shard(torch.Tensor):
-    """A box of a parameter in the shape of the whole: what a loader cuts out of it must be exactly the box.
-
-    vLLM's loaders take whole parameters and narrow them to their rank's part. Given this, they find the part already
-    cut, and a loader that wants any other part is refused: the layouts of both sides cannot differ unnoticed.
-    """
-
-    _name: str
-    _whole: Box
-    _box: Box
-    _part: torch.Tensor
-
-    @staticmethod
-    def __new__(cls: type[Shard], name: str, shape: Sequence[int], box: Box, part: torch.Tensor) -> Shard:
-        """A whole parameter `name` of `shape`, of which `part` is at `box`."""
-        shard: Shard = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)
-        shard._name, shard._whole, shard._box, shard._part = name, Box.whole(shape), box, part
-        return shard
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Answers `narrow` with the part, and anything else from the whole parameter where that is the part."""
-        kwargs = kwargs or {}
-        if func is torch.Tensor.narrow:
-            return args[0]._cut(*args[1:], **kwargs)
-        if all(arg._box == arg._whole for arg in args if isinstance(arg, cls)):
-            args = [arg._part if isinstance(arg, cls) else arg for arg in args]
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Refuses to be read as a whole that is not there."""
-        name = next(arg._name for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, Shard))
-        raise ReshardError(f"vLLM's loader uses {func} on the whole of {name!r}, of which this rank holds a part")
-
-    def _cut(self, dim: int, start: int, length: int) -> torch.Tensor:
-        whole = self._whole
-        dim %= len(whole.shape)
-        wanted = Box(
-            (*whole.offset[:dim], int(start), *whole.offset[dim + 1 :]),
-            (*whole.shape[:dim], int(length), *whole.shape[dim + 1 :]),
-        )
-        if wanted != self._box and (wanted.numel or self._box.numel):
-            raise ReshardError(
-                f"vLLM's loader takes {wanted} of {self._name!r}, the layout says {self._box}: this model is not laid "
-                "out here as vLLM lays it out"
-            )
-        return self._part
 
 
 @dataclass
