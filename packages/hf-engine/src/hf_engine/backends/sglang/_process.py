@@ -1,0 +1,126 @@
+"""An engine's process as its rank sees it: requests with deadlines, a typed error when it ends, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from hf_engine.backends.sglang._session import end_session, find_segments
+from hf_protocols.errors import BackendError
+
+__all__ = ["EngineProcess"]
+
+_LOG_BYTES = 1 << 16
+
+
+class EngineProcess:
+    """A process that runs `_server`, in a session of its own; it ends with this one.
+
+    Args:
+        environment: makes the process's environment from the directory of its temporary files.
+    """
+
+    def __init__(self, environment: Callable[[str], dict[str, str]]) -> None:
+        self._directory = tempfile.mkdtemp(prefix="hf-engine-sglang-")
+        self._log = Path(self._directory) / "engine.log"
+        self._segments: set[str] = set()
+        ours, theirs = socket.socketpair()
+        arguments = [str(theirs.fileno()), str(os.getpid()), self._directory]
+        with theirs, self._log.open("wb") as log:
+            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+                [sys.executable, "-m", "hf_engine.backends.sglang._server", *arguments],
+                env=environment(self._directory),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._connection = Connection(ours.detach())
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is its process group's too.
+
+        Raises:
+            BackendError: if the process has ended.
+        """
+        return self._running().pid
+
+    def call(self, method: str, *arguments: Any, timeout_s: float, **options: Any) -> Any:
+        """Calls a method of `Server` and waits for its result.
+
+        Raises:
+            BackendError: if the engine refuses, ends on the way or does not answer in time; in the latter cases it is
+                gone.
+        """
+        self._running()
+        try:
+            self._connection.send_bytes(pickle.dumps((method, arguments, options)))
+            if not self._wait(timeout_s, watch=method == "start"):
+                self.close()
+                raise BackendError(
+                    f"SGLang did not finish {method!r} in {timeout_s:g} s and was ended: build the backend again, with "
+                    f"a longer {'start_timeout_s' if method == 'start' else 'timeout_s'} if it only needs more time"
+                )
+            succeeded, value = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError) as error:
+            how, why = self._end_of_process(), self._last_words()
+            self.close()
+            text = f"SGLang's process ended in {method!r} ({how}): {why}; build the backend again"
+            raise BackendError(text) from error
+        if not succeeded:
+            raise BackendError(f"SGLang refused {method!r}: {value}")
+        return value
+
+    def close(self) -> None:
+        """Ends the process with all of its children and removes its files."""
+        if self._process is None:
+            return
+        end_session(self._process.pid, self._segments)
+        self._process.wait()
+        self._connection.close()
+        self._process = None
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _wait(self, timeout_s: float, *, watch: bool) -> bool:
+        """Whether an answer came in time. A start is watched for shared memory: an engine that fails ends its tree."""
+        stop = time.monotonic() + timeout_s
+        while watch:
+            self._segments |= find_segments(self.pid)
+            left = stop - time.monotonic()
+            if self._connection.poll(max(0.0, min(left, 1.0))):
+                self._segments |= find_segments(self.pid)
+                return True
+            watch = left > 0
+        return self._connection.poll(max(0.0, stop - time.monotonic()))
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise BackendError("the SGLang engine has ended; build the backend again")
+        return self._process
+
+    def _end_of_process(self) -> str:
+        try:
+            code = self._running().wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            return "it hung up"
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+    def _last_words(self) -> str:
+        """The last error in the engine's log, else its last line."""
+        with self._log.open("rb") as log:
+            log.seek(max(0, self._log.stat().st_size - _LOG_BYTES))
+            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception"))]
+        return (errors or lines or ["it left no message"])[-1][:500]

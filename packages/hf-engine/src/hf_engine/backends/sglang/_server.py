@@ -1,0 +1,167 @@
+"""The engine's process: `python -m hf_engine.backends.sglang._server DESCRIPTOR PARENT DIRECTORY`.
+
+SGLang ends the whole tree of the process that it runs in when one of its own fails, so that must not be a rank's.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import shutil
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from hf_engine.backends.sglang._session import end_session
+
+__all__ = ["Server", "main"]
+
+
+class Server:
+    """Answers a rank's requests, one method each."""
+
+    def start(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Starts the engine with SGLang's own options; says what it found."""
+        from sglang.srt.entrypoints.engine import Engine
+
+        self._engine = Engine(**options)
+        config = self._engine.tokenizer_manager.model_config
+        return {
+            "stop_token_ids": sorted(config.hf_eos_token_id or ()),
+            "cache_tokens": self._engine.get_server_info()["max_total_num_tokens"],
+        }
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        uniforms: list[list[float]],
+        *,
+        n: int,
+        sampling: dict[str, Any],
+        stops: list[int],
+    ) -> list[tuple[list[int], list[float], str]]:
+        """Token ids, log-probs and finish reason of every sample, the n samples of a prompt one after the other."""
+        from hf_engine.backends.sglang._sampler import Carrier
+
+        repeated = [prompt for prompt in prompts for _ in range(n)]
+        parameters = [
+            {
+                "max_new_tokens": sampling["max_new_tokens"],
+                "stop_token_ids": stops,
+                "no_stop_trim": True,
+                "custom_params": {
+                    "uniforms": numbers,
+                    "prompt_length": len(prompt),
+                    "stops": stops,
+                    "sampling": sampling,
+                },
+            }
+            for prompt, numbers in zip(repeated, uniforms, strict=True)
+        ]
+        answers = self._engine.generate(
+            input_ids=repeated,
+            sampling_params=parameters,
+            return_logprob=True,
+            custom_logit_processor=[Carrier.to_str()] * len(repeated),
+        )
+        return [_read_answer(answer) for answer in answers]
+
+    def begin_weights(self) -> None:
+        """Opens an update; one that never ended is ended first."""
+        self._engine.end_weight_update()
+        _require(self._engine.begin_weight_update())
+
+    def load_weights(self, descriptions: list[str]) -> None:
+        """Loads what lies in the staging memory of every rank; each rank's report says whether it went well."""
+        import torch
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        from hf_engine.backends.sglang._plugins import LOADER
+
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[
+                MultiprocessingSerializer.serialize([(description, torch.empty(0))]) for description in descriptions
+            ],
+            load_format=LOADER,
+            flush_cache=False,
+        )
+        engine = self._engine
+        _require(engine.loop.run_until_complete(engine.tokenizer_manager.update_weights_from_tensor(request, None)))
+
+    def end_weights(self) -> None:
+        """Closes an update."""
+        _require(self._engine.end_weight_update())
+
+    def flush(self) -> None:
+        """Drops the prefix cache."""
+        flushed = self._engine.flush_cache()
+        _require((flushed.success, "the prefix cache could not be dropped: requests are still running"))
+
+    def release(self) -> None:
+        """Frees the KV cache."""
+        self._engine.release_memory_occupation(tags=["kv_cache"])
+
+    def resume(self) -> None:
+        """Takes the memory of the KV cache again."""
+        self._engine.resume_memory_occupation(tags=["kv_cache"])
+
+
+def main() -> None:
+    """Serves until the rank ends or hangs up."""
+    connection = Connection(int(sys.argv[1]))
+    parent, directory = int(sys.argv[2]), sys.argv[3]
+    _watch(parent, directory)
+    server = Server()
+    while True:
+        try:
+            method, arguments, options = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            break
+        try:
+            answer = True, getattr(server, method)(*arguments, **options)
+        except Exception as error:  # noqa: BLE001 - reported to the rank
+            answer = False, f"{type(error).__name__}: {error}"
+        connection.send_bytes(pickle.dumps(answer))
+    _end(directory)
+
+
+def _read_answer(answer: dict[str, Any]) -> tuple[list[int], list[float], str]:
+    about = answer["meta_info"]
+    reason = about["finish_reason"]
+    if reason["type"] not in ("stop", "length"):
+        raise RuntimeError(f"SGLang gave up on a request: {reason}")
+    return answer["output_ids"], [logprob for logprob, *_ in about["output_token_logprobs"]], reason["type"]
+
+
+def _require(outcome: tuple[bool, str]) -> None:
+    """SGLang returns whether it did what it was asked for, and why not."""
+    succeeded, message = outcome
+    if not succeeded:
+        raise RuntimeError(message)
+
+
+def _end(directory: str) -> None:
+    end_session(os.getsid(0))
+    shutil.rmtree(directory, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _watch(parent: int, directory: str) -> None:
+    """Ends this session when the rank ends, however that happens: a descriptor of the process tells."""
+    descriptor = os.pidfd_open(parent)
+    if os.getppid() != parent:
+        _end(directory)
+
+    def wait() -> None:
+        select.select([descriptor], [], [])
+        _end(directory)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The processes of an engine, found by their session, and the shared memory that they would leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["end_session", "find_segments"]
+
+_SHARED = "/dev/shm/"
+
+
+def find_segments(session: int) -> set[str]:
+    """Files of shared memory that processes of the session have mapped."""
+    found = set()
+    for pid in _members(session):
+        with suppress(OSError):  # it ended, or is nobody's to read
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found |= {line[line.index(_SHARED) :] for line in maps.splitlines() if _SHARED in line}
+    return {path for path in found if not path.endswith("(deleted)")}
+
+
+def end_session(session: int, segments: Iterable[str] = ()) -> None:
+    """Kills every process of the session but this one, and removes their shared memory and what is named beside it."""
+    found = find_segments(session) | set(segments)
+    for pid in _members(session):
+        if pid != os.getpid():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    for path in found:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _members(session: int) -> list[int]:
+    members = []
+    for entry in Path("/proc").iterdir():
+        with suppress(ValueError, ProcessLookupError):
+            pid = int(entry.name)
+            if os.getsid(pid) == session:
+                members.append(pid)
+    return members

@@ -1,0 +1,99 @@
+"""Memory that a training rank shares with the engine's process of the same tensor-parallel rank.
+
+It has no name in any file system: it is found through the rank's own descriptor, and goes when its processes end.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hf_engine.resharding.boxes import Box
+
+__all__ = ["Staging", "read_staging", "write_report"]
+
+_REPORT_BYTES = 4096
+_ALIGNMENT = 64
+
+
+class Staging:
+    """This rank's side; grows to the largest bucket and is kept."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("hf-engine-staging", os.MFD_CLOEXEC)
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the memory has now."""
+        return self._memory.nbytes
+
+    def fill(
+        self,
+        shards: Mapping[str, torch.Tensor],
+        *,
+        shapes: Mapping[str, Sequence[int]],
+        boxes: Mapping[str, Box],
+        dtype: str,
+    ) -> str:
+        """Copies the shards into the memory; returns the description that `load_staged` takes."""
+        starts, end = [], _REPORT_BYTES
+        for shard in shards.values():
+            starts.append(end)
+            end += -(-shard.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._reserve(end)
+        for start, shard in zip(starts, shards.values(), strict=True):
+            room = self._memory[start : start + shard.nbytes].view(shard.dtype).view(shard.shape)
+            room.copy_(shard)
+        self._memory[:_REPORT_BYTES].zero_()
+        described = [
+            (name, list(shapes[name]), boxes[name].offset, boxes[name].shape, start)
+            for name, start in zip(shards, starts, strict=True)
+        ]
+        path = f"/proc/{os.getpid()}/fd/{self._file}"
+        return json.dumps({"path": path, "num_bytes": self.num_bytes, "dtype": dtype, "shards": described})
+
+    def report(self) -> str:
+        """What the loader could not do; empty if all went well."""
+        return bytes(self._memory[:_REPORT_BYTES].numpy()).rstrip(b"\0").decode(errors="replace")
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        os.close(self._file)
+
+    def _reserve(self, num_bytes: int) -> None:
+        if num_bytes > self.num_bytes:
+            os.ftruncate(self._file, num_bytes)
+            self._memory = torch.frombuffer(mmap.mmap(self._file, num_bytes), dtype=torch.uint8)
+
+
+def read_staging(description: str) -> tuple[torch.Tensor, list[tuple[str, tuple[int, ...], Box, torch.Tensor]]]:
+    """The same memory in another process of the machine, and what lies in it.
+
+    Returns:
+        uint8 [num_bytes], and for every shard its name, the parameter's full shape, its box and a view of it.
+    """
+    found = json.loads(description)
+    file = os.open(found["path"], os.O_RDWR)
+    try:
+        memory = torch.frombuffer(mmap.mmap(file, found["num_bytes"]), dtype=torch.uint8)
+    finally:
+        os.close(file)
+    dtype: torch.dtype = getattr(torch, found["dtype"])
+    shards = []
+    for name, shape, offset, part_shape, start in found["shards"]:
+        box = Box(tuple(offset), tuple(part_shape))
+        part = memory[start : start + box.numel * dtype.itemsize].view(dtype).view(part_shape)
+        shards.append((name, tuple(shape), box, part))
+    return memory, shards
+
+
+def write_report(staging: torch.Tensor, text: str) -> None:
+    """Leaves a message for `Staging.report`."""
+    written = text.encode()[: _REPORT_BYTES - 1]
+    staging[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)

@@ -1,0 +1,381 @@
+"""Real SGLang engines, in the environment of `make test-sglang`. A start takes a minute: tests share engines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine.backends.sglang import _session
+from hf_engine.resharding.boxes import Box
+from hf_engine.testing import LocalRanks, check_rollout_backend, write_tiny_model
+from hf_engine.testing._cases import build_batch, build_prompts, greedy_response, rows_of, select_rows
+from hf_protocols import THREE_D, BackendError, GenerationSpec, NonFiniteLossError, ParallelSpec, ReshardError, Topology
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
+
+VOCAB_SIZE, MAX_POSITIONS = 64, 48
+CACHE_BYTES = 4 << 20
+GREEDY = SamplingParams(max_new_tokens=6, greedy=True)
+ONE = Topology(ParallelSpec(), GenerationSpec())
+TWO = Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2))
+ENGINES = {}
+"""In the process of a rank: the engine that its tests share."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
+    return {
+        # More rows than a multiple of the padding, so that the last rank holds fewer; heads share out.
+        "untied": write_tiny_model(folder / "untied", tie_embeddings=False, vocab_size=70, **heads),
+        "two heads": write_tiny_model(folder / "two heads", num_key_value_heads=2, seed=1),
+        "tied": write_tiny_model(folder / "tied"),
+        "qwen3": write_tiny_model(folder / "qwen3", family="qwen3", **heads),
+        "qwen2": write_tiny_model(folder / "qwen2", family="qwen2", **heads),
+        "mistral": write_tiny_model(folder / "mistral", family="mistral", tie_embeddings=False),
+        "stopping": write_tiny_model(folder / "stopping", eos_token_id=[7, 30]),
+    }
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LocalRanks]:
+    with LocalRanks(1, timeout_s=300) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LocalRanks]:
+    with LocalRanks(2, timeout_s=300) as ranks:
+        yield ranks
+
+
+def build(model, topology, **options):
+    defaults = {"cache_bytes": CACHE_BYTES, "max_rows": 64, "start_timeout_s": 400, "timeout_s": 200}
+    return load_rollout_backend("sglang").build(model, topology=topology, **(defaults | options))
+
+
+def shared(model, topology):
+    """The engine of this model, which takes the place of another one's."""
+    key = (str(model), topology.groups("gen_tp"))
+    if key not in ENGINES:
+        while ENGINES:
+            ENGINES.popitem()[1].close()
+        ENGINES[key] = build(model, topology)
+    return ENGINES[key]
+
+
+def reference_of(model):
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+def conform(model, topology, **options):
+    sizes = {"vocab_size": VOCAB_SIZE, "max_positions": MAX_POSITIONS, "topology": topology}
+    check_rollout_backend(lambda: shared(model, topology), reference_of(model), **sizes, **options)
+
+
+def compare_samples(model, topology):
+    """Up to the last position of the model, and with a restricted draw."""
+    ours = shared(model, topology)
+    whole = Topology(ParallelSpec(dp_size=topology.world_size), GenerationSpec())
+    theirs = load_rollout_backend("transformers").build(model, topology=whole)
+    prompts = build_prompts(6, vocab_size=VOCAB_SIZE)
+    longest = max(len(row) for row in rows_of(prompts["prompt_ids"]))
+    for sampling in (
+        SamplingParams(max_new_tokens=MAX_POSITIONS - longest, n=3, seed=11, step=2),
+        SamplingParams(max_new_tokens=8, n=2, temperature=1.3, top_p=0.9, top_k=20),
+        SamplingParams(max_new_tokens=8, min_new_tokens=5, stop_token_ids=tuple(range(32))),
+    ):
+        found, wanted = ours.generate(prompts, sampling), theirs.generate(prompts, sampling)
+        for name in ("response_ids", "rollout_logprobs"):
+            for a, b in zip(rows_of(found[name]), rows_of(wanted[name]), strict=True):
+                assert torch.allclose(a.double(), b.double(), rtol=0, atol=1e-4), (name, sampling)
+        assert found["finish_reason"].tolist() == wanted["finish_reason"].tolist()
+
+
+def refuse(models, directory):
+    with pytest.raises(BackendError, match="it has 1 ranks, the topology 2"):
+        build(models["tied"], Topology(ParallelSpec(dp_size=2), GenerationSpec()))
+    with pytest.raises(BackendError, match=r"there is no model in '.*absent'"):
+        build(models["tied"] / "absent", ONE)
+    with pytest.raises(BackendError, match=r"cache_bytes=600 holds 1 tokens of 512 bytes .*; raise it"):
+        build(models["tied"], ONE, cache_bytes=600)
+    experts = write_tiny_model(directory / "experts", family="mixtral")
+    with pytest.raises(BackendError, match=r"num_experts=\d+: SGLang's experts are wrong on a CPU .* 'transformers'"):
+        build(experts, ONE)
+    (directory / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(BackendError, match=r"no known layout \(model_type='gpt2' .* 'transformers'"):
+        build(directory, ONE)
+
+
+def use_wrongly(model):
+    backend = shared(model, ONE)
+    prompts = build_prompts(4, vocab_size=VOCAB_SIZE)
+    with pytest.raises(BackendError, match="call begin_weights first"):
+        backend.load_shards({})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_cache_tokens", 9)
+        with pytest.raises(
+            BackendError, match=r"row \d needs \d+ tokens .* cache holds 7 tokens; raise cache_bytes or"
+        ):
+            backend.generate(prompts, GREEDY)
+    weights = {name: [torch.full(shape, torch.nan)] for name, shape in backend.weight_layout().shapes.items()}
+    send(backend, weights, 4)
+    with pytest.raises(NonFiniteLossError, match="row 0 are not finite at weight version 4"):
+        backend.generate(prompts, GREEDY)
+    full = {name: parameter.detach() for name, parameter in reference_of(model).named_parameters()}
+    # What only SGLang can know: a name that it has no place for, and a box that it would cut elsewhere.
+    backend.begin_weights()
+    for name, box, problem in (
+        ("model.layers.0.mlp.no_proj.weight", Box.whole((4, 4)), "LlamaForCausalLM has no place for the parameters"),
+        ("model.layers.0.mlp.up_proj.weight", Box((2, 0), (4, 64)), "this model is not laid out here as the engine"),
+    ):
+        staged = backend._staging.fill(
+            {name: torch.zeros(box.shape)},
+            shapes={name: full.get(name, torch.zeros(4, 4)).shape},
+            boxes={name: box},
+            dtype="float32",
+        )
+        backend._call("load_weights", [staged])
+        assert problem in backend._staging.report()
+    send(backend, {name: [parameter] for name, parameter in full.items()}, 5)
+    assert backend.generate(prompts, GREEDY)["weight_version"].tolist() == [5] * 4
+
+
+def send(backend, weights, version):
+    backend.begin_weights()
+    backend.load_shards(weights)
+    backend.commit_weights(version)
+
+
+def lacking_bytes(plan, rank):
+    """What a rank wants and does not hold, element by element."""
+    lacking = 0
+    for name, shape in plan.target.shapes.items():
+        wanted, held = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+        for layout, mask in ((plan.target, wanted), (plan.source, held)):
+            for box in layout.boxes_of(rank).get(name, ()):
+                mask[box.slices_in(Box.whole(shape))] = True
+        lacking += int((wanted & ~held).sum()) * 4
+    return lacking
+
+
+def train_and_generate(backend, topology, train_model, rollout, directory):
+    """The engine starts from other weights than the training backend."""
+    config = TrainConfig(learning_rate=3e-2, max_grad_norm=10.0)
+    train = load_train_backend(backend).build(train_model, topology=topology, config=config)
+    rollout = shared(rollout, topology)
+    with pytest.raises(BackendError, match=r'SglangBackend keeps its weights itself: .*use training_weights="keep"'):
+        HybridEngine(train, rollout, topology, training_weights="move")
+    # A bound below the largest parameter: many groups.
+    engine = HybridEngine(train, rollout, topology, bucket_bytes=8 << 10)
+    memory, rank = engine.memory, dist.get_rank()
+    assert memory.training == "kept" and memory.training_bytes == engine.plan.source.held_bytes(rank)
+    assert memory.engine_bytes == engine.plan.target.held_bytes(rank) + CACHE_BYTES
+    assert memory.released_bytes == 0
+    prompts, version = build_prompts(4, vocab_size=VOCAB_SIZE), rollout.weight_version
+    for index in range(3):
+        if index != 1:
+            train_step(train, topology)
+        with engine.generation():
+            responses = engine.generate(prompts, GREEDY)
+        assert engine.last_transition.recv_bytes == (engine.plan.recv_bytes[rank] if index != 1 else 0)
+        train.export_hf(Path(directory) / str(index))
+        exported = reference_of(Path(directory) / str(index))
+        for prompt, found in zip(rows_of(prompts["prompt_ids"]), rows_of(responses["response_ids"]), strict=True):
+            assert torch.equal(found, greedy_response(exported, prompt, 6, frozenset()))
+        assert responses["weight_version"].tolist() == [engine.weight_version] * 4
+        trained = rows_of(train.compute_logprobs(prompts.update(responses.select("response_ids")))["logprobs"])
+        for ours, theirs in zip(rows_of(responses["rollout_logprobs"]), trained, strict=True):
+            assert float((ours - theirs).abs().max()) < 1e-4
+    assert engine.weight_version == version + 2
+    assert engine.plan.recv_bytes[rank] == lacking_bytes(engine.plan, rank)
+    train.close()
+    return engine.plan.recv_bytes[rank]
+
+
+def train_step(train, topology):
+    batch = build_batch(6, vocab_size=VOCAB_SIZE)
+    rows = list(THREE_D.distribute(topology, 6)[dist.get_rank()])
+
+    def loss(outputs, micro_batch):
+        return -(outputs["logprobs"] * micro_batch["response_mask"]).sum(), {}
+
+    train.train_step(select_rows(batch, rows), loss, 18.0)
+
+
+def refuse_on_two(model):
+    with pytest.raises(BackendError, match="gen_pp_size=2 is not supported; set it to 1 and raise gen_tp_size"):
+        build(model, Topology(ParallelSpec(pp_size=2), GenerationSpec(gen_pp_size=2)))
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96}
+    uneven = write_tiny_model(model.parent / f"uneven-{dist.get_rank()}", **heads)
+    with pytest.raises(ReshardError, match="3 heads do not share out over 2 tensor-parallel ranks"):
+        build(uneven, TWO)
+
+
+def refuse_one_ranks_shard(model):
+    """A rank whose shards are wrong, or that never sent one, is refused on both."""
+    backend = shared(model, TWO)
+    held = backend.weight_layout().boxes_of(dist.get_rank())
+    shards = {name: [torch.zeros(box.shape) for box in boxes] for name, boxes in held.items()}
+    name = "model.layers.0.mlp.up_proj.weight"
+    backend.begin_weights()
+    wrong = shards[name] if dist.get_rank() == 0 else [torch.zeros(2, 2)]
+    with pytest.raises(
+        ReshardError, match=r"received tensors of rank 1 .* 'model.layers.0.mlp.up_proj.weight' has shapes"
+    ):
+        backend.load_shards({name: wrong})
+    other = name if dist.get_rank() == 0 else "model.norm.weight"
+    with pytest.raises(ReshardError, match=r"ranks \(0, 1\) of one replica load different parameters at a time"):
+        backend.load_shards({other: shards[other]})
+    with pytest.raises(ReshardError, match="did not arrive: load them before commit_weights"):
+        backend.commit_weights(3)
+    with pytest.raises(BackendError, match="begun and not committed"):
+        backend.generate(build_prompts(2, vocab_size=VOCAB_SIZE), GREEDY)
+
+
+def lose_the_engine(model, victim):
+    """Killed while it generates; `victim` is the server or one of its children."""
+    backend = shared(model, ONE)
+    pid, directory = backend._engine.pid, Path(backend._engine._directory)
+    segments = _session.find_segments(pid)
+    assert segments and directory.is_dir()
+    children = psutil.Process(pid).children(recursive=True)
+    target = pid if victim == "server" else next(p.pid for p in children if "scheduler" in " ".join(p.cmdline()))
+    threading.Timer(0.3, os.kill, (target, signal.SIGKILL)).start()
+    with pytest.raises(BackendError, match=r"process ended in 'generate' \(.*\): .*; build the backend again"):
+        generate_without_end(backend)
+    with pytest.raises(BackendError, match="build the backend again"):
+        backend.generate(build_prompts(2, vocab_size=VOCAB_SIZE), GREEDY)
+    ENGINES.clear()
+    backend.close()
+    assert_gone([pid, *(child.pid for child in children)], segments, directory)
+
+
+def generate_without_end(backend):
+    while True:
+        backend.generate(build_prompts(64, vocab_size=VOCAB_SIZE), SamplingParams(max_new_tokens=40))
+
+
+def assert_gone(pids, segments, directory):
+    stop = time.monotonic() + 30
+    while living := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < stop, f"{living} live on"
+        time.sleep(0.1)
+    assert not [path for path in segments if Path(path).exists()]
+    assert not directory.exists()
+
+
+def is_alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def stop_and_tell(model):
+    """The model's own tokens end a response; what a rank leaves to be looked at from outside."""
+    backend = shared(model, ONE)
+    sampling = SamplingParams(max_new_tokens=12, temperature=3.0, stop_token_ids=(11,))
+    result = backend.generate(build_prompts(40, vocab_size=VOCAB_SIZE), sampling)
+    for ids, reason in zip(rows_of(result["response_ids"]), result["finish_reason"].tolist(), strict=True):
+        stops = [token for token in ids.tolist() if token in (7, 11, 30)]
+        assert stops == ids.tolist()[-1:] if reason == 0 else not stops
+    assert set(result["finish_reason"].tolist()) == {0, 1}
+    pid = backend._engine.pid
+    pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    return os.getpid(), pids, _session.find_segments(pid), Path(backend._engine._directory)
+
+
+def test_one_rank_conforms_and_draws_what_others_draw(alone, models):
+    alone.run(conform, models["untied"], ONE, deadline_s=600)
+    alone.run(compare_samples, models["untied"], ONE, deadline_s=200)
+
+
+@pytest.mark.parametrize("model", ["qwen2", "qwen3", "mistral"])
+def test_other_families_conform(alone, models, model):
+    alone.run(conform, models[model], ONE, deadline_s=600)
+
+
+def test_generation_sees_the_trained_weights_on_one_rank(alone, models, tmp_path):
+    other = write_tiny_model(tmp_path / "other", seed=3)
+    alone.run(train_and_generate, "fsdp", ONE, other, models["tied"], tmp_path, deadline_s=600)
+
+
+def test_what_cannot_run_is_refused(alone, models, tmp_path):
+    alone.run(refuse, models, tmp_path)
+    alone.run(use_wrongly, models["tied"], deadline_s=600)
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "server"])
+def test_a_killed_engine_is_one_typed_error_and_the_next_one_starts(alone, models, victim):
+    alone.run(lose_the_engine, models["tied"], victim, deadline_s=600)
+
+
+def test_an_engine_that_fails_on_its_way_up_is_one_typed_error(alone, models):
+    alone.run(fail_to_start, models["two heads"], deadline_s=600)
+
+
+def fail_to_start(model):
+    before = set(os.listdir("/dev/shm"))
+    with pytest.raises(
+        BackendError, match=r"SGLang did not start with '.*', gen_tp_size=1, .*(mmap|safetensors|header)"
+    ):
+        build(broken(model), ONE)
+    assert not [name for name in set(os.listdir("/dev/shm")) - before if "sgl" in name]
+
+
+def broken(model):
+    target = write_tiny_model(model.parent / "broken")
+    (target / "model.safetensors").write_bytes(b"no weights")
+    return target
+
+
+def test_a_killed_rank_leaves_nothing_behind(models):
+    with LocalRanks(1, timeout_s=300) as ranks:
+        ((rank, pids, segments, directory),) = ranks.run(stop_and_tell, models["stopping"], deadline_s=600)
+        assert segments and directory.is_dir() and len(pids) > 2
+        os.kill(rank, signal.SIGKILL)
+        assert_gone(pids, segments, directory)
+
+
+def test_two_tensor_parallel_ranks_conform(two, models):
+    """The tied model has one key-value head, which both ranks hold."""
+    two.run(refuse_on_two, models["tied"])
+    two.run(conform, models["tied"], TWO, deadline_s=800)
+    two.run(compare_samples, models["tied"], TWO, deadline_s=300)
+    two.run(refuse_one_ranks_shard, models["tied"], deadline_s=300)
+
+
+def test_strided_replicas_conform(models):
+    """The paper's grouping, and two engines side by side."""
+    topology = Topology(ParallelSpec(tp_size=4), GenerationSpec(gen_tp_size=2))
+    assert topology.groups("gen_tp") == ((0, 2), (1, 3))
+    with LocalRanks(4, timeout_s=500) as ranks:
+        ranks.run(conform_once, models["untied"], topology, deadline_s=850)
+
+
+def conform_once(model, topology):
+    conform(model, topology, num_rows=3)
+    ENGINES.popitem()[1].close()
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_generation_sees_the_trained_weights_on_two_ranks(two, models, tmp_path, backend):
+    other = write_tiny_model(tmp_path / "other", num_key_value_heads=2, seed=3)
+    train = ParallelSpec(dp_size=2) if backend == "fsdp" else ParallelSpec(tp_size=2)
+    topology = Topology(train, GenerationSpec(gen_tp_size=2))
+    received = two.run(train_and_generate, backend, topology, other, models["two heads"], tmp_path, deadline_s=800)
+    # Equal tensor-parallel layouts: the training shard is the generation shard.
+    assert all(received) == (backend == "fsdp")
