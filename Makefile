@@ -7,7 +7,7 @@ BIN := .venv/bin
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: help env quickstart test test-slow test-vllm test-sglang check fmt docs bench bench-gpu wheels constraints clean
+.PHONY: help env quickstart test test-slow test-vllm test-sglang test-matrix check fmt docs bench bench-gpu wheels constraints clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,11 @@ test-sglang: env ## set up .venv-sglang and test the SGLang backend with real en
 	scripts/env.sh sglang
 	OMP_NUM_THREADS=1 .venv-sglang/bin/pytest packages/hf-engine/tests/test_sglang.py packages/hf-engine/tests/test_matrix.py \
 		integration-tests/tests/test_engine_run.py -m "sglang and not slow"
+
+test-matrix: env ## test every training layout with every engine, and keep the dated result
+	scripts/env.sh vllm
+	scripts/env.sh sglang
+	$(BIN)/python benchmarks/matrix.py
 
 check: env ## lint, format, types, import contracts and spelling
 	$(BIN)/ruff check .
