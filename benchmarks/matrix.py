@@ -46,6 +46,8 @@ def _run(environment: str, marks: str) -> list[tuple[str, str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [f"{environment}/bin/pytest", TESTS, "-m", marks, "-q", "--junitxml", str(report)]
+        if not (ROOT / command[0]).exists():
+            sys.exit(f"{command[0]} is not there: set it up with scripts/env.sh {environment.removeprefix('.venv-')}")
         finished = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
         if not report.exists():
             sys.exit(f"{' '.join(command)} ended with {finished.returncode} and without a report")

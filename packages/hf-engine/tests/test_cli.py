@@ -38,6 +38,13 @@ def test_a_method_that_is_not_defined_is_a_row_that_says_so(capsys):
     assert "hybridflow-v  not defined here" in out
 
 
+def test_a_layout_for_which_no_method_is_defined_is_an_error(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--model", "llama-2-7b", "--train", "1-7-2", "--gen", "1-7"])
+    assert ended.value.code == 2
+    assert "no method is defined here" in capsys.readouterr().err
+
+
 def test_check_proves_a_model(tmp_path, capsys):
     model = write_tiny_model(tmp_path / "model", num_key_value_heads=2)
     main(["check", "--model", str(model), "--train", "2-2-1", "--gen", "1-2"])

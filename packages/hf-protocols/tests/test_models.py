@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,18 @@ def test_layers_of_both_kinds_are_refused(mixed: dict[str, Any]) -> None:
 def test_sizes_that_make_no_model_are_refused(change: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelShape.from_config({**TINY, **change})
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", "two"), ("hidden_size", 64.5), ("vocab_size", True)])
+def test_sizes_that_are_no_whole_numbers_are_refused(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"={value!r} must be a whole number")):
+        ModelShape.from_config({**TINY, key: value})
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\xf8\x00\x80")
+    with pytest.raises(ConfigError, match="is no JSON"):
+        ModelShape.from_config(tmp_path / "model.safetensors")
 
 
 def test_files_that_hold_no_configuration_are_refused(tmp_path: Path) -> None:

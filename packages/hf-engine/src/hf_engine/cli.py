@@ -63,6 +63,8 @@ def _plan(options: argparse.Namespace) -> str:
             if options.method:
                 raise
             rows[method] = {"refused": str(error)}
+    if all("refused" in row for row in rows.values()):
+        raise ReshardError(f"no method is defined here: {next(iter(rows.values()))['refused']}")
     facts = {"model": model.name, "train": options.train, "gen": options.gen, "ranks": topology.world_size}
     facts["parameter_bytes"] = model.num_parameters * options.dtype_bytes
     if options.json:

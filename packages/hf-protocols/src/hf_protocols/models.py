@@ -60,7 +60,11 @@ class ModelShape:
     family: str = "llama"
 
     def __post_init__(self) -> None:
-        for size in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+        sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        for size in (*sizes, "vocab_size", "max_positions"):
+            if type(getattr(self, size)) is not int:
+                raise ConfigError(f"{self.name}: {size}={getattr(self, size)!r} must be a whole number")
+        for size in sizes:
             if getattr(self, size) < 1:
                 raise ConfigError(f"{self.name}: {size}={getattr(self, size)} must be at least 1")
         if self.vocab_size < 1 or self.max_positions < 1:
@@ -187,7 +191,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{file} does not exist: give a config.json or the model's directory") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is no JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds no JSON object")
