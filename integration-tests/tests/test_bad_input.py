@@ -187,7 +187,7 @@ def test_a_reward_function_that_fails(
     ("key", "parts"),
     [
         ("optimizer.critic_learning_rate", ("optimizer step 2 was refused", "(critic.update_critic on rank 0)")),
-        ("optimizer.actor_learning_rate", ("are not finite", "(actor.generate_sequences on rank 0)")),
+        ("optimizer.actor_learning_rate", ("are not finite", "(actor.compute_logprobs on rank 0)")),
     ],
 )
 def test_numbers_that_are_not_finite_stop_the_run_and_keep_the_last_good_weights(

@@ -15,7 +15,7 @@ from hf_engine import (
     check_logprobs,
     load_rollout_backend,
 )
-from hf_protocols import ONE_TO_ALL, THREE_D, THREE_D_ALL_MICRO_DP, register
+from hf_protocols import ONE_TO_ALL, THREE_D, THREE_D_ALL_MICRO_DP, NonFiniteLossError, register
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -72,10 +72,15 @@ class ActorWorker(ModelWorker):
     def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0) -> TensorDict:
         """``old_logprobs`` of the response tokens, jagged [B, T], under the current weights.
 
-        Where the engine's memory cannot be read, samples of the current weights prove what it generates from: see
-        ``hf_engine.check_logprobs``.
+        Log-probs that are not finite end here, before they reach the critic. Where the engine's memory cannot be read,
+        samples of the current weights prove what it generates from: see ``hf_engine.check_logprobs``.
         """
         found = self._train.compute_logprobs(batch, temperature=temperature).rename_key_("logprobs", "old_logprobs")
+        if not bool(found["old_logprobs"].values().isfinite().all()):
+            raise NonFiniteLossError(
+                f"the policy's log-probs are not finite after {self._train.optimizer_steps} optimizer steps: weights "
+                "have diverged; lower the learning rate"
+            )
         if self._judged_dtype and self._is_from_current_weights(batch, temperature):
             check_logprobs(batch["rollout_logprobs"], found["old_logprobs"], dtype=self._judged_dtype)
         return found

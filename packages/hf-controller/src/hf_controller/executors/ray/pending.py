@@ -15,7 +15,7 @@ from hf_controller.executors.ray.store import ValueHandle
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.executors.ray.wire import unpack_answer
 from hf_controller.failures import Failure
-from hf_protocols import HybridFlowError, WorkerTimeoutError
+from hf_protocols import HybridFlowError, WorkerError, WorkerTimeoutError
 
 if TYPE_CHECKING:
     from hf_controller.results import Outcome
@@ -101,9 +101,17 @@ class RayCall:
     def outcomes(self, timeout_s: float | None) -> list[Outcome]:
         """After waiting, what the collected ranks left beside batches."""
         self.wait(timeout_s)
-        if isinstance(self.handles[0], ValueHandle):
+        if not isinstance(self.handles[0], ValueHandle):
+            return [self._outcomes[rank] for rank in self._collected]
+        try:
             return self._store.get(self.handles, self._timeout_s if timeout_s is None else timeout_s)
-        return [self._outcomes[rank] for rank in self._collected]
+        except WorkerError:
+            # An object that cannot be packed is this call's failure, not the loss of another's.
+            contents = {rank: handle.contents for rank, handle in zip(self._collected, self.handles, strict=True)}
+            lost = next(_lost_reports(contents), None)
+            if lost is None:
+                raise
+            raise self._describe_loss(*lost).to_error() from None
 
     def _read_answers(self, ready: Mapping[int, Any]) -> None:
         try:
