@@ -1,4 +1,4 @@
-"""Real SGLang engines, in the environment of `make test-sglang`. A start takes a minute: tests share engines."""
+"""Real SGLang engines, in the environment of `make test-sglang`. A start takes up to a minute: tests share engines."""
 
 from __future__ import annotations
 
