@@ -30,15 +30,29 @@ def test_times_are_kept_apart():
 
 
 def test_drain_answers_each_span_once_and_leaves_what_is_not_ready():
+    reports = {f"handle {number}": CallReport(span=span(call_id=number)) for number in range(3)}
     ready = []
-    trace = Trace(lambda pending: (list(ready), [report for report in pending if report not in ready]))
-    reports = [CallReport(span=span(call_id=number)) for number in range(3)]
+    trace = Trace(lambda handles: ([reports[h] for h in handles if h in ready], [h for h in handles if h not in ready]))
     trace.watch(reports)
     assert trace.drain() == []
-    ready[:] = reports[:2]
+    ready += ["handle 0", "handle 1"]
     assert [each.call_id for each in trace.drain()] == [0, 1]
-    ready[:] = reports[2:]
+    ready += ["handle 2"]
     assert [each.call_id for each in trace.drain()] == [2]
+    assert trace.drain() == []
+
+
+def test_a_report_that_somebody_read_is_not_asked_for_again():
+    asked = []
+    trace = Trace(lambda handles: (asked.extend(handles) or [], handles))
+    report = CallReport(span=span())
+    trace.watch(["handle"])
+    trace.note_watched("handle", report)
+    trace.note_watched("handle", report)
+    assert trace.drain() == [report.span]
+    trace.note_watched("handle", report)  # drained before it was read
+    assert trace.drain() == []
+    assert asked == []
 
 
 def test_chrome_trace_has_one_row_per_rank_and_the_parts_inside_a_call(tmp_path):
@@ -48,8 +62,8 @@ def test_chrome_trace_has_one_row_per_rank_and_the_parts_inside_a_call(tmp_path)
         span(role="critic", method="update", failed=True),
         span(pool="cpu", host="reward", role="reward", method="score", fetched_s=101.0, end_s=104.0),
     ]
-    trace = Trace(lambda pending: (pending, []))
-    trace.watch(CallReport(span=each) for each in spans)
+    trace = Trace()
+    trace.note(CallReport(span=each) for each in spans)
     trace.write_chrome(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 

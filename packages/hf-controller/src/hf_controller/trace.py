@@ -128,12 +128,13 @@ class Trace:
     """The spans of an executor's calls.
 
     Args:
-        take_ready: splits pending reports into those that are there and the rest, without waiting.
+        take_ready: splits watched handles into the reports that are there and the rest, without waiting.
     """
 
-    def __init__(self, take_ready: Callable[[list[Any]], tuple[list[CallReport], list[Any]]]) -> None:
+    def __init__(self, take_ready: Callable[[list[Any]], tuple[list[CallReport], list[Any]]] | None = None) -> None:
         self._take_ready = take_ready
-        self._pending: list[Any] = []
+        self._pending: dict[Any, None] = {}
+        self._undrained: list[Span] = []
         self._spans: list[Span] = []
         self.labels: dict[str, Any] = {}
 
@@ -146,14 +147,27 @@ class Trace:
         finally:
             self.labels = before
 
-    def watch(self, reports: Iterable[Any]) -> None:
-        """Remember the reports of a call."""
-        self._pending.extend(reports)
+    def watch(self, handles: Iterable[Any]) -> None:
+        """Remember where the reports of a call will be."""
+        self._pending.update(dict.fromkeys(handles))
+
+    def note(self, reports: Iterable[CallReport]) -> None:
+        """Take the reports of calls that nobody watches."""
+        self._undrained += [report.span for report in reports]
+
+    def note_watched(self, handle: Any, report: CallReport) -> None:
+        """Take the report behind a watched handle from somebody who read it, and let go of the handle."""
+        if handle in self._pending:
+            del self._pending[handle]
+            self.note([report])
 
     def drain(self) -> list[Span]:
         """The spans that ended since the last call of drain. A long run drains once per iteration."""
-        reports, self._pending = self._take_ready(self._pending)
-        spans = [report.span for report in reports]
+        if self._take_ready is not None:
+            reports, pending = self._take_ready(list(self._pending))
+            self._pending = dict.fromkeys(pending)
+            self.note(reports)
+        spans, self._undrained = self._undrained, []
         self._spans += spans
         return spans
 

@@ -100,7 +100,7 @@ class InProcessExecutor(Executor):
     def __init__(self, *, device: str | None = None) -> None:
         super().__init__()
         self.call_timeout_s = 600.0
-        self.trace = Trace(lambda pending: (pending, []))
+        self.trace = Trace()
         self._store = LocalStore()
         self._device = device
         self._hosts: dict[WorkerGroup, list[RankHost]] = {}
@@ -200,7 +200,7 @@ class InProcessExecutor(Executor):
                 outcomes[rank], reports[rank] = self._hosts[group][rank].run(call)
             if reports[rank].failure is not None:
                 break
-        self.trace.watch(reports.values())
+        self.trace.note(reports.values())
         collected = spec.protocol.collect(group.topology).ranks
         return _LocalCall(outcomes, reports, collected)
 

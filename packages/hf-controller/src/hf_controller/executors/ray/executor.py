@@ -237,6 +237,7 @@ class RayExecutor(Executor):
             everyone=self._list_processes,
             inquirer=self._inquirer,
             store=self._store,
+            trace=self.trace,
         )
 
     def _list_processes(self) -> list[HostProcess]:

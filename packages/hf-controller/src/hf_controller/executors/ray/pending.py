@@ -19,7 +19,7 @@ from hf_protocols import HybridFlowError, WorkerError, WorkerTimeoutError
 
 if TYPE_CHECKING:
     from hf_controller.results import Outcome
-    from hf_controller.trace import CallReport
+    from hf_controller.trace import CallReport, Trace
     from hf_controller.transport import ObjectStore
 
 __all__ = ["RayCall", "take_ready"]
@@ -43,6 +43,7 @@ class RayCall:
             results with it.
         inquirer: asks processes how they are.
         store: has the objects that the call returned.
+        trace: watches the answers.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class RayCall:
         everyone: Callable[[], Sequence[HostProcess]],
         inquirer: Inquirer,
         store: ObjectStore,
+        trace: Trace,
     ) -> None:
         self.handles = list(handles)
         self._what = f"{role}.{method}"
@@ -72,6 +74,7 @@ class RayCall:
         self._everyone = everyone
         self._inquirer = inquirer
         self._store = store
+        self._trace = trace
         self._done: dict[int, CallReport] = {}
         self._outcomes: dict[int, Outcome] = {}
         self._failure: Failure | None = None
@@ -129,6 +132,7 @@ class RayCall:
         answers = [unpack_answer(answer) for answer in packed]
         for rank, (outcome, report) in zip(ranks, answers, strict=True):
             self._outcomes[rank], self._done[rank] = outcome, report
+            self._trace.note_watched(self._answers[rank], report)
         failed = [report for _, report in answers if report.failure is not None]
         if failed:
             # A dead peer makes the others fail in their collective: then the death is the cause to report.
