@@ -33,7 +33,7 @@ def spec_of(protocol: TransferProtocol):
 
 
 def call(*args, **kwargs) -> Call:
-    return Call(call_id=1, role="actor", method="m", args=args, kwargs=kwargs, after=(), submit_s=0.0, timeout_s=1.0)
+    return Call(1, "actor", "m", args, kwargs, after=(), submit_s=0.0, timeout_s=1.0, labels={})
 
 
 @pytest.mark.parametrize(

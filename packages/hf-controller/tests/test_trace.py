@@ -21,6 +21,7 @@ def span(**changes) -> Span:
         "end_s": 104.25,
         "bytes_read": 10,
         "bytes_written": 20,
+        "labels": {},
     }
     return Span(**fields | changes)
 

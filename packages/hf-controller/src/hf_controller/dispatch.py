@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from hf_controller.expressions import Expression, Extent, choose_columns
 from hf_controller.futures import STAYS_HERE, BatchFuture, CallFuture, ListFuture, MetricsFuture, ObjectFuture
@@ -31,8 +31,7 @@ class StoredArgument:
     handle: Any
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """What one rank is told. Handles are nested in it: how their contents reach the rank is the executor's choice.
 
     Attributes:
@@ -55,7 +54,7 @@ class Call:
     after: Sequence[Any]
     submit_s: float
     timeout_s: float
-    labels: Mapping[str, Any] = field(default_factory=dict)
+    labels: Mapping[str, Any]
 
 
 def compute_called_ranks(spec: MethodSpec, topology: Topology) -> tuple[int, ...]:
@@ -93,10 +92,9 @@ def build_calls(
     args = tuple(_replace(value, spec, what, ranks, put) for value in call.args)
     kwargs = {name: _replace(value, spec, what, ranks, put) for name, value in call.kwargs.items()}
     if spec.protocol != ALL_TO_ALL:
-        return dict.fromkeys(ranks, replace(call, args=args, kwargs=kwargs))
+        return dict.fromkeys(ranks, call._replace(args=args, kwargs=kwargs))
     return {
-        rank: replace(
-            call,
+        rank: call._replace(
             args=tuple(_item_for(value, rank) for value in args),
             kwargs={name: _item_for(value, rank) for name, value in kwargs.items()},
         )

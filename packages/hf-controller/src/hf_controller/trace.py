@@ -7,9 +7,9 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_controller.failures import Failure
 
@@ -28,8 +28,7 @@ class SubSpan:
     end_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """One call on one rank. Times are wall-clock seconds since the epoch.
 
     Attributes:
@@ -39,11 +38,11 @@ class Span:
         computed_s: the method returned.
         end_s: the results were stored.
         bytes_read: bytes of the rows that the method was given.
-        bytes_from_afar: bytes of columns that came from other machines for it.
         bytes_written: bytes of the columns that it returned.
+        labels: what the call belonged to, such as ``{"iteration": 12}``; see :meth:`Trace.label`.
+        bytes_from_afar: bytes of columns that came from other machines for it.
         sub_spans: named parts inside the method.
         failed: whether the call ended in an error.
-        labels: what the call belonged to, such as ``{"iteration": 12}``; see :meth:`Trace.label`.
     """
 
     call_id: int
@@ -59,10 +58,10 @@ class Span:
     end_s: float
     bytes_read: int
     bytes_written: int
+    labels: Mapping[str, Any]
     bytes_from_afar: int = 0
     sub_spans: tuple[SubSpan, ...] = ()
     failed: bool = False
-    labels: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def queue_s(self) -> float:
@@ -85,8 +84,7 @@ class Span:
         return max(0.0, self.end_s - self.computed_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallReport:
+class CallReport(NamedTuple):
     """What a rank tells the controller about a call: small, without a tensor.
 
     Attributes:

@@ -204,10 +204,7 @@ class RayExecutor(Executor):
         # The same processes run their calls in order; others wait for the pool's last call.
         after: Sequence[Any] = list(occupied.last_answers) if len(occupied.host_sets) > 1 else ()
         different = {id(call): call for call in calls.values()}
-        packed = {
-            key: _pack_once(dataclasses.replace(call, after=after) if after else call)
-            for key, call in different.items()
-        }
+        packed = {key: _pack_once(call._replace(after=after) if after else call) for key, call in different.items()}
         handles: dict[int, Any] = {}
         answers: dict[int, Any] = {}
         for rank, call in calls.items():

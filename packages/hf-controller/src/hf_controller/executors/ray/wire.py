@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 from ray import cloudpickle
 
+from hf_controller.dispatch import Call
 from hf_controller.executors.ray.store import BatchHandle, Delivered, Sealed
+from hf_controller.trace import CallReport, Span
 from hf_controller.transport import Shard
 
 if TYPE_CHECKING:
-    from hf_controller.dispatch import Call
     from hf_controller.results import Outcome
-    from hf_controller.trace import CallReport
 
 __all__ = ["PackedCall", "pack_answer", "pack_call", "unpack_answer", "unpack_call"]
 
@@ -69,14 +69,13 @@ def pack_call(call: Call) -> PackedCall:
     """The call, ready to travel."""
     target = io.BytesIO()
     pickler = _CallPickler(target)
-    pickler.dump(call)  # type: ignore[no-untyped-call]
+    pickler.dump(tuple(call))  # type: ignore[no-untyped-call]
     return PackedCall(target.getvalue(), list(pickler.references), list(pickler.batches))
 
 
 def unpack_call(packed: bytes, references: Sequence[Any], batches: Sequence[Any]) -> Call:
     """The call, from :attr:`PackedCall.message`."""
-    call: Call = _CallUnpickler(io.BytesIO(packed), references, batches).load()
-    return call
+    return Call._make(_CallUnpickler(io.BytesIO(packed), references, batches).load())
 
 
 def pack_answer(outcome: Outcome, report: CallReport) -> Any:
@@ -84,14 +83,15 @@ def pack_answer(outcome: Outcome, report: CallReport) -> Any:
     beside: Any = None
     if isinstance(outcome, Shard):
         outcome, beside = replace(outcome, arrays=None), outcome.arrays
-    packed = pickle.dumps((outcome, report), protocol=pickle.HIGHEST_PROTOCOL)
+    # Plain tuples: a class is looked up by name on both sides.
+    packed = pickle.dumps((outcome, tuple(report.span), *report[1:]), protocol=pickle.HIGHEST_PROTOCOL)
     return packed if beside is None else (packed, beside)
 
 
 def unpack_answer(answer: Any) -> tuple[Outcome, CallReport]:
     """The outcome and the report."""
     packed, beside = answer if isinstance(answer, tuple) else (answer, None)
-    outcome, report = pickle.loads(packed)
+    outcome, span, *rest = pickle.loads(packed)
     if isinstance(outcome, Shard):
         outcome = replace(outcome, arrays=beside)
-    return outcome, report
+    return outcome, CallReport(Span._make(span), *rest)
