@@ -178,13 +178,16 @@ class RayExecutor(Executor):
         occupied = self._occupied.pop(pool, None)
         if occupied is None:
             return
+        self._end(occupied, orderly=orderly)
+        occupied.placed.remove()
+        self._host_sets = {group: hosts for group, hosts in self._host_sets.items() if group.pool is not pool}
+
+    def _end(self, occupied: _Occupied, *, orderly: bool) -> None:
         if orderly and _is_idle(occupied):
             for host_set in occupied.host_sets:
                 host_set.close(_CLOSE_TIMEOUT_S)
         for host_set in occupied.host_sets:
             host_set.kill()
-        occupied.placed.remove()
-        self._host_sets = {group: hosts for group, hosts in self._host_sets.items() if group.pool is not pool}
 
     def _close(self, *, orderly: bool) -> None:
         if self._closed:
@@ -193,9 +196,14 @@ class RayExecutor(Executor):
         with shielded():
             try:
                 self.trace.drain()
-                for pool in list(self._occupied):
-                    self._release(pool, orderly=orderly)
+                for occupied in self._occupied.values():
+                    self._end(occupied, orderly=orderly)
+                    if self._joined:
+                        # Our own cluster ends with us, and may have got the same SIGTERM: Ray would wait a minute.
+                        occupied.placed.remove()
             finally:
+                self._occupied.clear()
+                self._host_sets.clear()
                 self._cluster.stop()
                 self._guard.restore()
 
