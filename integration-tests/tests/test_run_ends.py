@@ -91,17 +91,26 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
-@pytest.mark.parametrize(("sent", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_run_and_all_its_processes(small_config: Path, sent: signal.Signals, exit_code: int) -> None:
+@pytest.mark.parametrize(
+    ("sent", "to_group", "exit_code"),
+    [
+        (signal.SIGINT, True, 130),  # as a terminal does
+        (signal.SIGTERM, False, 143),
+        (signal.SIGTERM, True, 143),  # as Slurm and timeout do
+    ],
+)
+def test_a_signal_ends_the_run_and_all_its_processes(
+    small_config: Path, sent: signal.Signals, to_group: bool, exit_code: int
+) -> None:
     before = shared_memory()
     with started([*on_two_ranks(small_config), "--set", "run.iterations=1000"]) as (program, lines):
         processes = wait_for_iteration(program, lines, 2)
         assert len(processes) > 4
-        if sent == signal.SIGINT:  # a terminal sends it to the whole group
+        if to_group:
             os.killpg(program.pid, sent)
         else:
             program.send_signal(sent)
-        assert program.wait(timeout=20) == exit_code, "".join(lines)
+        assert program.wait(timeout=30) == exit_code, "".join(lines)
         wait_until_gone(processes, within_s=10)
     assert shared_memory() <= before
     run = small_config.parent / "run"
