@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_engine import HybridEngine, generation_layout, megatron_layout, plan_transition
+from hf_engine.resharding import steps
 from hf_engine.resharding.execute import as_parts
 from hf_engine.resharding.moving import storage_bytes
 from hf_engine.testing import LocalRanks
@@ -205,11 +206,20 @@ def test_real_models_arrive_in_any_generation_layout_and_return(ranks4, model):
         assert len(rank) == len(cases)
 
 
+def enter_and_leave_by_collectives(cases, bucket_bytes):
+    """As on GPUs: the all-gathers of the plan are torch.distributed's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "gathers_by_messages", lambda incoming: False)
+        return enter_and_leave(cases, bucket_bytes)
+
+
 @pytest.mark.parametrize("bucket_bytes", [1 << 15, 1 << 24])
-def test_equal_shards_are_one_all_gather_per_micro_dp_group_and_bucket(ranks4, bucket_bytes):
+@pytest.mark.parametrize("way", [enter_and_leave, enter_and_leave_by_collectives])
+def test_equal_shards_are_one_all_gather_per_micro_dp_group_and_bucket(ranks4, way, bucket_bytes):
+    """The collective itself, or on the host one message from each member to each other."""
     whole = 4 * UNIFORM.num_parameters
     cases = [("uniform", *layout) for layout in LAYOUTS]
-    results = ranks4.run(enter_and_leave, cases, bucket_bytes)
+    results = ranks4.run(way, cases, bucket_bytes)
     for index, (_, train, generation) in enumerate(cases):
         topology = Topology(ParallelSpec.parse(train), GenerationSpec.parse(generation))
         (size,) = {len(group) for group in topology.groups("micro_dp")}
@@ -220,8 +230,13 @@ def test_equal_shards_are_one_all_gather_per_micro_dp_group_and_bucket(ranks4, b
         for rank, found in enumerate(results):
             traffic, received = found[index]
             assert received == planned.recv_bytes[rank] == (size - 1) * shard
-            assert traffic.group_sizes == [size] * buckets, (train, generation)
-            assert traffic.num_exchanges == 0
+            assert traffic.num_messages == (size - 1) * buckets, (train, generation)
+            if way is enter_and_leave_by_collectives:
+                assert traffic.group_sizes == [size] * buckets, (train, generation)
+                assert traffic.num_exchanges == 0
+            else:
+                assert traffic.num_exchanges == buckets, (train, generation)
+                assert traffic.group_sizes == []
             assert traffic.others == ({"all_reduce": 1} if buckets else {}), "the ranks' verdict, and nothing else"
 
 

@@ -17,7 +17,7 @@ from hf_engine.resharding.digest import digest_words
 from hf_engine.resharding.plan import Message
 from hf_engine.resharding.rounds import GatherRound, PeerRound
 
-__all__ = ["SEAL_BYTES", "Region", "Seals", "Step", "build_step", "locate"]
+__all__ = ["SEAL_BYTES", "Region", "Seals", "Step", "build_step", "gathers_by_messages", "locate"]
 
 SEAL_BYTES = 16
 """Bytes of a message's seal: digest and version, 64 bits each."""
@@ -42,6 +42,15 @@ def locate(boxes: _Boxes, name: str, box: Box) -> Region:
     """Finds the one box of a rank that contains `box`."""
     part, container = next((i, candidate) for i, candidate in enumerate(boxes[name]) if candidate.contains(box))
     return Region(name, part, box.slices_in(container))
+
+
+def gathers_by_messages(incoming: torch.Tensor) -> bool:
+    """Whether an all-gather into this buffer goes as one message from each member to each other.
+
+    So it does on the host: gloo's own collective gathers into memory that it allocates in every call, and copies from
+    there. Messages arrive where they belong.
+    """
+    return incoming.is_cpu
 
 
 class _Span(NamedTuple):
@@ -150,15 +159,16 @@ class Step:
 
     def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
         """Starts the communication; buffers must stay alone until `finish`."""
-        if self._is_gather:
+        if self._is_gather and not gathers_by_messages(incoming):
             work = dist.all_gather_single(
                 incoming[: self.recv_bytes], outgoing[: self.send_bytes], group=group, async_op=True
             )
             return [work]
-        operations = [
-            dist.P2POp(dist.isend, outgoing[span.start : span.end], group=group, group_peer=span.peer)
-            for span in self._outgoing
-        ]
+        sent = [(outgoing[span.start : span.end], span.peer) for span in self._outgoing]
+        if self._is_gather:
+            ((share, _),) = sent
+            sent = [(share, span.peer) for span in self._incoming]
+        operations = [dist.P2POp(dist.isend, part, group=group, group_peer=peer) for part, peer in sent]
         operations += [
             dist.P2POp(dist.irecv, incoming[span.start : span.end], group=group, group_peer=span.peer)
             for span in self._incoming
