@@ -45,7 +45,8 @@ LAYOUTS = (
 )
 METHODS: tuple[Method, ...] = ("hybridflow", "hybridflow-v", "ds-chat")
 HEADER = (
-    "| training -> generation | method | received: formula | plan | counted | peak: formula | plan | shard beside | measured |\n"
+    "| training -> generation | method | received: formula | plan | counted "
+    "| peak: formula | plan | shard beside | measured |\n"
     "|---|---|--:|--:|--:|--:|--:|--:|--:|\n"
 )
 

@@ -31,6 +31,9 @@ def lose_a_rank(model, backend_name, sizes, method, dies, told):
     backend = load_train_backend(backend_name).build(model, topology=topology, config=config)
     batch = build_batch(4, vocab_size=64)
     backend.train_step(batch, negative_logprobs, 10.0)
+    directory = Path(told).with_name("directory")
+    if method == "load_checkpoint":
+        backend.save_checkpoint(directory)
     if dist.get_rank() == 1:
         if dies:
             os._exit(1)
@@ -39,10 +42,18 @@ def lose_a_rank(model, backend_name, sizes, method, dies, told):
                 return True
             time.sleep(0.1)
         return False
-    step = partial(backend.train_step, batch, negative_logprobs, 10.0)
-    call = step if method == "train_step" else partial(backend.compute_logprobs, batch)
-    with pytest.raises(BackendError, match=f"{method} lost another rank on rank 0"):
-        call()
+    calls = {
+        "train_step": partial(backend.train_step, batch, negative_logprobs, 10.0),
+        "scoring": partial(backend.compute_logprobs, batch),
+        "sum_over_data": partial(backend.sum_over_data, [1.0]),
+        **{name: partial(getattr(backend, name), directory) for name in ("save_checkpoint", "load_checkpoint")},
+        "export_hf": partial(backend.export_hf, directory),
+    }
+    with pytest.raises(
+        BackendError, match=rf"{method} lost another rank on rank 0: (.|\n)*timeout of init_process_group"
+    ):
+        calls[method]()
+    assert directory.exists() == (method == "load_checkpoint"), "a directory appears whole or not at all"
     Path(told).touch()
     return True
 
@@ -63,12 +74,22 @@ def test_a_rank_that_stays_away_is_an_error_within_the_deadline(tmp_path, backen
 
 
 @pytest.mark.parametrize(
-    ("backend", "sizes"), [("fsdp", "1-1-2"), pytest.param("megatron", "1-2-1", marks=pytest.mark.slow)]
+    ("backend", "sizes", "method"),
+    [
+        ("fsdp", "1-1-2", "train_step"),
+        ("fsdp", "1-1-2", "save_checkpoint"),
+        ("fsdp", "1-1-2", "load_checkpoint"),
+        ("fsdp", "1-1-2", "export_hf"),
+        pytest.param("fsdp", "1-1-2", "sum_over_data", marks=pytest.mark.slow),
+        pytest.param("megatron", "1-2-1", "train_step", marks=pytest.mark.slow),
+        pytest.param("megatron", "1-1-2", "save_checkpoint", marks=pytest.mark.slow),
+        pytest.param("megatron", "2-1-1", "export_hf", marks=pytest.mark.slow),
+    ],
 )
-def test_a_rank_that_dies_is_an_error(tmp_path, backend, sizes):
+def test_a_rank_that_dies_is_an_error(tmp_path, backend, sizes, method):
     model = write_tiny_model(tmp_path / "model", **SIZES)
     with LocalRanks(2, timeout_s=20) as ranks, pytest.raises(RuntimeError) as failed:
-        ranks.run(lose_a_rank, model, backend, sizes, "train_step", True, tmp_path / "told")
+        ranks.run(lose_a_rank, model, backend, sizes, method, True, tmp_path / "told")
     assert "the process of rank 1 died" in str(failed.value)
     assert "rank 0:" not in str(failed.value)
     assert (tmp_path / "told").exists()

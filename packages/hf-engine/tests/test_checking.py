@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,41 @@ def test_an_empty_directory_and_a_damaged_file_are_refused(model, tmp_path):
         check_conversion(tmp_path, *layouts(model))
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(ReshardError, match=r"model\.safetensors cannot be read"):
+        check_conversion(tmp_path, *layouts(model))
+
+
+def write_in_two_files(model, directory):
+    """The model as transformers writes what is larger than one file; the index."""
+    tensors = load_file(model / "model.safetensors")
+    names = sorted(tensors)
+    files = {name: f"model-0000{1 + (name in names[len(names) // 2 :])}-of-00002.safetensors" for name in names}
+    for file in sorted({*files.values()}):
+        save_file({name: tensors[name] for name in names if files[name] == file}, directory / file)
+    (directory / "config.json").write_text((model / "config.json").read_text())
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return index
+
+
+def test_a_model_in_several_files_goes_there_and_back(model, tmp_path):
+    write_in_two_files(model, tmp_path)
+    # Not in the index: adapters and the like.
+    save_file({"adapter": torch.zeros(2)}, tmp_path / "adapter.safetensors")
+    assert check_conversion(tmp_path, *layouts(tmp_path)) == check_conversion(model, *layouts(model))
+
+
+def test_a_missing_file_and_a_wrong_index_are_one_error(model, tmp_path):
+    index = write_in_two_files(model, tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").rename(tmp_path / "kept")
+    with pytest.raises(ReshardError, match=r"index.json names \['model-00002-of-00002.safetensors'\], which .* lacks"):
+        check_conversion(tmp_path, *layouts(model))
+    (tmp_path / "kept").rename(tmp_path / "model-00002-of-00002.safetensors")
+    text = index.read_text()
+    index.write_text(text.replace("model-00002", "model-00001"))
+    with pytest.raises(ReshardError, match=r"in model-00001-of-00002\.safetensors, which lacks it"):
+        check_conversion(tmp_path, *layouts(model))
+    index.write_text("[]")
+    with pytest.raises(ReshardError, match="no index of safetensors files"):
         check_conversion(tmp_path, *layouts(model))
 
 

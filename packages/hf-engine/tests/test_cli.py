@@ -54,6 +54,15 @@ def test_check_proves_a_model(tmp_path, capsys):
     assert set(found["digests"]) == set(ModelShape.from_config(model).parameters())
 
 
+@pytest.mark.parametrize("command", ["plan", "check"])
+def test_fsdp_under_tensor_parallelism_is_refused(tmp_path, command, capsys):
+    model = write_tiny_model(tmp_path / "model", num_key_value_heads=2)
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--model", str(model), "--train", "1-2-1", "--gen", "1-1", "--sharding", "fsdp"])
+    assert ended.value.code == 2
+    assert "tp_size=2: give 1-1-2, or sharding=megatron" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -64,6 +73,11 @@ def test_check_proves_a_model(tmp_path, capsys):
             ["plan", "--model", "llama-2-70b", "--train", "1-16-1", "--gen", "1-2", "--method", "hybridflow"],
             "num_kv_heads=8",
         ),
+        (
+            ["plan", "--model", "llama-2-7b", "--train", "64-1-1", "--gen", "1-1"],
+            "pp_size=64 pipeline stages in training",
+        ),
+        (["plan", "--model", "llama-2-7b", "--train", "1-1-3", "--gen", "1-3"], "over gen_tp_size=3 in generation"),
         (["check", "--model", "nowhere", "--train", "1-2-1", "--gen", "1-1"], "nowhere"),
     ],
 )

@@ -7,6 +7,7 @@ pairwise cover of the others, `make test-matrix` all of them.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, greedy_response, rows_of, select_rows
+from hf_engine.testing._traffic import count_traffic
 from hf_protocols import GenerationSpec, ParallelSpec, Topology
 
 VOCAB_SIZE = 64
@@ -74,29 +76,8 @@ def ranks_of():
         ranks.__exit__(None, None, None)
 
 
-class Counter:
-    """Counts what torch.distributed receives on this rank inside the block."""
-
-    def __init__(self, patch):
-        self.received = self.messages = 0
-        gather, exchange = dist.all_gather_single, dist.batch_isend_irecv
-
-        def count_gather(incoming, outgoing, *args, **options):
-            self.received += incoming.nbytes - outgoing.nbytes
-            self.messages += incoming.nbytes // outgoing.nbytes - 1
-            return gather(incoming, outgoing, *args, **options)
-
-        def count_exchange(operations):
-            sizes = [operation.tensor.nbytes for operation in operations if operation.op is dist.irecv]
-            self.received, self.messages = self.received + sum(sizes), self.messages + len(sizes)
-            return exchange(operations)
-
-        patch.setattr(dist, "all_gather_single", count_gather)
-        patch.setattr(dist, "batch_isend_irecv", count_exchange)
-
-
 def train_and_generate(model, directory, training, rollout, gen_tp):
-    """Two steps and two transitions; the bytes of the second, as counted and as planned, and the versions."""
+    """Two steps and two transitions; the second one's traffic, its planned bytes, and the versions."""
     name, train_spec = TRAINING[training]
     topology = Topology(train_spec, GenerationSpec(gen_tp_size=gen_tp))
     config = TrainConfig(learning_rate=3e-2, max_grad_norm=10.0)
@@ -107,18 +88,17 @@ def train_and_generate(model, directory, training, rollout, gen_tp):
     versions = []
     for number in range(2):
         step(train, topology)
-        with pytest.MonkeyPatch.context() as patch:
-            counter = Counter(patch)
-            with engine.generation():
-                counted = counter.received, counter.messages
-                responses = engine.generate(prompts, GREEDY)
+        with contextlib.ExitStack() as inside:
+            with count_traffic() as traffic:
+                inside.enter_context(engine.generation())
+            responses = engine.generate(prompts, GREEDY)
         versions += responses["weight_version"].tolist()
         exported = Path(directory) / f"{training} {rollout} {gen_tp} {number}"
         train.export_hf(exported)
         check_greedy(exported, prompts, responses)
     planned = engine.plan.recv_bytes[dist.get_rank()]
     engine.close()
-    return counted, planned, versions
+    return traffic, planned, versions
 
 
 def step(train, topology):
@@ -143,7 +123,6 @@ def check_greedy(exported, prompts, responses):
 def test_generation_is_that_of_the_exported_model(model, ranks_of, tmp_path, training, rollout, gen_tp):
     ranks = ranks_of(rollout, TRAINING[training][1].world_size)
     results = ranks.run(train_and_generate, model, tmp_path, training, rollout, gen_tp, deadline_s=380)
-    for (received, messages), planned, versions in results:
+    for traffic, planned, versions in results:
         assert versions == [1] * 4 + [2] * 4
-        # A message may be padded to eight bytes before its seal of sixteen.
-        assert 0 <= received - planned - 16 * messages < 8 * max(1, messages)
+        assert traffic.matches(planned), (traffic, planned)

@@ -187,9 +187,17 @@ def test_vocabularies_are_padded_alike_on_both_sides(vocab, tp, expected):
 @pytest.mark.parametrize(
     ("change", "sizes", "message"),
     [
-        ({}, {"tp_size": 8}, "num_kv_heads=4 do not share out over tp_size=8"),
-        ({"intermediate_size": 25}, {"tp_size": 2}, "25 elements do not share out over 2"),
-        ({}, {"pp_size": 5}, "4 layers cannot be"),
+        ({}, {"tp_size": 8}, "num_kv_heads=4 do not share out over tp_size=8 in training"),
+        (
+            {"intermediate_size": 25},
+            {"tp_size": 2},
+            "25 elements do not share out over tp_size=2 in training; choose a tp_size",
+        ),
+        (
+            {},
+            {"pp_size": 64},
+            "^4 layers cannot fill pp_size=64 pipeline stages in training: choose a pp_size of at most 4$",
+        ),
         ({}, {"dp_size": 2, "ep_size": 2}, "num_experts=0 do not share out over ep_size=2"),
         ({"num_experts": 3, "family": "mixtral"}, {"dp_size": 2, "ep_size": 2}, "num_experts=3"),
     ],
@@ -203,6 +211,16 @@ def test_sizes_that_do_not_share_out_are_refused(change, sizes, message):
 def test_generation_needs_a_generation_topology_and_heads_that_share_out():
     with pytest.raises(TopologyError, match="GenerationSpec"):
         generation_layout(FAMILIES["llama"], Topology(ParallelSpec()))
-    odd = ModelShape(name="odd", **{**BASE, "num_heads": 6, "num_kv_heads": 3})
-    with pytest.raises(ReshardError, match="3 heads do not share out over 2"):
+    odd = ModelShape(name="odd", **{**BASE, "num_heads": 12, "num_kv_heads": 3})
+    with pytest.raises(
+        ReshardError, match="3 heads do not share out over gen_tp_size=2 in generation; choose a gen_tp"
+    ):
         generation_layout(odd, Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2)))
+    with pytest.raises(
+        ReshardError, match="gen_tp_size=4 is no multiple of num_kv_heads=3 in generation; choose a gen_tp"
+    ):
+        generation_layout(odd, Topology(ParallelSpec(dp_size=4), GenerationSpec(gen_tp_size=4)))
+    with pytest.raises(ReshardError, match="4 layers cannot fill gen_pp_size=5 pipeline stages in generation"):
+        generation_layout(FAMILIES["llama"], Topology(ParallelSpec(dp_size=5), GenerationSpec(gen_pp_size=5)))
+    with pytest.raises(ReshardError, match=r"4 layers cannot be layers_per_stage=\[3, 2\] with pp_size=2 in training"):
+        split_layers(4, 2, [3, 2])

@@ -121,6 +121,7 @@ def brute_force_recv(plan, rank):
     return needed * 2
 
 
+SMALL_HEADS = tiny_shape(num_layers=4, num_heads=8, num_kv_heads=8, head_dim=2, vocab_size=64)
 SMALL = tiny_shape(num_layers=3, hidden_size=12, intermediate_size=20, head_dim=3, tie_embeddings=True)
 
 
@@ -180,10 +181,15 @@ def test_figure_8_moves_a_quarter_of_the_model_and_the_vanilla_groups_three_quar
 
 
 def test_near_senders_come_first():
-    """FSDP over two machines of two ranks, generation inside each: nothing that is near comes from afar."""
-    topology = Topology(ParallelSpec(pp_size=1, tp_size=2, dp_size=2), GenerationSpec(gen_tp_size=1))
-    planned = plan_transition(SMALL, topology, ranks_per_machine=2)
-    assert {m.source // 2 == rank // 2 for m in planned.plan.messages for rank in m.destinations} == {True}
+    """1-2-4 -> 1-4 lacks pieces that a rank of every machine of two holds; level senders alone would be far ones."""
+    topology = topology_of(1, 2, 4, 1, 4)
+
+    def senders_and_receivers(**options):
+        messages = plan_transition(SMALL_HEADS, topology, **options).plan.messages
+        return [(message.source, rank) for message in messages for rank in message.destinations]
+
+    assert {sender // 2 == rank // 2 for sender, rank in senders_and_receivers(ranks_per_machine=2)} == {True}
+    assert {sender // 2 == rank // 2 for sender, rank in senders_and_receivers(ranks_per_machine=1)} == {True, False}
 
 
 @pytest.mark.parametrize(

@@ -126,16 +126,13 @@ def _exchanges(exchanges: Sequence[Mapping[str, Any]]) -> str:
 
 def _check(options: argparse.Namespace) -> str:
     from hf_engine.resharding.checking import check_conversion
-    from hf_engine.resharding.layouts import fsdp_layout
-    from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
+    from hf_engine.resharding.model_layouts import generation_layout
+    from hf_engine.resharding.transition import training_layout
 
     directory = Path(options.model)
     topology = _topology(options)
     model = ModelShape.from_config(directory)
-    if options.sharding == "fsdp":
-        source = fsdp_layout(model.parameters(), range(topology.world_size))
-    else:
-        source = megatron_layout(model, topology)
+    source = training_layout(model, topology, options.sharding)
     report = check_conversion(directory, source, generation_layout(model, topology))
     if options.json:
         return json.dumps(vars(report) | {"digests": {n: f"{d:016x}" for n, d in report.digests.items()}}, indent=2)

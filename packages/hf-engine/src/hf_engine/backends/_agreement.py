@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
-from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError
+from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError, ReshardError
 
 __all__ = ["agree_on_micro_batches", "lost_peers_are_errors", "refuse_non_finite"]
 
@@ -24,13 +24,15 @@ def lost_peers_are_errors(method: str) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ReshardError) as error:
+        reason = error.__cause__ if isinstance(error, ReshardError) else error
         # gloo's errors have no class of their own, but name its source files.
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        if not isinstance(reason, dist.DistError) and "gloo" not in str(reason):
             raise
         raise BackendError(
-            f"{method} lost another rank on rank {dist.get_rank()}: {error}; that rank's own error says why. The "
-            "process groups cannot be used again: start the ranks anew from a checkpoint"
+            f"{method} lost another rank on rank {dist.get_rank()}: {reason}; that rank's own error says why. The "
+            "process groups cannot be used again: start the ranks anew from a checkpoint. A rank that was only slow "
+            "needs a longer timeout of init_process_group"
         ) from error
 
 

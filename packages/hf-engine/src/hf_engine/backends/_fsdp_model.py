@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hf_engine.backends._base import TrainConfig
 from hf_protocols.errors import BackendError
 
-__all__ = ["check_same_shapes", "find_head_name", "read_tensor", "shard_model"]
+__all__ = ["check_same_shapes", "find_head_name", "head_only_at", "read_tensor", "shard_model"]
 
 
 def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule:
@@ -63,6 +64,22 @@ def _require_compiler(device: str) -> None:
 def find_head_name(model: Any) -> str:
     head = model.get_output_embeddings()
     return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+
+
+@contextmanager
+def head_only_at(positions: torch.Tensor, model: Any) -> Iterator[None]:
+    """Inside, the model's head sees some positions only, and its logits are [n, V]: padding costs no logits.
+
+    Args:
+        positions: int64 [n], of the flattened [b * T] hidden states that the head is given.
+        model: a causal language model.
+    """
+    head = model.get_output_embeddings()
+    handle = head.register_forward_pre_hook(lambda _, inputs: (inputs[0].flatten(0, 1).index_select(0, positions),))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def read_tensor(directory: Path, name: str) -> torch.Tensor | None:

@@ -19,17 +19,17 @@ def compute_token_logprobs(
     """The log of softmax(logits / temperature) at the given tokens, as gather - logsumexp in float32.
 
     Args:
-        logits: [b, T, V], any float dtype; upcast chunk by chunk. The backward pass holds them and their gradient, both
+        logits: [..., V], any float dtype; upcast chunk by chunk. The backward pass holds them and their gradient, both
             in their own dtype, and can be taken once.
-        token_ids: int64 [b, T].
+        token_ids: int64 [...].
         temperature: divides the logits.
         entropy: also compute the entropy of every distribution, in nats.
 
     Returns:
-        float32 [b, T] log-probs, and the entropies or None.
+        float32 [...] log-probs, and the entropies or None.
     """
     compute: Any = _TokenLogprobs.apply
-    logprobs, entropies = compute(logits.flatten(0, 1), token_ids.flatten(), temperature, entropy)
+    logprobs, entropies = compute(logits.flatten(0, -2), token_ids.flatten(), temperature, entropy)
     return logprobs.view(token_ids.shape), entropies.view(token_ids.shape) if entropy else None
 
 

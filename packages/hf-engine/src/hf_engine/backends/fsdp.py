@@ -25,7 +25,7 @@ from hf_engine.backends._agreement import agree_on_micro_batches, lost_peers_are
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._checkpoint import load_sharded, save_sharded
 from hf_engine.backends._directories import write_directory
-from hf_engine.backends._fsdp_model import check_same_shapes, find_head_name, read_tensor, shard_model
+from hf_engine.backends._fsdp_model import check_same_shapes, find_head_name, head_only_at, read_tensor, shard_model
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends._optimizer import ShardedAdamW
@@ -174,6 +174,7 @@ class FsdpBackend:
         """Uses another learning rate from the next step on; warm-up still applies."""
         self._require_optimizer("set_learning_rate").set_learning_rate(learning_rate)
 
+    @lost_peers_are_errors("sum_over_data")
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         """Adds each value over the data-parallel ranks."""
         sums = torch.tensor(list(values), dtype=torch.float64, device=self._device)
@@ -181,6 +182,7 @@ class FsdpBackend:
         added: list[float] = sums.tolist()
         return added
 
+    @lost_peers_are_errors("load_hf")
     def load_hf(self, directory: str | Path) -> None:
         """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
         self._offloaded.require_all("load_hf")
@@ -198,6 +200,7 @@ class FsdpBackend:
             self._optimizer = ShardedAdamW(self._parameters.values(), self._config)
         self._weight_changes += 1
 
+    @lost_peers_are_errors("export_hf")
     def export_hf(self, directory: str | Path) -> None:
         """Writes config and safetensors from rank 0; see `TrainBackend.export_hf`."""
         self._offloaded.require_weights("export_hf")
@@ -218,11 +221,13 @@ class FsdpBackend:
 
         write_directory(directory, write, self._group)
 
+    @lost_peers_are_errors("save_checkpoint")
     def save_checkpoint(self, directory: str | Path) -> None:
         """Writes weights and optimizer state sharded; see `TrainBackend.save_checkpoint`."""
         self._offloaded.require_all("save_checkpoint")
         save_sharded(directory, self._model, self._optimizer, self._group)
 
+    @lost_peers_are_errors("load_checkpoint")
     def load_checkpoint(self, directory: str | Path) -> None:
         """Reads what `save_checkpoint` wrote, under any number of ranks."""
         self._offloaded.require_all("load_checkpoint")
@@ -276,20 +281,31 @@ class FsdpBackend:
         return TensorDict(columns, batch_size=batch.batch_size)
 
     def _forward(self, micro_batch: MicroBatch, *, temperature: float, entropy: bool) -> dict[str, torch.Tensor]:
-        """Outputs [b, T] at the response tokens; no logits are computed elsewhere."""
-        output = self._model(
-            input_ids=micro_batch.input_ids.to(self._device),
-            attention_mask=micro_batch.attention_mask.to(self._device),
-            position_ids=micro_batch.position_ids.to(self._device),
-            use_cache=False,
-            logits_to_keep=micro_batch.predicting_columns.to(self._device),
-        )
+        """Outputs [b, T] at the response tokens, zeros at their padding; no logits are computed elsewhere."""
+        mask = micro_batch.response_mask
+        positions = mask.flatten().nonzero().squeeze(1)
+        ids = micro_batch.response_ids.flatten()[positions].to(self._device)
+        positions = positions.to(self._device)
+        with head_only_at(positions, self._model):
+            logits = self._model(
+                input_ids=micro_batch.input_ids.to(self._device),
+                attention_mask=micro_batch.attention_mask.to(self._device),
+                position_ids=micro_batch.position_ids.to(self._device),
+                use_cache=False,
+                logits_to_keep=micro_batch.predicting_columns.to(self._device),
+            ).logits
+        found: dict[str, torch.Tensor | None] = {}
         if self._head == "value":
-            return {"values": output.logits.squeeze(-1).float()}
-        logprobs, entropies = compute_token_logprobs(
-            output.logits, micro_batch.response_ids.to(self._device), temperature=temperature, entropy=entropy
-        )
-        return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
+            found["values"] = logits.squeeze(-1).float()
+        else:
+            found["logprobs"], found["entropy"] = compute_token_logprobs(
+                logits, ids, temperature=temperature, entropy=entropy
+            )
+        return {
+            name: output.new_zeros(mask.numel()).index_copy(0, positions, output).view(mask.shape)
+            for name, output in found.items()
+            if output is not None
+        }
 
     @contextmanager
     def _accumulating(self, optimizer: ShardedAdamW) -> Iterator[None]:

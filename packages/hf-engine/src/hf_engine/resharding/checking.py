@@ -6,6 +6,7 @@ ranks and no process group.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every tensor in the directory's safetensors files.
 
     Raises:
-        ReshardError: if there are none, or one cannot be read.
+        ReshardError: if there are none, one cannot be read, or the index names a file or tensor that is not there.
     """
     return {name: tuple(shape) for name, (_, shape) in _index(directory).items()}
 
@@ -48,7 +49,7 @@ def check_conversion(directory: Path, source: WeightLayout, target: WeightLayout
     """Moves the weights of a Hugging Face directory from one layout to the other and back, bit by bit.
 
     Args:
-        directory: `config.json` and safetensors files.
+        directory: `config.json`, and `model.safetensors` or the files that `model.safetensors.index.json` names.
         source: the training layout.
         target: the generation layout.
 
@@ -82,7 +83,10 @@ _Shards = dict[int, list[torch.Tensor]]
 def _index(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     from safetensors import SafetensorError, safe_open
 
-    paths = sorted(directory.glob("*.safetensors"))
+    index = directory / "model.safetensors.index.json"
+    # As transformers: a file that has everything comes before the index.
+    indexed = {} if (directory / "model.safetensors").exists() or not index.exists() else _read_index(index)
+    paths = [directory / name for name in sorted({*indexed.values()})] or sorted(directory.glob("*.safetensors"))
     if not paths:
         raise ReshardError(f"{directory} holds no safetensors files: give a model in Hugging Face format")
     found: dict[str, tuple[Path, tuple[int, ...]]] = {}
@@ -92,7 +96,24 @@ def _index(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
                 found |= {name: (path, tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ReshardError(f"{path.name} cannot be read: {error}") from error
+    if lost := sorted(name for name, file in indexed.items() if name not in found or found[name][0].name != file):
+        raise ReshardError(f"{index.name} names {lost[0]!r} in {indexed[lost[0]]}, which lacks it ({len(lost)} such)")
     return found
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """File of every tensor.
+
+    Raises:
+        ReshardError: for an index that cannot be read, or that names files which are not there.
+    """
+    try:
+        files = dict(json.loads(index.read_text())["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReshardError(f"{index.name} is no index of safetensors files: {error!r}") from error
+    if missing := sorted(name for name in {*files.values()} if not (index.parent / name).is_file()):
+        raise ReshardError(f"{index.name} names {missing}, which {index.parent} lacks: fetch the missing files")
+    return files
 
 
 def _check_names(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -56,8 +56,8 @@ def megatron_layout(
     train = topology.train
     if model.num_kv_heads % train.tp_size:
         raise ReshardError(
-            f"{model.name}: num_kv_heads={model.num_kv_heads} do not share out over tp_size={train.tp_size}; "
-            "choose a tp_size that divides them"
+            f"{model.name}: num_kv_heads={model.num_kv_heads} do not share out over tp_size={train.tp_size} in "
+            "training; choose a tp_size that divides them"
         )
     experts = _split_experts(model, train.ep_size)
     stages = split_layers(model.num_layers, train.pp_size, layers_per_stage)
@@ -79,7 +79,9 @@ def megatron_layout(
             held[key] = {
                 name: (Box.whole(shapes[name]),)
                 if name == _HEAD and head == "value" and at.pp == last
-                else _by_kv_group(name, cut_box(name, shapes[name], at.tp, train.tp_size, model, rows), model)
+                else _by_kv_group(
+                    name, cut_box(name, shapes[name], at.tp, train.tp_size, model, rows, knob="tp_size"), model
+                )
                 for name in names
             }
         boxes[rank] = held[key]
@@ -121,7 +123,7 @@ def generation_layout(
         layers_per_stage = [
             sum(map(len, nested[stage * width : (stage + 1) * width])) for stage in range(generation.gen_pp_size)
         ]
-    stages = split_layers(model.num_layers, generation.gen_pp_size, layers_per_stage)
+    stages = split_layers(model.num_layers, generation.gen_pp_size, layers_per_stage, knob="gen_pp_size")
     rows = vocab_rows or padded_vocab_size(model.vocab_size, generation.gen_tp_size)
     shapes = model_shapes(model)
     held: dict[tuple[int, int], _Boxes] = {}
@@ -132,7 +134,7 @@ def generation_layout(
         key = (at.gen_pp, at.gen_tp)
         if key not in held:
             held[key] = {
-                name: cut_box(name, shapes[name], at.gen_tp, generation.gen_tp_size, model, rows)
+                name: cut_box(name, shapes[name], at.gen_tp, generation.gen_tp_size, model, rows, knob="gen_tp_size")
                 for name in _of_stage(shapes, stages, at.gen_pp, embedding_last=_HEAD not in shapes)
             }
         boxes[rank] = held[key]
@@ -170,7 +172,7 @@ def _by_kv_group(name: str, boxes: tuple[Box, ...], model: ModelShape) -> tuple[
 def _split_experts(model: ModelShape, ep_size: int) -> list[range]:
     if ep_size > 1 and (not model.num_experts or model.num_experts % ep_size):
         raise ReshardError(
-            f"{model.name}: num_experts={model.num_experts} do not share out over ep_size={ep_size}; "
+            f"{model.name}: num_experts={model.num_experts} do not share out over ep_size={ep_size} in training; "
             "choose an ep_size that divides them (1 for a dense model)"
         )
     step = model.num_experts // ep_size

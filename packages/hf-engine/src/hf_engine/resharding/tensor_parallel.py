@@ -66,31 +66,39 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // unit) * unit
 
 
-def split_layers(num_layers: int, num_stages: int, layers_per_stage: Sequence[int] | None = None) -> list[range]:
+def split_layers(
+    num_layers: int, num_stages: int, layers_per_stage: Sequence[int] | None = None, *, knob: str = "pp_size"
+) -> list[range]:
     """The decoder layers of every pipeline stage.
 
     Args:
         num_layers: of the model.
         num_stages: pp_size or gen_pp_size.
         layers_per_stage: the counts, where they are not as equal as possible with the larger ones first.
+        knob: what the user calls `num_stages`.
 
     Raises:
         ReshardError: for counts that do not add up, or more stages than layers.
     """
     if layers_per_stage is None:
+        if num_stages > num_layers:
+            raise ReshardError(
+                f"{num_layers} layers cannot fill {knob}={num_stages} pipeline stages in {_side(knob)}: "
+                f"choose a {knob} of at most {num_layers}"
+            )
         size, longer = divmod(num_layers, num_stages)
         layers_per_stage = [size + (stage < longer) for stage in range(num_stages)]
     if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
         raise ReshardError(
-            f"{num_layers} layers cannot be {list(layers_per_stage)} on {num_stages} pipeline stages: "
-            "give every stage at least one layer, adding up to the model's"
+            f"{num_layers} layers cannot be layers_per_stage={list(layers_per_stage)} with {knob}={num_stages} in "
+            f"{_side(knob)}: give every stage at least one layer, adding up to the model's"
         )
     starts = [sum(layers_per_stage[:stage]) for stage in range(num_stages)]
     return [range(start, start + count) for start, count in zip(starts, layers_per_stage, strict=True)]
 
 
 def cut_box(
-    name: str, shape: tuple[int, ...], index: int, size: int, model: ModelShape, vocab_rows: int
+    name: str, shape: tuple[int, ...], index: int, size: int, model: ModelShape, vocab_rows: int, *, knob: str
 ) -> tuple[Box, ...]:
     """The boxes that tensor-parallel rank `index` of `size` holds of one parameter.
 
@@ -101,6 +109,7 @@ def cut_box(
         size: number of ranks on it.
         model: for its heads.
         vocab_rows: rows of the embeddings with padding.
+        knob: what the user calls `size`: `"tp_size"` or `"gen_tp_size"`.
 
     Raises:
         ReshardError: for a dimension that does not divide.
@@ -111,7 +120,7 @@ def cut_box(
         return (whole,)
     if cut == "vocabulary":
         if vocab_rows % size:
-            raise ReshardError(f"a vocabulary padded to {vocab_rows} rows does not share out over {size} ranks")
+            raise ReshardError(f"vocab_rows={vocab_rows} do not share out over {_over(knob, size)}")
         step = vocab_rows // size
         start = min(index * step, shape[0])
         return (_narrow(whole, 0, start, min(step, shape[0] - start)),)
@@ -119,18 +128,29 @@ def cut_box(
         # More ranks than key-value heads: neighbouring ranks hold the same head.
         parts = min(size, model.num_kv_heads)
         if parts != size and size % parts:
-            raise ReshardError(f"{name}: {size} ranks are no multiple of num_kv_heads={model.num_kv_heads}")
-        return (_part(name, whole, 0, index * parts // size, parts, model.num_kv_heads),)
+            raise ReshardError(
+                f"{name}: {knob}={size} is no multiple of num_kv_heads={model.num_kv_heads} in {_side(knob)}; "
+                f"choose a {knob} that is one, or that divides them"
+            )
+        return (_part(name, whole, 0, index * parts // size, parts, model.num_kv_heads, knob),)
     units = {"query": model.num_heads, "columns": shape[0], "rows": shape[-1]}[cut]
-    return (_part(name, whole, 1 if cut == "rows" else 0, index, size, units),)
+    return (_part(name, whole, 1 if cut == "rows" else 0, index, size, units, knob),)
 
 
-def _part(name: str, whole: Box, dim: int, index: int, size: int, units: int) -> Box:
+def _part(name: str, whole: Box, dim: int, index: int, size: int, units: int, knob: str) -> Box:
     if units % size:
         unit = "elements" if units == whole.shape[dim] else "heads"
-        raise ReshardError(f"{name}: {units} {unit} do not share out over {size} tensor-parallel ranks")
+        raise ReshardError(f"{name}: {units} {unit} do not share out over {_over(knob, size)}")
     step = whole.shape[dim] // size
     return _narrow(whole, dim, index * step, step)
+
+
+def _over(knob: str, size: int) -> str:
+    return f"{knob}={size} in {_side(knob)}; choose a {knob} that divides them"
+
+
+def _side(knob: str) -> str:
+    return "generation" if knob.startswith("gen_") else "training"
 
 
 def _narrow(box: Box, dim: int, start: int, length: int) -> Box:

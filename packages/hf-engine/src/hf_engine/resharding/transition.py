@@ -21,7 +21,7 @@ from hf_protocols.models import ModelShape
 from hf_protocols.topology import Topology
 from hf_protocols.transition import Method
 
-__all__ = ["Exchange", "Sharding", "TransitionPlan", "plan_transition"]
+__all__ = ["Exchange", "Sharding", "TransitionPlan", "plan_transition", "training_layout"]
 
 Sharding = Literal["megatron", "fsdp"]
 """Who holds the weights in training: Megatron-core's tensor and pipeline parallelism, or FSDP2's chunks of rows."""
@@ -143,10 +143,10 @@ def plan_transition(
     dtype = _DTYPES[dtype_bytes]
     generation = generation_layout(model, topology, dtype=dtype)
     ranks = range(topology.world_size)
-    if method == "ds-chat" or sharding == "fsdp":
+    if method == "ds-chat":
         source = fsdp_layout(model.parameters(), ranks, dtype=dtype)
     else:
-        source = megatron_layout(model, topology, dtype=dtype)
+        source = training_layout(model, topology, sharding, dtype=dtype)
     whole = {name: (Box.whole(shape),) for name, shape in generation.shapes.items()}
     gathered = WeightLayout(shapes=generation.shapes, boxes=dict.fromkeys(ranks, whole), dtype=dtype)
     near: list[Sequence[Sequence[int]]] = [_training_replicas(topology)] if method == "hybridflow-v" else []
@@ -160,6 +160,20 @@ def plan_transition(
     )
 
 
+def training_layout(
+    model: ModelShape, topology: Topology, sharding: Sharding, *, dtype: str = "float32"
+) -> WeightLayout:
+    """Which boxes every rank holds in training.
+
+    Raises:
+        ReshardError: for FSDP under tensor or pipeline parallelism, or sizes that do not share out.
+    """
+    _check_fsdp(topology, sharding)
+    if sharding == "fsdp":
+        return fsdp_layout(model.parameters(), range(topology.world_size), dtype=dtype)
+    return megatron_layout(model, topology, dtype=dtype)
+
+
 def _check(topology: Topology, method: str, dtype_bytes: int, sharding: str) -> None:
     topology.groups("gen_tp")  # raises without generation
     if method not in get_args(Method):
@@ -168,16 +182,20 @@ def _check(topology: Topology, method: str, dtype_bytes: int, sharding: str) -> 
         raise ReshardError(f"sharding={sharding!r}: give one of {', '.join(get_args(Sharding))}")
     if dtype_bytes not in _DTYPES:
         raise ReshardError(f"dtype_bytes={dtype_bytes}: give one of {', '.join(map(str, _DTYPES))}")
-    train = topology.train
-    if sharding == "fsdp" and train.pp_size * train.tp_size > 1:
-        raise ReshardError(
-            f"FSDP shards over data-parallel ranks, the topology has pp_size={train.pp_size}, "
-            f"tp_size={train.tp_size}: give 1-1-{topology.world_size}"
-        )
+    _check_fsdp(topology, sharding)
     if method == "hybridflow-v" and (sharding == "fsdp" or not topology.is_nested):
         raise ReshardError(
             "hybridflow-v gathers inside a training replica of pp * tp ranks and keeps a shard that nests in it "
             "(gen_pp divides pp, gen_tp divides tp); this layout has none: use hybridflow or ds-chat"
+        )
+
+
+def _check_fsdp(topology: Topology, sharding: str) -> None:
+    train = topology.train
+    if sharding == "fsdp" and train.pp_size * train.tp_size > 1:
+        raise ReshardError(
+            f"FSDP shards over data-parallel ranks, the topology has pp_size={train.pp_size}, "
+            f"tp_size={train.tp_size}: give 1-1-{topology.world_size}, or sharding=megatron"
         )
 
 

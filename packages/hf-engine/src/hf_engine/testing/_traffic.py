@@ -1,31 +1,33 @@
-"""Counts what torch.distributed moves to this rank; knows nothing of plans, layouts or executors."""
+"""Counts what torch.distributed moves to this rank; knows nothing of plans, layouts or executors.
+
+The counter wraps the operators that all of torch.distributed ends in, so it sees every collective and message, whoever
+asked for it and by which function.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["Traffic", "count_traffic"]
 
-_OTHERS = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "gather",
-    "recv",
-    "reduce_scatter_tensor",
-    "scatter",
-    "send",
-)
+_SILENT = {"barrier", "monitored_barrier_", "check_for_nan", "send"}
+_REDUCTIONS = {
+    "allreduce_",
+    "allreduce_coalesced_",
+    "reduce_",
+    "reduce_scatter_",
+    "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced_",
+}
 
 
 @dataclass
@@ -33,15 +35,15 @@ class Traffic:
     """What one rank received while it was counted."""
 
     recv_bytes: int = 0
-    """Bytes of all-gathers and point-to-point messages, seals and padding included."""
+    """Bytes from other ranks, seals and padding included; reductions are counted apart."""
     num_messages: int = 0
-    """Messages received: the shares of other ranks in all-gathers, and point-to-point ones."""
+    """Messages received: the shares of other ranks in collectives, and point-to-point ones."""
     group_sizes: list[int] = field(default_factory=list)
     """Number of ranks in every all-gather."""
-    num_exchanges: int = 0
-    """Batches of point-to-point messages."""
-    others: Counter[str] = field(default_factory=Counter)
-    """Calls of any other collective, by its name."""
+    reduced_bytes: int = 0
+    """Bytes of this rank's part in reductions."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """Calls by the operator's name in torch's c10d namespace."""
 
     @property
     def seal_bytes(self) -> int:
@@ -49,43 +51,82 @@ class Traffic:
         return 16 * self.num_messages
 
     def matches(self, planned_bytes: int) -> bool:
-        """Whether what arrived is a plan's bytes, the seals, and less than 8 bytes to align each of them."""
-        return 0 <= self.recv_bytes - self.seal_bytes - planned_bytes < 8 * max(1, self.num_messages)
+        """Whether what arrived is a plan's bytes, the seals, and less than 8 bytes to align each of them.
+
+        Reductions may carry a verdict each, a number of at most 8 bytes.
+        """
+        surplus = self.recv_bytes - self.seal_bytes - planned_bytes
+        verdicts = sum(self.calls[name] for name in _REDUCTIONS)
+        return 0 <= surplus < 8 * max(1, self.num_messages) and self.reduced_bytes <= 8 * verdicts
 
 
 @contextmanager
 def count_traffic(observe: Callable[[], None] = lambda: None) -> Iterator[Traffic]:
-    """Wraps torch.distributed until the block ends; `observe` is called before every collective that moves weights."""
+    """Counts until the block ends; `observe` is called before everything but reductions and barriers.
+
+    Only this thread is counted.
+
+    Raises:
+        NotImplementedError: in the block, for an operator of torch.distributed that this counter does not know.
+    """
     traffic = Traffic()
-    real = {name: getattr(dist, name) for name in ("all_gather_single", "batch_isend_irecv", *_OTHERS)}
-
-    def gather(incoming: torch.Tensor, outgoing: torch.Tensor, *args: Any, **options: Any) -> Any:
-        traffic.recv_bytes += incoming.nbytes - outgoing.nbytes
-        traffic.num_messages += incoming.nbytes // outgoing.nbytes - 1
-        traffic.group_sizes.append(incoming.nbytes // outgoing.nbytes)
-        observe()
-        return real["all_gather_single"](incoming, outgoing, *args, **options)
-
-    def exchange(operations: list[dist.P2POp]) -> Any:
-        received = [operation.tensor.nbytes for operation in operations if operation.op is dist.irecv]
-        traffic.recv_bytes += sum(received)
-        traffic.num_messages += len(received)
-        traffic.num_exchanges += 1
-        observe()
-        return real["batch_isend_irecv"](operations)
-
-    def other(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            traffic.others[name] += 1
-            return real[name](*args, **options)
-
-        return call
-
-    wrappers = {"all_gather_single": gather, "batch_isend_irecv": exchange, **{name: other(name) for name in _OTHERS}}
-    try:
-        for name, wrapper in wrappers.items():
-            setattr(dist, name, wrapper)
+    with _Counter(traffic, observe):
         yield traffic
-    finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, traffic: Traffic, observe: Callable[[], None]) -> None:
+        super().__init__()
+        self._traffic = traffic
+        self._observe = observe
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "c10d":
+            self._count(name, args)
+        elif "c10d" in namespace:
+            raise NotImplementedError(f"{func} moves bytes in a way that count_traffic does not know")
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: Sequence[Any]) -> None:
+        traffic = self._traffic
+        traffic.calls[name] += 1
+        if name in _REDUCTIONS:
+            traffic.reduced_bytes += _bytes(args[0])
+            return
+        if name not in _SILENT:
+            received, messages = _received(name, args)
+            traffic.recv_bytes += received
+            traffic.num_messages += messages
+            if "allgather" in name:
+                traffic.group_sizes.append(messages + 1)
+        if "barrier" not in name:
+            self._observe()
+
+
+def _received(name: str, args: Sequence[Any]) -> tuple[int, int]:
+    """Bytes and messages that one call brings to this rank from others."""
+    first, second = _bytes(args[0]), _bytes(args[1])
+    group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+    peers = group.size() - 1
+    match name:
+        case "allgather_" | "_allgather_base_" | "allgather_coalesced_" | "allgather_into_tensor_coalesced_":
+            return first - second, peers
+        case "gather_":
+            return (first - second, peers) if args[3] == group.rank() else (0, 0)
+        case "broadcast_":
+            return (0, 0) if args[2] == group.rank() else (first, 1)
+        case "scatter_":
+            return (0, 0) if args[3] == group.rank() else (first, 1)
+        case "recv_" | "recv_any_source_":
+            return first, 1
+        case "alltoall_":
+            return first - args[0][group.rank()].nbytes, peers
+        case "alltoall_base_":
+            rows = args[3] or [1] * group.size()
+            return first - first * rows[group.rank()] // max(1, sum(rows)), peers
+    raise NotImplementedError(f"c10d::{name} moves bytes in a way that count_traffic does not know")
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))

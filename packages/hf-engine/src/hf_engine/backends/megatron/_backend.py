@@ -163,6 +163,7 @@ class MegatronBackend:
         """Uses another learning rate from the next step on; warm-up still applies."""
         self._require_optimizer("set_learning_rate").set_learning_rate(learning_rate)
 
+    @lost_peers_are_errors("sum_over_data")
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         """Adds each value over the data-parallel ranks."""
         sums = torch.tensor(list(values), dtype=torch.float64, device=self._device)
@@ -170,22 +171,26 @@ class MegatronBackend:
         added: list[float] = sums.tolist()
         return added
 
+    @lost_peers_are_errors("load_hf")
     def load_hf(self, directory: str | Path) -> None:
         """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
         self._stage.offloaded.require_all("load_hf")
         self._stage.load_hf(directory)
         self._weight_changes += 1
 
+    @lost_peers_are_errors("export_hf")
     def export_hf(self, directory: str | Path) -> None:
         """Writes config and safetensors from rank 0; see `TrainBackend.export_hf`."""
         self._stage.offloaded.require_weights("export_hf")
         write_directory(directory, lambda path: export_stage(path, self._source, self._stage), self._world)
 
+    @lost_peers_are_errors("save_checkpoint")
     def save_checkpoint(self, directory: str | Path) -> None:
         """Writes weights and optimizer state sharded; see `TrainBackend.save_checkpoint`."""
         self._stage.offloaded.require_all("save_checkpoint")
         write_directory(directory, lambda path: write_shard(path, self._stage), self._world)
 
+    @lost_peers_are_errors("load_checkpoint")
     def load_checkpoint(self, directory: str | Path) -> None:
         """Reads what `save_checkpoint` wrote, under this or another layout."""
         self._stage.offloaded.require_all("load_checkpoint")
