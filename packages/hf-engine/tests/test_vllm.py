@@ -182,6 +182,12 @@ def refuse_stages(model):
         build(uneven, Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2)))
 
 
+def assert_environment(before):
+    """What vLLM is told by the environment is gone when it is done."""
+    names = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+    assert not {name for name in names if name.startswith("VLLM_") or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+
+
 def use_wrongly(models):
     """After all refusals: the process still starts an engine, and only one."""
     topology = Topology(ParallelSpec())
@@ -189,11 +195,13 @@ def use_wrongly(models):
     random.seed(3)
     state = random.getstate()
     before = torch.get_num_threads(), torch.get_rng_state()
+    environment = dict(os.environ)
     backend = build(models["stopping"], topology, max_positions=20, cache_bytes=None, cache_fraction=1e-4)
     held = backend.weight_layout().held_bytes(0)
     assert held < backend.engine_bytes <= held + 1e-4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert random.getstate() == state and torch.equal(torch.get_rng_state(), before[1])
     assert torch.get_num_threads() == before[0] == 1
+    assert_environment(environment)
     torch.set_num_threads(1)  # vLLM would leave a warning in its place
     with pytest.raises(BackendError, match="one vLLM engine at a time: close the other backend first"):
         build(models["tied"], topology)
@@ -205,6 +213,7 @@ def use_wrongly(models):
         stops = [token for token in ids.tolist() if token in (7, 11, 30)]
         assert stops == ids.tolist()[-1:] if reason == 0 else not stops
     assert set(result["finish_reason"].tolist()) == {0, 1}
+    assert_environment(environment)
     with pytest.raises(BackendError, match="call begin_weights first"):
         backend.load_shards({})
     weights = {name: [torch.full(shape, torch.nan)] for name, shape in backend.weight_layout().shapes.items()}

@@ -1,4 +1,4 @@
-"""How much memory an engine's KV cache takes when nobody says."""
+"""How much memory an engine's KV cache takes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,27 @@ import os
 
 import torch
 
-__all__ = ["share_of_memory"]
+from hf_protocols.errors import BackendError
+
+__all__ = ["choose_cache_bytes"]
 
 
-def share_of_memory(fraction: float | None) -> int:
-    """Bytes of this share of a device's memory, or of the host's without one.
+def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
+    """What the user says, in bytes or as a share of a device's memory, or of the host's without one.
 
-    None takes 0.3 of a device, and 256 MiB of a host, whose memory is not the engine's alone.
+    Without either: 0.3 of a device, and 256 MiB of a host, whose memory is not the engine's alone.
+
+    Raises:
+        BackendError: for both, or a number that is no size or no share.
     """
+    if cache_bytes is not None and fraction is not None:
+        raise BackendError(f"cache_bytes={cache_bytes} and cache_fraction={fraction} both size the cache: give one")
+    if cache_bytes is not None:
+        if cache_bytes < 1:
+            raise BackendError(f"cache_bytes={cache_bytes}: give the bytes of one rank's keys and values, at least 1")
+        return cache_bytes
+    if fraction is not None and not 0 < fraction < 1:
+        raise BackendError(f"cache_fraction={fraction}: give a share of the memory above 0 and below 1, such as 0.3")
     if torch.cuda.is_available():
         return int((fraction or 0.3) * torch.cuda.mem_get_info()[1])
     if fraction is None:

@@ -74,9 +74,9 @@ def count_traffic(observe: Callable[[], None] = lambda: None) -> Iterator[Traffi
         yield traffic
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, traffic: Traffic, observe: Callable[[], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._traffic = traffic
         self._observe = observe
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams
-from hf_engine.backends._memory import share_of_memory
+from hf_engine.backends._memory import choose_cache_bytes
 from hf_engine.backends.sglang._library import build_environment, check_version
 from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_options
 from hf_engine.backends.sglang._process import EngineProcess
@@ -100,7 +100,7 @@ class SglangBackend:
             seed: SGLang's own; samples derive from `SamplingParams.seed`.
             dtype: dtype of weights and computation, by torch's name.
             cache_bytes: keys and values of one rank; by default 0.3 of the memory of a device, 256 MiB of a host's.
-            cache_fraction: the same as a share of the device's memory (the host's, without a device).
+            cache_fraction: instead, as a share of the device's memory (the host's, without a device), below 1.
             max_positions: prompt and response together, where fewer than the model's are enough.
             max_rows: samples that are decoded together.
             staging_bytes: memory of every rank through which its shards reach the engine.
@@ -112,6 +112,7 @@ class SglangBackend:
             BackendError: for a layout or a model that does not run, too small a cache, or an engine that does not
                 start.
         """
+        cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
         topology = _require_topology(topology)
         found_model = EngineModel(model)
         layout = generation_layout(found_model.shape, topology, dtype=dtype)
@@ -125,7 +126,7 @@ class SglangBackend:
             seed=seed,
             tp_size=tp_size,
             positions=positions,
-            cache_bytes=share_of_memory(cache_fraction) if cache_bytes is None else cache_bytes,
+            cache_bytes=cache_bytes,
             max_rows=max_rows,
             more=engine_options or {},
         )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams
-from hf_engine.backends._memory import share_of_memory
+from hf_engine.backends._memory import choose_cache_bytes
 from hf_engine.backends.vllm._library import check_version, embedded
 from hf_engine.resharding.execute import check_weights
 from hf_engine.resharding.layouts import WeightLayout
@@ -68,7 +68,7 @@ class VllmBackend:
             seed: vLLM's own; samples derive from `SamplingParams.seed`.
             dtype: dtype of weights and computation, by torch's name.
             cache_bytes: keys and values of one rank; by default 0.3 of the memory of a device, 256 MiB of a host's.
-            cache_fraction: the same as a share of the device's memory (the host's, without a device).
+            cache_fraction: instead, as a share of the device's memory (the host's, without a device), below 1.
             max_positions: prompt and response together, where fewer than the model's are enough: the cache must hold
                 one sequence of them.
 
@@ -84,8 +84,7 @@ class VllmBackend:
             )
         if topology.generation is None:
             topology = replace(topology, generation=GenerationSpec())
-        if cache_bytes is None:
-            cache_bytes = share_of_memory(cache_fraction)
+        cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
         with embedded():
             from hf_engine.backends.vllm._engine import Engine, plan_layout
 

@@ -24,6 +24,7 @@ from hf_engine.backends._responses import end_of_sequence_ids
 from hf_engine.backends._shard import Shard
 from hf_engine.backends.vllm._draws import DrawProcessor
 from hf_engine.backends.vllm._groups import SETTINGS, GroupSettings, current_tp_ranks, destroy_groups
+from hf_engine.backends.vllm._library import options_set
 from hf_engine.backends.vllm._requests import Response, run_requests
 from hf_engine.backends.vllm._weights import TRANSFER, register_transfer
 from hf_engine.resharding.layouts import DTYPE_BYTES, WeightLayout
@@ -179,6 +180,7 @@ class Engine:
         """Global ranks of vLLM's tensor-parallel group."""
         return current_tp_ranks()
 
+    @options_set()
     def run(
         self, batch: TensorDict, sampling: SamplingParams, stops: Sequence[int], strings: StopStrings | None
     ) -> list[Response]:
@@ -192,11 +194,13 @@ class Engine:
         except RuntimeError as error:
             raise BackendError(f"vLLM failed while it generated; close this backend, build another: {error}") from error
 
+    @options_set()
     def begin_update(self) -> None:
         """Prepares the layers for new weights; an update that did not finish is dropped."""
         self._worker._weight_update_active = False
         self._engine.collective_rpc("start_weight_update")
 
+    @options_set()
     def load(self, parts: dict[str, torch.Tensor], layout: WeightLayout) -> None:
         """Hands this rank's part of every parameter to vLLM's loaders, which see whole ones."""
         held = layout.boxes_of(dist.get_rank())
@@ -206,10 +210,12 @@ class Engine:
             shards.append((name, Shard(name, layout.shapes[name], box, part)))
         self._engine.collective_rpc("update_weights", args=({"shards": shards},))
 
+    @options_set()
     def finish_update(self) -> None:
         """Packs the weights."""
         self._engine.collective_rpc("finish_weight_update")
 
+    @options_set()
     def reset_prefix_cache(self) -> None:
         """Forgets the keys and values of all prompts."""
         self._engine.reset_prefix_cache()
@@ -229,6 +235,7 @@ class Engine:
             # What is masked is multiplied by zero, and memory may hold what is not finite.
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
 
+    @options_set()
     def close(self) -> None:
         """Ends what vLLM's own shutdown ends, except the default process group."""
         core = self._engine.engine_core.engine_core

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hf_protocols.errors import BackendError, BackendUnavailableError
 
-__all__ = ["check_version", "embedded"]
+__all__ = ["check_version", "embedded", "options_set"]
 
 _OLDEST, _TOO_NEW = (0, 32), (0, 33)
 _INSTALL = (
@@ -44,6 +44,17 @@ def check_version() -> str:
 
 
 @contextmanager
+def options_set() -> Iterator[None]:
+    """What vLLM reads from the environment whenever it runs; as it was when the block ends.
+
+    One process, its own threads, and the model runner that takes custom logits processors.
+    """
+    options = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    with _environment(options | {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")}):
+        yield
+
+
+@contextmanager
 def embedded() -> Iterator[None]:
     """Starts an engine inside a rank: vLLM sees a launched rank, and the rank finds its own state untouched.
 
@@ -53,25 +64,30 @@ def embedded() -> Iterator[None]:
     rank = dist.get_rank()
     local_rank = os.environ.get("LOCAL_RANK", "0" if torch.cuda.is_available() else str(rank))
     launched = {"RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": local_rank}
-    before = {name: os.environ.get(name) for name in launched}
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     random_state, devices = random.getstate(), range(torch.cuda.device_count())
-    # One process, its own threads, and the model runner that takes custom logits processors.
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.update(launched)
     try:
-        with torch.random.fork_rng(devices=devices), _numpy_state():
+        with _environment(launched), options_set(), torch.random.fork_rng(devices=devices), _numpy_state():
             yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
         random.setstate(random_state)
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """These environment variables; afterwards those of before, the one that vLLM's workers set included."""
+    before = {name: os.environ.get(name) for name in (*values, "VLLM_DIST_IDENT")}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

@@ -1,0 +1,65 @@
+"""The fsdp backend's head: logits of response tokens and of nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_engine import TrainConfig, load_train_backend
+from hf_engine.testing import write_tiny_model
+from hf_engine.testing._cases import build_batch
+from hf_protocols import ParallelSpec, Topology
+
+VOCAB_SIZE = 64
+
+
+@pytest.mark.parametrize("shard", ["root", "layer"])
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_padding_costs_no_logits_and_its_outputs_are_zeros(ranks1, tmp_path, shard, head):
+    model = write_tiny_model(tmp_path)
+    seen, num_tokens, num_columns, padding = ranks1.run(positions_of_the_head, model, shard, head)[0]
+    assert sum(seen) == num_tokens < num_columns
+    assert padding == 0.0
+
+
+def positions_of_the_head(model, shard, head):
+    """Rows that the head saw, real tokens, columns that a padded head would see, and the sum of padded outputs."""
+    config = TrainConfig(learning_rate=1e-2, micro_batch_tokens=128, shard=shard)
+    backend = load_train_backend("fsdp").build(model, topology=Topology(ParallelSpec()), config=config, head=head)
+    batch = build_batch(6, vocab_size=VOCAB_SIZE)
+    seen, columns, padding = [], [], 0.0
+    backend._model.get_output_embeddings().register_forward_hook(
+        lambda module, inputs, output: seen.append(len(inputs[0]))
+    )
+
+    def loss(outputs, micro_batch):
+        nonlocal padding
+        mask = micro_batch["response_mask"]
+        columns.append(mask.numel())
+        (output,) = outputs.values()
+        assert output.shape == mask.shape
+        padding += float(output.detach()[~mask].abs().sum())
+        return (output * mask).square().sum(), {}
+
+    backend.train_step(batch, loss, 1.0)
+    return seen, len(batch["response_ids"].values()), sum(columns), padding
+
+
+def test_rows_without_a_response_are_scored(ranks1, tmp_path):
+    assert ranks1.run(score_empty_responses, write_tiny_model(tmp_path)) == [[0, 0]]
+
+
+def score_empty_responses(model):
+    from tensordict import TensorDict
+
+    backend = load_train_backend("fsdp").build(
+        model, topology=Topology(ParallelSpec()), config=TrainConfig(learning_rate=1e-2)
+    )
+
+    def column(lengths):
+        rows = [torch.full((length,), 5) for length in lengths]
+        return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+    batch = TensorDict({"prompt_ids": column([3, 2]), "response_ids": column([0, 0])}, batch_size=[2])
+    scored = backend.compute_logprobs(batch, entropy=True)
+    return scored["logprobs"].offsets().diff().tolist()

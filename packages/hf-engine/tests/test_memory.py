@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from hf_engine.backends._memory import choose_cache_bytes
+from hf_protocols.errors import BackendError
+
+
+def test_bytes_are_taken_and_shares_are_of_the_memory(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert choose_cache_bytes(12, None) == 12
+    assert choose_cache_bytes(None, None) == 256 << 20
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert choose_cache_bytes(None, 0.25) == int(0.25 * host)
+
+
+@pytest.mark.parametrize(
+    ("cache_bytes", "fraction", "message"),
+    [
+        (1 << 20, 0.5, "cache_bytes=1048576 and cache_fraction=0.5 both size the cache: give one"),
+        (0, None, "cache_bytes=0: give the bytes"),
+        (None, 0.0, "cache_fraction=0.0: give a share"),
+        (None, 1.0, "cache_fraction=1.0: give a share"),
+        (None, -0.1, "above 0 and below 1"),
+        (None, float("nan"), "above 0 and below 1"),
+    ],
+)
+def test_sizes_that_are_none_are_refused(cache_bytes, fraction, message):
+    with pytest.raises(BackendError, match=message):
+        choose_cache_bytes(cache_bytes, fraction)
