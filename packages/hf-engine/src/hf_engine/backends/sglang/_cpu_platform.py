@@ -26,6 +26,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         """There is no device to copy to."""
         return False
 
+    def empty_cache(self) -> None:
+        """Nothing is cached here. SGLang's own collects garbage instead: half a second with every weight update."""
+
     def init_backend(self) -> None:
         """Where torch is built for CUDA, its default device module is one that cannot be used here."""
         if torch.version.cuda is not None and not torch.cuda.is_available():

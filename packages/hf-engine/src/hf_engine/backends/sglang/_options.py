@@ -24,6 +24,7 @@ _FIXED: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "skip_server_warmup": True,
     "grammar_backend": "none",
+    "sleep_on_idle": True,  # else it asks for work without a pause, on a core that training needs
     "log_level": "error",
 }
 _GPU: dict[str, Any] = {"enable_memory_saver": True}

@@ -20,6 +20,9 @@ from hf_engine.backends.sglang._session import end_session
 __all__ = ["Server", "main"]
 
 
+_IDLE_TIMEOUT_S = 60.0
+
+
 class Server:
     """Answers a rank's requests, one method each."""
 
@@ -97,8 +100,12 @@ class Server:
         _require(self._engine.end_weight_update())
 
     def flush(self) -> None:
-        """Drops the prefix cache."""
-        flushed = self._engine.flush_cache()
+        """Drops the prefix cache.
+
+        The last samples reach us a step before the scheduler has put their batch away; until then it drops nothing.
+        """
+        engine = self._engine
+        flushed = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(_IDLE_TIMEOUT_S))
         _require((flushed.success, "the prefix cache could not be dropped: requests are still running"))
 
     def release(self) -> None:
