@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from hf_algorithms.losses import SupervisedLoss
+from hf_algorithms.losses import PPOPolicyLoss, SupervisedLoss
 from hf_algorithms.workers import ActorWorker, actor
 from hf_controller import WorkerContext
 from hf_engine import SamplingParams, TrainConfig, WeightLayout
@@ -23,7 +23,7 @@ from hf_protocols import GenerationSpec, ParallelSpec, ReshardError, Topology
 
 VOCAB_SIZE = 64
 SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.7)
-PROMPTS = build_prompts(4, vocab_size=VOCAB_SIZE)
+PROMPTS = build_prompts(8, vocab_size=VOCAB_SIZE)
 
 
 def build(model: Path, learning_rate: float = 1e-2) -> ActorWorker:
@@ -151,6 +151,35 @@ def recompute(model: Path, engine: str) -> str:
     return ""
 
 
+def trust(model: Path, engines: tuple[str, str]) -> str:
+    """The refusal of the sampler's log-probs, before the step that they would have driven, or nothing."""
+    engine = engines[dist.get_rank()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(actor, "load_rollout_backend", lambda name: ENGINES[engine])
+        worker = build(model)
+    batch = PROMPTS.clone()
+    batch.update(worker.generate_sequences(PROMPTS, SAMPLING)).rename_key_("rollout_logprobs", "old_logprobs")
+    loss = PPOPolicyLoss(clip_range=0.2, ratio_cap=2.0)
+    batch["advantages"] = torch.ones_like(batch["old_logprobs"])
+    scored: list[int] = []
+    score = worker._train.compute_logprobs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            worker._train,
+            "compute_logprobs",
+            lambda rows, **options: scored.append(len(rows)) or score(rows, **options),
+        )
+        try:
+            # Rows out of the middle, as mini-batches are.
+            worker.update_actor(batch[3:], loss, temperature=SAMPLING.temperature)
+        except ReshardError as error:
+            assert worker._train.optimizer_steps == 0
+            return str(error)
+        worker.update_actor(batch[:3], loss, temperature=SAMPLING.temperature)  # samples of older weights
+    assert scored == ([4] if engine == "packed" else [])
+    return ""
+
+
 @pytest.fixture(scope="module")
 def ranks2() -> Iterator[LocalRanks]:
     with LocalRanks(2) as ranks:
@@ -175,3 +204,18 @@ def test_weights_that_a_step_did_not_change_are_counted_over_ranks_and_warned_of
 def test_an_engine_that_cannot_be_read_is_judged_by_its_logprobs(ranks2: LocalRanks, model: Path, engine: str) -> None:
     for refusal in ranks2.run(recompute, model, engine):
         assert ("not those of the training weights" in refusal) == (engine == "wrong")
+
+
+@pytest.mark.parametrize(
+    ("engines", "refusals"),
+    [
+        (("readable", "readable"), ["", ""]),
+        (("packed", "packed"), ["", ""]),
+        (("packed", "wrong"), ["are not those of the training weights on 1 other ranks", "it generates from other"]),
+    ],
+)
+def test_trusted_logprobs_of_an_engine_that_cannot_be_read_are_judged_by_a_few(
+    ranks2: LocalRanks, model: Path, engines: tuple[str, str], refusals: list[str]
+) -> None:
+    for found, expected in zip(ranks2.run(trust, model, engines), refusals, strict=True):
+        assert expected in found and bool(expected) == bool(found)
