@@ -17,25 +17,22 @@ import time
 from typing import Any
 
 import torch
+from generation_workload import MAX_NEW_TOKENS, WORKLOADS, draw_prompts, write_model
 from measurement import record
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from hf_engine import SamplingParams, load_rollout_backend
 from hf_engine.testing import LocalRanks
 from hf_protocols import GenerationSpec, ParallelSpec, Topology
 
 NUM_ROUNDS = 7
-VOCAB_SIZE = 256
-MAX_NEW_TOKENS = 32
 MIN_SPEED_UP = 1.5
-WORKLOADS = {"shared_prompts": (16, 8, 64), "one_sample": (128, 1, 16)}
-"""Prompts, samples of each, and tokens of the longest prompt; the shortest has half as many."""
 
 
 def main() -> int:
     """Measure; 1 if the target is missed."""
     with tempfile.TemporaryDirectory() as directory:
-        _write_model(directory)
+        write_model(directory)
         with LocalRanks(1, timeout_s=300) as ranks:
             (found,) = ranks.run(measure, directory, deadline_s=600)
     metrics: dict[str, tuple[float, str]] = {}
@@ -67,7 +64,7 @@ def measure(directory: str) -> dict[str, list[tuple[int, float, int]]]:
     found: dict[str, list[tuple[int, float, int]]] = {}
     for workload, (num_prompts, n, longest) in WORKLOADS.items():
         for number in range(NUM_ROUNDS + 1):
-            rows = _draw_prompts(num_prompts, longest, seed=number)
+            rows = draw_prompts(num_prompts, longest, seed=number)
             for system in ("backend", "generate"):
                 start = time.perf_counter()
                 tokens = _run_backend(backend, rows, n, number) if system == "backend" else _run_plain(plain, rows, n)
@@ -111,32 +108,6 @@ def _run_plain(model: Any, rows: list[torch.Tensor], n: int) -> int:
     logits.log_softmax(-1).gather(-1, responses[..., None])
     ended = (responses == model.config.eos_token_id).cumsum(-1)
     return int(((ended == 0) | ((ended == 1) & (responses == model.config.eos_token_id))).sum())
-
-
-def _draw_prompts(num_prompts: int, longest: int, seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(longest // 2, longest + 1, (num_prompts,), generator=generator)
-    return [torch.randint(2, VOCAB_SIZE, (int(length),), generator=generator) for length in lengths]
-
-
-def _write_model(directory: str) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        # Untrained logits are all alike: this ends about one response in twenty at every token.
-        model.lm_head.weight[1] *= 6.0
-    model.save_pretrained(directory)
 
 
 if __name__ == "__main__":

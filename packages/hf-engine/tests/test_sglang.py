@@ -63,6 +63,8 @@ def two() -> Iterator[LocalRanks]:
 
 def build(model, topology, **options):
     defaults = {"cache_bytes": CACHE_BYTES, "max_rows": 64, "start_timeout_s": 400, "timeout_s": 200}
+    # The prompts of most tests come in part then.
+    defaults["engine_options"] = {"chunked_prefill_size": 16}
     return load_rollout_backend("sglang").build(model, topology=topology, **(defaults | options))
 
 
@@ -96,12 +98,31 @@ def compare_samples(model, topology):
         SamplingParams(max_new_tokens=MAX_POSITIONS - longest, n=3, seed=11, step=2),
         SamplingParams(max_new_tokens=8, n=2, temperature=1.3, top_p=0.9, top_k=20),
         SamplingParams(max_new_tokens=8, min_new_tokens=5, stop_token_ids=tuple(range(32))),
+        SamplingParams(max_new_tokens=1, n=4),
     ):
         found, wanted = ours.generate(prompts, sampling), theirs.generate(prompts, sampling)
         for name in ("response_ids", "rollout_logprobs"):
             for a, b in zip(rows_of(found[name]), rows_of(wanted[name]), strict=True):
                 assert torch.allclose(a.double(), b.double(), rtol=0, atol=1e-4), (name, sampling)
         assert found["finish_reason"].tolist() == wanted["finish_reason"].tolist()
+
+
+def commit_after_generating(model):
+    """The scheduler puts the last batch away after its samples have reached us."""
+    backend = shared(model, ONE)
+    prompts = build_prompts(4, vocab_size=VOCAB_SIZE)
+    for version in range(100, 160):
+        backend.generate(prompts, SamplingParams(max_new_tokens=2))
+        backend.commit_weights(version)
+
+
+def spend_while_idle(model):
+    """Processor seconds that the engine's processes take in three seconds without a request."""
+    processes = [psutil.Process(shared(model, ONE)._engine.pid)]
+    processes += processes[0].children(recursive=True)
+    before = sum(sum(each.cpu_times()[:2]) for each in processes)
+    time.sleep(3)
+    return sum(sum(each.cpu_times()[:2]) for each in processes) - before
 
 
 def refuse(models, directory):
@@ -301,6 +322,12 @@ def stop_and_tell(model):
 def test_one_rank_conforms_and_draws_what_others_draw(alone, models):
     alone.run(conform, models["untied"], ONE, deadline_s=600)
     alone.run(compare_samples, models["untied"], ONE, deadline_s=200)
+
+
+def test_an_engine_that_waits_leaves_the_processor_to_training(alone, models):
+    alone.run(commit_after_generating, models["untied"], deadline_s=300)
+    (seconds,) = alone.run(spend_while_idle, models["untied"], deadline_s=300)
+    assert seconds < 1
 
 
 @pytest.mark.parametrize("model", ["qwen2", "qwen3", "mistral"])

@@ -59,9 +59,9 @@ class DrawingSampler(Sampler):  # type: ignore[misc]
         if young and stops:
             allowed = scaled.clone()
             allowed[torch.tensor(young)[:, None], torch.tensor(stops)] = -torch.inf
-        # With overlapped scheduling a request that has ended is still drawn for once more.
+        # What is drawn within a prompt that came in part, or once more after the end, is thrown away.
         numbers = [
-            request["uniforms"][min(count, sampling.max_new_tokens - 1)]
+            request["uniforms"][max(0, min(count, sampling.max_new_tokens - 1))]
             for request, count in zip(requests, drawn_before, strict=True)
         ]
         uniforms = torch.tensor(numbers, dtype=torch.float64, device=scaled.device)
