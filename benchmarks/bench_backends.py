@@ -39,17 +39,19 @@ def main() -> int:
     from measurement import record
 
     metrics: dict[str, tuple[float, str]] = {"load_before": (round(os.getloadavg()[0], 2), "processes")}
-    failed = []
+    measured, failed = [], []
     with tempfile.TemporaryDirectory() as directory:
         write_model(directory)
         for backend, environment in ENVIRONMENTS.items():
-            found = _run(ROOT / environment / "bin" / "python", backend, directory)
-            if found is None:
-                failed.append(backend)
+            python = ROOT / environment / "bin" / "python"
+            if not python.exists():
+                print(f"{backend} is left out: {environment} is not there, scripts/env.sh sets it up", file=sys.stderr)
                 continue
+            found = _run(python, backend, directory)
             metrics |= {f"{backend}_{name}": value for name, value in found.items()}
+            (measured if found else failed).append(backend)
     record("backends", metrics)
-    print(_table(metrics, [backend for backend in ENVIRONMENTS if backend not in failed]))
+    print(_table(metrics, measured))
     return 1 if failed else 0
 
 
@@ -108,11 +110,8 @@ def _read_weights(directory: str) -> dict[str, Any]:
     return {name: [tensor] for name, tensor in load_file(Path(directory) / "model.safetensors").items()}
 
 
-def _run(python: Path, backend: str, directory: str) -> dict[str, tuple[float, str]] | None:
-    """One backend's metrics; None, and why on stderr, where it did not run."""
-    if not python.exists():
-        print(f"{backend}: {python.parents[1].name} is not there; set it up with scripts/env.sh", file=sys.stderr)
-        return None
+def _run(python: Path, backend: str, directory: str) -> dict[str, tuple[float, str]]:
+    """One backend's metrics; none, and why on stderr, where it failed."""
     begun = time.time()
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -123,7 +122,7 @@ def _run(python: Path, backend: str, directory: str) -> dict[str, tuple[float, s
         errors.seek(0)
         if process.returncode:
             print(f"{backend} ended with {process.returncode}\n{errors.read()}", file=sys.stderr)
-            return None
+            return {}
         found = json.loads(output.read().splitlines()[-1])
     metrics = {"start": (round(found["ready"] - begun, 1), "s"), "peak_memory": (round(peak / 1e9, 2), "GB")}
     for name, seconds in found["seconds"].items():
@@ -157,7 +156,7 @@ def _watch(process: subprocess.Popen[bytes]) -> int:
                 continue
         peak = max(peak, total)
         if time.monotonic() > stop:
-            process.kill()
+            process.kill()  # what it started ends with it
         time.sleep(0.1)
     return peak
 

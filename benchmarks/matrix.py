@@ -1,13 +1,12 @@
 """The whole matrix of training layouts and engines, in every environment, with a dated result.
 
 Runs `packages/hf-engine/tests/test_matrix.py` with the programs of `.venv` and `.venv-<engine>`, the slow pairs too,
-and writes what became of each pair to `results/matrix.json`, without times: the machine may have other work. `make test-matrix` sets the
-environments up first. Exits with 1 if a pair fails, or an environment is missing.
+and writes what became of each pair to `results/matrix.json`, without times: the machine may have other work.
+`make test-matrix` sets the environments up first. Exits with 1 if a pair fails, or an environment is missing.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -48,7 +47,7 @@ def _run(environment: str, marks: str) -> list[tuple[str, str, float]]:
         command = [f"{environment}/bin/pytest", TESTS, "-m", marks, "-q", "--junitxml", str(report)]
         if not (ROOT / command[0]).exists():
             sys.exit(f"{command[0]} is not there: set it up with scripts/env.sh {environment.removeprefix('.venv-')}")
-        finished = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+        finished = subprocess.run(command, cwd=ROOT, check=False)
         if not report.exists():
             sys.exit(f"{' '.join(command)} ended with {finished.returncode} and without a report")
         return [

@@ -28,7 +28,6 @@ def test_a_run_is_the_same_with_another_engine(
     gen_tp_size: int,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # ranks import the reward function
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     changed = [argument for size in SIZES for argument in ("--set", size)]
     outcome = hybridflow("train", small_config, *changed)
     assert outcome.exit_code == 0, outcome.errors

@@ -188,6 +188,21 @@ def assert_environment(before):
     assert not {name for name in names if name.startswith("VLLM_") or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
 
 
+def count_threads(backend, prompts):
+    """Threads while it generates, and afterwards, in a rank that trains with two and was not told OMP_NUM_THREADS."""
+    from hf_engine.backends.vllm import _engine
+
+    run, seen = _engine.run_requests, []
+    torch.set_num_threads(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        patch.setattr(_engine, "run_requests", lambda *inputs: seen.append(torch.get_num_threads()) or run(*inputs))
+        backend.generate(prompts, GREEDY)
+    after = torch.get_num_threads()
+    torch.set_num_threads(1)
+    return seen[0], after
+
+
 def use_wrongly(models):
     """After all refusals: the process still starts an engine, and only one."""
     topology = Topology(ParallelSpec())
@@ -206,6 +221,7 @@ def use_wrongly(models):
     with pytest.raises(BackendError, match="one vLLM engine at a time: close the other backend first"):
         build(models["tied"], topology)
     prompts = build_prompts(40, vocab_size=VOCAB_SIZE)
+    assert count_threads(backend, prompts) == (1, 2)
     with pytest.raises(BackendError, match="above the model's 20 positions - max_new_tokens=16 = 4"):
         backend.generate(prompts, SamplingParams(max_new_tokens=16))
     result = backend.generate(prompts, SamplingParams(max_new_tokens=12, temperature=3.0, stop_token_ids=(11,)))

@@ -24,7 +24,7 @@ from hf_engine.backends._responses import end_of_sequence_ids
 from hf_engine.backends._shard import Shard
 from hf_engine.backends.vllm._draws import DrawProcessor
 from hf_engine.backends.vllm._groups import SETTINGS, GroupSettings, current_tp_ranks, destroy_groups
-from hf_engine.backends.vllm._library import options_set
+from hf_engine.backends.vllm._library import options_set, serving_threads
 from hf_engine.backends.vllm._requests import Response, run_requests
 from hf_engine.backends.vllm._weights import TRANSFER, register_transfer
 from hf_engine.resharding.layouts import DTYPE_BYTES, WeightLayout
@@ -190,7 +190,8 @@ class Engine:
             BackendError: if the engine fails on the way; it is of no use any more.
         """
         try:
-            return run_requests(self._engine, batch, sampling, stops, strings)
+            with serving_threads():
+                return run_requests(self._engine, batch, sampling, stops, strings)
         except RuntimeError as error:
             raise BackendError(f"vLLM failed while it generated; close this backend, build another: {error}") from error
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hf_protocols.errors import BackendError, BackendUnavailableError
 
-__all__ = ["check_version", "embedded", "options_set"]
+__all__ = ["check_version", "embedded", "options_set", "serving_threads"]
 
 _OLDEST, _TOO_NEW = (0, 32), (0, 33)
 _INSTALL = (
@@ -88,6 +88,20 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def serving_threads() -> Iterator[None]:
+    """One thread on a CPU while vLLM generates, unless OMP_NUM_THREADS is set: vLLM's own rule, whose setting of
+    threads `embedded` undoes. Between its small operations more threads would only wait, on cores that others need.
+    """
+    num_threads = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 @contextmanager
