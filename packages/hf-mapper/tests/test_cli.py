@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,19 @@ def test_bad_input_is_one_line_and_exit_code_2(config: Path, old: str, new: str,
     assert message in result.output
     assert result.output.startswith("Error: ")
     assert len(result.output.splitlines()) == 1
+
+
+def test_a_time_limit_is_a_stop_sign(config: Path) -> None:
+    """No time at all still gives the first plan; enough time gives the plan of an unlimited search."""
+    runner = CliRunner()
+    none, plenty = (
+        json.loads(runner.invoke(main, ["plan", str(config), "--json", "--time-limit", limit]).output)["estimates"]
+        for limit in ("0", "1e6")
+    )
+    assert not none["search"]["complete"]
+    assert none["search"]["gap"] > 0
+    assert plenty == json.loads(runner.invoke(main, ["plan", str(config), "--json"]).output)["estimates"]
+    assert runner.invoke(main, ["plan", str(config), "--time-limit", "-1"]).exit_code == 2
 
 
 def test_a_missing_file_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def test_it_fits_a_terminal_of_80(plan: MappingPlan) -> None:
 def test_a_stopped_search_and_idle_devices_are_said(paper_problem: Callable[..., Any]) -> None:
     problem = paper_problem("ppo", "llama-2-7b", 128)
     stopped = map_dataflow(*problem, lambda: True)
-    assert "search stopped: the best so far" in printed(stopped)
+    gap = 100 * stopped.estimates["search"]["gap"]
+    assert f"search stopped: the best so far, at most {gap:.2g} % from the best" in printed(stopped)
     idle = dict(stopped.estimates, idle_gpus=3)
     text = printed(MappingPlan(pools=stopped.pools, models=stopped.models, estimates=idle))
     assert "3 devices idle" in text

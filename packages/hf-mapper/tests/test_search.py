@@ -129,6 +129,7 @@ def test_a_stop_sign_returns_the_best_so_far(paper_problem: Callable[..., Any]) 
     assert asked == 1
     assert full.estimates["search"]["complete"]
     assert not stopped.estimates["search"]["complete"]
+    assert 0 < stopped.estimates["search"]["gap"] < 1
     assert stopped.estimates["iteration_s"] >= full.estimates["iteration_s"]
 
 

@@ -26,6 +26,7 @@ from hf_mapper import (
     is_feasible,
     map_dataflow,
     pack,
+    pools,
     simulate_generation,
     simulate_inference,
     simulate_training,
@@ -218,18 +219,18 @@ def brute_force(problem: Problem) -> tuple[float, int, int] | None:
         for kind, machine in enumerate(problem.cluster.machines)
         for n in range(1, machine.total_gpus + 1)
     ]
-    pools: dict[tuple[str, ...], dict[PoolRequest, np.ndarray]] = {}
+    tables: dict[tuple[str, ...], dict[PoolRequest, np.ndarray]] = {}
     answers = []
     for partition in every_partition(list(problem.models)):
         for roles in partition:
-            if tuple(roles) not in pools:
-                pools[tuple(roles)] = {r: every_pool(problem, roles, r.machine, r.num_gpus) for r in requests}
+            if tuple(roles) not in tables:
+                tables[tuple(roles)] = {r: every_pool(problem, roles, r.machine, r.num_gpus) for r in requests}
         for allocation in itertools.product(requests, repeat=len(partition)):
             if pack(problem.cluster, allocation) is None:
                 continue
             slowest = np.zeros((1, len(problem.dataflow.stages())))
             for roles, request in zip(partition, allocation, strict=True):
-                own = pools[tuple(roles)][request]
+                own = tables[tuple(roles)][request]
                 slowest = np.maximum(slowest[:, None, :], own[None, :, :]).reshape(-1, slowest.shape[1])
             if len(slowest):
                 devices = sum(request.num_gpus for request in allocation)
@@ -306,8 +307,8 @@ def test_feasibility_agrees_with_the_search_and_problems_are_varied() -> None:
     plans = [(plan, problem) for plan, problem in answers if plan is not None]
     assert 0.2 * NUM_PROBLEMS < len(plans) < 0.95 * NUM_PROBLEMS
     layouts = [model for plan, _ in plans for model in plan.models.values() if model.train is not None]
-    pools = [len(plan.pools) - sum(model.train is None for model in plan.models.values()) for plan, _ in plans]
-    assert {1, 2, 3} <= set(pools)
+    counts = [len(plan.pools) - sum(model.train is None for model in plan.models.values()) for plan, _ in plans]
+    assert {1, 2, 3} <= set(counts)
     assert any(model.train.tp_size > 1 for model in layouts)
     assert any(model.train.pp_size > 1 for model in layouts)
     assert any(model.train.dp_size > 1 for model in layouts)
@@ -315,6 +316,40 @@ def test_feasibility_agrees_with_the_search_and_problems_are_varied() -> None:
     assert any(
         len({machine.gpu_kind for pool in plan.pools for machine in pool.machines} - {"cpu"}) > 1 for plan, _ in plans
     )
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_gap_is_never_understated(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped anywhere: the optimum is not below ``iteration_s * (1 - gap)``, and nothing is simulated any more."""
+    built: list[int] = []
+    build_options = pools.build_options
+    monkeypatch.setattr(pools, "build_options", lambda *given: built.append(1) or build_options(*given))
+    gaps = []
+    for seed in range(part, NUM_PROBLEMS, 16):
+        problem = draw_problem(seed)
+        best = solve(problem)
+        if best is None:
+            continue
+        least_s = best.estimates["iteration_s"]
+        for limit in (1, 2, 5, 20, 100):
+            asked: list[int] = []
+
+            def stop(asked: list[int] = asked, limit: int = limit) -> bool:
+                asked.append(len(built))
+                return len(asked) == limit
+
+            found = map_dataflow(*problem[:4], stop, backends=problem.backends).estimates
+            search, reached_s = found["search"], found["iteration_s"]
+            assert search["complete"] == (len(asked) < limit), seed
+            if search["complete"]:
+                assert (search["gap"], reached_s) == (0, pytest.approx(least_s, rel=1e-8)), seed
+                continue
+            assert len(asked) == limit, "a sign that was given is not asked for again"
+            assert len(built) == asked[-1], "the stop is at once"
+            assert 0 <= search["gap"] < 1
+            assert reached_s * (1 - search["gap"]) <= least_s * (1 + 1e-9) <= reached_s * (1 + 2e-8), seed
+            gaps.append(search["gap"])
+    assert min(gaps) < 0.05 < max(gaps), "bounds are tight for some and loose for others"
 
 
 def test_roles_in_another_order_cost_the_same() -> None:

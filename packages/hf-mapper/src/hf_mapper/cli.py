@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -36,12 +38,24 @@ def main() -> None:
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the plan as JSON, as hf_controller and hybridflow read it."
 )
-def plan(config: Path, as_json: bool) -> None:
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Stop then with the best plan so far and its proven gap. One plan is always found first.",
+)
+def plan(config: Path, as_json: bool, time_limit: float | None) -> None:
     """Place the models of CONFIG, a TOML file, on its cluster."""
+    deadline = math.inf if time_limit is None else time.monotonic() + time_limit
     try:
         problem = read_config(config)
         found = map_dataflow(
-            problem.dataflow, problem.models, problem.cluster, problem.workload, backends=problem.backends
+            problem.dataflow,
+            problem.models,
+            problem.cluster,
+            problem.workload,
+            lambda: time.monotonic() >= deadline,
+            backends=problem.backends,
         )
     except HybridFlowError as error:
         raise _InputError(str(error)) from error

@@ -58,6 +58,7 @@ class PoolTable:
     _options: dict[tuple[int, PoolRequest], tuple[ModelOption, ...]] = field(default_factory=dict)
     _combinations: dict[tuple[Members, PoolRequest], _Combinations] = field(default_factory=dict)
     _pools: dict[Members, tuple[PoolOption, ...]] = field(default_factory=dict)
+    _fastest_s: dict[int, NDArray[np.float64]] = field(default_factory=dict)
 
     def options(self, demand: int, request: PoolRequest) -> tuple[ModelOption, ...]:
         """The ways to run one model on a pool of its own that matter: no other has less time and less memory."""
@@ -95,6 +96,14 @@ class PoolTable:
                     found += [of_kind[row] for row in find_frontier(points)]
             self._pools[members] = tuple(sorted(found, key=lambda option: sum(option.stage_s)))
         return self._pools[members]
+
+    def fastest_s(self, demand: int) -> NDArray[np.float64]:
+        """Seconds per stage ``[stages]`` that one model undercuts on no pool; infinite where it fits on none."""
+        if demand not in self._fastest_s:
+            rows = [option.stage_s for option in self.pool_options((demand,))]
+            never = [[np.inf] * len(self.demands[demand].calls)]
+            self._fastest_s[demand] = np.min(rows or never, axis=0)
+        return self._fastest_s[demand]
 
     def _on(self, members: Members, request: PoolRequest) -> list[PoolOption]:
         combined = self._join(members, request)

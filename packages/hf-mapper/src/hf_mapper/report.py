@@ -128,7 +128,8 @@ def _build_stage_table(plan: MappingPlan) -> Table:
 def _build_summary(estimates: Any) -> Text:
     idle = f", {estimates['idle_gpus']} devices idle" if estimates["idle_gpus"] else ""
     found = estimates.get("search", {})
-    proven = "" if found.get("complete", True) else " (search stopped: the best so far)"
+    gap = f"{100 * found['gap']:.2g} %" if "gap" in found else "an unknown part"
+    proven = "" if found.get("complete", True) else f" (search stopped: the best so far, at most {gap} from the best)"
     return Text(f"iteration {_format_seconds(estimates['iteration_s'])} s{idle}{proven}", style="bold")
 
 

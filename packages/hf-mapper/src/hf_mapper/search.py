@@ -3,6 +3,10 @@
 The cost is the paper's (Algorithm 1): a pool's time in a stage is the sum over its models, a stage's the maximum over
 pools, an iteration's the sum over stages. Idle devices are allowed. Costs that agree in nine digits are ties: the
 fewest pools win, then the fewest devices, then the first in a fixed order.
+
+What bounds it: a pool is at no stage faster than the sum of its models' fastest times there, each alone on any pool
+with all memory to itself. A partition whose bound cannot win is not looked at; of a search that was stopped, the least
+bound of what is left says how far the answer may be from the best.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ def map_dataflow(
 
     A role without a model (a reward function, advantages) gets a host slot of its own, beside the cluster's.
     ``should_stop`` is asked between candidates once a plan is known; when it says yes, the best plan so far is the
-    answer and ``estimates["search"]["complete"]`` is False. ``backends`` are the training backends to choose from;
+    answer and ``estimates["search"]`` says ``complete: False``. Its ``gap`` is proven: no plan takes less than
+    ``iteration_s * (1 - gap)``; of a complete search it is 0. ``backends`` are the training backends to choose from;
     by default FSDP on host slots, which have no other, and FSDP and Megatron on accelerators.
 
     Raises:
@@ -50,12 +55,9 @@ def map_dataflow(
     numbered = number_demands(demands.values())
     number_of = {role: numbered.index(demand) for role, demand in demands.items()}
     table = PoolTable(demands=numbered, cluster=cluster, workload=workload, backends=backends)
-    search = _Search(table=table, should_stop=should_stop or (lambda: False))
+    search = _Search(table=table, number_of=number_of, should_stop=should_stop or (lambda: False))
     for partition in set_partitions(tuple(demands)):
-        sets = [tuple(sorted(roles, key=lambda role: number_of[role])) for roles in partition]
-        search.try_partition(sets, number_of)
-        if search.stopped:
-            break
+        search.try_partition([tuple(sorted(roles, key=lambda role: number_of[role])) for roles in partition])
     if not search.best:
         raise build_infeasible_error(dataflow, models, cluster, workload, backends)
     return build_plan(
@@ -64,7 +66,7 @@ def map_dataflow(
         workload,
         pools=search.best,
         functions=find_function_roles(dataflow, models),
-        search={"complete": not search.stopped, "placements_tried": search.placements_tried},
+        search={"complete": not search.stopped, "gap": search.gap, "placements_tried": search.placements_tried},
     )
 
 
@@ -83,20 +85,36 @@ class _Search:
     """Depth-first over the pools of one partition after another, cut where no completion can win."""
 
     table: PoolTable
+    number_of: Mapping[str, int]
     should_stop: StopSign
     best: tuple[PlacedPool, ...] = ()
     best_key: tuple[float, int, int] = (float("inf"), 0, 0)
     placements_tried: int = 0
     stopped: bool = False
+    _open_s: float = float("inf")
     _sets: list[tuple[str, ...]] = field(default_factory=list)
     _options: list[tuple[PoolOption, ...]] = field(default_factory=list)
     _rest_s: list[NDArray[np.float64]] = field(default_factory=list)
 
-    def try_partition(self, sets: Sequence[tuple[str, ...]], number_of: Mapping[str, int]) -> None:
+    @property
+    def gap(self) -> float:
+        """What part of the best plan's time is not proven to be needed: 0 after a complete search."""
+        best_s = compute_cost([pool.option.stage_s for pool in self.best])
+        return max(0.0, 1 - self._open_s / best_s) if self.stopped and best_s else 0.0
+
+    def try_partition(self, sets: Sequence[tuple[str, ...]]) -> None:
         """Search the allocations of one partition; ``best`` is updated where one of them wins."""
-        options = {roles: self.table.pool_options(tuple(number_of[role] for role in roles)) for roles in sets}
-        if not all(options.values()):
-            return
+        least_s = self._fastest_s(sets)
+        options: dict[tuple[str, ...], tuple[PoolOption, ...]] = {}
+        for roles in sets:
+            if self._must_stop():
+                self._open_s = min(self._open_s, least_s)
+                return
+            if (_rounded(least_s), len(sets), len(sets)) >= self.best_key:
+                return
+            options[roles] = self.table.pool_options(tuple(self.number_of[role] for role in roles))
+            if not options[roles]:
+                return
         # The slowest set first: it moves the bound most.
         self._sets = sorted(sets, key=lambda roles: -sum(options[roles][0].stage_s))
         self._options = [options[roles] for roles in self._sets]
@@ -105,15 +123,25 @@ class _Search:
         self._rest_s = [np.max(fastest[index:], axis=0) for index in range(len(fastest))]
         self._descend((), np.zeros_like(fastest[0]))
 
+    def _must_stop(self) -> bool:
+        """Ask the stop sign, once a plan is known and until it says yes."""
+        self.stopped = self.stopped or (bool(self.best) and self.should_stop())
+        return self.stopped
+
+    def _fastest_s(self, sets: Sequence[tuple[str, ...]]) -> float:
+        """What no plan of these pools undercuts, from each model's times alone."""
+        fastest = [np.sum([self.table.fastest_s(self.number_of[role]) for role in roles], axis=0) for roles in sets]
+        return float(np.max(fastest, axis=0).sum())
+
     def _descend(self, chosen: tuple[PoolOption, ...], slowest_s: NDArray[np.float64]) -> None:
         index = len(chosen)
         if index == len(self._sets):
             self._keep(chosen)
             return
-        for option in self._options[index]:
-            if self.best and self.should_stop():
-                self.stopped = True
-            if self.stopped:
+        for number, option in enumerate(self._options[index]):
+            if self._must_stop():
+                rest = [np.maximum(slowest_s, other.stage_s) for other in self._options[index][number:]]
+                self._open_s = min(self._open_s, *(self._least_s(stage_s, index + 1) for stage_s in rest))
                 return
             stage_s = np.maximum(slowest_s, option.stage_s)
             if self._bound(stage_s, index + 1, (*chosen, option)) >= self.best_key:
@@ -121,13 +149,16 @@ class _Search:
             if fits(self.table.cluster, [*self._requests(chosen), option.request]):
                 self._descend((*chosen, option), stage_s)
 
+    def _least_s(self, stage_s: NDArray[np.float64], placed: int) -> float:
+        """Seconds that no completion of ``placed`` pools undercuts, whose slowest times are ``stage_s``."""
+        return float((np.maximum(stage_s, self._rest_s[placed]) if placed < len(self._sets) else stage_s).sum())
+
     def _bound(
         self, stage_s: NDArray[np.float64], placed: int, chosen: tuple[PoolOption, ...]
     ) -> tuple[float, int, int]:
         """A key that no completion of ``chosen`` can undercut: its cost, pools and devices."""
-        least_s = np.maximum(stage_s, self._rest_s[placed]) if placed < len(self._sets) else stage_s
         devices = sum(request.num_gpus for request in self._requests(chosen)) + len(self._sets) - placed
-        return _rounded(float(least_s.sum())), len(self._sets), devices
+        return _rounded(self._least_s(stage_s, placed)), len(self._sets), devices
 
     def _keep(self, chosen: tuple[PoolOption, ...]) -> None:
         self.placements_tried += 1
