@@ -6,7 +6,7 @@ import pytest
 
 from hf_mapper import ClusterSpec, WorkloadSpec, estimate_memory, is_feasible
 from hf_mapper.simulators.memory import kv_cache_bytes, training_work_bytes
-from hf_mapper.software import FSDP, MEGATRON_2021, SoftwareSpec
+from hf_mapper.software import FSDP, MEGATRON_2021, ZERO_2021, SoftwareSpec
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec
 
 LLAMA = ModelShape.preset("llama-2-13b")
@@ -52,6 +52,25 @@ def test_weights_that_are_cast_have_no_copy() -> None:
     spec = ParallelSpec(dp_size=8)
     parts = estimate_memory(LLAMA, ClusterSpec.host(8, 2**40), spec, workload, calls=["training"]).breakdown
     assert sum(parts[name] for name in STATES) * 8 / LLAMA.num_parameters == pytest.approx(16)
+
+
+def test_zero_3_takes_16_bytes_and_gathers_a_matrix_at_a_time() -> None:
+    """Rajbhandari et al.: 2 + 2 + 12 bytes a parameter."""
+    model = dataclasses.replace(LLAMA, intermediate_size=8 * LLAMA.hidden_size // 3)
+    spec = ParallelSpec(dp_size=8)
+    plain, zero = (
+        estimate_memory(
+            model,
+            ClusterSpec.host(8, 2**40),
+            spec,
+            dataclasses.replace(WORKLOAD, software=software),
+            calls=["training"],
+        ).breakdown
+        for software in (dataclasses.replace(ZERO_2021, gathers_matrices=False), ZERO_2021)
+    )
+    assert sum(zero[name] for name in STATES) * 8 / model.num_parameters == pytest.approx(16)
+    layers, matrices = 2 * 2 * model.num_parameters / model.num_layers, 2 * 2 * 4 * model.hidden_size**2
+    assert plain["activation_bytes"] - zero["activation_bytes"] == pytest.approx(layers - matrices, rel=1e-3)
 
 
 def test_megatron_shards_only_the_optimizer_over_data_parallel_ranks() -> None:

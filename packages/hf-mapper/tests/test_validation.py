@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hf_mapper import build_report, validate_folder
+from hf_mapper import build_report, estimate_memory, validate_folder
 from hf_mapper.cli import main
 from hf_mapper.measured import find_gpu
 from hf_mapper.tables import SkipRow, read_tables
@@ -134,6 +134,29 @@ def test_gpus_are_known_as_tables_write_them(written: str, kind: str) -> None:
 def test_other_gpus_are_not_mistaken(written: str) -> None:
     with pytest.raises(SkipRow):
         find_gpu(written)
+
+
+def test_a_boards_memory_and_power_are_read_from_its_name(write: Write) -> None:
+    """Six stacks of HBM2e, 1,024 pins of 3.2 Gbit/s each; 500 W instead of 700 leave 89 % of the clock."""
+    names = ("H100", "H100-96GB-HBM2e (500W)", "H100 (700W)")
+    tables = read_tables(write([RUN | {"gpu": name} for name in names]))
+    plain, limited, full = (cases[0].cluster.machine.gpu for table in tables for _, cases in build_cases(table))
+    assert plain == full
+    assert limited.memory_bytes == 96 * 2**30
+    assert limited.memory_bandwidth_bytes_per_s == pytest.approx(2.4576e12)
+    assert limited.peak("bfloat16") / plain.peak("bfloat16") == pytest.approx(0.894, abs=0.001)
+
+
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie beside the repository")
+def test_no_measured_run_is_called_out_of_memory() -> None:
+    found = [cases for table in read_tables(MEASURED) for _, cases in build_cases(table)]
+    runs = [case for cases in found if not isinstance(cases, Exception) for case in cases if case.phase == "training"]
+    assert len(runs) > 1800
+    for run in runs:
+        need = estimate_memory(
+            run.model, run.cluster, run.parallel, run.workload, calls=("training",), backend=run.backend
+        )
+        assert need.memory_bytes <= run.cluster.machine.gpu.usable_bytes, run.sweep
 
 
 def test_repeats_of_one_layout_are_no_sweep(write: Write) -> None:

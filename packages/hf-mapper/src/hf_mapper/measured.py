@@ -13,7 +13,7 @@ from hf_mapper.constants import find_efficiency, find_links
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.simulators import estimate_memory, simulate_training
 from hf_mapper.software import FSDP, LLM_FOUNDRY, MEGATRON_2021, ZERO_2021, SoftwareSpec
-from hf_mapper.specs import ClusterSpec, MachineSpec, Recompute, WorkloadSpec, gpu
+from hf_mapper.specs import ClusterSpec, GpuSpec, MachineSpec, Recompute, WorkloadSpec, gpu
 from hf_mapper.tables import MeasuredTable, Row, SkipRow, number, whole_number
 from hf_protocols import ConfigError, ModelShape, ParallelSpec
 
@@ -32,6 +32,8 @@ Phase = Literal["training", "memory", "prefill", "decode", "generation", "commun
 _NETWORK = {"a100": 200e9, "h100": 400e9, "h200": 400e9, "b200": 400e9}
 """Bytes per second of a machine of eight where the row does not state it: eight cards of 200 or 400 Gbit/s."""
 _MACHINE = 8
+_WATTS = {"a100": 400, "h100": 700, "h200": 700, "b200": 1000}
+"""Power of the boards in the catalogue, by their datasheets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,10 +235,27 @@ def _find_software(row: Row, parallel: ParallelSpec) -> tuple[str, SoftwareSpec,
 
 
 def _find_cluster(row: Row, kind: str, num_gpus: int, stack: str) -> ClusterSpec:
-    spec = replace(gpu(kind), efficiency=find_efficiency(kind, stack))
+    spec = _find_board(row["gpu"], replace(gpu(kind), efficiency=find_efficiency(kind, stack)))
     machine = MachineSpec(gpu=spec, num_gpus=min(num_gpus, _MACHINE), num_machines=-(-num_gpus // _MACHINE))
     cluster = ClusterSpec(machines=(machine,), inter_bandwidth_bytes_per_s=find_network(row, kind))
     return build_cluster(cluster, spec.efficiency, **find_links(kind))
+
+
+def _find_board(name: str, spec: GpuSpec) -> GpuSpec:
+    """The board that a table describes beside the GPU's name: "96GB-HBM2e (500W)".
+
+    HBM2e has at most 3.2 Gbit/s on each of a stack's 1,024 pins, and stacks of 16 GB. Power grows with the cube of the
+    clock (the voltage follows it), so a limit takes the third root of itself off the peak.
+    """
+    if memory := re.search(r"(\d+)\s*GB-HBM2e", name, re.IGNORECASE):
+        stacks = int(memory[1]) // 16
+        spec = replace(spec, memory_bytes=int(memory[1]) * 2**30, memory_bandwidth_bytes_per_s=stacks * 3.2e9 * 128)
+    limit, full = re.search(r"(\d+)\s*W\b", name), _WATTS.get(spec.kind.partition("-")[0])
+    if limit and full and 0 < int(limit[1]) < full:
+        clock = (int(limit[1]) / full) ** (1 / 3)
+        peaks = {dtype: peak * clock for dtype, peak in spec.peak_flops_per_s.items()}
+        spec = replace(spec, peak_flops_per_s=peaks)
+    return spec
 
 
 def find_network(row: Row, kind: str) -> float:

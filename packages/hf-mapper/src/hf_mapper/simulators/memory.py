@@ -14,7 +14,6 @@ from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import CallKind, GenerationSpec, ModelShape, ParallelSpec, Topology, compute_transition_cost
 
 __all__ = [
-    "GRADIENT_BYTES",
     "default_backend",
     "estimate_memory",
     "gathered_weight_bytes",
@@ -27,8 +26,6 @@ __all__ = [
     "weight_bytes",
 ]
 
-GRADIENT_BYTES = 4
-"""Of one parameter: gradients are kept and summed in fp32."""
 _ADAM_BYTES = 8
 _LOGIT_BYTES = 4
 _LOSS_BYTES = 10
@@ -66,7 +63,7 @@ def state_bytes(
     sharded = parallel.world_size if backend == "fsdp" or workload.software.distributed_optimizer else everywhere
     return {
         "weight_bytes": weights,
-        "gradient_bytes": GRADIENT_BYTES * model.num_parameters / everywhere,
+        "gradient_bytes": workload.software.gradient_bytes * model.num_parameters / everywhere,
         "optimizer_bytes": (_ADAM_BYTES + master) * model.num_parameters / sharded,
     }
 
@@ -213,7 +210,9 @@ def _score_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSp
 
 
 def _prefetch_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, backend: str) -> float:
-    """FSDP holds the layer that computes and the one that is being gathered, whole."""
+    """FSDP holds the layer (or matrix, half of an MLP) that computes and the one that is being gathered, whole."""
     if backend != "fsdp" or parallel.world_size == 1:
         return 0.0
+    if workload.software.gathers_matrices:
+        return 2 * 1.5 * model.hidden_size * model.intermediate_size * workload.element_bytes
     return 2 * weight_bytes(model, workload) / model.num_layers

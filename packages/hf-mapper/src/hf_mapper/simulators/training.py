@@ -14,7 +14,6 @@ from hf_mapper.simulators.communication import all_gather_s, all_reduce_s, build
 from hf_mapper.simulators.estimate import Estimate
 from hf_mapper.simulators.layers import compute_layer_times, compute_logits_s
 from hf_mapper.simulators.memory import (
-    GRADIENT_BYTES,
     default_backend,
     micro_batch_sequences,
     state_bytes,
@@ -136,7 +135,7 @@ def _gradient_sync_s(
         return 0.0
     link = build_link(cluster, num_ranks=parallel.dp_size, stride=parallel.tp_size, world_size=parallel.world_size)
     shards = parallel.pp_size * parallel.tp_size
-    gradients = GRADIENT_BYTES * model.num_parameters / shards
+    gradients = workload.software.gradient_bytes * model.num_parameters / shards
     if not workload.software.distributed_optimizer:
         return all_reduce_s(link, gradients)
     return all_gather_s(link, gradients) + all_gather_s(link, weight_bytes(model, workload) / shards)
