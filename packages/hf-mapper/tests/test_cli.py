@@ -59,6 +59,23 @@ def test_the_table_names_what_was_chosen(config: Path) -> None:
     [
         ('"l40s"', '"l40"', "gpu 'l40' is unknown; nearest: l40s"),
         ("num_gpus = 4", "num_gpus = -4", "num_gpus=-4"),
+        ("num_gpus = 4", "num_gpus = 0", "num_gpus=0 must be a whole number of at least 1"),
+        ("global_batch = 64", "global_batch = -64", "global_batch=-64 must be a whole number of at least 1"),
+        ("response_tokens = 256", "response_tokens = 0", "response_tokens=0 must be a whole number of at least 1"),
+        ("mini_batches = 4", "mini_batches = 5", "mini_batches=5 does not divide the 64 sequences"),
+        ('actor = "qwen2.5-0.5b"', 'actor = "qwen2.5-0.6b"', "'qwen2.5-0.6b' is unknown; near it: qwen2.5-0.5b"),
+        ('actor = "qwen2.5-0.5b"', "actor = { params_b = 0 }", "models.actor: params_b=0 must be above 0"),
+        (
+            'actor = "qwen2.5-0.5b"',
+            "actor = { layers = 2, hidden = 100, heads = 3 }",
+            "heads=3 does not divide hidden=100",
+        ),
+        (
+            "[cluster]",
+            "[cluster]\ninter_bandwidth_bytes_per_s = -1.0",
+            "inter_bandwidth_bytes_per_s=-1.0 must be above 0",
+        ),
+        ("prompt_tokens = 256", "prompt_tokens = 99999", "exceeds the 32768 positions of qwen2.5-0.5b"),
         ('actor = "qwen2.5-0.5b"', 'actor = "llama-3-405b"', "smallest cluster that would do"),
         ('dataflow = "ppo"', 'dataflow = "dpo"', "dataflow preset 'dpo' is unknown"),
     ],

@@ -70,6 +70,31 @@ def test_models_come_from_paths_and_sizes_as_well(tmp_path: Path, tiny: ModelSha
     assert config.models["reference"] == tiny
 
 
+@pytest.mark.parametrize(
+    ("table", "parameters"),
+    [
+        ("{ params_b = 7 }", 7e9),
+        ("{ params_b = 0.35 }", 0.35e9),
+        ("{ params_b = 175 }", 175e9),
+        # 12 l h^2 weights of the layers and an embedding for 51,200 tokens, in and out.
+        ("{ layers = 24, hidden = 2048, heads = 16 }", 12 * 24 * 2048**2 + 2 * 51200 * 2048),
+        ("{ layers = 24, hidden = 2048, heads = 16, vocab = 1000 }", 12 * 24 * 2048**2 + 2 * 1000 * 2048),
+    ],
+)
+def test_plain_sizes_make_a_model_of_as_many_parameters(tmp_path: Path, table: str, parameters: float) -> None:
+    text = VALID.replace('actor = "llama-2-13b"', f"actor = {table}").replace("_tokens = 1024", "_tokens = 8192")
+    shape = read_config(write(tmp_path, text)).models["actor"]
+    assert shape.num_parameters == pytest.approx(parameters, rel=0.02)
+    assert shape.max_positions > 16384
+
+
+def test_lengths_may_be_a_distribution(tmp_path: Path) -> None:
+    text = VALID.replace("response_tokens = 1024", "response_tokens = [64, 1024, 256]")
+    workload = read_config(write(tmp_path, text)).workload
+    assert (workload.prompt_tokens, workload.prompt_lengths) == (1024, ())
+    assert (workload.response_tokens, workload.response_lengths) == (1024, (64, 1024, 256))
+
+
 def test_gpus_may_be_described(tmp_path: Path) -> None:
     own = (
         '{ kind = "mine", memory_bytes = 8000000000, peak_flops_per_s = { bfloat16 = 1e14 }, '
@@ -121,8 +146,20 @@ def test_backends_are_read(tmp_path: Path) -> None:
         (
             'actor = "llama-2-13b"',
             "actor = { layers = 3 }",
-            "models.actor: key 'layers' is unknown; nearest: num_layers",
+            "models.actor: give params_b alone, or layers, hidden and heads",
         ),
+        ('actor = "llama-2-13b"', "actor = { params_b = -7 }", "models.actor: params_b=-7 must be above 0"),
+        ('actor = "llama-2-13b"', "actor = { params_b = inf }", "models.actor: params_b=inf must be above 0"),
+        ('actor = "llama-2-13b"', 'actor = { params_b = "7B" }', "models.actor: params_b='7B' must be a number"),
+        ('actor = "llama-2-13b"', "actor = { params_b = 7, layers = 3 }", "models.actor: give params_b alone"),
+        (
+            'actor = "llama-2-13b"',
+            "actor = { layers = 3, hidden = 100, heads = 3 }",
+            "models.actor: heads=3 does not divide hidden=100",
+        ),
+        ("response_tokens = 1024", "response_tokens = []", "response_tokens=.. must be a whole number"),
+        ("response_tokens = 1024", "response_tokens = [8, -1]", r"response_lengths\[1\]=-1 must be a whole number"),
+        ("response_tokens = 1024", 'response_tokens = [8, "x"]', "response_tokens=.8, 'x'. must be a whole number"),
         ("[models]", "[models", "problem.toml is no TOML"),
     ],
 )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +20,7 @@ from hf_mapper import (
 )
 from hf_mapper.simulators.communication import all_gather_s, all_reduce_s, build_link, point_to_point_s
 from hf_mapper.simulators.inference import flops_per_token
+from hf_mapper.simulators.memory import kv_cache_bytes
 from hf_mapper.software import MEGATRON_2021, ZERO_2021
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec
 
@@ -289,3 +291,56 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
     rest = 2 * model.num_parameters - experts
     assert steps[1] == pytest.approx(rest + experts / 4)
     assert steps[64] == pytest.approx(rest + experts, rel=1e-6)
+
+
+def test_lengths_that_do_not_vary_change_nothing() -> None:
+    same = dataclasses.replace(WORKLOAD, prompt_lengths=(1024,), response_lengths=(1024, 1024))
+    cluster, generation = build_cluster(), GenerationSpec(gen_tp_size=2)
+    for simulate in (simulate_training, simulate_inference):
+        assert simulate(LLAMA, cluster, layout("1-2-4"), same) == simulate(LLAMA, cluster, layout("1-2-4"), WORKLOAD)
+    found, expected = (
+        simulate_generation(LLAMA, cluster, layout("1-2-4"), workload, generation=generation)
+        for workload in (same, WORKLOAD)
+    )
+    assert found == expected
+
+
+def test_ragged_responses_decode_step_by_step_until_the_longest_ends() -> None:
+    """Where launches are free: every step reads the weights once and the tokens of those that have not ended."""
+    lengths = (100, 400, 400, 1000)
+    ragged = dataclasses.replace(WORKLOAD, global_batch=64, response_tokens=1000, response_lengths=lengths)
+    cluster = build_cluster(layer_latency_s=0.0, inference_flops=1.0, memory_bandwidth=1.0)
+    found = simulate_generation(LLAMA, cluster, layout("1-1-1"), ragged, generation=GenerationSpec()).breakdown
+    expected_s = 0.0
+    for step in range(1000):
+        running = 64 * sum(length > step for length in lengths) // 4
+        context = 1024 + step + 0.5
+        read = 2 * LLAMA.num_parameters + running * context * (2 * 2 * 32 * 4096)
+        expected_s += read / BANDWIDTH + running * flops_per_token(LLAMA, context) / PEAK
+    assert found["decode_s"] == pytest.approx(expected_s, rel=1e-6)
+
+
+def test_shorter_sequences_take_less_time_and_cache_than_the_longest() -> None:
+    cluster, generation = build_cluster(), GenerationSpec(gen_tp_size=1)
+    ragged = dataclasses.replace(WORKLOAD, response_lengths=(128, 256, 512, 1024))
+    for simulate in (simulate_training, simulate_inference):
+        short, full = (simulate(LLAMA, cluster, layout("1-1-8"), one) for one in (ragged, WORKLOAD))
+        assert short.latency_s < full.latency_s
+        assert short.memory_bytes >= 0.99 * full.memory_bytes, "the longest may come together"
+    short, full = (
+        simulate_generation(LLAMA, cluster, layout("1-1-8"), one, generation=generation) for one in (ragged, WORKLOAD)
+    )
+    assert short.latency_s < full.latency_s
+    assert short.memory_bytes < full.memory_bytes
+
+
+def test_a_ragged_cache_holds_nearly_every_draw() -> None:
+    """Two standard deviations: of drawn batches about 2 % need more."""
+    lengths = (16, 64, 256, 1024)
+    ragged = dataclasses.replace(WORKLOAD, response_lengths=lengths)
+    capacity = kv_cache_bytes(LLAMA, GenerationSpec(), ragged, 64) / (2 * 2 * 32 * 4096)
+    chance = random.Random(1)
+    needs = [sum(1024 + chance.choice(lengths) for _ in range(64)) for _ in range(2000)]
+    assert 0 < sum(need > capacity for need in needs) / len(needs) < 0.04
+    ragged = dataclasses.replace(WORKLOAD, response_lengths=(16,) * 99 + (1024,))
+    assert kv_cache_bytes(LLAMA, GenerationSpec(), ragged, 1) == kv_cache_bytes(LLAMA, GenerationSpec(), WORKLOAD, 1)

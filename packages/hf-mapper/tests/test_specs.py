@@ -133,6 +133,8 @@ def test_a_workload_counts_sequences() -> None:
         ({"mini_batches": 5}, "mini_batches=5 does not divide the 32 sequences"),
         ({"dtype": "bf16"}, "dtype 'bf16' is unknown; nearest: bfloat16"),
         ({"recompute": "all"}, "recompute 'all' is unknown"),
+        ({"response_lengths": (4, 6)}, "response_tokens=8 must be the largest of response_lengths, 6"),
+        ({"prompt_lengths": (0, 8)}, r"prompt_lengths\[0\]=0 must be a whole number"),
         ({"response_tokens": 1.5}, "response_tokens=1.5 must be a whole number"),
     ],
 )
@@ -140,3 +142,13 @@ def test_a_workload_that_cannot_be_is_an_error(change: dict[str, object], messag
     figures = {"global_batch": 32, "prompt_tokens": 8, "response_tokens": 8, **change}
     with pytest.raises(ConfigError, match=message):
         WorkloadSpec(**figures)
+
+
+def test_a_typical_sequence_has_the_mean_lengths() -> None:
+    fixed = WorkloadSpec(global_batch=4, prompt_tokens=8, response_tokens=20)
+    assert fixed.typical is fixed
+    ragged = WorkloadSpec(
+        global_batch=4, prompt_tokens=9, response_tokens=20, prompt_lengths=(1, 2, 9), response_lengths=(10, 20)
+    )
+    assert (ragged.typical.prompt_tokens, ragged.typical.response_tokens) == (4, 15)
+    assert ragged.sequence_tokens == 29

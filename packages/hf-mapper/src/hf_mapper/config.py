@@ -9,7 +9,7 @@
     actor = "llama-2-13b"
     critic = "llama-2-13b"
     reference = "llama-2-13b"
-    reward = "models/reward/config.json"
+    reward = { params_b = 7 }           # or layers, hidden and heads, as for a GPT
 
     [cluster]
     inter_bandwidth_bytes_per_s = 25e9  # per machine, one way
@@ -21,14 +21,15 @@
 
     [workload]
     global_batch = 1024
-    prompt_tokens = 1024
-    response_tokens = 1024
+    prompt_tokens = 1024                # one length, or a list of equally likely ones
+    response_tokens = [256, 512, 768, 1024]
     mini_batches = 8
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from hf_mapper._known_models import build_gpt, guess_model
 from hf_mapper._names import unknown_name
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.software import SoftwareSpec
@@ -45,6 +47,9 @@ from hf_protocols import ConfigError, Dataflow, GenerationSpec, ModelShape
 __all__ = ["MapperConfig", "read_config"]
 
 T = TypeVar("T")
+
+_PLAIN_SIZES = frozenset({"params_b", "layers", "hidden", "heads"})
+_ANY_LENGTH = 2**20
 
 _WORDS: dict[Any, str] = {
     int: "a whole number",
@@ -102,12 +107,40 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _read_model(entry: Any, where: str, folder: Path) -> ModelShape:
     if isinstance(entry, dict):
+        if _PLAIN_SIZES & entry.keys():
+            return _read_plain_sizes(entry, where)
         return _build(ModelShape, {"name": where.removeprefix("models."), **entry}, where)
     if not isinstance(entry, str):
         raise ConfigError(f"{where}={entry!r} must be a preset's name, a path or a table of sizes")
     if entry.endswith(".json") or "/" in entry:
         return ModelShape.from_config(folder / entry)
     return ModelShape.preset(entry)
+
+
+def _read_plain_sizes(entry: dict[str, Any], where: str) -> ModelShape:
+    """A GPT as measured tables give it: ``params_b`` (billions), or ``layers``, ``hidden`` and ``heads``."""
+    _check_keys(where, entry, sorted(_PLAIN_SIZES | {"vocab"}), required=())
+    hints: dict[str, Any] = {**dict.fromkeys(entry, int), "params_b": float}
+    _check_types(entry, hints, where)
+    for key, figure in entry.items():
+        if not 0 < figure < math.inf:
+            raise ConfigError(f"{where}: {key}={figure!r} must be above 0")
+    name, sizes = where.removeprefix("models."), _PLAIN_SIZES - {"params_b"}
+    if sizes <= entry.keys() and "params_b" not in entry:
+        if entry["hidden"] % entry["heads"]:
+            raise ConfigError(f"{where}: heads={entry['heads']} does not divide hidden={entry['hidden']}")
+        shape = build_gpt(
+            name,
+            num_layers=entry["layers"],
+            hidden_size=entry["hidden"],
+            num_heads=entry["heads"],
+            vocab_size=entry.get("vocab"),
+        )
+    elif entry.keys() == {"params_b"}:
+        shape = guess_model(f"{name} of {entry['params_b']:g} B", 1e9 * entry["params_b"])
+    else:
+        raise ConfigError(f"{where}: give params_b alone, or layers, hidden and heads (and vocab)")
+    return dataclasses.replace(shape, max_positions=_ANY_LENGTH)
 
 
 def _read_cluster(table: dict[str, Any]) -> ClusterSpec:
@@ -121,6 +154,10 @@ def _read_workload(table: dict[str, Any]) -> WorkloadSpec:
     largest = table.get("largest_generation")
     if isinstance(largest, str):  # written pp-tp
         table = {**table, "largest_generation": GenerationSpec.parse(largest)}
+    for part in ("prompt", "response"):
+        lengths = table.get(f"{part}_tokens")
+        if isinstance(lengths, list) and lengths and all(type(length) is int for length in lengths):
+            table = {**table, f"{part}_tokens": max(lengths), f"{part}_lengths": tuple(lengths)}
     if "software" in table:
         software = _table(table["software"], "workload.software")
         table = {**table, "software": _build(SoftwareSpec, software, "workload.software")}

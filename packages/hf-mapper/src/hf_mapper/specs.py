@@ -240,7 +240,9 @@ class WorkloadSpec:
     """One iteration of the dataflow.
 
     ``global_batch`` counts prompts; each gets ``samples_per_prompt`` responses, and the sequences are trained on
-    ``epochs`` times, in ``mini_batches`` updates each time. Lengths are per sequence; all responses have one length.
+    ``epochs`` times, in ``mini_batches`` updates each time. ``prompt_tokens`` and ``response_tokens`` are the lengths
+    of every sequence, or the largest ones where ``prompt_lengths`` or ``response_lengths`` say how they vary: equally
+    likely lengths, such as quantiles or a sample.
     ``micro_batch_tokens`` bounds what one forward pass of one rank takes (always at least one sequence).
     ``largest_generation`` bounds the sizes of a generation replica, for an engine that cannot cut the model further.
     ``max_generation_waves``: a layout whose KV cache is so small that a batch needs more rounds is out of memory.
@@ -265,6 +267,8 @@ class WorkloadSpec:
     largest_generation: GenerationSpec | None = None
     pipeline_chunks: int = 1
     software: SoftwareSpec = field(default_factory=SoftwareSpec)
+    prompt_lengths: tuple[int, ...] = ()
+    response_lengths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         counts = (
@@ -272,6 +276,15 @@ class WorkloadSpec:
             "micro_batch_tokens", "max_generation_waves", "pipeline_chunks",
         )  # fmt: skip
         _check_counts("workload", **{name: getattr(self, name) for name in counts})
+        for part in ("prompt", "response"):
+            lengths = tuple(getattr(self, f"{part}_lengths"))
+            object.__setattr__(self, f"{part}_lengths", lengths)
+            _check_counts("workload", **{f"{part}_lengths[{index}]": length for index, length in enumerate(lengths)})
+            if lengths and max(lengths) != getattr(self, f"{part}_tokens"):
+                raise ConfigError(
+                    f"workload: {part}_tokens={getattr(self, f'{part}_tokens')} must be the largest of "
+                    f"{part}_lengths, {max(lengths)}"
+                )
         if self.dtype not in DTYPE_BYTES:
             raise unknown_name("workload: dtype", self.dtype, DTYPE_BYTES)
         if self.recompute not in get_args(Recompute):
@@ -294,8 +307,22 @@ class WorkloadSpec:
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens of one sequence, prompt and response."""
+        """Tokens of one sequence, prompt and response, at most."""
         return self.prompt_tokens + self.response_tokens
+
+    @property
+    def typical(self) -> WorkloadSpec:
+        """The workload with the mean lengths for every sequence; itself where lengths do not vary."""
+        if not self.prompt_lengths and not self.response_lengths:
+            return self
+        prompts, responses = (
+            round(sum(lengths) / len(lengths)) if lengths else fixed
+            for lengths, fixed in (
+                (self.prompt_lengths, self.prompt_tokens),
+                (self.response_lengths, self.response_tokens),
+            )
+        )
+        return replace(self, prompt_tokens=prompts, response_tokens=responses, prompt_lengths=(), response_lengths=())
 
     @property
     def element_bytes(self) -> int:

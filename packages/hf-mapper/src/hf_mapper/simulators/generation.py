@@ -2,7 +2,8 @@
 
 A decode step reads the rank's weights once (of a mixture, the experts that its tokens choose) and the keys and values
 of every running sequence, and multiplies; behind its launches, whichever takes longer, and both where they are close;
-its all-reduces and the host's work for each sequence are added. Where the KV cache holds less than the batch, the batch
+its all-reduces and the host's work for each sequence are added. Where responses vary in length, those that end leave
+the batch, which decodes until the longest ends. Where the KV cache holds less than the batch, the batch
 goes in waves. The reshard of the weights from training to generation comes first.
 """
 
@@ -17,6 +18,7 @@ from hf_mapper.simulators.memory import (
     default_backend,
     gathered_weight_bytes,
     kv_cache_bytes,
+    kv_token_bytes,
     received_weight_bytes,
     weight_bytes,
 )
@@ -87,9 +89,8 @@ def simulate_rollout(
     replicas = world_size // generation.replica_size
     sequences = -(-workload.num_sequences // (replicas * num_waves))
     layout = ParallelSpec(pp_size=generation.gen_pp_size, tp_size=generation.gen_tp_size)
-    prefill_s = num_waves * _prefill_s(model, cluster, layout, workload, sequences)
-    steps = num_waves * workload.response_tokens
-    decode_s = steps * _decode_step_s(model, cluster, layout, workload, sequences)
+    prefill_s = num_waves * _prefill_s(model, cluster, layout, workload.typical, sequences)
+    decode_s = num_waves * _decode_s(model, cluster, layout, workload, sequences)
     return Estimate(
         latency_s=prefill_s + decode_s,
         memory_bytes=kv_cache_bytes(model, generation, workload, sequences),
@@ -115,14 +116,33 @@ def _prefill_s(
     return passes * (once.compute_s + once.tensor_parallel_s + once.hop_s)
 
 
-def _decode_step_s(
+def _decode_s(
     model: ModelShape, cluster: ClusterSpec, layout: ParallelSpec, workload: WorkloadSpec, sequences: int
 ) -> float:
-    """One token for each of ``sequences``, over every pipeline stage in turn."""
+    """Every step of one wave, from one length at which responses end to the next."""
+    lengths = sorted(workload.response_lengths or (workload.response_tokens,))
+    prompt, seconds, begin = workload.typical.prompt_tokens, 0.0, 0
+    for ended, end in enumerate(lengths):
+        if end > begin:
+            running = -(-sequences * (len(lengths) - ended) // len(lengths))
+            context = prompt + (begin + end) / 2
+            seconds += (end - begin) * _decode_step_s(model, cluster, layout, workload, running, context)
+            begin = end
+    return seconds
+
+
+def _decode_step_s(
+    model: ModelShape,
+    cluster: ClusterSpec,
+    layout: ParallelSpec,
+    workload: WorkloadSpec,
+    sequences: int,
+    context: float,
+) -> float:
+    """One token for each of ``sequences`` with ``context`` tokens before it, over every pipeline stage in turn."""
     gpu = cluster.machine.gpu
-    context = workload.prompt_tokens + workload.response_tokens / 2
     generation = GenerationSpec(gen_pp_size=1, gen_tp_size=layout.tp_size)
-    cache = kv_cache_bytes(model, generation, workload, sequences) * context / workload.sequence_tokens
+    cache = sequences * context * kv_token_bytes(model, generation, workload)
     read_s = (_read_weight_bytes(model, workload, sequences) / layout.tp_size + cache) / (
         gpu.memory_bandwidth_bytes_per_s * gpu.efficiency.memory_bandwidth
     )

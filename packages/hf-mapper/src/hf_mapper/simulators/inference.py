@@ -88,8 +88,13 @@ def simulate_inference(
     *,
     backend: str | None = None,
 ) -> Estimate:
-    """One forward pass over every sequence of the iteration, micro-batch after micro-batch through the pipeline."""
+    """One forward pass over every sequence of the iteration, micro-batch after micro-batch through the pipeline.
+
+    Where lengths vary, as of typical sequences.
+    """
     backend = backend or default_backend(parallel)
+    work_bytes = inference_work_bytes(model, parallel, workload, backend=backend)
+    workload = workload.typical
     local = workload.num_sequences // parallel.dp_size
     sequences = micro_batch_sequences(workload, local)
     efficiency = cluster.machine.gpu.efficiency.inference_flops
@@ -101,7 +106,7 @@ def simulate_inference(
     exposed_s = max(0.0, passes * once.gather_s - compute_s)
     return Estimate(
         latency_s=compute_s + tensor_s + hop_s + exposed_s,
-        memory_bytes=inference_work_bytes(model, parallel, workload, backend=backend),
+        memory_bytes=work_bytes,
         breakdown={
             "compute_s": compute_s,
             "tensor_parallel_s": tensor_s,

@@ -7,6 +7,7 @@ shards weights and gradients over pp * tp and, with its distributed optimizer, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from hf_mapper.simulators.estimate import Estimate
@@ -19,6 +20,7 @@ __all__ = [
     "gathered_weight_bytes",
     "inference_work_bytes",
     "kv_cache_bytes",
+    "kv_token_bytes",
     "micro_batch_sequences",
     "received_weight_bytes",
     "state_bytes",
@@ -72,8 +74,14 @@ def training_work_bytes(model: ModelShape, parallel: ParallelSpec, workload: Wor
     """Bytes per rank that an update holds beyond the state: activations, logits and their gradient, FSDP's layers.
 
     The first pipeline stage keeps the micro-batches of up to pp stages in flight, and of an interleaved schedule those
-    of its other chunks too. With recompute one layer at a time is held whole.
+    of its other chunks too. With recompute one layer at a time is held whole. Where lengths vary, the larger of a
+    micro-batch of the longest sequences and one of typical ones.
     """
+    return max(_update_bytes(model, parallel, one, backend) for one in {workload, workload.typical})
+
+
+def _update_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, backend: str) -> float:
+    """``training_work_bytes`` with one length for every sequence."""
     local = workload.mini_batch_sequences // parallel.dp_size
     sequences = micro_batch_sequences(workload, local)
     tokens, chunks = sequences * workload.sequence_tokens, workload.pipeline_chunks
@@ -95,7 +103,8 @@ def training_work_bytes(model: ModelShape, parallel: ParallelSpec, workload: Wor
 
 def inference_work_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, *, backend: str) -> float:
     """Bytes per rank that one forward pass holds: one layer's activations, the logits, FSDP's layers."""
-    tokens = micro_batch_sequences(workload, workload.num_sequences // parallel.dp_size) * workload.sequence_tokens
+    local = workload.num_sequences // parallel.dp_size
+    tokens = max(micro_batch_sequences(one, local) * one.sequence_tokens for one in {workload, workload.typical})
     logits = tokens * model.vocab_size * _LOGIT_BYTES / parallel.tp_size
     layer = _layer_activation_bytes(model, parallel, workload, tokens)
     return layer + logits + _prefetch_bytes(model, parallel, workload, backend)
@@ -104,11 +113,28 @@ def inference_work_bytes(model: ModelShape, parallel: ParallelSpec, workload: Wo
 def kv_cache_bytes(model: ModelShape, generation: GenerationSpec, workload: WorkloadSpec, sequences: int) -> float:
     """Bytes per rank of the keys and values of ``sequences`` full sequences of one generation replica.
 
+    Where lengths vary: their expected sum and two standard deviations, at least one longest and at most all of them.
+    """
+    prompt, prompt_variance = _moments(workload.prompt_lengths or (workload.prompt_tokens,))
+    response, response_variance = _moments(workload.response_lengths or (workload.response_tokens,))
+    expected = sequences * (prompt + response) + 2 * math.sqrt(sequences * (prompt_variance + response_variance))
+    tokens = max(workload.sequence_tokens, min(expected, sequences * workload.sequence_tokens))
+    return tokens * kv_token_bytes(model, generation, workload)
+
+
+def kv_token_bytes(model: ModelShape, generation: GenerationSpec, workload: WorkloadSpec) -> float:
+    """Bytes per rank of one token's keys and values.
+
     Where gen_tp exceeds the number of KV heads, each rank still holds a whole head.
     """
     tp_share = max(1 / generation.gen_tp_size, 1 / model.num_kv_heads)
-    per_token = model.kv_bytes_per_token * workload.element_bytes / 2
-    return sequences * workload.sequence_tokens * per_token * tp_share / generation.gen_pp_size
+    return model.kv_bytes_per_token * workload.element_bytes / 2 * tp_share / generation.gen_pp_size
+
+
+def _moments(lengths: Sequence[int]) -> tuple[float, float]:
+    """Mean and variance."""
+    mean = sum(lengths) / len(lengths)
+    return mean, sum((length - mean) ** 2 for length in lengths) / len(lengths)
 
 
 def gathered_weight_bytes(

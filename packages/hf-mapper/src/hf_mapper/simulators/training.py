@@ -43,8 +43,10 @@ def simulate_training(
     *,
     backend: str | None = None,
 ) -> Estimate:
-    """All the updates of one iteration: ``epochs * mini_batches`` of them."""
+    """All the updates of one iteration: ``epochs * mini_batches`` of them; of typical sequences where lengths vary."""
     backend = backend or default_backend(parallel)
+    work_bytes = training_work_bytes(model, parallel, workload, backend=backend)
+    workload = workload.typical
     updates = workload.epochs * workload.mini_batches
     local = workload.mini_batch_sequences // parallel.dp_size
     sequences = micro_batch_sequences(workload, local)
@@ -66,7 +68,7 @@ def simulate_training(
     parts["exposed_gather_s"] = max(_EXPOSED_GATHERS * gather_s, gather_s - computing_s)
     return Estimate(
         latency_s=sum(parts.values()),
-        memory_bytes=training_work_bytes(model, parallel, workload, backend=backend),
+        memory_bytes=work_bytes,
         breakdown=parts,
     )
 
