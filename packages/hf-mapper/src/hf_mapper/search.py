@@ -11,13 +11,14 @@ bound of what is left says how far the answer may be from the best.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_mapper.demand import build_demands, find_function_roles, number_demands
+from hf_mapper.demand import ModelDemand, build_demands, find_function_roles, number_demands
 from hf_mapper.feasibility import build_infeasible_error
 from hf_mapper.placements import PoolRequest, fits, pack, set_partitions
 from hf_mapper.planning import PlacedPool, build_plan
@@ -25,7 +26,7 @@ from hf_mapper.pools import PoolOption, PoolTable
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import Dataflow, MappingPlan, ModelShape
 
-__all__ = ["compute_cost", "map_dataflow"]
+__all__ = ["compute_cost", "find_pools", "map_dataflow", "search_partitions"]
 
 StopSign = Callable[[], bool]
 
@@ -51,23 +52,42 @@ def map_dataflow(
         PlanError: when nothing fits, naming the smallest cluster that would do; or when a role lacks its model.
         ConfigError: for an unknown role or backend, or a workload that a model cannot take.
     """
+    return find_pools(dataflow, models, cluster, workload, should_stop, backends=backends)[0]
+
+
+def find_pools(
+    dataflow: Dataflow,
+    models: Mapping[str, ModelShape],
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+    should_stop: StopSign | None = None,
+    *,
+    backends: Sequence[str] | None = None,
+) -> tuple[MappingPlan, tuple[PlacedPool, ...]]:
+    """The plan of ``map_dataflow``, and the pools that it was made of."""
     demands = build_demands(dataflow, models, workload)
     numbered = number_demands(demands.values())
-    number_of = {role: numbered.index(demand) for role, demand in demands.items()}
     table = PoolTable(demands=numbered, cluster=cluster, workload=workload, backends=backends)
-    search = _Search(table=table, number_of=number_of, should_stop=should_stop or (lambda: False))
-    for partition in set_partitions(tuple(demands)):
-        search.try_partition([tuple(sorted(roles, key=lambda role: number_of[role])) for roles in partition])
-    if not search.best:
+    pools, search = search_partitions(table, demands, set_partitions(tuple(demands)), should_stop)
+    if not pools:
         raise build_infeasible_error(dataflow, models, cluster, workload, backends)
-    return build_plan(
-        dataflow,
-        cluster,
-        workload,
-        pools=search.best,
-        functions=find_function_roles(dataflow, models),
-        search={"complete": not search.stopped, "gap": search.gap, "placements_tried": search.placements_tried},
-    )
+    functions = find_function_roles(dataflow, models)
+    return build_plan(dataflow, cluster, workload, pools=pools, functions=functions, search=search), pools
+
+
+def search_partitions(
+    table: PoolTable,
+    demands: Mapping[str, ModelDemand],
+    partitions: Iterable[Sequence[Sequence[str]]],
+    should_stop: StopSign | None = None,
+) -> tuple[tuple[PlacedPool, ...], dict[str, Any]]:
+    """The best pools among ``partitions`` of the roles, none where nothing fits; and what the search says of itself."""
+    number_of = {role: table.demands.index(demand) for role, demand in demands.items()}
+    search = _Search(table=table, number_of=number_of, should_stop=should_stop or (lambda: False))
+    for partition in partitions:
+        search.try_partition([tuple(sorted(roles, key=lambda role: number_of[role])) for roles in partition])
+    found = {"complete": not search.stopped, "gap": search.gap, "placements_tried": search.placements_tried}
+    return search.best, found
 
 
 def compute_cost(stage_s_of_pools: Sequence[Sequence[float]]) -> float:
