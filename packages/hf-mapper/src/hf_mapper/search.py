@@ -30,6 +30,9 @@ __all__ = ["compute_cost", "find_pools", "map_dataflow", "search_partitions"]
 
 StopSign = Callable[[], bool]
 
+_TIE = 1e-8
+"""More than the difference of costs that agree in nine digits."""
+
 
 def map_dataflow(
     dataflow: Dataflow,
@@ -114,6 +117,7 @@ class _Search:
     _open_s: float = float("inf")
     _sets: list[tuple[str, ...]] = field(default_factory=list)
     _options: list[tuple[PoolOption, ...]] = field(default_factory=list)
+    _stage_s: list[NDArray[np.float64]] = field(default_factory=list)
     _rest_s: list[NDArray[np.float64]] = field(default_factory=list)
 
     @property
@@ -139,7 +143,8 @@ class _Search:
         self._sets = sorted(sets, key=lambda roles: -sum(options[roles][0].stage_s))
         self._options = [options[roles] for roles in self._sets]
         # From the set at an index on, no stage can be faster than this, whatever the rest gets.
-        fastest = [np.min([option.stage_s for option in of_set], axis=0) for of_set in self._options]
+        self._stage_s = [np.array([option.stage_s for option in of_set]) for of_set in self._options]
+        fastest = [stage_s.min(axis=0) for stage_s in self._stage_s]
         self._rest_s = [np.max(fastest[index:], axis=0) for index in range(len(fastest))]
         self._descend((), np.zeros_like(fastest[0]))
 
@@ -158,27 +163,23 @@ class _Search:
         if index == len(self._sets):
             self._keep(chosen)
             return
-        for number, option in enumerate(self._options[index]):
+        slower_s = np.maximum(self._stage_s[index], slowest_s)
+        rest_s = self._rest_s[index + 1] if index + 1 < len(self._sets) else 0.0
+        least_s = np.maximum(slower_s, rest_s).sum(axis=1)
+        for number in np.flatnonzero(least_s <= self.best_key[0] * (1 + _TIE)):
             if self._must_stop():
-                rest = [np.maximum(slowest_s, other.stage_s) for other in self._options[index][number:]]
-                self._open_s = min(self._open_s, *(self._least_s(stage_s, index + 1) for stage_s in rest))
+                self._open_s = min(self._open_s, float(least_s[number:].min()))
                 return
-            stage_s = np.maximum(slowest_s, option.stage_s)
-            if self._bound(stage_s, index + 1, (*chosen, option)) >= self.best_key:
+            option = self._options[index][number]
+            if self._bound(float(least_s[number]), (*chosen, option)) >= self.best_key:
                 continue
             if fits(self.table.cluster, [*self._requests(chosen), option.request]):
-                self._descend((*chosen, option), stage_s)
+                self._descend((*chosen, option), slower_s[number])
 
-    def _least_s(self, stage_s: NDArray[np.float64], placed: int) -> float:
-        """Seconds that no completion of ``placed`` pools undercuts, whose slowest times are ``stage_s``."""
-        return float((np.maximum(stage_s, self._rest_s[placed]) if placed < len(self._sets) else stage_s).sum())
-
-    def _bound(
-        self, stage_s: NDArray[np.float64], placed: int, chosen: tuple[PoolOption, ...]
-    ) -> tuple[float, int, int]:
-        """A key that no completion of ``chosen`` can undercut: its cost, pools and devices."""
-        devices = sum(request.num_gpus for request in self._requests(chosen)) + len(self._sets) - placed
-        return _rounded(self._least_s(stage_s, placed)), len(self._sets), devices
+    def _bound(self, least_s: float, chosen: tuple[PoolOption, ...]) -> tuple[float, int, int]:
+        """A key that no completion of ``chosen`` in ``least_s`` or more can undercut: its cost, pools and devices."""
+        devices = sum(request.num_gpus for request in self._requests(chosen)) + len(self._sets) - len(chosen)
+        return _rounded(least_s), len(self._sets), devices
 
     def _keep(self, chosen: tuple[PoolOption, ...]) -> None:
         self.placements_tried += 1
