@@ -183,3 +183,12 @@ def test_estimates_add_up(paper_problem: Callable[..., Any]) -> None:
     assert estimates["iteration_s"] == pytest.approx(sum(slowest))
     used = sum(pool.num_slots for pool in plan.pools if pool.name in estimates["pools"])
     assert used + estimates["idle_gpus"] == 128
+
+
+def test_ragged_lengths_are_planned_and_take_less_time(paper_problem: Callable[..., Any]) -> None:
+    problem = paper_problem("grpo", "llama-2-7b", 8)
+    ragged = dataclasses.replace(problem.workload, response_lengths=(128, 256, 512, 1024))
+    short, full = (
+        map_dataflow(*problem._replace(workload=workload)).estimates for workload in (ragged, problem.workload)
+    )
+    assert short["iteration_s"] < full["iteration_s"]
