@@ -28,6 +28,7 @@ from hf_algorithms.run_directory import RunDirectory
 from hf_controller import BatchFuture, Worker, WorkerContext, WorkerGroup
 from hf_protocols import (
     Collection,
+    Dataflow,
     GenerationSpec,
     MachinePlan,
     MappingPlan,
@@ -53,7 +54,7 @@ def small_quickstart(directory: RunDirectory, *, address: str) -> Config:
     body["warm_start"] = {"max_steps": 2, "batch_size": 8, "eval_every": 1}
     body["rollout"]["batch_size"] = 31
     body["reward"] = {"function": "small_runs:response_length"}
-    body["cluster"] |= {"address": address, "machines": 2, "gpus_per_machine": 1, "call_timeout_s": 60}
+    body["cluster"] |= {"address": address, "machines": 2, "gpus_per_machine": 2, "call_timeout_s": 60}
     return parse_config(body)
 
 
@@ -263,7 +264,7 @@ def count(cluster: Cluster, config: Config, directory: RunDirectory) -> None:
 
     run._WORKERS |= {role: counting(worker, log) for role, worker in run._WORKERS.items()}
     run.Roles = RecordingRoles  # type: ignore[misc]
-    RECIPES["ppo"] = Recipe(name="ppo", dataflow="ppo", step=recorded_step)
+    RECIPES["ppo"] = Recipe(name="ppo", dataflow=Dataflow.preset("ppo"), step=recorded_step)
     summary = run.run_training(config, directory, plan=spread_plan())
     assert summary["iterations"] == len(expected) == 4
     print("moved", compare(log, expected, directory.path / "trace.json"), flush=True)
@@ -279,7 +280,7 @@ def lose(cluster: Cluster, config: Config, directory: RunDirectory) -> None:
             cluster.remove_node(second, allow_graceful=False)
         return futures
 
-    RECIPES["ppo"] = Recipe(name="ppo", dataflow="ppo", step=cut_step)
+    RECIPES["ppo"] = Recipe(name="ppo", dataflow=Dataflow.preset("ppo"), step=cut_step)
     try:
         run.run_training(config, directory, plan=spread_plan())
     except WorkerError as error:

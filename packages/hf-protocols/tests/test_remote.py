@@ -83,3 +83,15 @@ def test_an_overriding_method_registers_itself() -> None:
 def test_a_wrong_registration_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         register(**given)
+
+
+def test_a_method_says_what_kind_of_work_it_is() -> None:
+    @register(protocol=DP, kind="training", returns="metrics")
+    def update(batch: object) -> object:
+        return batch
+
+    spec = method_spec(update)
+    assert spec is not None
+    assert spec.kind == "training"
+    with pytest.raises(ProtocolError, match=r"kind='forward': give one of generation, inference, training, function"):
+        register(protocol=DP, kind="forward")

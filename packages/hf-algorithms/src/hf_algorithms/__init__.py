@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_algorithms.advantages import GAE
     from hf_algorithms.config import Config, load_config, parse_config
+    from hf_algorithms.dataflow import derive_dataflow
     from hf_algorithms.losses import PPOPolicyLoss, PPOValueLoss, SupervisedLoss
     from hf_algorithms.recipes import RECIPES, PPOConfig, Recipe
     from hf_algorithms.roles import Roles
@@ -28,6 +29,7 @@ __all__ = [
     "Roles",
     "RunDirectory",
     "SupervisedLoss",
+    "derive_dataflow",
     "load_config",
     "parse_config",
     "run_training",
@@ -36,6 +38,7 @@ __all__ = [
 _HOMES = {
     "advantages": ("GAE",),
     "config": ("Config", "load_config", "parse_config"),
+    "dataflow": ("derive_dataflow",),
     "losses": ("PPOPolicyLoss", "PPOValueLoss", "SupervisedLoss"),
     "recipes": ("RECIPES", "PPOConfig", "Recipe"),
     "roles": ("Roles",),

@@ -72,7 +72,10 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     from rich.console import Console
 
     from hf_algorithms.config import load_config
+    from hf_algorithms.placement import require_mapper
     from hf_algorithms.run import load_inputs, plan_run
+
+    require_mapper()
     from hf_mapper import render_plan
 
     settings = load_config(config, overrides)

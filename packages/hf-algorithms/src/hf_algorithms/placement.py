@@ -6,18 +6,47 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from hf_algorithms.dataflow import derive_dataflow
 from hf_algorithms.recipes import RECIPES
-from hf_engine import load_rollout_backend
-from hf_mapper import HOST_KIND, ClusterSpec, MachineSpec, WorkloadSpec, gpu, host_gpu, map_dataflow
+from hf_engine import SamplingParams, load_rollout_backend
 from hf_protocols import ConfigError, Dataflow, MappingPlan, ModelShape, ParallelSpec, PlanError, Topology
 
 if TYPE_CHECKING:
     from hf_algorithms.config import ClusterConfig, Config
+    from hf_mapper import ClusterSpec
 
-__all__ = ["MODEL_ROLES", "check_plan", "plan_placement"]
+__all__ = ["MODEL_ROLES", "check_plan", "plan_dataflow", "plan_placement", "require_mapper"]
 
 MODEL_ROLES = ("actor", "critic", "reference")
 """Roles that hold a model; the others call functions."""
+
+
+_HOST_KIND = "cpu"
+
+
+def require_mapper() -> None:
+    """Say how to get hf-mapper where it is missing: only making a plan needs it, following one does not.
+
+    Raises:
+        PlanError: with the line that installs it.
+    """
+    try:
+        import hf_mapper  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise PlanError(
+            "making a plan needs hf-mapper, which is not installed: pip install hf-mapper, or give a plan that was "
+            "made elsewhere with train --plan plan.json"
+        ) from error
+
+
+def plan_dataflow(config: Config) -> Dataflow:
+    """The dataflow of the configured algorithm on the configured batch, read off its step."""
+    rollout = config.rollout
+    sampling = SamplingParams(
+        max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, n=rollout.samples_per_prompt
+    )
+    recipe = RECIPES[config.algorithm.name]
+    return derive_dataflow(recipe, config.algorithm, sampling, num_prompts=rollout.batch_size)
 
 
 def plan_placement(config: Config, shape: ModelShape, *, prompt_tokens: int) -> MappingPlan:
@@ -27,10 +56,13 @@ def plan_placement(config: Config, shape: ModelShape, *, prompt_tokens: int) -> 
         prompt_tokens: longest prompt of the training rows.
 
     Raises:
-        PlanError: if nothing fits.
+        PlanError: if nothing fits, or hf-mapper is not installed.
         ConfigError: for an unknown kind of GPU.
     """
-    dataflow = Dataflow.preset(RECIPES[config.algorithm.name].dataflow)
+    require_mapper()
+    from hf_mapper import WorkloadSpec, map_dataflow
+
+    dataflow = plan_dataflow(config)
     workload = WorkloadSpec(
         global_batch=config.rollout.batch_size,
         samples_per_prompt=config.rollout.samples_per_prompt,
@@ -48,13 +80,14 @@ def plan_placement(config: Config, shape: ModelShape, *, prompt_tokens: int) -> 
 
 
 def check_plan(config: Config, plan: MappingPlan) -> None:
-    """A plan must have the algorithm's roles, and every rank a row of every batch.
+    """A plan must have the algorithm's roles, fit the cluster, and give every rank a row of every batch.
 
     Raises:
-        PlanError: for a role that is missing or unknown, or a model without a layout.
+        PlanError: for a role that is missing or unknown, a model without a layout, or machines that the cluster does
+            not have.
         ConfigError: naming the batch, the number of ranks and the keys that change either.
     """
-    roles = Dataflow.preset(RECIPES[config.algorithm.name].dataflow).roles
+    roles = plan_dataflow(config).roles
     if set(plan.models) != set(roles):
         raise PlanError(
             f"the plan places {', '.join(plan.models)}; {config.algorithm.name} has the roles {', '.join(roles)}: "
@@ -80,11 +113,36 @@ def check_plan(config: Config, plan: MappingPlan) -> None:
                 f"{name} = {size} rows cannot be shared by {ranks} {what}: raise rollout.batch_size, "
                 "or lower cluster.gpus_per_machine"
             )
+    _check_machines(config.cluster, plan)
+
+
+def _check_machines(config: ClusterConfig, plan: MappingPlan) -> None:
+    """The models' pools must be of the cluster's kind, and together no larger; functions have slots beside it."""
+    names = dict.fromkeys(plan.models[role].pool for role in plan.models if role in MODEL_ROLES)
+    pools = [plan.pool(name) for name in names]
+    given = f"{config.machines} x {config.gpus_per_machine} {config.gpu}"
+    for pool in pools:
+        for machine in pool.machines:
+            if machine.gpu_kind != config.gpu or machine.slots > config.gpus_per_machine:
+                raise PlanError(
+                    f"pool {pool.name!r} of the plan wants {machine.slots} slots of {machine.gpu_kind} on a machine, "
+                    f"the cluster has {given}: change cluster.gpu or cluster.gpus_per_machine, or make the plan anew"
+                )
+    wanted, available = sum(pool.num_slots for pool in pools), config.machines * config.gpus_per_machine
+    if wanted > available:
+        raise PlanError(
+            f"the plan's models want {' + '.join(str(pool.num_slots) for pool in pools)} = {wanted} slots, the cluster "
+            f"has {given} = {available}: raise cluster.machines or cluster.gpus_per_machine, or make the plan anew"
+        )
 
 
 def _describe_cluster(config: ClusterConfig) -> ClusterSpec:
+    from hf_mapper import ClusterSpec, MachineSpec, gpu, host_gpu
+
     slots = config.gpus_per_machine
-    kind = host_gpu(memory_bytes=psutil.virtual_memory().total // slots) if config.gpu == HOST_KIND else gpu(config.gpu)
+    kind = (
+        host_gpu(memory_bytes=psutil.virtual_memory().total // slots) if config.gpu == _HOST_KIND else gpu(config.gpu)
+    )
     return ClusterSpec(
         machines=(MachineSpec(gpu=kind, num_gpus=slots, num_machines=config.machines),),
         inter_bandwidth_bytes_per_s=config.inter_bandwidth_bytes_per_s,

@@ -25,7 +25,7 @@ from hf_algorithms.report import write_report
 from hf_algorithms.rewards import load_function
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
-from hf_algorithms.workers import ActorWorker, AdvantageWorker, CriticWorker, ReferenceWorker, RewardWorker
+from hf_algorithms.workers import ROLE_WORKERS
 from hf_controller import Executor, InProcessExecutor, RayExecutor, WorkerSpec, build_pools
 from hf_engine import SamplingParams, TrainConfig
 from hf_protocols import MappingPlan, ParallelSpec, Topology
@@ -35,13 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RunInputs", "load_inputs", "plan_run", "run_training"]
 
-_WORKERS: dict[str, type[Worker]] = {
-    "actor": ActorWorker,
-    "critic": CriticWorker,
-    "reference": ReferenceWorker,
-    "reward": RewardWorker,
-    "advantage": AdvantageWorker,
-}
+_WORKERS: dict[str, type[Worker]] = dict(ROLE_WORKERS)
 _NUM_SAMPLES = 12
 _PACKAGES = ("hf-algorithms", "torch", "ray", "transformers", "tensordict")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
+from hf_protocols.dataflow import CallKind
 from hf_protocols.errors import ProtocolError
 from hf_protocols.transfer import TransferProtocol
 
@@ -28,6 +29,7 @@ class MethodSpec:
     returns: Returns
     reads: tuple[str, ...] | None
     writes: tuple[str, ...] | None
+    kind: CallKind = "function"
 
 
 def register(
@@ -37,6 +39,7 @@ def register(
     returns: Returns = "batch",
     reads: Sequence[str] | None = None,
     writes: Sequence[str] | None = None,
+    kind: CallKind = "function",
 ) -> Callable[[Method], Method]:
     """Mark a worker's method as callable through its group.
 
@@ -50,6 +53,8 @@ def register(
             ranks and divided once; ``"object"``, any small picklable value.
         reads: columns that travel to the method; None for all. A name that ends in ``?`` travels if it is there.
         writes: columns that the method returns; None if it does not say.
+        kind: the work behind it, for those who plan: ``"generation"``, ``"inference"`` or ``"training"`` of a model,
+            or a ``"function"`` without one.
 
     Raises:
         ProtocolError: for a value of another kind.
@@ -60,6 +65,8 @@ def register(
         raise ProtocolError(f"rows={rows!r}: give one of {', '.join(get_args(Rows))}")
     if returns not in get_args(Returns):
         raise ProtocolError(f"returns={returns!r}: give one of {', '.join(get_args(Returns))}")
+    if kind not in get_args(CallKind):
+        raise ProtocolError(f"kind={kind!r}: give one of {', '.join(get_args(CallKind))}")
     for name, columns in (("reads", reads), ("writes", writes)):
         if isinstance(columns, str):
             raise ProtocolError(f"{name}={columns!r} is one string: give a list of column names, [{columns!r}]")
@@ -69,6 +76,7 @@ def register(
         returns=returns,
         reads=None if reads is None else tuple(reads),
         writes=None if writes is None else tuple(writes),
+        kind=kind,
     )
 
     def mark(method: Method) -> Method:

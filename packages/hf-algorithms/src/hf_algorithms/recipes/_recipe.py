@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture, MetricsFuture
     from hf_engine import SamplingParams
+    from hf_protocols import Dataflow
 
 __all__ = ["Recipe", "mini_batch_rows"]
 
@@ -19,13 +20,13 @@ __all__ = ["Recipe", "mini_batch_rows"]
 class Recipe:
     """An algorithm: the roles it needs and the program of one iteration.
 
-    ``step(roles, prompts, config, sampling)`` calls the roles and returns the futures of its metrics. ``dataflow``
-    names the preset of ``hf_protocols.Dataflow`` that the mapper plans for.
+    ``step(roles, prompts, config, sampling)`` calls the roles and returns the futures of its metrics. What the mapper
+    plans for is read off the step (``derive_dataflow``); only a step that branches on results gives its ``dataflow``.
     """
 
     name: str
-    dataflow: str
     step: Callable[[Roles, BatchFuture, Any, SamplingParams], Sequence[MetricsFuture]]
+    dataflow: Dataflow | None = None
 
 
 def mini_batch_rows(num_rows: int, num_mini_batches: int, *, epochs: int, seed: int) -> Iterator[list[int]]:

@@ -79,4 +79,4 @@ def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, sampling: Sampli
     return metrics
 
 
-PPO = Recipe(name="ppo", dataflow="ppo", step=step)
+PPO = Recipe(name="ppo", step=step)

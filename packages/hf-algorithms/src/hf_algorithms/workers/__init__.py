@@ -7,5 +7,15 @@ from hf_algorithms.workers.advantage import AdvantageWorker
 from hf_algorithms.workers.critic import CriticWorker
 from hf_algorithms.workers.reference import ReferenceWorker
 from hf_algorithms.workers.reward import RewardWorker
+from hf_controller import Worker
 
-__all__ = ["ActorWorker", "AdvantageWorker", "CriticWorker", "ReferenceWorker", "RewardWorker"]
+__all__ = ["ROLE_WORKERS", "ActorWorker", "AdvantageWorker", "CriticWorker", "ReferenceWorker", "RewardWorker"]
+
+ROLE_WORKERS: dict[str, type[Worker]] = {
+    "actor": ActorWorker,
+    "critic": CriticWorker,
+    "reference": ReferenceWorker,
+    "reward": RewardWorker,
+    "advantage": AdvantageWorker,
+}
+"""The worker of every role that the shipped recipes have."""

@@ -57,6 +57,7 @@ class ActorWorker(ModelWorker):
         rows="times",
         reads=("row_id", "prompt_ids"),
         writes=("response_ids", "response_mask", "rollout_logprobs", "finish_reason", "weight_version"),
+        kind="generation",
     )
     def generate_sequences(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """``sampling.n`` responses to every prompt, drawn from the current weights.
@@ -74,7 +75,12 @@ class ActorWorker(ModelWorker):
         self._is_judged = self._judged_dtype is None
         return responses
 
-    @register(protocol=THREE_D, reads=(*SEQUENCE, "rollout_logprobs?", "weight_version?"), writes=("old_logprobs",))
+    @register(
+        protocol=THREE_D,
+        reads=(*SEQUENCE, "rollout_logprobs?", "weight_version?"),
+        writes=("old_logprobs",),
+        kind="inference",
+    )
     def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0) -> TensorDict:
         """``old_logprobs`` of the response tokens, jagged [B, T], under the current weights.
 
@@ -96,6 +102,7 @@ class ActorWorker(ModelWorker):
         protocol=THREE_D,
         returns="metrics",
         reads=(*SEQUENCE, "old_logprobs?", "ref_logprobs?", "advantages?", "weight_version?"),
+        kind="training",
     )
     def update_actor(self, batch: TensorDict, loss: LossFunction, *, temperature: float = 1.0) -> Metrics:
         """One optimizer step on ``loss``.

@@ -20,12 +20,12 @@ class CriticWorker(ModelWorker):
 
     head = "value"
 
-    @register(protocol=THREE_D, reads=SEQUENCE, writes=("values",))
+    @register(protocol=THREE_D, reads=SEQUENCE, writes=("values",), kind="inference")
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """``values``, jagged [B, T]: the value before each response token was drawn."""
         return self._train.compute_values(batch)
 
-    @register(protocol=THREE_D, returns="metrics", reads=(*SEQUENCE, "values", "returns"))
+    @register(protocol=THREE_D, returns="metrics", reads=(*SEQUENCE, "values", "returns"), kind="training")
     def update_critic(self, batch: TensorDict, loss: LossFunction) -> Metrics:
         """One optimizer step on ``loss``."""
         return self._update(batch, loss)

@@ -18,7 +18,7 @@ class ReferenceWorker(ModelWorker):
 
     trainable = False
 
-    @register(protocol=THREE_D, reads=SEQUENCE, writes=("ref_logprobs",))
+    @register(protocol=THREE_D, reads=SEQUENCE, writes=("ref_logprobs",), kind="inference")
     def compute_ref_logprobs(self, batch: TensorDict, *, temperature: float = 1.0) -> TensorDict:
         """``ref_logprobs`` of the response tokens, jagged [B, T]."""
         return self._train.compute_logprobs(batch, temperature=temperature).rename_key_("logprobs", "ref_logprobs")

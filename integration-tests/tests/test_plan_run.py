@@ -1,0 +1,146 @@
+"""``train --plan``: pools and layouts come from the plan, on Ray; a plan that cannot be followed is one clear error."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_protocols import GenerationSpec, MachinePlan, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
+from small_runs import Outcome, read_metrics, without_times
+
+ON_RAY = ("run.executor=ray", "cluster.call_timeout_s=100")
+
+
+def settings(*changes: str) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
+def two_pools() -> MappingPlan:
+    """Actor and reference on two ranks, the critic on one."""
+    pairs, alone = ParallelSpec(dp_size=2), ParallelSpec(dp_size=1)
+    slots = {"policy": 2, "critic": 1, "reward": 1, "advantage": 1}
+    fsdp = ModelPlan(pool="policy", backend="fsdp", train=pairs)
+    return MappingPlan(
+        pools=tuple(
+            PoolPlan(name=name, machines=(MachinePlan(gpu_kind="cpu", slots=count),)) for name, count in slots.items()
+        ),
+        models={
+            "actor": dataclasses.replace(fsdp, generation=GenerationSpec()),
+            "critic": ModelPlan(pool="critic", backend="fsdp", train=alone),
+            "reference": fsdp,
+            "reward": ModelPlan(pool="reward", backend="function"),
+            "advantage": ModelPlan(pool="advantage", backend="function"),
+        },
+    )
+
+
+@pytest.fixture
+def ranks_find_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("ranks_find_the_reward")
+def test_two_pools_of_different_layouts_train_like_one_rank(
+    small_config: Path, hybridflow: Callable[..., Outcome]
+) -> None:
+    """Samples depend on rows, not on ranks, and losses are means over all tokens: sums differ in their order only."""
+    outcome = hybridflow("train", small_config)
+    assert outcome.exit_code == 0, outcome.errors
+    run = small_config.parent / "run"
+    expected = without_times(read_metrics(run))
+    file = small_config.with_name("two.json")
+    file.write_text(two_pools().to_json())
+    changes = (*ON_RAY, "cluster.gpus_per_machine=3", f"run.output_dir={run.parent / 'two'}")
+    outcome = hybridflow("train", small_config, *settings(*changes), "--plan", file)
+    assert outcome.exit_code == 0, outcome.errors
+    two = run.parent / "two"
+    assert MappingPlan.from_json((two / "plan.json").read_text()) == two_pools()
+    assert ranks_of_pools(two) == {"policy": {0, 1}, "critic": {0}, "reward": {0}, "advantage": {0}}
+    found = without_times(read_metrics(two))
+    assert [row.keys() for row in found] == [row.keys() for row in expected]
+    for row, wanted in zip(found, expected, strict=True):
+        assert row == pytest.approx(wanted, abs=2e-4, rel=1e-3)
+
+
+def ranks_of_pools(run: Path) -> dict[str, set[int]]:
+    """On which ranks of which pool calls ran, as the trace has it."""
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    found: dict[str, set[int]] = {}
+    for event in events:
+        if "pool" in event.get("args", {}):
+            found.setdefault(event["args"]["pool"], set()).add(event["tid"])
+    return found
+
+
+def as_json(**changes: Any) -> str:
+    return json.dumps({**json.loads(two_pools().to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "message"),
+    [
+        (as_json(), (), "wants 2 slots of cpu on a machine, the cluster has 1 x 1 cpu"),
+        (as_json(), ("cluster.gpus_per_machine=2",), "want 2 + 1 = 3 slots, the cluster has 1 x 2 cpu = 2"),
+        (as_json(), ("cluster.gpus_per_machine=3", "cluster.gpu=h100"), "slots of cpu on a machine"),
+        (as_json(schema_version=7), (), "schema_version 7, this release reads 1"),
+        (as_json(pools=[]), (), "which is none of"),
+        ("{", (), "this is no mapping plan"),
+    ],
+)
+def test_a_plan_that_cannot_be_followed_is_one_error(
+    small_config: Path, hybridflow: Callable[..., Outcome], text: str, changes: tuple[str, ...], message: str
+) -> None:
+    file = small_config.with_name("plan.json")
+    file.write_text(text)
+    outcome = hybridflow("train", small_config, *settings(*changes), "--plan", file)
+    assert outcome.exit_code == 2, outcome.output
+    assert message in outcome.errors
+    assert len(outcome.errors.splitlines()) == 1
+    assert not (small_config.parent / "run" / "config.toml").exists(), "nothing was started"
+
+
+def test_a_plan_for_other_roles_is_one_error(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
+    body = json.loads(two_pools().to_json())
+    body["models"]["judge"] = body["models"].pop("critic")
+    file = small_config.with_name("plan.json")
+    file.write_text(json.dumps(body))
+    outcome = hybridflow("train", small_config, "--plan", file)
+    assert outcome.exit_code == 2
+    assert "has the roles actor, critic, reference, reward, advantage" in outcome.errors
+
+
+def test_without_hf_mapper_a_plan_can_be_followed_but_not_made(
+    small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = hybridflow("plan", small_config, "--json")
+    file = small_config.with_name("plan.json")
+    file.write_text(plan.output)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hf_mapper"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Without("hf_mapper"), *sys.meta_path])
+    for command in ("plan", "train"):
+        outcome = hybridflow(command, small_config)
+        assert outcome.exit_code == 2
+        assert "not installed: pip install hf-mapper" in outcome.errors
+        assert len(outcome.errors.splitlines()) == 1
+    outcome = hybridflow("train", small_config, "--overwrite", "--plan", file)
+    assert outcome.exit_code == 0, outcome.errors
+
+
+class Without:
+    """A finder that hides a package, as if it were not installed."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == self._package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)

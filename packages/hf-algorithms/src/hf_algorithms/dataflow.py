@@ -1,0 +1,160 @@
+"""The dataflow of a recipe, read off one run of its step over symbolic futures. Nothing is started for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hf_algorithms.recipes import Recipe
+from hf_algorithms.roles import Roles
+from hf_protocols import Dataflow, ModelCall
+
+if TYPE_CHECKING:
+    from hf_algorithms.symbolic import SymbolicCall, SymbolicResult
+    from hf_controller import Worker
+    from hf_engine import SamplingParams
+
+__all__ = ["PROMPT_COLUMNS", "derive_dataflow"]
+
+PROMPT_COLUMNS = ("row_id", "prompt_ids", "answer")
+"""Columns of the prompts that a step is given."""
+
+_Column = tuple["_Node | None", str]
+
+
+@dataclass(eq=False, kw_only=True)
+class _Node:
+    """Calls that are one: parts of a batch, or the updates on its mini-batches.
+
+    ``origins`` maps each name that is read to the columns it comes from (one, or several where calls were
+    concatenated); ``rows`` has the rows of each call, by name and source.
+    """
+
+    role: str
+    method: str
+    call: SymbolicCall
+    origins: dict[str, frozenset[_Column]]
+    objects: tuple[_Node, ...]
+    rows: list[dict[str, dict[int, frozenset[int]]]] = field(default_factory=list)
+
+    def takes(self, other: _Node) -> bool:
+        """Whether ``other`` is a part of this: it reads the same columns, for training again, else in other rows."""
+        same = (self.role, self.method, self.origins, self.objects) == (
+            other.role, other.method, other.origins, other.objects,
+        )  # fmt: skip
+        if not same or self.call.spec.kind == "training":
+            return same
+        (new,) = other.rows
+        return bool(new) and all(any(_disjoint(rows[name], new[name]) for name in new) for rows in self.rows)
+
+
+def derive_dataflow(
+    recipe: Recipe,
+    config: Any,
+    sampling: SamplingParams,
+    *,
+    num_prompts: int,
+    workers: Mapping[str, type[Worker]] | None = None,
+    columns: Sequence[str] = PROMPT_COLUMNS,
+) -> Dataflow:
+    """Run ``recipe.step`` once over symbolic futures and say which calls it made, and what each reads and writes.
+
+    A call that was made on parts of a batch is one call, and so are the updates on its mini-batches. A function that
+    no other call depends on (metrics) is left out. A column that is written again has the name that it is renamed to,
+    or a number. A recipe that has a ``dataflow`` is not run.
+
+    Args:
+        recipe: a shipped one or your own.
+        config: the recipe's configuration.
+        sampling: of the generation; ``n`` is how many rows a prompt becomes.
+        num_prompts: rows of the prompts.
+        workers: worker classes of roles beyond those of ``hf_algorithms.workers.ROLE_WORKERS``, or other ones.
+        columns: of the prompts.
+
+    Raises:
+        ConfigError: for a step that asks for the result of a call, a role without a worker, or a method that does
+            not say what it writes.
+        BatchError: for a column that a call needs and nobody wrote, or rows that do not fit.
+    """
+    if recipe.dataflow is not None:
+        return recipe.dataflow
+    from hf_algorithms.symbolic import SymbolicExecutor
+    from hf_algorithms.workers import ROLE_WORKERS
+
+    executor = SymbolicExecutor()
+    groups = {role: executor.build_group(role, worker) for role, worker in {**ROLE_WORKERS, **(workers or {})}.items()}
+    recipe.step(Roles(groups), executor.put_columns(columns, num_prompts), config, sampling)
+    nodes = _merge([call for call in executor.calls if call.num_rows])
+    names = _name_columns(nodes, columns)
+    calls = [_describe(node, names) for node in nodes]
+    return Dataflow(name=recipe.name, calls=tuple(call for call in calls if call.writes or call.kind != "function"))
+
+
+def _merge(calls: Sequence[SymbolicCall]) -> list[_Node]:
+    node_of: dict[SymbolicCall, _Node] = {}
+    nodes: list[_Node] = []
+    for call in calls:
+        made = _build_node(call, node_of)
+        node = next((node for node in nodes if node.takes(made)), made)
+        if node is made:
+            nodes.append(node)
+        else:
+            node.rows += made.rows
+        node_of[call] = node
+    return nodes
+
+
+def _build_node(call: SymbolicCall, node_of: Mapping[SymbolicCall, _Node]) -> _Node:
+    origins: dict[str, frozenset[_Column]] = {}
+    rows: dict[str, dict[int, frozenset[int]]] = {}
+    for name, segments in call.reads.items():
+        results: list[tuple[SymbolicResult, str]] = [(segment.source.shards[0], segment.column) for segment in segments]
+        origins[name] = frozenset((node_of[result.call] if result.call else None, column) for result, column in results)
+        of_name = rows.setdefault(name, {})
+        for segment in segments:
+            source = id(segment.source.shards[0])
+            of_name[source] = of_name.get(source, frozenset()) | frozenset(segment.rows)
+    objects = tuple(node_of[other] for other in call.objects)
+    return _Node(role=call.role, method=call.method, call=call, origins=origins, objects=objects, rows=[rows])
+
+
+def _disjoint(some: Mapping[int, frozenset[int]], other: Mapping[int, frozenset[int]]) -> bool:
+    return all(rows.isdisjoint(other.get(source, ())) for source, rows in some.items())
+
+
+def _name_columns(nodes: Sequence[_Node], prompts: Sequence[str]) -> dict[_Column, str]:
+    """One name for every column: its own, where it is taken the one it is read under, else with a number."""
+    names: dict[_Column, str] = {(None, column): column for column in prompts}
+    aliases: dict[_Column, list[str]] = {}
+    for node in nodes:
+        for name, columns in node.origins.items():
+            for column in columns:
+                aliases.setdefault(column, []).append(name)
+    taken = set(prompts)
+    for node in nodes:
+        for written in node.call.spec.writes or ():
+            numbered = (f"{written}_{number}" for number in range(2, 2 + len(nodes)))
+            choices = (written, *aliases.get((node, written), ()), *numbered)
+            names[node, written] = next(name for name in choices if name not in taken)
+            taken.add(names[node, written])
+        if any(node in other.objects for other in nodes):
+            names[node, _OBJECT] = f"{node.role}.{node.method}"
+    return names
+
+
+_OBJECT = ""
+"""Stands for the object that a call returns, which has no column."""
+
+
+def _describe(node: _Node, names: Mapping[_Column, str]) -> ModelCall:
+    columns = [column for name in node.origins for column in sorted(node.origins[name], key=names.__getitem__)]
+    columns += [(other, _OBJECT) for other in node.objects]
+    written = (*(node.call.spec.writes or ()), _OBJECT)
+    return ModelCall(
+        role=node.role,
+        method=node.method,
+        kind=node.call.spec.kind,
+        reads=tuple(dict.fromkeys(names[column] for column in columns)),
+        writes=tuple(names[node, column] for column in written if (node, column) in names),
+    )
