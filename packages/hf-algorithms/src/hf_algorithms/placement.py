@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hf_algorithms.config import ClusterConfig, Config
     from hf_mapper import ClusterSpec
 
-__all__ = ["MODEL_ROLES", "check_plan", "plan_dataflow", "plan_placement", "require_mapper"]
+__all__ = ["MODEL_ROLES", "check_plan", "compute_workload", "plan_dataflow", "plan_placement", "require_mapper"]
 
 MODEL_ROLES = ("actor", "critic", "reference")
 """Roles that hold a model; the others call functions."""
@@ -64,19 +64,26 @@ def plan_placement(config: Config, shape: ModelShape, *, prompt_tokens: int) -> 
 
     dataflow = plan_dataflow(config)
     workload = WorkloadSpec(
-        global_batch=config.rollout.batch_size,
-        samples_per_prompt=config.rollout.samples_per_prompt,
-        prompt_tokens=prompt_tokens,
-        response_tokens=config.rollout.max_new_tokens,
-        epochs=config.algorithm.epochs,
-        mini_batches=config.algorithm.mini_batches,
-        dtype=config.training.dtype,
-        micro_batch_tokens=config.training.micro_batch_tokens,
+        **compute_workload(config, prompt_tokens=prompt_tokens),
         largest_generation=load_rollout_backend(config.rollout.backend).largest_generation,
     )
     models = {role: shape for role in dataflow.roles if role in MODEL_ROLES}
     cluster = _describe_cluster(config.cluster)
     return map_dataflow(dataflow, models, cluster, workload, backends=(config.training.backend,))
+
+
+def compute_workload(config: Config, *, prompt_tokens: int) -> dict[str, Any]:
+    """One iteration as the mapper counts it: fields of ``hf_mapper.WorkloadSpec``, lengths the longest."""
+    return {
+        "global_batch": config.rollout.batch_size,
+        "samples_per_prompt": config.rollout.samples_per_prompt,
+        "prompt_tokens": prompt_tokens,
+        "response_tokens": config.rollout.max_new_tokens,
+        "epochs": config.algorithm.epochs,
+        "mini_batches": config.algorithm.mini_batches,
+        "dtype": config.training.dtype,
+        "micro_batch_tokens": config.training.micro_batch_tokens,
+    }
 
 
 def check_plan(config: Config, plan: MappingPlan) -> None:

@@ -17,7 +17,7 @@ from hf_algorithms.data import PromptDataset, load_rows, select_rows
 from hf_algorithms.display import RunDisplay
 from hf_algorithms.evaluation import collect_samples, evaluate, measure_divergence
 from hf_algorithms.initial_model import InitialModel, build_initial_model
-from hf_algorithms.placement import check_plan, plan_placement
+from hf_algorithms.placement import check_plan, compute_workload, plan_placement
 from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.recipes import RECIPES
 from hf_algorithms.recipes.sft import warm_start
@@ -149,7 +149,11 @@ class _Run:
         self._test = self._put_first_rows(inputs.test)
         self._busy_s = 0.0
         self._num_tokens = 0.0
-        self._summary: dict[str, Any] = {"iterations": 0, "versions": {name: version(name) for name in _PACKAGES}}
+        self._summary: dict[str, Any] = {
+            "iterations": 0,
+            "versions": {name: version(name) for name in _PACKAGES},
+            "workload": compute_workload(config, prompt_tokens=inputs.train.max_prompt_tokens),
+        }
 
     def execute(self) -> dict[str, Any]:
         """All phases in order; whatever happens, what was reached is on disk."""

@@ -26,6 +26,15 @@ from hf_mapper.parallelism import ModelOption, best_parallelism
 from hf_mapper.placements import PoolRequest, Slots, pack, set_partitions
 from hf_mapper.report import render_calibration, render_errors, render_plan
 from hf_mapper.search import compute_cost, map_dataflow
+from hf_mapper.simulation import (
+    CallEstimate,
+    PoolChoice,
+    Simulation,
+    parse_placement,
+    read_placement,
+    simulate_placement,
+)
+from hf_mapper.simulation_report import render_simulation, render_stage_errors
 from hf_mapper.simulators import (
     Estimate,
     estimate_memory,
@@ -44,11 +53,13 @@ from hf_mapper.specs import (
     host_gpu,
     known_gpus,
 )
+from hf_mapper.traces import StageCase, StageError, TraceConstants, calibrate_traces, read_stages, validate_trace
 from hf_mapper.validation import SourceErrors, SweepErrors, build_report, validate_folder
 
 __all__ = [
     "HOST_KIND",
     "Calibration",
+    "CallEstimate",
     "ClusterSpec",
     "EfficiencySpec",
     "EngineSpec",
@@ -59,15 +70,21 @@ __all__ = [
     "MapperConfig",
     "ModelDemand",
     "ModelOption",
+    "PoolChoice",
     "PoolRequest",
+    "Simulation",
     "Slots",
     "SoftwareSpec",
     "SourceErrors",
+    "StageCase",
+    "StageError",
     "SweepErrors",
+    "TraceConstants",
     "WorkloadSpec",
     "best_parallelism",
     "build_report",
     "calibrate_folder",
+    "calibrate_traces",
     "compute_cost",
     "estimate_memory",
     "find_smallest_cluster",
@@ -77,13 +94,20 @@ __all__ = [
     "known_gpus",
     "map_dataflow",
     "pack",
+    "parse_placement",
     "read_config",
+    "read_placement",
+    "read_stages",
     "render_calibration",
     "render_errors",
     "render_plan",
+    "render_simulation",
+    "render_stage_errors",
     "set_partitions",
     "simulate_generation",
     "simulate_inference",
+    "simulate_placement",
     "simulate_training",
     "validate_folder",
+    "validate_trace",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from hf_mapper.calibration import calibrate_folder
 from hf_mapper.config import read_config
 from hf_mapper.report import render_calibration, render_errors, render_plan
 from hf_mapper.search import map_dataflow
+from hf_mapper.simulation import parse_placement, read_placement, simulate_placement
+from hf_mapper.simulation_report import render_simulation, render_stage_errors
+from hf_mapper.traces import TraceConstants, calibrate_traces, validate_trace
 from hf_mapper.validation import build_report, validate_folder
-from hf_protocols import HybridFlowError
+from hf_protocols import HybridFlowError, MappingPlan
 
-__all__ = ["calibrate", "main", "plan", "validate"]
+__all__ = ["calibrate", "main", "plan", "simulate", "validate"]
 
 
 class _InputError(click.ClickException):
@@ -66,10 +70,51 @@ def plan(config: Path, as_json: bool, time_limit: float | None) -> None:
 
 
 @main.command()
-@click.option("--data", required=True, type=click.Path(path_type=Path), help="A folder of measured tables, *.csv.")
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option(
+    "--placement",
+    required=True,
+    metavar="PLACEMENT",
+    help="Pools, such as actor+reference=8,critic+reward=8 (=8@h100 names the kind), or a plan's JSON file.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the plan of the placement and every call as JSON.")
+def simulate(config: Path, placement: str, as_json: bool) -> None:
+    """Say what a given placement of CONFIG's models takes: seconds and bytes of every call, stage by stage."""
+    try:
+        problem = read_config(config)
+        if placement.endswith(".json"):
+            pools = read_placement(MappingPlan.from_json(_read(Path(placement))))
+        else:
+            pools = parse_placement(placement)
+        found = simulate_placement(
+            problem.dataflow, problem.models, problem.cluster, problem.workload, pools, backends=problem.backends
+        )
+        found.check_memory()
+    except HybridFlowError as error:
+        raise _InputError(str(error)) from error
+    if as_json:
+        calls = [{**asdict(call), "excess_bytes": call.excess_bytes} for call in found.calls]
+        click.echo(json.dumps({"plan": json.loads(found.plan.to_json()), "calls": calls}, indent=2))
+    else:
+        render_plan(found.plan, Console())
+        render_simulation(found, Console())
+
+
+@main.command()
+@click.option("--data", type=click.Path(path_type=Path), help="A folder of measured tables, *.csv.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path), help="The trace.json in the directory of a run of hybridflow."
+)
+@click.option("--constants", type=click.Path(path_type=Path), help="With --trace: what calibrate --output wrote.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; errors are fractions.")
-def validate(data: Path, as_json: bool) -> None:
-    """Compare the simulators with measured tables, recognised by their columns."""
+def validate(data: Path | None, trace: Path | None, constants: Path | None, as_json: bool) -> None:
+    """Compare the simulators with measured tables, recognised by their columns, or with a run of hybridflow."""
+    if (data is None) == (trace is None):
+        raise _InputError("give either --data, a folder of measured tables, or --trace, a run's trace.json")
+    if data is None:
+        assert trace is not None, "one of the two is given"
+        _validate_trace(trace, constants, as_json=as_json)
+        return
     try:
         errors = validate_folder(data)
     except HybridFlowError as error:
@@ -81,11 +126,29 @@ def validate(data: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--data", required=True, type=click.Path(path_type=Path), help="A folder of measured tables, *.csv.")
+@click.option("--data", type=click.Path(path_type=Path), help="A folder of measured tables, *.csv.")
+@click.option(
+    "--trace",
+    "traces",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="The trace.json in the directory of a run of hybridflow; several runs of different sizes tell more.",
+)
+@click.option("--output", type=click.Path(path_type=Path), help="With --trace: write the constants here, as JSON.")
 @click.option("--stack", help="Only this software, such as pytorch or vllm.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; errors are fractions.")
-def calibrate(data: Path, stack: str | None, as_json: bool) -> None:
-    """Fit the constants of each GPU and software in measured tables; every model is left out once and scored."""
+def calibrate(
+    data: Path | None, traces: tuple[Path, ...], output: Path | None, stack: str | None, as_json: bool
+) -> None:
+    """Fit the constants of each GPU and software in measured tables; every model is left out once and scored.
+
+    With --trace, fit those of the device that runs of hybridflow were on.
+    """
+    if (data is None) == (not traces):
+        raise _InputError("give either --data, a folder of measured tables, or --trace, a run's trace.json")
+    if data is None:
+        _calibrate_traces(traces, output, as_json=as_json)
+        return
     try:
         found = calibrate_folder(data, stack=stack)
     except HybridFlowError as error:
@@ -94,3 +157,43 @@ def calibrate(data: Path, stack: str | None, as_json: bool) -> None:
         click.echo(json.dumps({"calibrations": [asdict(calibration) for calibration in found]}, indent=2))
     else:
         render_calibration(found, Console())
+
+
+def _validate_trace(trace: Path, constants: Path | None, *, as_json: bool) -> None:
+    try:
+        known = None if constants is None else TraceConstants.from_json(_read(constants))
+        errors = validate_trace(trace, known)
+    except HybridFlowError as error:
+        raise _InputError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps({"stages": [asdict(stage) for stage in errors]}, indent=2))
+    else:
+        render_stage_errors(errors, Console())
+
+
+def _calibrate_traces(traces: Sequence[Path], output: Path | None, *, as_json: bool) -> None:
+    try:
+        found = calibrate_traces(traces)
+        errors = [stage for trace in traces for stage in validate_trace(trace, found)]
+        if output is not None:
+            _write(output, found.to_json())
+    except HybridFlowError as error:
+        raise _InputError(str(error)) from error
+    if as_json:
+        click.echo(found.to_json(), nl=False)
+    else:
+        render_stage_errors(errors, Console())
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _InputError(f"{path} cannot be read: {error}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _InputError(f"{path} cannot be written: {error.strerror}") from error

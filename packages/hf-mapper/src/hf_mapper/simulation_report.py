@@ -1,0 +1,50 @@
+"""Stages as tables: what a placement would take, and what a run took against it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from hf_mapper.simulation import Simulation
+from hf_mapper.traces import StageError
+
+__all__ = ["render_simulation", "render_stage_errors"]
+
+
+def render_stage_errors(errors: Sequence[StageError], console: Console) -> None:
+    """Print a line for each stage: predicted and measured milliseconds an iteration, and the error in %."""
+    table = _build_table("Stages of the run", "stage", "call")
+    for heading in ("predicted ms", "measured ms", "error %"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for stage in errors:
+        figures = (f"{1e3 * stage.predicted_s:.1f}", f"{1e3 * stage.measured_s:.1f}", f"{100 * stage.error:+.1f}")
+        table.add_row(stage.phase, f"{stage.role}.{stage.method}", *figures)
+    console.print(table)
+
+
+def render_simulation(simulation: Simulation, console: Console) -> None:
+    """Print a line for each call: seconds and their parts, GiB per device and how much of it is over."""
+    table = _build_table("Calls", "stage", "call", "pool")
+    for heading in ("seconds", "GiB", "of"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("seconds of", overflow="fold")
+    for call in simulation.calls:
+        parts = sorted(call.breakdown.items(), key=lambda part: -part[1])
+        named = ", ".join(f"{name.removesuffix('_s')} {_seconds(part)}" for name, part in parts if part > 0)
+        figures = (_seconds(call.latency_s), f"{call.memory_bytes / 2**30:.1f}", f"{call.usable_bytes / 2**30:.1f}")
+        table.add_row(str(call.stage + 1), f"{call.role}.{call.method}", call.pool, *figures, named)
+    console.print(table)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g}"
+
+
+def _build_table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table

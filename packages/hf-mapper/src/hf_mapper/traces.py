@@ -1,0 +1,289 @@
+"""Measured runs of this project: the times in a run's trace, stage by stage, against the simulators' answers.
+
+A run's directory has ``trace.json``, the plan that was followed (``plan.json``), the workload (in ``summary.json``) and
+the model (``model/config.json``). A stage's time is that of its slowest rank inside the method, summed over the calls
+of an iteration; the median over iterations counts, without the first, which warms everything up.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hf_mapper.calibration import fit_constants
+from hf_mapper.efficiency import EfficiencySpec
+from hf_mapper.measured import build_cluster
+from hf_mapper.simulators.generation import simulate_rollout, simulate_transition
+from hf_mapper.simulators.inference import simulate_inference
+from hf_mapper.simulators.training import simulate_training
+from hf_mapper.specs import HOST_KIND, ClusterSpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
+from hf_protocols import ConfigError, GenerationSpec, HybridFlowError, MappingPlan, ModelShape, ParallelSpec, PoolPlan
+
+__all__ = ["StageCase", "StageError", "TraceConstants", "calibrate_traces", "read_stages", "validate_trace"]
+
+StagePhase = Literal["transition", "generation", "inference", "training"]
+
+_SUB_SPANS: dict[str, StagePhase] = {"reshard": "transition", "generate": "generation"}
+_METHODS: tuple[tuple[str, StagePhase], ...] = (("update_", "training"), ("compute_", "inference"))
+
+_FREE = (
+    (("transition",), ("link_efficiency",)),
+    (("generation", "inference"), ("inference_flops", "layer_latency_s", "memory_bandwidth", "sequence_latency_s")),
+    (("training",), ("training_flops", "training_latency_s")),
+)
+"""What is fitted to which stages, in this order: one constant of the links, six of the devices with their software."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceConstants:
+    """A device as runs have shown it, and its links: what ``calibrate --trace`` finds."""
+
+    gpu: GpuSpec
+    link_efficiency: float = 0.71
+    intra_latency_s: float = 1.25e-5
+
+    def to_json(self) -> str:
+        """As JSON text; ``gpu`` is also what a mapping problem takes as the ``gpu`` of a machine."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> TraceConstants:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ConfigError: for anything else.
+        """
+        try:
+            body = json.loads(text)
+            spec = body.pop("gpu")
+            return cls(gpu=GpuSpec(**{**spec, "efficiency": EfficiencySpec(**spec["efficiency"])}), **body)
+        except HybridFlowError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"these are no constants of calibrate --trace --output: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCase:
+    """One stage of a run: ``measured`` seconds an iteration, and all that a simulator needs."""
+
+    role: str
+    method: str
+    phase: StagePhase
+    model: ModelShape
+    cluster: ClusterSpec
+    parallel: ParallelSpec
+    generation: GenerationSpec | None
+    backend: str
+    workload: WorkloadSpec
+    measured: float
+
+    @property
+    def fit_group(self) -> str:
+        """Each stage weighs the same in a fit."""
+        return f"{self.role}.{self.method} {self.phase}"
+
+    def predict(self) -> float:
+        """Seconds that the simulator of the phase answers."""
+        model, cluster, workload = self.model, self.cluster, self.workload
+        if self.phase == "training":
+            return simulate_training(model, cluster, self.parallel, workload, backend=self.backend).latency_s
+        if self.phase == "inference":
+            return simulate_inference(model, cluster, self.parallel, workload, backend=self.backend).latency_s
+        generation = self.generation or GenerationSpec()
+        if self.phase == "transition":
+            return simulate_transition(
+                model, cluster, self.parallel, workload, generation=generation, backend=self.backend
+            ).latency_s
+        world_size = self.parallel.world_size
+        return simulate_rollout(model, cluster, workload, world_size=world_size, generation=generation).latency_s
+
+    def with_constants(self, efficiency: EfficiencySpec, **links: float) -> StageCase:
+        """The same stage with other constants."""
+        return replace(self, cluster=build_cluster(self.cluster, efficiency, **links))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageError:
+    """Predicted and measured seconds of one stage; ``error`` is predicted / measured - 1."""
+
+    role: str
+    method: str
+    phase: str
+    predicted_s: float
+    measured_s: float
+    error: float
+
+
+def validate_trace(path: Path | str, constants: TraceConstants | None = None) -> list[StageError]:
+    """Every stage of the run beside ``path``, its ``trace.json``, in order of its calls.
+
+    Args:
+        path: the trace.
+        constants: of the run's devices; those of the catalogue, or an ordinary core's, by default.
+
+    Raises:
+        ConfigError: for a file that is missing or no such file, or a trace without a stage.
+    """
+    found = []
+    for case in read_stages(path, constants):
+        predicted = case.predict()
+        found.append(
+            StageError(
+                role=case.role,
+                method=case.method,
+                phase=case.phase,
+                predicted_s=predicted,
+                measured_s=case.measured,
+                error=predicted / case.measured - 1,
+            )
+        )
+    return found
+
+
+def calibrate_traces(paths: Sequence[Path | str]) -> TraceConstants:
+    """The constants under which the simulators are closest to the stages of some profile runs on one kind of device.
+
+    Runs of different sizes tell fixed costs from rates; with one run alone a constant stands for both.
+
+    Raises:
+        ConfigError: as :func:`validate_trace`, or for runs on different kinds of device.
+    """
+    kinds = {case.cluster.machine.gpu.kind for path in paths for case in read_stages(path)}
+    if len(kinds) != 1:
+        raise ConfigError(f"these runs are on {', '.join(sorted(kinds)) or 'nothing'}: calibrate one kind at a time")
+    kind = kinds.pop()
+    spec = _fast_core() if kind == HOST_KIND else gpu(kind)
+    cases = [case for path in paths for case in read_stages(path, TraceConstants(gpu=spec))]
+    efficiency, links = spec.efficiency, dict[str, float]()
+    for phases, names in _FREE:
+        # what one rank resharding to itself takes says nothing of links
+        chosen = [case for case in cases if case.phase in phases and (case.phase != "transition" or case.predict() > 0)]
+        if not chosen:
+            continue
+        values = fit_constants(chosen, names, steps=400)  # type: ignore[arg-type] # these cases have what a fit asks for
+        own = {field.name for field in fields(EfficiencySpec)} & values.keys()
+        efficiency = replace(efficiency, **{name: values[name] for name in own})
+        links |= {name: value for name, value in values.items() if name not in own}
+        cases = [case.with_constants(efficiency, **links) for case in cases]
+    return TraceConstants(gpu=replace(spec, efficiency=efficiency, source="calibrate --trace"), **links)
+
+
+def read_stages(path: Path | str, constants: TraceConstants | None = None) -> list[StageCase]:
+    """The stages of the run beside a trace, in order of their first calls.
+
+    Raises:
+        ConfigError: as :func:`validate_trace`.
+    """
+    path = Path(path)
+    run = path.parent
+    events = _load(path).get("traceEvents", [])
+    workload = _load(run / "summary.json").get("workload")
+    if not isinstance(workload, dict):
+        raise ConfigError(f"{run / 'summary.json'} has no workload: run it anew with this release")
+    plan = MappingPlan.from_json(_read(run / "plan.json"))
+    model = ModelShape.from_config(run / "model" / "config.json")
+    found = []
+    for (role, method, phase), measured in _measure(events).items():
+        placed = plan.models.get(role)
+        if placed is None or placed.train is None:
+            continue  # a function
+        found.append(
+            StageCase(
+                role=role,
+                method=method,
+                phase=phase,
+                model=model,
+                cluster=_build_cluster(plan.pool(placed.pool), constants),
+                parallel=placed.train,
+                generation=placed.generation,
+                backend=placed.backend,
+                workload=WorkloadSpec(**{**workload, "micro_batch_tokens": placed.micro_batch_tokens}),
+                measured=measured,
+            )
+        )
+    if not found:
+        raise ConfigError(f"{path} has no call of a model in an iteration: give the trace.json of a run's directory")
+    return found
+
+
+def _fast_core() -> GpuSpec:
+    """More than one core and its links reach: what is fitted are parts of these figures."""
+    return host_gpu(
+        memory_bytes=2**34,
+        peak_flops_per_s=2e11,
+        memory_bandwidth_bytes_per_s=5e10,
+        link_bandwidth_bytes_per_s=1e10,
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; a run leaves it beside its trace") from None
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        body = json.loads(_read(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ConfigError(f"{path} is no JSON object: give the trace.json of a run's directory")
+    return body
+
+
+def _build_cluster(pool: PoolPlan, constants: TraceConstants | None) -> ClusterSpec:
+    kind, slots = pool.machines[0].gpu_kind, max(machine.slots for machine in pool.machines)
+    if constants is None:
+        constants = TraceConstants(gpu=host_gpu(memory_bytes=2**34) if kind == HOST_KIND else gpu(kind))
+    if constants.gpu.kind != kind:
+        raise ConfigError(f"the constants are of {constants.gpu.kind}, the run was on {kind}: calibrate on such a run")
+    return ClusterSpec(
+        machines=(
+            MachineSpec(
+                gpu=constants.gpu,
+                num_gpus=slots,
+                num_machines=len(pool.machines),
+                intra_latency_s=constants.intra_latency_s,
+            ),
+        ),
+        inter_bandwidth_bytes_per_s=constants.gpu.link_bandwidth_bytes_per_s,
+        link_efficiency=constants.link_efficiency,
+    )
+
+
+def _measure(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, StagePhase], float]:
+    """Median seconds an iteration of every stage, in order of first calls."""
+    spans = sorted((event for event in events if event.get("ph") == "X"), key=lambda event: float(event["ts"]))
+    calls = [event for event in spans if "call" in event["args"] and isinstance(event["args"].get("iteration"), int)]
+    longest: dict[tuple[str, str, StagePhase], dict[int, dict[Any, float]]] = {}
+    for call in calls:
+        role, _, method = call["name"].partition(".")
+        for phase, seconds in _split(call, method, spans):
+            of_call = longest.setdefault((role, method, phase), {}).setdefault(call["args"]["iteration"], {})
+            number = call["args"]["call"]
+            of_call[number] = max(of_call.get(number, 0.0), seconds)
+    medians = {}
+    for stage, iterations in longest.items():
+        kept = sorted(iterations)[1:] or list(iterations)
+        medians[stage] = statistics.median(sum(iterations[iteration].values()) for iteration in kept)
+    return {stage: seconds for stage, seconds in medians.items() if seconds > 0}
+
+
+def _split(call: Mapping[str, Any], method: str, spans: Sequence[Mapping[str, Any]]) -> list[tuple[StagePhase, float]]:
+    """The phases of one call on one rank, with their seconds."""
+    for prefix, phase in _METHODS:
+        if method.startswith(prefix):
+            return [(phase, call["args"]["compute_ms"] / 1e3)]
+    row, begin, end = (call["pid"], call["tid"]), call["ts"], call["ts"] + call["dur"]
+    return [
+        (_SUB_SPANS[span["name"]], span["dur"] / 1e6)
+        for span in spans
+        if span["name"] in _SUB_SPANS and (span["pid"], span["tid"]) == row and begin <= span["ts"] <= end
+    ]

@@ -1,0 +1,204 @@
+"""Runs made up from the simulators' own answers: what was put in must be found again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hf_mapper import (
+    EfficiencySpec,
+    TraceConstants,
+    calibrate_traces,
+    host_gpu,
+    read_stages,
+    validate_trace,
+)
+from hf_mapper.cli import main
+from hf_protocols import ConfigError, GenerationSpec, MachinePlan, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
+
+CONFIG = {
+    "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 160, "intermediate_size": 448,
+    "num_attention_heads": 5, "num_key_value_heads": 5, "vocab_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+WORKLOAD = {
+    "global_batch": 64, "samples_per_prompt": 1, "prompt_tokens": 12, "response_tokens": 8, "epochs": 1,
+    "mini_batches": 2, "dtype": "float32", "micro_batch_tokens": 8192,
+}  # fmt: skip
+STAGES = [
+    ("actor", "generate_sequences", "transition"),
+    ("actor", "generate_sequences", "generation"),
+    ("actor", "compute_logprobs", "inference"),
+    ("critic", "update_critic", "training"),
+]
+
+
+def plan() -> MappingPlan:
+    model = ModelPlan(pool="models", backend="fsdp", train=ParallelSpec(dp_size=2))
+    return MappingPlan(
+        pools=(
+            PoolPlan(name="models", machines=(MachinePlan(gpu_kind="cpu", slots=2),)),
+            PoolPlan(name="advantage", machines=(MachinePlan(gpu_kind="cpu", slots=1),)),
+        ),
+        models={
+            "actor": replace(model, generation=GenerationSpec()),
+            "critic": model,
+            "advantage": ModelPlan(pool="advantage", backend="function"),
+        },
+    )
+
+
+def write_run(folder: Path, seconds: dict[str, float], *, slow: float = 1.0, **sizes: Any) -> Path:
+    """A run of four iterations on two ranks, the second of which is faster; the first iteration is ``slow``er."""
+    (folder / "model").mkdir(parents=True)
+    config = {**CONFIG, **{key: value for key, value in sizes.items() if key in CONFIG}}
+    workload = {**WORKLOAD, **{key: value for key, value in sizes.items() if key in WORKLOAD}}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    (folder / "summary.json").write_text(json.dumps({"workload": workload}))
+    (folder / "plan.json").write_text(plan().to_json())
+    events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "x"}}]
+    clock = 0.0
+    for iteration in range(1, 5):
+        factor = slow if iteration == 1 else 1.0
+        for number, name in enumerate(("actor.generate_sequences", "actor.compute_logprobs", "critic.update_critic")):
+            repeats = 2 if "update" in name else 1
+            for part in range(repeats):
+                total = factor * sum(value for key, value in seconds.items() if key.startswith(name)) / repeats
+                for rank, share in ((0, 1.0), (1, 0.5)):
+                    call = 100 * iteration + 10 * number + part
+                    arguments = {"call": call, "iteration": iteration, "compute_ms": 1e3 * total * share}
+                    events.append(complete(name, clock, total * share, rank, arguments))
+                    if "generate" in name:
+                        middle = clock
+                        for span, phase in (("reshard", "transition"), ("generate", "generation")):
+                            length = factor * share * seconds[f"{name} {phase}"]
+                            events.append(complete(span, middle, length, rank, {}))
+                            middle += length
+                clock += total + 1
+        metrics = {"call": 9000 + iteration, "iteration": iteration, "compute_ms": 5.0}
+        events.append(complete("advantage.compute_advantages", clock, 0.005, 0, metrics, pid=2))
+    # an evaluation, which belongs to no iteration
+    events.append(complete("actor.generate_sequences", clock, 99.0, 0, {"call": 1, "compute_ms": 99e3}))
+    (folder / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    return folder / "trace.json"
+
+
+def complete(
+    name: str, start_s: float, seconds: float, rank: int, arguments: dict[str, Any], pid: int = 1
+) -> dict[str, Any]:
+    return {
+        "ph": "X", "name": name, "pid": pid, "tid": rank, "ts": 1e6 * start_s, "dur": 1e6 * seconds, "args": arguments,
+    }  # fmt: skip
+
+
+MEASURED = {
+    "actor.generate_sequences transition": 0.01,
+    "actor.generate_sequences generation": 0.2,
+    "actor.compute_logprobs inference": 0.05,
+    "critic.update_critic training": 0.4,
+}
+
+
+def test_a_stage_is_the_slowest_rank_over_the_calls_of_an_iteration(tmp_path: Path) -> None:
+    """Two updates of 0.2 s make 0.4 s; the warm-up, the faster rank, functions and evaluations do not count."""
+    cases = read_stages(write_run(tmp_path / "run", MEASURED, slow=7.0))
+    assert [(case.role, case.method, case.phase) for case in cases] == STAGES
+    assert {case.fit_group: case.measured for case in cases} == pytest.approx(MEASURED)
+    assert all(case.parallel == ParallelSpec(dp_size=2) and case.workload.mini_batches == 2 for case in cases)
+
+
+def truth() -> TraceConstants:
+    """A device that differs from the defaults in everything that is fitted."""
+    efficiency = EfficiencySpec(
+        training_flops=0.31, training_latency_s=9e-4, inference_flops=0.12, layer_latency_s=4e-4,
+        memory_bandwidth=0.33, sequence_latency_s=2e-5,
+    )  # fmt: skip
+    spec = host_gpu(
+        memory_bytes=2**34,
+        peak_flops_per_s=2e11,
+        memory_bandwidth_bytes_per_s=5e10,
+        link_bandwidth_bytes_per_s=1e10,
+    )
+    return TraceConstants(gpu=replace(spec, efficiency=efficiency), link_efficiency=0.05)
+
+
+def simulated_run(folder: Path, **sizes: Any) -> Path:
+    """A run that takes exactly what the simulators say of the true device."""
+    guess = write_run(folder / "guess", MEASURED, **sizes)
+    return write_run(folder / "run", {case.fit_group: case.predict() for case in read_stages(guess, truth())}, **sizes)
+
+
+def test_calibration_finds_the_device_again_and_predicts_another_size(tmp_path: Path) -> None:
+    profiles = [
+        simulated_run(tmp_path / "a"),
+        simulated_run(tmp_path / "b", hidden_size=640, intermediate_size=1792, global_batch=256, response_tokens=24),
+        simulated_run(tmp_path / "c", num_hidden_layers=6, global_batch=16),
+    ]
+    other = simulated_run(tmp_path / "d", hidden_size=320, intermediate_size=896, global_batch=128)
+    found = calibrate_traces(profiles)
+    assert found.link_efficiency == pytest.approx(0.05, rel=0.01)
+    for error in validate_trace(other, found):
+        assert abs(error.error) < 0.03, error
+    before = [abs(error.error) for error in validate_trace(other)]
+    assert max(before) > 0.3, "the default device is another one"
+    # predicted over measured, less one
+    for error in validate_trace(other):
+        assert error.error == pytest.approx(error.predicted_s / error.measured_s - 1)
+
+
+def test_constants_travel_as_json() -> None:
+    assert TraceConstants.from_json(truth().to_json()) == truth()
+    for text in ("{}", "[]", "x", '{"gpu": {"efficiency": {}}}'):
+        with pytest.raises(ConfigError, match="no constants of calibrate --trace"):
+            TraceConstants.from_json(text)
+
+
+def run_command(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, list(map(str, arguments)), env={"COLUMNS": "160"})
+    return result.exit_code, result.output
+
+
+def test_the_commands_go_together(tmp_path: Path) -> None:
+    profile, other = simulated_run(tmp_path / "a"), simulated_run(tmp_path / "b", global_batch=32)
+    code, output = run_command("calibrate", "--trace", profile, "--output", tmp_path / "cpu.json")
+    assert (code, "actor.compute_logprobs" in output) == (0, True)
+    code, output = run_command("calibrate", "--trace", profile, "--json")
+    assert (code, output) == (0, (tmp_path / "cpu.json").read_text())
+    code, output = run_command("validate", "--trace", other, "--constants", tmp_path / "cpu.json", "--json")
+    assert code == 0
+    stages = json.loads(output)["stages"]
+    constants = TraceConstants.from_json((tmp_path / "cpu.json").read_text())
+    assert stages == [asdict(error) for error in validate_trace(other, constants)]
+    code, output = run_command("validate", "--trace", other)
+    for word in ("transition", "generation", "inference", "training", "critic.update_critic", "predicted"):
+        assert word in output
+
+
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    trace = write_run(tmp_path / "run", MEASURED)
+    empty = tmp_path / "empty" / "trace.json"
+    empty.parent.mkdir()
+    empty.write_text("{}")
+    nothing = write_run(tmp_path / "nothing", MEASURED)
+    nothing.write_text('{"traceEvents": []}')
+    other_kind = tmp_path / "h100.json"
+    other_kind.write_text(replace(truth(), gpu=replace(truth().gpu, kind="h100")).to_json())
+    cases = [
+        (("validate",), "give either --data"),
+        (("calibrate",), "give either --data"),
+        (("validate", "--trace", trace, "--data", tmp_path), "give either --data"),
+        (("validate", "--trace", tmp_path / "absent.json"), "absent.json cannot be read"),
+        (("validate", "--trace", empty), "summary.json cannot be read"),
+        (("validate", "--trace", nothing), "no call of a model in an iteration"),
+        (("validate", "--trace", trace, "--constants", tmp_path / "absent"), "absent cannot be read"),
+        (("validate", "--trace", trace, "--constants", trace), "no constants of calibrate"),
+        (("validate", "--trace", trace, "--constants", other_kind), "constants are of h100, the run was on cpu"),
+    ]
+    for arguments, message in cases:
+        code, output = run_command(*arguments)
+        assert (code, message in output) == (2, True), (arguments, output)
+        assert len(output.splitlines()) == 1, output
