@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -144,3 +145,10 @@ class Without:
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.partition(".")[0] == self._package:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_the_plan_in_the_guide_is_this_one() -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "plan-and-train-by-a-plan.md"
+    (block,) = re.findall(r"^```json\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    shown, trained = MappingPlan.from_json(block), two_pools()
+    assert (shown.pools, dict(shown.models)) == (trained.pools, dict(trained.models))
