@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 
-from hf_protocols import GenerationSpec, MachinePlan, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
+from hf_algorithms import load_config
+from hf_algorithms.run import load_inputs
+from hf_engine import load_rollout_backend
+from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu, map_dataflow
+from hf_protocols import Dataflow, GenerationSpec, MachinePlan, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
 from small_runs import Outcome, read_metrics, without_times
 
 ON_RAY = ("run.executor=ray", "cluster.call_timeout_s=100")
@@ -152,3 +156,29 @@ def test_the_plan_in_the_guide_is_this_one() -> None:
     (block,) = re.findall(r"^```json\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     shown, trained = MappingPlan.from_json(block), two_pools()
     assert (shown.pools, dict(shown.models)) == (trained.pools, dict(trained.models))
+
+
+def test_the_plan_is_the_mappers_for_the_published_dataflow(
+    small_config: Path, hybridflow: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    changes = ("cluster.gpu=l40s", "cluster.gpus_per_machine=4", "algorithm.mini_batches=2")
+    outcome = hybridflow("plan", small_config, "--json", *settings(*changes))
+    assert outcome.exit_code == 0, outcome.errors
+    config = load_config(small_config, changes)
+    inputs = load_inputs(config, tmp_path)
+    workload = WorkloadSpec(
+        global_batch=8,
+        prompt_tokens=inputs.train.max_prompt_tokens,
+        response_tokens=5,
+        mini_batches=2,
+        dtype="float32",
+        largest_generation=load_rollout_backend("transformers").largest_generation,
+    )
+    expected = map_dataflow(
+        Dataflow.preset("ppo"),
+        dict.fromkeys(("actor", "critic", "reference"), inputs.model.shape),
+        ClusterSpec(machines=(MachineSpec(gpu=gpu("l40s"), num_gpus=4),)),
+        workload,
+        backends=("fsdp",),
+    )
+    assert MappingPlan.from_json(outcome.output) == expected

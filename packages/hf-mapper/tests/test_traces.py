@@ -15,6 +15,7 @@ from hf_mapper import (
     TraceConstants,
     calibrate_traces,
     host_gpu,
+    read_config,
     read_stages,
     validate_trace,
 )
@@ -202,3 +203,31 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         code, output = run_command(*arguments)
         assert (code, message in output) == (2, True), (arguments, output)
         assert len(output.splitlines()) == 1, output
+
+
+def test_a_mapping_problem_takes_the_device_that_was_found(tmp_path: Path) -> None:
+    device = json.loads(truth().to_json())["gpu"]
+    problem = f"""
+        dataflow = "ppo"
+        [models]
+        actor = "qwen2.5-0.5b"
+        critic = "qwen2.5-0.5b"
+        reference = "qwen2.5-0.5b"
+        [[cluster.machines]]
+        gpu = {inline(device)}
+        num_gpus = 4
+        [workload]
+        global_batch = 8
+        prompt_tokens = 6
+        response_tokens = 6
+        dtype = "float32"
+    """
+    (tmp_path / "problem.toml").write_text(problem)
+    assert read_config(tmp_path / "problem.toml").cluster.machine.gpu == truth().gpu
+
+
+def inline(value: object) -> str:
+    """As TOML has it in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {inline(entry)}" for key, entry in value.items()) + "}"
+    return json.dumps(value)

@@ -174,7 +174,7 @@ def _read_gpu(entry: Any, where: str) -> GpuSpec:
     if isinstance(entry, str):
         return gpu(entry)
     table = _table(entry, where)
-    if table.get("kind") == HOST_KIND:
+    if table.get("kind") == HOST_KIND and not isinstance(table.get("peak_flops_per_s"), dict):
         figures = {key: value for key, value in table.items() if key != "kind"}
         known = [name for name in get_type_hints(host_gpu) if name != "return"]
         _check_keys(where, figures, known, required=("memory_bytes",))

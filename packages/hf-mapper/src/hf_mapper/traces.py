@@ -47,7 +47,7 @@ class TraceConstants:
     intra_latency_s: float = 1.25e-5
 
     def to_json(self) -> str:
-        """As JSON text; ``gpu`` is also what a mapping problem takes as the ``gpu`` of a machine."""
+        """As JSON text; a mapping problem takes the same fields as the ``gpu`` of a machine."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
