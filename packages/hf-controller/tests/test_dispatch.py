@@ -6,6 +6,7 @@ from tensordict import TensorDict
 
 from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec
 from hf_controller.dispatch import BatchArgument, Call, build_calls, compute_called_ranks
+from hf_controller.futures import as_selection
 from hf_controller.worker_group import WorkerGroup
 from hf_protocols import (
     ALL_TO_ALL,
@@ -106,3 +107,14 @@ def test_rows_that_are_known_are_checked_when_the_call_is_made():
             group.m(TensorDict({"y": torch.zeros(1)}, batch_size=[1]))
         with pytest.raises(BatchError, match=r"half.m asks for y; the batch has x"):
             group.m(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
+
+
+@pytest.mark.parametrize("index", [slice(2), slice(1, 4), slice(1, 6, 2), slice(3, 0, -1), slice(3, None, -1)])
+def test_a_slice_chooses_the_rows_that_it_chooses_of_a_list(index):
+    assert list(as_selection(index)) == list(range(100))[index]
+
+
+@pytest.mark.parametrize("index", [slice(None), slice(-2), slice(None, 0, -1), slice(3, -9, -1), slice(-3, 9)])
+def test_a_slice_that_needs_the_number_of_rows_is_refused(index):
+    with pytest.raises(BatchError, match=r"needs a slice with a stop >= 0 \(backwards: a start\)"):
+        as_selection(index)

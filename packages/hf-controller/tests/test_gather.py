@@ -222,6 +222,59 @@ def test_shards_that_disagree_are_refused():
         Table(shards)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (torch.tensor([1], dtype=torch.int32), torch.tensor([2**31]), r"'x' is int32 \[rows\] and int64 \[rows\]"),
+        (torch.ones(1), torch.ones(1, dtype=torch.float64), r"float32 \[rows\] and float64 \[rows\]"),
+        (torch.ones(1, 2), torch.ones(1, 3), r"float32 \[rows, 2\] and float32 \[rows, 3\]"),
+        (
+            torch.ones(1, 3),
+            torch.nested.nested_tensor([torch.ones(3)], layout=torch.jagged),
+            r"float32 \[rows, 3\] and float32 \[rows, tokens\]",
+        ),
+    ],
+)
+def test_columns_of_different_kinds_are_never_joined(first, second, message):
+    shards = [encode_batch(TensorDict({"x": column}, batch_size=[1]), STORE) for column in (first, second)]
+    with pytest.raises(BatchError, match=message):
+        Table(shards)
+    sides = [Source([shard]) for shard in shards]
+    expression = Concat(Leaf(sides[0]), Leaf(sides[1]))
+    reader = BatchReader(STORE, 1.0)
+    reader.look_up([expression])
+    with pytest.raises(BatchError, match=message):
+        reader.read(expression, RowSelection.range(0, 2), ["x"])
+
+
+def test_a_rank_without_rows_may_have_any_kind():
+    shards = [
+        encode_batch(TensorDict({"x": column}, batch_size=[len(column)]), STORE)
+        for column in (torch.tensor([]), torch.tensor([7]))
+    ]
+    reader = BatchReader(STORE, 1.0)
+    leaf = Leaf(Source(shards))
+    reader.look_up([leaf])
+    assert reader.read(leaf, RowSelection.range(0, 1), ["x"])["x"].tolist() == [7]
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [3, 0, 2, 1]])
+def test_jagged_columns_of_equal_lengths_can_be_computed_with_and_padded(rows):
+    whole = batch([3, 1, 2, 1])
+    source, other = split(whole, [[0, 1], [2, 3]]), split(whole, [[0], [1, 2, 3]])
+    expression = Union(Leaf(source), Rename(Select(Leaf(other), ("tokens",)), (("tokens", "again"),)))
+    reader = BatchReader(STORE, 1.0)
+    reader.look_up([expression])
+    chosen = RowSelection.from_rows(rows)
+    found = reader.read(expression, chosen, ["tokens", "again", "vectors", "other"])
+    assert torch.equal((found["tokens"] + found["again"]).values(), 2 * found["tokens"].values())
+    assert found["vectors"].offsets() is found["tokens"].offsets()
+    assert found["tokens"].to_padded_tensor(0).shape == (4, 3)
+    for piece in reader.read_pieces(expression, chosen, ["tokens", "again"]):
+        assert torch.equal((piece["tokens"] - piece["again"]).values(), torch.zeros(len(piece["tokens"].values())))
+        assert piece["tokens"].to_padded_tensor(0).shape[1] == int(piece["tokens"].offsets().diff().max())
+
+
 def test_a_failed_source_is_passed_on():
     failure = Failure.of(ValueError("lost"), role="actor", method="m", rank=1)
     reader = BatchReader(STORE, 1.0)

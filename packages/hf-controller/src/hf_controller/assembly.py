@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy
 import torch
 
+from hf_controller.jagged import JaggedShapes, compute_offsets
 from hf_protocols import RowSelection
 
-__all__ = ["Assembly", "Part", "jagged_view"]
+__all__ = ["Assembly", "Part"]
 
 # Up to this many runs of neighbouring rows are copied run by run; beyond it, by index.
 _MAX_RUNS = 16
@@ -52,22 +52,22 @@ class Assembly:
             return _join([arrays[array][start:stop] for array, start, stop in self._runs])
         return _scatter(arrays, self._row_indices)
 
-    def build_jagged(self, arrays: Sequence[torch.Tensor], lengths: Sequence[torch.Tensor]) -> torch.Tensor:
+    def build_jagged(
+        self, arrays: Sequence[torch.Tensor], lengths: Sequence[torch.Tensor], shapes: JaggedShapes
+    ) -> torch.Tensor:
         """A jagged [rows, tokens, *row_shape] from flat values [all tokens, *row_shape] and lengths [rows].
 
         ``lengths`` of several columns that are the same objects are worked out once.
         """
-        row_lengths = self.build_dense(lengths)
-        offsets = _offsets(row_lengths)
+        shape = shapes.of(self.build_dense(lengths))
         if len(self._runs) <= _MAX_RUNS:
-            starts = [_offsets(each) for each in lengths]
+            starts = [compute_offsets(each) for each in lengths]
             spans = [(array, int(starts[array][low]), int(starts[array][high])) for array, low, high in self._runs]
             pieces = [arrays[array][low:high] for array, low, high in spans]
             values = arrays[0][:0] if not pieces else pieces[0] if len(pieces) == 1 else _join(pieces)
         else:
-            values = _scatter(arrays, self._token_indices(lengths, offsets))
-        _spend_warning()
-        return torch.nested.nested_tensor_from_jagged(values, offsets)
+            values = _scatter(arrays, self._token_indices(lengths, shape.offsets))
+        return shape.fill(values)
 
     @cached_property
     def _row_indices(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -90,7 +90,7 @@ class Assembly:
             for array, source, target in self._row_indices:
                 counts = lengths[array].index_select(0, source).long()
                 within = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-                starts = _offsets(lengths[array]).index_select(0, source)
+                starts = compute_offsets(lengths[array]).index_select(0, source)
                 indices.append(
                     (
                         array,
@@ -100,30 +100,6 @@ class Assembly:
                 )
             self._tokens[key] = offsets, indices
         return self._tokens[key][1]
-
-
-def jagged_view(values: torch.Tensor, lengths: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Rows ``start`` to ``stop - 1`` of a jagged column, without a copy."""
-    offsets = _offsets(lengths[:stop])[start:]
-    _spend_warning()
-    return torch.nested.nested_tensor_from_jagged(values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
-
-
-@cache
-def _spend_warning() -> None:
-    """Make the first jagged tensor quietly: torch logs a warning for its own developers once per process."""
-    logger = logging.getLogger("torch.fx._symbolic_trace")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    torch.nested.nested_tensor_from_jagged(torch.zeros(1), torch.tensor([0, 1]))
-    logger.setLevel(level)
-
-
-def _offsets(lengths: torch.Tensor) -> torch.Tensor:
-    """int64 [rows + 1], where each row's tokens start."""
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
-    return offsets
 
 
 def _join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:

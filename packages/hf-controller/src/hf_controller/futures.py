@@ -247,16 +247,19 @@ def as_selection(index: Iterable[int] | slice | RowSelection) -> RowSelection:
     """Row numbers as a RowSelection.
 
     Raises:
-        BatchError: for a slice without a stop, a negative number, or what is no row number (a mask, say).
+        BatchError: for a slice without an end to count from, a negative number, or what is no row number (a mask, say).
     """
     if isinstance(index, RowSelection):
         return index
     if isinstance(index, slice):
-        if index.stop is None or index.stop < 0 or (index.start or 0) < 0:
+        backwards = (index.step or 1) < 0
+        end = index.start if backwards else index.stop
+        if end is None or min(end, index.start or 0, index.stop or 0) < 0 or index.step == 0:
             raise BatchError(
-                f"rows({index}): a batch that is not there yet needs a slice with a stop >= 0 and no negatives"
+                f"rows({index}): a batch that is not there yet needs a slice with a stop >= 0 (backwards: a start), "
+                "no negatives but the step, and no step of 0"
             )
-        index = range(*index.indices(index.stop))
+        index = range(*index.indices(end + backwards))
     if isinstance(index, range) and index.step == 1 and index.start >= 0:
         return RowSelection.range(index.start, max(index.start, index.stop))
     rows = index.tolist() if hasattr(index, "tolist") else list(index)

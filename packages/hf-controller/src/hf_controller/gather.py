@@ -12,8 +12,9 @@ from hf_controller.assembly import Assembly, Part
 from hf_controller.expressions import Expression, Extent, Segment, Source
 from hf_controller.failures import Failure, UpstreamFailure
 from hf_controller.holdings import Holder, Holding, Taken
+from hf_controller.jagged import JaggedShapes
 from hf_controller.pieces import ColumnRuns
-from hf_controller.transport import ObjectStore, Shard
+from hf_controller.transport import Column, ObjectStore, Shard
 from hf_protocols import BatchError, Collection, RowSelection, compute_held_rows, route
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ class Table:
                     f"the ranks of one call returned different columns: {', '.join(sorted(names))} first, "
                     f"{', '.join(sorted(shard.columns))} from collected rank number {index}"
                 )
+        for name in names:
+            columns = [(shard.columns[name], shard.num_rows) for shard in self.shards]
+            _check_alike(name, columns, "the results of one call's ranks")
         self.extent = Extent(sum(shard.num_rows for shard in self.shards), names)
         self.held = _compute_held(self.shards)
 
@@ -77,6 +81,7 @@ class BatchReader:
         self._holder = Holder(store, timeout_s)
         self._tables: dict[Source, Table] = {}
         self._assemblies: dict[tuple[Part, ...], Assembly] = {}
+        self._shapes = JaggedShapes()
 
     @property
     def bytes_from_afar(self) -> int:
@@ -132,7 +137,7 @@ class BatchReader:
 
         located = self._locate(expression, rows, columns)
         held = iter(self._holder.hold([taken for column in located.values() for taken in column]))
-        runs = {name: ColumnRuns(taken, [next(held) for _ in taken]) for name, taken in located.items()}
+        runs = {name: ColumnRuns(taken, [next(held) for _ in taken], self._shapes) for name, taken in located.items()}
         borders = sorted({0, len(rows)}.union(*(column.borders for column in runs.values())))
         pieces = []
         for start, stop in pairwise(borders if len(borders) > 1 else [0, 0]):
@@ -170,6 +175,7 @@ class BatchReader:
                 if key not in routes:
                     routes[key] = self._route(segment)
                 taken[name] += [Taken(shard, segment.column, local) for shard, local in routes[key]]
+            _check_alike(name, [(each.column, len(each.rows)) for each in taken[name]], "the parts that concat joins")
         return taken
 
     def _route(self, segment: Segment) -> list[tuple[Shard, RowSelection]]:
@@ -187,7 +193,7 @@ class BatchReader:
             for first in firsts
             if (position := taken[first].column.lengths) is not None
         ]
-        built = assembly.build_jagged(arrays, lengths) if lengths else assembly.build_dense(arrays)
+        built = assembly.build_jagged(arrays, lengths, self._shapes) if lengths else assembly.build_dense(arrays)
         self.bytes_read += _count_bytes(built)
         return built
 
@@ -206,6 +212,21 @@ class BatchReader:
         if tuple(parts) not in self._assemblies:
             self._assemblies[tuple(parts)] = Assembly(parts)
         return self._assemblies[tuple(parts)], firsts
+
+
+def _check_alike(name: str, parts: Iterable[tuple[Column, int]], what: str) -> None:
+    """Refuse columns of different kinds as one, though torch would join some of them: it takes the first one's type."""
+    kinds = list(dict.fromkeys(_describe_kind(column) for column, num_rows in parts if num_rows))
+    if len(kinds) > 1:
+        raise BatchError(
+            f"column {name!r} is {kinds[0]} and {kinds[1]} in {what}: make them alike, with .to(dtype) or a reshape in "
+            "the method that returns it"
+        )
+
+
+def _describe_kind(column: Column) -> str:
+    rows = ["rows"] if column.lengths is None else ["rows", "tokens"]
+    return f"{column.dtype} [{', '.join([*rows, *map(str, column.row_shape)])}]"
 
 
 def _count_bytes(column: Any) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from hf_controller.assembly import jagged_view
 from hf_controller.holdings import Holding, Taken
+from hf_controller.jagged import JaggedShapes
 from hf_protocols import RowSelection
 
 if TYPE_CHECKING:
@@ -23,9 +23,13 @@ class ColumnRuns:
     Args:
         taken: what is taken, in order.
         held: for each the arrays that have it, and its rows in them.
+        shapes: those of the reader.
     """
 
-    def __init__(self, taken: Sequence[Taken], held: Sequence[tuple[Holding, RowSelection]]) -> None:
+    def __init__(
+        self, taken: Sequence[Taken], held: Sequence[tuple[Holding, RowSelection]], shapes: JaggedShapes
+    ) -> None:
+        self._shapes = shapes
         self._runs = [
             (each, holding, start, stop)
             for each, (holding, rows) in zip(taken, held, strict=True)
@@ -49,4 +53,6 @@ class ColumnRuns:
         values = holding.values(taken.name)
         if taken.column.lengths is None:
             return values[low:high]
-        return jagged_view(values, holding.lengths(taken.column.lengths), low, high)
+        lengths = holding.lengths(taken.column.lengths)
+        begin, shape = int(lengths[:low].sum()), self._shapes.of(lengths[low:high])
+        return shape.fill(values[begin : begin + int(shape.offsets[-1])])

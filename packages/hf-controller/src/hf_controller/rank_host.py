@@ -121,10 +121,12 @@ class RankHost:
         times.fetched_s = time.time()
         self._enter(call, "computing")
         kwargs = dict(zip(call.kwargs, values[len(call.args) :], strict=True))
-        returned = method(*values[: len(call.args)], **kwargs)
-        times.computed_s = time.time()
-        if batches:
-            self._check_unwritten(call, reader)
+        try:
+            returned = method(*values[: len(call.args)], **kwargs)
+        finally:
+            times.computed_s = time.time()
+            if batches:
+                self._check_unwritten(call, reader)
         if not self._is_collected(call.role, call.method):
             return None
         self._enter(call, "storing its result")
@@ -157,8 +159,9 @@ class RankHost:
         written = reader.written_columns()
         if written:
             raise BatchError(
-                f"{call.role}.{call.method} wrote in place into {', '.join(written)}, a view of memory that other "
-                "readers share: clone the column first"
+                f"{call.role}.{call.method} wrote in place into {', '.join(written)}, a view of memory that all readers "
+                "share, so the batch is not what it was for anybody: clone the column before writing, and make the "
+                "batch again"
             )
 
     def _is_collected(self, role: str, method: str) -> bool:
