@@ -91,7 +91,7 @@ def count_objects():
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, "x" * 1000)
     assert found[0] == "x" * 1000
-    return traffic.recv_bytes
+    return traffic.recv_bytes, traffic.object_bytes, traffic.matches(0), traffic.matches(0, most_object_bytes=4096)
 
 
 def call_what_is_not_known():
@@ -150,8 +150,12 @@ def test_reductions_of_more_than_a_verdict_do_not_match(ranks3, name):
         assert not matches
 
 
-def test_objects_are_counted(ranks3):
-    assert all(received > 2000 for received in ranks3.run(count_objects))
+def test_objects_are_counted_apart(ranks3):
+    for received, told, matches, matches_with_objects in ranks3.run(count_objects):
+        assert received == 0
+        assert 2000 < told < 4096
+        assert not matches
+        assert matches_with_objects
 
 
 def test_what_is_not_known_is_refused(ranks3):

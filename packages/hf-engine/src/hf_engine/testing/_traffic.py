@@ -20,6 +20,14 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["Traffic", "count_traffic"]
 
 _SILENT = {"barrier", "monitored_barrier_", "check_for_nan", "send"}
+_OBJECTS = (
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+)
 _REDUCTIONS = {
     "allreduce_",
     "allreduce_coalesced_",
@@ -35,11 +43,13 @@ class Traffic:
     """What one rank received while it was counted."""
 
     recv_bytes: int = 0
-    """Bytes from other ranks, seals and padding included; reductions are counted apart."""
+    """Bytes from other ranks, seals and padding included; objects and reductions are counted apart."""
     num_messages: int = 0
     """Messages received: the shares of other ranks in collectives, and point-to-point ones."""
     group_sizes: list[int] = field(default_factory=list)
     """Number of ranks in every all-gather."""
+    object_bytes: int = 0
+    """Bytes from other ranks in pickled objects: what ranks tell each other, none of it weights."""
     reduced_bytes: int = 0
     """Bytes of this rank's part in reductions."""
     calls: Counter[str] = field(default_factory=Counter)
@@ -50,14 +60,15 @@ class Traffic:
         """Least bytes of the seals: 16 end every message."""
         return 16 * self.num_messages
 
-    def matches(self, planned_bytes: int) -> bool:
+    def matches(self, planned_bytes: int, *, most_object_bytes: int = 0) -> bool:
         """Whether what arrived is a plan's bytes, the seals, and less than 8 bytes to align each of them.
 
-        Reductions may carry a verdict each, a number of at most 8 bytes.
+        Reductions may carry a verdict each, a number of at most 8 bytes, and objects `most_object_bytes` together.
         """
         surplus = self.recv_bytes - self.seal_bytes - planned_bytes
         verdicts = sum(self.calls[name] for name in _REDUCTIONS)
-        return 0 <= surplus < 8 * max(1, self.num_messages) and self.reduced_bytes <= 8 * verdicts
+        told = self.reduced_bytes <= 8 * verdicts and self.object_bytes <= most_object_bytes
+        return told and 0 <= surplus < 8 * max(1, self.num_messages)
 
 
 @contextmanager
@@ -70,8 +81,15 @@ def count_traffic(observe: Callable[[], None] = lambda: None) -> Iterator[Traffi
         NotImplementedError: in the block, for an operator of torch.distributed that this counter does not know.
     """
     traffic = Traffic()
-    with _Counter(traffic, observe):
-        yield traffic
+    real = {name: getattr(dist, name) for name in _OBJECTS}
+    with _Counter(traffic, observe) as counter:
+        try:
+            for name, function in real.items():
+                setattr(dist, name, counter.telling(function))
+            yield traffic
+        finally:
+            for name, function in real.items():
+                setattr(dist, name, function)
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -79,6 +97,19 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._traffic = traffic
         self._observe = observe
+        self._is_telling = False
+
+    def telling(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function of objects, whose bytes are counted as such."""
+
+        def tell(*args: Any, **options: Any) -> Any:
+            self._is_telling = True
+            try:
+                return function(*args, **options)
+            finally:
+                self._is_telling = False
+
+        return tell
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
@@ -93,6 +124,9 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         traffic.calls[name] += 1
         if name in _REDUCTIONS:
             traffic.reduced_bytes += _bytes(args[0])
+            return
+        if self._is_telling and name not in _SILENT:
+            traffic.object_bytes += _received(name, args)[0]
             return
         if name not in _SILENT:
             received, messages = _received(name, args)
