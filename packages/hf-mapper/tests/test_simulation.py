@@ -142,6 +142,7 @@ def test_too_little_memory_is_told_by_call() -> None:
         ("actor+critic+reference=8@h100", "kind of device 'h100' is unknown"),
         ("actor+critic+reference", "write each pool as its roles and its number of devices"),
         ("actor+critic+reference=0", "write each pool as"),
+        ("actor+critic+reference=8@", "write each pool as"),
         ("", "write each pool as"),
     ],
 )

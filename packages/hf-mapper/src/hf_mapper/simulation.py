@@ -111,9 +111,11 @@ def parse_placement(text: str) -> tuple[PoolChoice, ...]:
     found = []
     for part in text.split(","):
         names, equals, size = (piece.strip() for piece in part.partition("="))
-        count, _, kind = size.partition("@")
+        count, at, kind = size.partition("@")
         roles = tuple(name.strip() for name in names.split("+"))
-        if not (equals and count.isascii() and count.isdecimal() and int(count) and all(roles)):
+        if not (
+            equals and count.isascii() and count.isdecimal() and int(count) and all(roles) and bool(at) is bool(kind)
+        ):
             raise PlanError(
                 f"placement {part.strip()!r}: write each pool as its roles and its number of devices, such as "
                 "actor+reference=8 or critic=4@h100, and commas between pools"

@@ -16,8 +16,10 @@ __all__ = ["render_simulation", "render_stage_errors"]
 
 def render_stage_errors(errors: Sequence[StageError], console: Console) -> None:
     """Print a line for each stage: predicted and measured milliseconds an iteration, and the error in %."""
-    table = _build_table("Stages of the run", "stage", "call")
-    for heading in ("predicted ms", "measured ms", "error %"):
+    table = _build_table("Stages of the run: milliseconds an iteration")
+    for heading in ("stage", "call"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("predicted", "measured", "error %"):
         table.add_column(heading, justify="right", no_wrap=True)
     for stage in errors:
         figures = (f"{1e3 * stage.predicted_s:.1f}", f"{1e3 * stage.measured_s:.1f}", f"{100 * stage.error:+.1f}")
@@ -26,16 +28,19 @@ def render_stage_errors(errors: Sequence[StageError], console: Console) -> None:
 
 
 def render_simulation(simulation: Simulation, console: Console) -> None:
-    """Print a line for each call: seconds and their parts, GiB per device and how much of it is over."""
-    table = _build_table("Calls", "stage", "call", "pool")
+    """Print a line for each call: its seconds, GiB of those usable per device, and which parts its time has."""
+    table = _build_table("Calls")
+    table.add_column("stage", no_wrap=True)
+    table.add_column("call", no_wrap=True)
     for heading in ("seconds", "GiB", "of"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("seconds of", overflow="fold")
+    table.add_column("% of the time")
     for call in simulation.calls:
         parts = sorted(call.breakdown.items(), key=lambda part: -part[1])
-        named = ", ".join(f"{name.removesuffix('_s')} {_seconds(part)}" for name, part in parts if part > 0)
+        shares = [(name.removesuffix("_s").replace("_", " "), 100 * part / call.latency_s) for name, part in parts]
+        named = ", ".join(f"{name} {share:.0f}" for name, share in shares if share >= 1)
         figures = (_seconds(call.latency_s), f"{call.memory_bytes / 2**30:.1f}", f"{call.usable_bytes / 2**30:.1f}")
-        table.add_row(str(call.stage + 1), f"{call.role}.{call.method}", call.pool, *figures, named)
+        table.add_row(str(call.stage + 1), f"{call.role}.{call.method}", *figures, named)
     console.print(table)
 
 
@@ -43,8 +48,5 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g}"
 
 
-def _build_table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    return table
+def _build_table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
