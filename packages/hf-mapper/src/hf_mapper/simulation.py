@@ -113,9 +113,8 @@ def parse_placement(text: str) -> tuple[PoolChoice, ...]:
         names, equals, size = (piece.strip() for piece in part.partition("="))
         count, at, kind = size.partition("@")
         roles = tuple(name.strip() for name in names.split("+"))
-        if not (
-            equals and count.isascii() and count.isdecimal() and int(count) and all(roles) and bool(at) is bool(kind)
-        ):
+        is_count = count.isascii() and count.isdecimal() and int(count) > 0
+        if not (equals and is_count and all(roles)) or bool(at) != bool(kind):
             raise PlanError(
                 f"placement {part.strip()!r}: write each pool as its roles and its number of devices, such as "
                 "actor+reference=8 or critic=4@h100, and commas between pools"
