@@ -17,14 +17,20 @@
 
 from __future__ import annotations
 
+from hf_mapper.alternatives import Alternative
+from hf_mapper.bounds import Bottleneck, Extension
 from hf_mapper.calibration import Calibration, GroupError, calibrate_folder
 from hf_mapper.config import MapperConfig, read_config
 from hf_mapper.demand import ModelDemand
 from hf_mapper.efficiency import EfficiencySpec
+from hf_mapper.explanation import Explanation, explain_plan
 from hf_mapper.feasibility import find_smallest_cluster, is_feasible
+from hf_mapper.page import build_page
 from hf_mapper.parallelism import ModelOption, best_parallelism
 from hf_mapper.placements import PoolRequest, Slots, pack, set_partitions
+from hf_mapper.reasons import render_explanation
 from hf_mapper.report import render_calibration, render_errors, render_plan
+from hf_mapper.robustness import Tolerance
 from hf_mapper.search import compute_cost, map_dataflow
 from hf_mapper.simulation import (
     CallEstimate,
@@ -58,12 +64,16 @@ from hf_mapper.validation import SourceErrors, SweepErrors, build_report, valida
 
 __all__ = [
     "HOST_KIND",
+    "Alternative",
+    "Bottleneck",
     "Calibration",
     "CallEstimate",
     "ClusterSpec",
     "EfficiencySpec",
     "EngineSpec",
     "Estimate",
+    "Explanation",
+    "Extension",
     "GpuSpec",
     "GroupError",
     "MachineSpec",
@@ -79,14 +89,17 @@ __all__ = [
     "StageCase",
     "StageError",
     "SweepErrors",
+    "Tolerance",
     "TraceConstants",
     "WorkloadSpec",
     "best_parallelism",
+    "build_page",
     "build_report",
     "calibrate_folder",
     "calibrate_traces",
     "compute_cost",
     "estimate_memory",
+    "explain_plan",
     "find_smallest_cluster",
     "gpu",
     "host_gpu",
@@ -100,6 +113,7 @@ __all__ = [
     "read_stages",
     "render_calibration",
     "render_errors",
+    "render_explanation",
     "render_plan",
     "render_simulation",
     "render_stage_errors",

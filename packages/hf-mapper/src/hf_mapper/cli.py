@@ -14,6 +14,9 @@ from rich.console import Console
 
 from hf_mapper.calibration import calibrate_folder
 from hf_mapper.config import read_config
+from hf_mapper.explanation import explain_plan
+from hf_mapper.page import build_page
+from hf_mapper.reasons import render_explanation
 from hf_mapper.report import render_calibration, render_errors, render_plan
 from hf_mapper.search import map_dataflow
 from hf_mapper.simulation import parse_placement, read_placement, simulate_placement
@@ -22,7 +25,7 @@ from hf_mapper.traces import TraceConstants, calibrate_traces, validate_trace
 from hf_mapper.validation import build_report, validate_folder
 from hf_protocols import HybridFlowError, MappingPlan
 
-__all__ = ["calibrate", "main", "plan", "simulate", "validate"]
+__all__ = ["calibrate", "explain", "main", "plan", "simulate", "validate"]
 
 
 class _InputError(click.ClickException):
@@ -48,7 +51,8 @@ def main() -> None:
     metavar="SECONDS",
     help="Stop then with the best plan so far and its proven gap. One plan is always found first.",
 )
-def plan(config: Path, as_json: bool, time_limit: float | None) -> None:
+@click.option("--html", type=click.Path(path_type=Path), help="Write the plan as one self-contained page to this file.")
+def plan(config: Path, as_json: bool, html: Path | None, time_limit: float | None) -> None:
     """Place the models of CONFIG, a TOML file, on its cluster."""
     deadline = math.inf if time_limit is None else time.monotonic() + time_limit
     try:
@@ -63,10 +67,38 @@ def plan(config: Path, as_json: bool, time_limit: float | None) -> None:
         )
     except HybridFlowError as error:
         raise _InputError(str(error)) from error
+    if html is not None:
+        _write_page(html, build_page(found))
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
         render_plan(found, Console())
+
+
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the plan is its key `plan`.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write plan and reasons as one page to this file.")
+@click.option("--quick", is_flag=True, help="Leave out how wrong the simulators may be: some fifty searches less.")
+def explain(config: Path, as_json: bool, html: Path | None, quick: bool) -> None:
+    """Say why the plan of CONFIG is the best: other placements, what bounds it, how sure it is."""
+    try:
+        found = explain_plan(read_config(config), robustness=not quick)
+    except HybridFlowError as error:
+        raise _InputError(str(error)) from error
+    if html is not None:
+        _write_page(html, build_page(found.plan, found))
+    if as_json:
+        click.echo(found.to_json(), nl=False)
+    else:
+        render_explanation(found, Console())
+
+
+def _write_page(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise _InputError(f"--html: {path} cannot be written: {error.strerror}") from error
 
 
 @main.command()

@@ -13,7 +13,7 @@ from hf_mapper.pools import PoolTable
 from hf_mapper.specs import ClusterSpec, MachineSpec, WorkloadSpec
 from hf_protocols import Dataflow, ModelShape, PlanError
 
-__all__ = ["build_infeasible_error", "find_smallest_cluster", "is_feasible"]
+__all__ = ["build_infeasible_error", "find_least_memory", "find_smallest_cluster", "is_feasible"]
 
 _MOST_GPUS = 2048
 
@@ -112,23 +112,26 @@ def _find_least(table: PoolTable, members: tuple[int, ...]) -> list[PoolRequest]
     for kind, machine in enumerate(table.cluster.machines):
         for count in table.device_counts(members, kind):
             request = PoolRequest(machine=kind, num_gpus=count)
-            if _fit_together([table.options(member, request) for member in members], machine.gpu.usable_bytes):
+            needed, _ = find_least_memory([table.options(member, request) for member in members])
+            if needed <= machine.gpu.usable_bytes:
                 found.append(request)
                 break
     return found
 
 
-def _fit_together(options: Sequence[Sequence[ModelOption]], usable_bytes: float) -> bool:
-    """Whether one option of each model can be chosen so that the states and the largest work fit."""
-    limits = {option.work_bytes for of_model in options for option in of_model}
-    for limit in limits:
-        states = [
-            min((option.state_bytes for option in of_model if option.work_bytes <= limit), default=float("inf"))
-            for of_model in options
-        ]
-        if sum(states) + limit <= usable_bytes:
-            return True
-    return False
+def find_least_memory(options: Sequence[Sequence[ModelOption]]) -> tuple[float, tuple[ModelOption, ...]]:
+    """The least bytes per device, states and largest work, of one option of each model; and these options.
+
+    Infinity and nothing where a model has no option.
+    """
+    least: tuple[float, tuple[ModelOption, ...]] = (float("inf"), ())
+    for limit in sorted({option.work_bytes for of_model in options for option in of_model}):
+        within = [[option for option in of_model if option.work_bytes <= limit] for of_model in options]
+        if all(within):
+            chosen = tuple(min(of_model, key=lambda option: option.state_bytes) for of_model in within)
+            needed = sum(option.state_bytes for option in chosen) + max(option.work_bytes for option in chosen)
+            least = min(least, (needed, chosen), key=lambda entry: entry[0])
+    return least
 
 
 def _describe(machine: MachineSpec) -> str:

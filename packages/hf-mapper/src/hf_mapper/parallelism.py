@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from hf_mapper._names import unknown_name
 from hf_mapper.demand import ModelDemand
+from hf_mapper.scales import SimulatorScales
 from hf_mapper.simulators.generation import simulate_rollout, simulate_transition
 from hf_mapper.simulators.inference import simulate_inference
 from hf_mapper.simulators.memory import default_backend, state_bytes
@@ -33,6 +34,8 @@ __all__ = [
 ]
 
 BACKENDS = ("fsdp", "megatron")
+
+_AS_SIMULATED = SimulatorScales()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +137,12 @@ def wave_counts(workload: WorkloadSpec, num_replicas: int) -> tuple[int, ...]:
 
 
 def build_options(
-    demand: ModelDemand, cluster: ClusterSpec, num_gpus: int, workload: WorkloadSpec, backends: Sequence[str]
+    demand: ModelDemand,
+    cluster: ClusterSpec,
+    num_gpus: int,
+    workload: WorkloadSpec,
+    backends: Sequence[str],
+    scales: SimulatorScales = _AS_SIMULATED,
 ) -> tuple[ModelOption, ...]:
     """Every way to run ``demand`` on ``num_gpus`` devices of ``cluster``, which has one kind of machine."""
     options: list[ModelOption] = []
@@ -143,7 +151,7 @@ def build_options(
         demand.model, cluster.machine, num_gpus, workload, backends, demand.trained
     ):
         state = state_bytes(demand.model, parallel, workload, trained=demand.trained, backend=backend)
-        stage_s, work = _forward_calls(demand, cluster, parallel, workload, backend)
+        stage_s, work = _forward_calls(demand, cluster, parallel, workload, backend, scales)
         base = ModelOption(
             parallel=parallel,
             backend=backend,
@@ -154,7 +162,7 @@ def build_options(
             work_bytes=work,
         )
         if demand.generates:
-            options.extend(_with_generation(demand, cluster, base, workload, rollouts))
+            options.extend(_with_generation(demand, cluster, base, workload, rollouts, scales))
         else:
             options.append(base)
     return tuple(options)
@@ -180,7 +188,12 @@ def best_parallelism(
 
 
 def _forward_calls(
-    demand: ModelDemand, cluster: ClusterSpec, parallel: ParallelSpec, workload: WorkloadSpec, backend: str
+    demand: ModelDemand,
+    cluster: ClusterSpec,
+    parallel: ParallelSpec,
+    workload: WorkloadSpec,
+    backend: str,
+    scales: SimulatorScales,
 ) -> tuple[tuple[float, ...], float]:
     """(seconds per stage, largest work) of the training and inference calls."""
     estimates = {}
@@ -188,9 +201,8 @@ def _forward_calls(
         estimates["training"] = simulate_training(demand.model, cluster, parallel, workload, backend=backend)
     if "inference" in demand.kinds:
         estimates["inference"] = simulate_inference(demand.model, cluster, parallel, workload, backend=backend)
-    stage_s = tuple(
-        sum((estimates[kind].latency_s for kind in stage if kind in estimates), 0.0) for stage in demand.calls
-    )
+    seconds = {kind: getattr(scales, kind) * estimate.latency_s for kind, estimate in estimates.items()}
+    stage_s = tuple(sum((seconds[kind] for kind in stage if kind in seconds), 0.0) for stage in demand.calls)
     return stage_s, max((estimate.memory_bytes for estimate in estimates.values()), default=0.0)
 
 
@@ -200,6 +212,7 @@ def _with_generation(
     base: ModelOption,
     workload: WorkloadSpec,
     rollouts: dict[tuple[GenerationSpec, int], tuple[float, float]],
+    scales: SimulatorScales,
 ) -> Iterator[ModelOption]:
     """``base`` with every generation layout and number of waves; one transition per stage that generates."""
     parallel, world_size = base.parallel, base.parallel.world_size
@@ -208,12 +221,13 @@ def _with_generation(
         transition = simulate_transition(
             demand.model, cluster, parallel, workload, generation=generation, backend=base.backend
         )
+        transition_s = scales.transition * transition.latency_s
         for waves in wave_counts(workload, world_size // generation.replica_size):
             if (generation, waves) not in rollouts:
                 rollout = simulate_rollout(
                     demand.model, cluster, workload, world_size=world_size, generation=generation, num_waves=waves
                 )
-                rollouts[generation, waves] = rollout.latency_s, rollout.memory_bytes
+                rollouts[generation, waves] = scales.generation * rollout.latency_s, rollout.memory_bytes
             rollout_s, cache = rollouts[generation, waves]
             yield ModelOption(
                 parallel=parallel,
@@ -221,7 +235,7 @@ def _with_generation(
                 generation=generation,
                 num_waves=waves,
                 stage_s=tuple(
-                    seconds + (transition.latency_s + count * rollout_s if count else 0.0)
+                    seconds + (transition_s + count * rollout_s if count else 0.0)
                     for seconds, count in zip(base.stage_s, counts, strict=True)
                 ),
                 state_bytes=base.state_bytes,

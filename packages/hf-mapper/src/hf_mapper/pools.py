@@ -18,6 +18,7 @@ from hf_mapper.demand import ModelDemand
 from hf_mapper.frontier import find_frontier
 from hf_mapper.parallelism import ModelOption, build_options, default_backends, find_device_counts
 from hf_mapper.placements import PoolRequest
+from hf_mapper.scales import SimulatorScales
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 
 __all__ = ["PoolOption", "PoolTable"]
@@ -55,6 +56,7 @@ class PoolTable:
     cluster: ClusterSpec
     workload: WorkloadSpec
     backends: Sequence[str] | None = None
+    scales: SimulatorScales = field(default_factory=SimulatorScales)
     _options: dict[tuple[int, PoolRequest], tuple[ModelOption, ...]] = field(default_factory=dict)
     _combinations: dict[tuple[Members, PoolRequest], _Combinations] = field(default_factory=dict)
     _pools: dict[Members, tuple[PoolOption, ...]] = field(default_factory=dict)
@@ -67,7 +69,7 @@ class PoolTable:
             cluster = self.cluster.only(request.machine)
             usable = cluster.machine.gpu.usable_bytes
             backends = default_backends(cluster.machine.gpu.kind, self.backends)
-            every = build_options(self.demands[demand], cluster, request.num_gpus, self.workload, backends)
+            every = build_options(self.demands[demand], cluster, request.num_gpus, self.workload, backends, self.scales)
             fitting = [option for option in every if option.memory_bytes <= usable]
             self._options[key] = tuple(fitting[row] for row in find_frontier(self._rows(fitting)))
         return self._options[key]

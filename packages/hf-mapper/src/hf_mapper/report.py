@@ -15,7 +15,18 @@ from hf_mapper.calibration import Calibration
 from hf_mapper.validation import SourceErrors
 from hf_protocols import GenerationSpec, MappingPlan, ModelPlan, ParallelSpec, PlanError, PoolPlan
 
-__all__ = ["render_calibration", "render_errors", "render_plan"]
+__all__ = [
+    "build_table",
+    "check_estimates",
+    "describe_devices",
+    "describe_generation",
+    "format_gib",
+    "format_layout",
+    "format_seconds",
+    "render_calibration",
+    "render_errors",
+    "render_plan",
+]
 
 _BAR_CELLS = 10
 _GIB = 2**30
@@ -27,19 +38,27 @@ def render_plan(plan: MappingPlan, console: Console) -> None:
     Raises:
         PlanError: for a plan without the mapper's estimates.
     """
-    estimates = plan.estimates
-    missing = [key for key in ("iteration_s", "stages", "pools", "models", "idle_gpus") if key not in estimates]
+    check_estimates(plan)
+    console.print(
+        _build_pool_table(plan), _build_model_table(plan), _build_stage_table(plan), _build_summary(plan.estimates)
+    )
+
+
+def check_estimates(plan: MappingPlan) -> None:
+    """Refuse a plan whose estimates are not the mapper's.
+
+    Raises:
+        PlanError: naming those that it lacks.
+    """
+    missing = [key for key in ("iteration_s", "stages", "pools", "models", "idle_gpus") if key not in plan.estimates]
     if missing:
         raise PlanError(f"this plan lacks estimates ({', '.join(missing)}): make it with map_dataflow to report on it")
-    console.print(
-        _build_pool_table(plan), _build_model_table(plan), _build_stage_table(plan), _build_summary(estimates)
-    )
 
 
 def render_errors(errors: Sequence[SourceErrors], console: Console) -> None:
     """Print a table for each file, a line for each source, phase and GPU; then what was skipped and why."""
     for file in dict.fromkeys(source.file for source in errors):
-        table = _build_table(f"{file}: errors and regret in %", "source", "phase", "gpu")
+        table = build_table(f"{file}: errors and regret in %", "source", "phase", "gpu")
         for heading in ("rows", "MAPE", "bias", "rank", "regret"):
             table.add_column(heading, justify="right", no_wrap=True)
         for source in (entry for entry in errors if entry.file == file):
@@ -62,7 +81,7 @@ def render_calibration(found: Sequence[Calibration], console: Console) -> None:
     """Print the constants of each GPU and software, and the error of each model when it was left out."""
     for calibration in found:
         title = f"{calibration.gpu}, {calibration.stack}: {calibration.rows} rows, MAPE {_percent(calibration.mape)} %"
-        table = _build_table(title, "constant", "value")
+        table = build_table(title, "constant", "value")
         for name, value in calibration.constants.items():
             table.add_row(name, f"{value:.3g}")
         console.print(table)
@@ -76,7 +95,8 @@ def _percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.1f}"
 
 
-def _build_table(title: str, *headings: str) -> Table:
+def build_table(title: str, *headings: str) -> Table:
+    """A table whose columns so far fold; numbers' columns are added by the caller."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         table.add_column(heading, overflow="fold")
@@ -84,10 +104,10 @@ def _build_table(title: str, *headings: str) -> Table:
 
 
 def _build_pool_table(plan: MappingPlan) -> Table:
-    table = _build_table("Pools", "pool", "devices")
+    table = build_table("Pools", "pool", "devices")
     table.add_column("GiB on each", no_wrap=True)
     for pool in plan.pools:
-        table.add_row(pool.name, _describe_devices(pool), _draw_memory(plan.estimates["pools"].get(pool.name)))
+        table.add_row(pool.name, describe_devices(pool), _draw_memory(plan.estimates["pools"].get(pool.name)))
     return table
 
 
@@ -95,7 +115,7 @@ def _build_model_table(plan: MappingPlan) -> Table:
     """Seconds stand in the columns of the stages that take any."""
     estimates = plan.estimates["models"]
     busy = [index for index, stage in enumerate(plan.estimates["stages"]) if stage["latency_s"]]
-    table = _build_table("Models: layouts pp-tp-dp and pp-tp, seconds in each stage, GiB on each device", "model")
+    table = build_table("Models: layouts pp-tp-dp and pp-tp, seconds in each stage, GiB on each device", "model")
     table.add_column("train", no_wrap=True)
     table.add_column("generate", overflow="fold")
     for heading in (*(f"stage\n{index + 1}" for index in busy), "state", "work"):
@@ -107,20 +127,20 @@ def _build_model_table(plan: MappingPlan) -> Table:
         estimate = estimates[role]
         table.add_row(
             role,
-            f"{_format_layout(model.train)} {model.backend}",
-            _describe_generation(model, estimate["generation_waves"]),
-            *(_format_seconds(estimate["stage_s"][index]) for index in busy),
-            _format_gib(estimate["state_bytes"]),
-            _format_gib(estimate["work_bytes"]),
+            f"{format_layout(model.train)} {model.backend}",
+            describe_generation(model, estimate["generation_waves"]),
+            *(format_seconds(estimate["stage_s"][index]) for index in busy),
+            format_gib(estimate["state_bytes"]),
+            format_gib(estimate["work_bytes"]),
         )
     return table
 
 
 def _build_stage_table(plan: MappingPlan) -> Table:
-    table = _build_table("Stages", "stage", "calls", "s", "waits for pool")
+    table = build_table("Stages", "stage", "calls", "s", "waits for pool")
     for number, stage in enumerate(plan.estimates["stages"], start=1):
         table.add_row(
-            str(number), "\n".join(stage["calls"]), _format_seconds(stage["latency_s"]), stage["waits_for"] or "-"
+            str(number), "\n".join(stage["calls"]), format_seconds(stage["latency_s"]), stage["waits_for"] or "-"
         )
     return table
 
@@ -130,10 +150,10 @@ def _build_summary(estimates: Any) -> Text:
     found = estimates.get("search", {})
     gap = f"{100 * found['gap']:.2g} %" if "gap" in found else "an unknown part"
     proven = "" if found.get("complete", True) else f" (search stopped: the best so far, at most {gap} from the best)"
-    return Text(f"iteration {_format_seconds(estimates['iteration_s'])} s{idle}{proven}", style="bold")
+    return Text(f"iteration {format_seconds(estimates['iteration_s'])} s{idle}{proven}", style="bold")
 
 
-def _describe_devices(pool: PoolPlan) -> str:
+def describe_devices(pool: PoolPlan) -> str:
     """``"16 x a100-80 on 2 machines"``, one part for each kind."""
     slots, machines = Counter[str](), Counter[str]()
     for machine in pool.machines:
@@ -145,11 +165,12 @@ def _describe_devices(pool: PoolPlan) -> str:
     return ", ".join(parts)
 
 
-def _describe_generation(model: ModelPlan, num_waves: int | None) -> str:
+def describe_generation(model: ModelPlan, num_waves: int | None) -> str:
+    """The generation layout, and its number of waves where there are several."""
     if model.generation is None:
         return "-"
     waves = f", {num_waves} waves" if num_waves and num_waves > 1 else ""
-    return _format_layout(model.generation) + waves
+    return format_layout(model.generation) + waves
 
 
 def _draw_memory(pool: Any) -> Text:
@@ -158,18 +179,21 @@ def _draw_memory(pool: Any) -> Text:
     part = pool["memory_bytes"] / pool["usable_bytes"]
     full = min(_BAR_CELLS, round(part * _BAR_CELLS))
     bar = "#" * full + "." * (_BAR_CELLS - full)
-    return Text(f"{bar} {_format_gib(pool['memory_bytes'])} of {_format_gib(pool['usable_bytes'])}")
+    return Text(f"{bar} {format_gib(pool['memory_bytes'])} of {format_gib(pool['usable_bytes'])}")
 
 
-def _format_layout(layout: ParallelSpec | GenerationSpec) -> str:
+def format_layout(layout: ParallelSpec | GenerationSpec) -> str:
+    """``pp-tp-dp``, of a generation layout ``pp-tp``."""
     if isinstance(layout, GenerationSpec):
         return f"{layout.gen_pp_size}-{layout.gen_tp_size}"
     return f"{layout.pp_size}-{layout.tp_size}-{layout.dp_size}"
 
 
-def _format_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
+    """Three digits, whole seconds from 100 on."""
     return f"{seconds:.3g}" if seconds < 100 else f"{seconds:.0f}"
 
 
-def _format_gib(num_bytes: float) -> str:
+def format_gib(num_bytes: float) -> str:
+    """GiB in three digits."""
     return f"{num_bytes / _GIB:.3g}"

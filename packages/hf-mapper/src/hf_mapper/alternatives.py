@@ -1,0 +1,138 @@
+"""The best plan of every placement class, and why it loses against the chosen one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_mapper.config import MapperConfig
+from hf_mapper.demand import ModelDemand, build_demands, number_demands
+from hf_mapper.placements import set_partitions
+from hf_mapper.planning import PlacedPool
+from hf_mapper.pools import PoolTable
+from hf_mapper.search import compute_cost, search_partitions
+from hf_mapper.shortfall import find_shortfall
+
+__all__ = ["Alternative", "compare_classes"]
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """The best plan in which exactly these roles share pools.
+
+    ``name`` is ``"colocate"`` (one pool), ``"standalone"`` (a pool for each), ``"split"`` (the actor with its
+    reference, the others with each other) or empty. ``num_gpus`` of each pool and ``iteration_s`` are None where
+    nothing fits; then ``missing_bytes`` is what the fullest device lacks, None where devices are too few.
+    ``idle_part`` of each pool is the part of the iteration in which it does nothing. ``reason`` says in a line why the
+    class loses.
+    """
+
+    name: str
+    pools: tuple[tuple[str, ...], ...]
+    chosen: bool
+    reason: str
+    num_gpus: tuple[int, ...] | None = None
+    iteration_s: float | None = None
+    idle_part: tuple[float, ...] | None = None
+    missing_bytes: float | None = None
+
+
+def compare_classes(problem: MapperConfig, chosen: Sequence[PlacedPool]) -> tuple[Alternative, ...]:
+    """Every placement class: the chosen one, then the others from fast to slow, then those that do not fit."""
+    demands = build_demands(problem.dataflow, problem.models, problem.workload)
+    table = PoolTable(
+        demands=number_demands(demands.values()),
+        cluster=problem.cluster,
+        workload=problem.workload,
+        backends=problem.backends,
+    )
+    own = frozenset(frozenset(pool.roles) for pool in chosen)
+    found = []
+    for partition in set_partitions(tuple(demands)):
+        if frozenset(map(frozenset, partition)) == own:
+            found.append(_describe(problem, demands, partition, chosen, chosen))
+            continue
+        pools, _ = search_partitions(table, demands, [partition])
+        found.append(_describe(problem, demands, partition, pools, chosen))
+    return tuple(sorted(found, key=_rank))
+
+
+def _rank(entry: Alternative) -> tuple[bool, float, float]:
+    seconds = float("inf") if entry.iteration_s is None else entry.iteration_s
+    return not entry.chosen, seconds, float("inf") if entry.missing_bytes is None else entry.missing_bytes
+
+
+def _describe(
+    problem: MapperConfig,
+    demands: Mapping[str, ModelDemand],
+    partition: Sequence[tuple[str, ...]],
+    pools: Sequence[PlacedPool],
+    chosen: Sequence[PlacedPool],
+) -> Alternative:
+    name = _name_class(partition)
+    if not pools:
+        missing, reason = _explain_misfit(problem, demands, partition)
+        return Alternative(name=name, pools=tuple(partition), chosen=False, reason=reason, missing_bytes=missing)
+    seconds = np.array([pool.option.stage_s for pool in pools])
+    iteration_s = compute_cost([pool.option.stage_s for pool in pools])
+    order = {role: number for number, role in enumerate(demands)}
+    return Alternative(
+        name=name,
+        pools=tuple(tuple(sorted(pool.roles, key=order.__getitem__)) for pool in pools),
+        chosen=pools is chosen,
+        reason="the fastest" if pools is chosen else _explain_loss(problem, pools, chosen),
+        num_gpus=tuple(pool.option.request.num_gpus for pool in pools),
+        iteration_s=iteration_s,
+        idle_part=tuple(float(1 - own.sum() / iteration_s) if iteration_s else 0.0 for own in seconds),
+    )
+
+
+def _name_class(partition: Sequence[tuple[str, ...]]) -> str:
+    sets = set(map(frozenset, partition))
+    roles = frozenset().union(*sets)
+    if len(sets) == 1:
+        return "colocate"
+    if len(sets) == len(roles):
+        return "standalone"
+    return "split" if sets == {frozenset({"actor", "reference"}), roles - {"actor", "reference"}} else ""
+
+
+def _explain_misfit(
+    problem: MapperConfig, demands: Mapping[str, ModelDemand], partition: Sequence[tuple[str, ...]]
+) -> tuple[float | None, str]:
+    short = find_shortfall(problem, demands, partition)
+    if short is None:
+        return None, f"{len(partition)} pools do not share out the {problem.cluster.num_gpus} devices of the cluster"
+    devices = "1 device" if short.num_gpus == 1 else f"each of {short.num_gpus} devices"
+    call = short.method if short.role in short.method else f"{short.role}.{short.method}"
+    return short.missing_bytes, f"out of memory by {short.missing_bytes / _GIB:.1f} GiB in {call}, on {devices}"
+
+
+def _explain_loss(problem: MapperConfig, pools: Sequence[PlacedPool], chosen: Sequence[PlacedPool]) -> str:
+    """How much slower, in which stage most, and which pool waits most."""
+    seconds, best = (np.array([pool.option.stage_s for pool in placed]) for placed in (pools, chosen))
+    stage_s, best_s = seconds.max(axis=0), best.max(axis=0)
+    if stage_s.sum() <= best_s.sum() * (1 + 1e-8):
+        return "as fast: of equals the fewest pools win, then the fewest devices, then the first in order"
+    stage = int((stage_s - best_s).argmax())
+    slowest = pools[int(seconds[:, stage].argmax())]
+    methods = dict.fromkeys(
+        call.method
+        for call in problem.dataflow.stages()[stage]
+        if call.role in slowest.roles and call.kind != "function"
+    )
+    verb = "takes" if len(methods) == 1 else "take"
+    parts = [
+        f"{100 * (stage_s.sum() / best_s.sum() - 1):.1f} % slower",
+        f"{' + '.join(methods)} {verb} {stage_s[stage] - best_s[stage]:.3g} s longer",
+    ]
+    idle = 1 - seconds.sum(axis=1) / stage_s.sum()
+    idlest = int(idle.argmax())
+    if idle[idlest] >= 0.005:
+        roles = [role for role in problem.dataflow.roles if role in pools[idlest].roles]
+        parts.append(f"{'+'.join(roles)} idle {100 * idle[idlest]:.0f} %")
+    return ", ".join(parts)

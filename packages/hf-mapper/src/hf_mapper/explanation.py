@@ -1,0 +1,61 @@
+"""Why a plan is the best one: the other placement classes, what bounds it, what more would buy, how sure it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_mapper.alternatives import Alternative, compare_classes
+from hf_mapper.bounds import Bottleneck, Extension, find_bottleneck, try_extensions
+from hf_mapper.config import MapperConfig
+from hf_mapper.robustness import Tolerance, compute_tolerances
+from hf_mapper.search import find_pools
+from hf_protocols import MappingPlan
+
+__all__ = ["Explanation", "explain_plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """The best plan of a problem with its reasons.
+
+    ``alternatives`` has every placement class, the chosen one first; ``extensions`` one entry for each kind of machine
+    (empty where the cluster states no network); ``tolerances`` one for each simulator that the plan depends on (empty
+    where they were not asked for).
+    """
+
+    plan: MappingPlan
+    alternatives: tuple[Alternative, ...]
+    bottleneck: Bottleneck
+    extensions: tuple[Extension, ...]
+    tolerances: tuple[Tolerance, ...]
+
+    def to_json(self) -> str:
+        """One JSON object, ending in a newline; ``plan`` in it is what ``MappingPlan.from_json`` reads."""
+        body: dict[str, Any] = {
+            "plan": json.loads(self.plan.to_json()),
+            "alternatives": [asdict(entry) for entry in self.alternatives],
+            "bottleneck": asdict(self.bottleneck),
+            "extensions": [asdict(entry) for entry in self.extensions],
+            "tolerances": [asdict(entry) | {"largest_error": entry.largest_error} for entry in self.tolerances],
+        }
+        return json.dumps(body, indent=2, allow_nan=False) + "\n"
+
+
+def explain_plan(problem: MapperConfig, *, robustness: bool = True) -> Explanation:
+    """Find the best plan of ``problem`` and its reasons; ``robustness`` takes some fifty searches more.
+
+    Raises:
+        PlanError, ConfigError: as ``map_dataflow``.
+    """
+    plan, pools = find_pools(
+        problem.dataflow, problem.models, problem.cluster, problem.workload, backends=problem.backends
+    )
+    return Explanation(
+        plan=plan,
+        alternatives=compare_classes(problem, pools),
+        bottleneck=find_bottleneck(problem, pools),
+        extensions=try_extensions(problem, plan.estimates["iteration_s"]),
+        tolerances=compute_tolerances(problem, pools) if robustness else (),
+    )

@@ -1,0 +1,34 @@
+"""How far off each simulator is supposed to be: factors on what it answers, to ask what a plan would be then."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+from hf_protocols import ConfigError
+
+__all__ = ["SIMULATORS", "SimulatorScales"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatorScales:
+    """Factors on the seconds of the training, inference, generation and transition simulators.
+
+    Raises:
+        ConfigError: for a factor that is not above 0.
+    """
+
+    training: float = 1.0
+    inference: float = 1.0
+    generation: float = 1.0
+    transition: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in SIMULATORS:
+            factor = getattr(self, name)
+            if not (math.isfinite(factor) and factor > 0):
+                raise ConfigError(f"scales: {name}={factor!r} must be above 0")
+
+
+SIMULATORS = tuple(field.name for field in fields(SimulatorScales))
+"""The simulators whose answers are seconds."""

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import html.parser
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_mapper import MapperConfig, build_page, explain_plan, map_dataflow
+from hf_protocols import MachinePlan, MappingPlan, ModelPlan, PlanError, PoolPlan
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+
+class Reader(html.parser.HTMLParser):
+    """What a page loads, its marks, its texts; and that every mark that is opened is closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.marks: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.marks.append((tag, dict(attrs)))
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "href", "action", "data", "srcset")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.marks.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data + " "
+
+
+@pytest.fixture
+def problem(paper_problem: Callable[..., Any]) -> MapperConfig:
+    return MapperConfig(**paper_problem("ppo", "llama-2-7b", 128)._asdict())
+
+
+@pytest.fixture
+def plan(problem: MapperConfig) -> MappingPlan:
+    return map_dataflow(problem.dataflow, problem.models, problem.cluster, problem.workload)
+
+
+def test_it_loads_nothing_and_runs_no_script(plan: MappingPlan) -> None:
+    page = build_page(plan)
+    read = Reader(page)
+    assert read.loaded == []
+    assert "url(" not in page
+    assert "@import" not in page
+    assert not any(tag in ("script", "link", "iframe", "img", "object") for tag, _ in read.marks)
+
+
+def test_every_picture_has_a_text_alternative(plan: MappingPlan) -> None:
+    pictures = [attributes for tag, attributes in Reader(build_page(plan)).marks if tag == "svg"]
+    assert pictures
+    for attributes in pictures:
+        assert attributes.get("aria-hidden") == "true" or (attributes["role"] == "img" and attributes["aria-label"])
+
+
+def test_bars_add_up_to_the_iteration(plan: MappingPlan) -> None:
+    """The bars of a pool cover its stages' times: what is not idle."""
+    page = build_page(plan)
+    charts = re.findall(r'<svg width="100%" height="\d+" role="img" aria-label="[^"]*from[^"]*">.*?</svg>', page)
+    placed = [pool for pool in plan.pools if pool.name in plan.estimates["pools"]]
+    assert len(charts) == len(placed)
+    for chart, pool in zip(charts, placed, strict=True):
+        widths = [float(width) for width in re.findall(r'width="([\d.]+)%" y="\d+" height="\d+" class="s', chart)]
+        busy = sum(plan.estimates["pools"][pool.name]["stage_s"]) / plan.estimates["iteration_s"]
+        assert sum(widths) == pytest.approx(100 * busy, abs=0.01 * len(widths))
+
+
+def test_every_device_has_a_bar(plan: MappingPlan) -> None:
+    """One track for each of the 128 devices, and one for the wide bar of each pool and each row of the chart."""
+    memory = build_page(plan).split("<h2>Memory of every device</h2>")[1].split("<h2>Layouts</h2>")[0]
+    placed = [pool for pool in plan.pools if pool.name in plan.estimates["pools"]]
+    assert memory.count('class="track"') == sum(pool.num_slots for pool in placed) + len(placed) == 128 + len(placed)
+
+
+def test_many_machines_are_counted_instead_of_drawn() -> None:
+    pool = PoolPlan(name="actor", machines=(MachinePlan(gpu_kind="h100", slots=8),) * 1000)
+    estimates = {
+        "iteration_s": 1.0,
+        "stages": [{"calls": ["actor.update_actor"], "latency_s": 1.0, "waits_for": "actor"}],
+        "pools": {"actor": {"stage_s": [1.0], "memory_bytes": 2**30, "usable_bytes": 2**31}},
+        "models": {},
+        "idle_gpus": 0,
+    }
+    plan = MappingPlan(pools=(pool,), models={"actor": ModelPlan(pool="actor", backend="fsdp")}, estimates=estimates)
+    page = build_page(plan)
+    assert "and 936 machines more, filled alike" in page
+    assert len(page) < 200_000
+
+
+def test_names_are_escaped(plan: MappingPlan) -> None:
+    first = plan.estimates["stages"][0] | {"calls": ["<script>alert(1)</script>"]}
+    estimates = dict(plan.estimates, stages=[first, *plan.estimates["stages"][1:]])
+    page = build_page(MappingPlan(pools=plan.pools, models=plan.models, estimates=estimates))
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_a_plan_without_estimates_has_no_page() -> None:
+    pool = PoolPlan(name="actor", machines=(MachinePlan(gpu_kind="cpu", slots=1),))
+    with pytest.raises(PlanError, match="lacks estimates"):
+        build_page(MappingPlan(pools=(pool,), models={"actor": ModelPlan(pool="actor", backend="fsdp")}))
+
+
+def test_the_reasons_are_on_the_page(problem: MapperConfig) -> None:
+    found = explain_plan(problem, robustness=False)
+    text = Reader(build_page(found.plan, found)).text
+    for entry in found.alternatives:
+        assert entry.reason in text
+    assert found.bottleneck.resource in text
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: install the package `chromium`")
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_nothing_scrolls_sideways(paper_problem: Callable[..., Any], width: int, tmp_path: Path) -> None:
+    """In a frame of that width in headless Chromium; a page that is too wide is measured as such."""
+    found = explain_plan(MapperConfig(**paper_problem("safe-rlhf", "llama-2-7b", 16)._asdict()))
+    assert _measure(build_page(found.plan, found), width, tmp_path) <= width
+    assert _measure("<!doctype html><div style='width:2000px'>wide</div>", width, tmp_path) > width
+
+
+def _measure(page: str, width: int, folder: Path) -> int:
+    """``scrollWidth`` of the page in a frame ``width`` pixels wide: a window's own least width is larger."""
+    shell = (
+        f'<!doctype html><iframe id="frame" style="width:{width}px;height:800px;border:0"></iframe>'
+        "<script>const frame = document.getElementById('frame');"
+        "frame.onload = () => { document.title = 'wide ' + frame.contentDocument.documentElement.scrollWidth; };"
+        f"frame.srcdoc = {_quote(page)};</script>"
+    )
+    path = folder / "shell.html"
+    path.write_text(shell)
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    finished = subprocess.run(
+        [*command, "--window-size=1400,900", "--dump-dom", path.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    found = re.search(r"<title>wide (\d+)</title>", finished.stdout)
+    assert found, finished.stdout[:500]
+    return int(found.group(1))
+
+
+def _quote(page: str) -> str:
+    """The page as a JavaScript string inside a script element."""
+    import json
+
+    return json.dumps(page).replace("</", "<\\/")

@@ -1,0 +1,97 @@
+"""Tolerances against brute force: at factors around the ends found, every placement is priced anew."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hf_mapper import MapperConfig, Tolerance, explain_plan
+from hf_mapper.robustness import MOST_FACTOR
+from hf_mapper.scales import SIMULATORS, SimulatorScales
+from hf_protocols import ConfigError, PlanError
+
+NUM_PROBLEMS, PARTS = 120, 4
+SIMULATED = {"training": "simulate_training", "inference": "simulate_inference", "generation": "simulate_generation"}
+
+
+@pytest.fixture
+def oracle() -> ModuleType:
+    path = Path(__file__).with_name("test_search_oracle.py")
+    spec = importlib.util.spec_from_file_location("search_oracle", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def scale(oracle: ModuleType, monkeypatch: pytest.MonkeyPatch, simulator: str, factor: float) -> None:
+    """Let the oracle price with answers of ``simulator`` that are ``factor`` times too long."""
+    import hf_mapper
+
+    for name in SIMULATED.values():
+        monkeypatch.setattr(oracle, name, getattr(hf_mapper, name))
+    original = getattr(hf_mapper, SIMULATED.get(simulator, "simulate_generation"))
+
+    def scaled(*arguments: Any, **options: Any) -> Any:
+        answer = original(*arguments, **options)
+        if simulator in ("training", "inference"):
+            return type(answer)(latency_s=factor * answer.latency_s, memory_bytes=answer.memory_bytes)
+        touched = ("transition_s",) if simulator == "transition" else ("prefill_s", "decode_s")
+        parts = {name: value * (factor if name in touched else 1) for name, value in answer.breakdown.items()}
+        return type(answer)(latency_s=sum(parts.values()), memory_bytes=answer.memory_bytes, breakdown=parts)
+
+    monkeypatch.setattr(oracle, original.__name__, scaled)
+
+
+def gap(oracle: ModuleType, problem: Any, plan: Any) -> float:
+    """By how much the plan is slower than the best of all, as a part, at the oracle's present factors."""
+    best = oracle.brute_force(problem)
+    assert best is not None
+    return float(oracle.describe(plan, problem)[0] / best[0] - 1)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_ends_are_where_brute_force_has_them(part: int, oracle: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = {"kept": 0, "lost": 0}
+    for seed in range(part, NUM_PROBLEMS, PARTS):
+        problem = oracle.draw_problem(seed)
+        try:
+            found = explain_plan(MapperConfig(**problem._asdict()))
+        except PlanError:
+            continue
+        for tolerance in found.tolerances:
+            for end, winner in (
+                (tolerance.optimal_from, tolerance.winner_below),
+                (tolerance.optimal_to, tolerance.winner_above),
+            ):
+                for inside in (end + (1 - end) / 1000, (end + 1) / 2):
+                    scale(oracle, monkeypatch, tolerance.simulator, inside)
+                    assert gap(oracle, problem, found.plan) < 1e-8, (seed, tolerance)
+                    checked["kept"] += 1
+                if winner:
+                    beyond = end - (1 - end) * 1e-2 if abs(end - 1) > 1e-6 else end * (1.001 if end >= 1 else 0.999)
+                    scale(oracle, monkeypatch, tolerance.simulator, beyond)
+                    assert gap(oracle, problem, found.plan) > 0, (seed, tolerance)
+                    checked["lost"] += 1
+            for factor, loss in ((1 / 1.25, tolerance.loss_if_faster), (1.25, tolerance.loss_if_slower)):
+                scale(oracle, monkeypatch, tolerance.simulator, factor)
+                assert gap(oracle, problem, found.plan) == pytest.approx(loss, abs=1e-8), (seed, tolerance)
+    assert all(checked.values()), "these problems never showed one of the two"
+
+
+def test_the_largest_error_is_that_of_the_nearer_end() -> None:
+    ends = {"winner_below": (), "winner_above": (), "loss_if_faster": 0.0, "loss_if_slower": 0.0}
+    tolerance = Tolerance(simulator="training", optimal_from=0.75, optimal_to=1.5, **ends)  # type: ignore[arg-type]
+    assert tolerance.largest_error == 0.25
+
+
+def test_scales_are_positive() -> None:
+    for name in SIMULATORS:
+        with pytest.raises(ConfigError, match=f"{name}=0 must be above 0"):
+            SimulatorScales(**{name: 0})
+    assert MOST_FACTOR > 1
