@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import hf_mapper
-from hf_mapper import map_dataflow, read_config
+from hf_mapper import build_page, explain_plan, map_dataflow, read_config
 from hf_mapper.cli import main
 from hf_protocols import MappingPlan
 
@@ -80,9 +81,10 @@ def test_the_table_names_what_was_chosen(config: Path) -> None:
         ('dataflow = "ppo"', 'dataflow = "dpo"', "dataflow preset 'dpo' is unknown"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(config: Path, old: str, new: str, message: str) -> None:
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_bad_input_is_one_line_and_exit_code_2(config: Path, command: str, old: str, new: str, message: str) -> None:
     config.write_text(CONFIG.replace(old, new))
-    result = CliRunner().invoke(main, ["plan", str(config)])
+    result = CliRunner().invoke(main, [command, str(config)])
     assert result.exit_code == 2
     assert message in result.output
     assert result.output.startswith("Error: ")
@@ -107,6 +109,49 @@ def test_a_missing_file_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "absent.toml does not exist" in result.output
     assert len(result.output.splitlines()) == 1
+
+
+def test_explain_prints_what_the_function_finds(config: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(main, ["explain", str(config), "--json", "--html", str(page)])
+    found = explain_plan(read_config(config))
+    assert result.exit_code == 0
+    assert result.output == found.to_json()
+    assert page.read_text() == build_page(found.plan, found)
+    quick = CliRunner().invoke(main, ["explain", str(config), "--quick"], env={"COLUMNS": "120"})
+    assert quick.exit_code == 0
+    assert "Placements: the best plan of each" in quick.output
+    assert "How wrong a simulator may be" not in quick.output
+
+
+def test_plan_writes_its_page(config: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(main, ["plan", str(config), "--json", "--html", str(page)])
+    assert result.exit_code == 0
+    assert page.read_text() == build_page(MappingPlan.from_json(result.output))
+
+
+def test_a_page_that_cannot_be_written_is_one_line_and_exit_code_2(config: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["plan", str(config), "--html", str(tmp_path / "absent" / "page.html")])
+    assert result.exit_code == 2
+    assert result.output.splitlines() == [
+        f"Error: --html: {tmp_path / 'absent' / 'page.html'} cannot be written: No such file or directory"
+    ]
+
+
+def test_the_smallest_cluster_that_an_error_names_would_do(config: Path) -> None:
+    """Four l40s are too few for an 8B model; the number of machines in the error is enough, and one less is not."""
+    problem = CONFIG.replace("qwen2.5-0.5b", "llama-3-8b")
+    config.write_text(problem)
+    refused = CliRunner().invoke(main, ["plan", str(config)])
+    assert refused.exit_code == 2
+    found = re.search(r"the smallest cluster that would do: (\d+) machines of 4 x l40s", refused.output)
+    assert found, refused.output
+    for count, code in ((int(found.group(1)), 0), (int(found.group(1)) - 1, 2)):
+        more = f"num_gpus = 4\nnum_machines = {count}"
+        network = "[cluster]\ninter_bandwidth_bytes_per_s = 25e9"
+        config.write_text(problem.replace("num_gpus = 4", more).replace("[cluster]", network, 1))
+        assert CliRunner().invoke(main, ["plan", str(config)]).exit_code == code
 
 
 def test_importing_it_loads_neither_torch_nor_ray() -> None:

@@ -107,7 +107,7 @@ def test_classes_with_more_pools_than_devices() -> None:
     found = explain_plan(problem)
     assert [entry.reason for entry in found.alternatives] == [
         "the fastest",
-        "2 pools do not share out the 1 devices of the cluster",
+        "2 pools find no place among 1 device",
     ]
     assert found.extensions == ()
 

@@ -106,10 +106,14 @@ def _explain_misfit(
 ) -> tuple[float | None, str]:
     short = find_shortfall(problem, demands, partition)
     if short is None:
-        return None, f"{len(partition)} pools do not share out the {problem.cluster.num_gpus} devices of the cluster"
-    devices = "1 device" if short.num_gpus == 1 else f"each of {short.num_gpus} devices"
+        return None, f"{len(partition)} pools find no place among {_count_devices(problem.cluster.num_gpus)}"
+    devices = ("each of " if short.num_gpus > 1 else "") + _count_devices(short.num_gpus)
     call = short.method if short.role in short.method else f"{short.role}.{short.method}"
     return short.missing_bytes, f"out of memory by {short.missing_bytes / _GIB:.1f} GiB in {call}, on {devices}"
+
+
+def _count_devices(count: int) -> str:
+    return f"{count} device{'s' * (count > 1)}"
 
 
 def _explain_loss(problem: MapperConfig, pools: Sequence[PlacedPool], chosen: Sequence[PlacedPool]) -> str:

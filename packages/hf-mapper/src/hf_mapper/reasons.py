@@ -89,8 +89,8 @@ def _build_alternative_table(alternatives: tuple[Alternative, ...]) -> Table:
 
 
 def _build_saving_table(found: Bottleneck) -> Table:
-    table = build_table("Twice as fast, what an iteration saves", "resource")
-    table.add_column("s", justify="right", no_wrap=True)
+    table = build_table("What more would buy", "twice as fast")
+    table.add_column("s saved", justify="right", no_wrap=True)
     for resource, saved_s in sorted(found.saved_s.items(), key=lambda item: -item[1]):
         table.add_row(resource, format_seconds(saved_s))
     return table
