@@ -97,7 +97,8 @@ def _build_saving_table(found: Bottleneck) -> Table:
 
 
 def _build_tolerance_table(plan: MappingPlan, tolerances: tuple[Tolerance, ...]) -> Table:
-    table = build_table("How wrong a simulator may be: the plan stays optimal for factors on its seconds", "simulator")
+    table = build_table("How wrong a simulator may be: the plan stays optimal for factors on its seconds")
+    table.add_column("simulator", no_wrap=True)
     for heading in ("factors", "error"):
         table.add_column(heading, no_wrap=True, justify="right")
     for heading in ("below wins", "above wins", "loss at 0.8, 1.25"):
