@@ -159,9 +159,9 @@ class RankHost:
         written = reader.written_columns()
         if written:
             raise BatchError(
-                f"{call.role}.{call.method} wrote in place into {', '.join(written)}, a view of memory that all readers "
-                "share, so the batch is not what it was for anybody: clone the column before writing, and make the "
-                "batch again"
+                f"{call.role}.{call.method} wrote in place into {', '.join(written)}, a view of memory that all "
+                "readers share, so the batch is not what it was for anybody: clone the column before writing, and make "
+                "the batch again"
             )
 
     def _is_collected(self, role: str, method: str) -> bool:
