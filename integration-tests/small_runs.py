@@ -24,7 +24,6 @@ hidden_size = 32
 intermediate_size = 64
 num_layers = 1
 num_heads = 1
-num_kv_heads = 1
 max_positions = 16
 [warm_start]
 max_steps = 4

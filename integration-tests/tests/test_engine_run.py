@@ -10,7 +10,7 @@ import pytest
 
 from small_runs import Outcome, read_metrics, without_times
 
-SIZES = ("model.hidden_size=64", "model.num_heads=2", "model.num_kv_heads=2")
+SIZES = ("model.hidden_size=64", "model.num_heads=2")
 
 pytestmark = pytest.mark.timeout(900)
 

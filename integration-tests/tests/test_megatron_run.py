@@ -11,7 +11,7 @@ import pytest
 
 from small_runs import Outcome, read_metrics, without_times
 
-SIZES = ("model.num_layers=2", "model.num_heads=2", "model.num_kv_heads=2")
+SIZES = ("model.num_layers=2", "model.num_heads=2")
 
 
 def on_two_ranks(plan: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:

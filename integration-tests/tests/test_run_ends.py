@@ -39,7 +39,6 @@ ON_RAY = {
     "rollout.batch_size": 256,
     "model.hidden_size": 64,
     "model.num_heads": 2,
-    "model.num_kv_heads": 2,
 }
 
 

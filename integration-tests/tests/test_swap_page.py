@@ -69,7 +69,7 @@ def test_an_engine_is_set_up_and_gains_twenty_points_as_the_page_says(engine: st
         SMALL_RUN.format(output="elsewhere", data=data)
         .replace("small_runs:response_length", "hf_algorithms.rewards:exact_match")
         .replace("hidden_size = 32", "hidden_size = 64")
-        .replace("num_heads = 1\nnum_kv_heads = 1", "num_heads = 2\nnum_kv_heads = 2")
+        .replace("num_heads = 1", "num_heads = 2")
     )
     found = commands(engine)
     assert [command.split()[0] for command in found] == ["scripts/env.sh", *[f".venv-{engine}/bin/hybridflow"] * 2]

@@ -50,7 +50,7 @@ def small_quickstart(directory: RunDirectory, *, address: str) -> Config:
     body = prepare_quickstart(directory, iterations=4).model_dump(mode="json", exclude_none=True)
     body["run"] |= {"eval_every": 1}
     body["data"] |= {"max_eval_rows": 8}
-    body["model"] |= {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1}
+    body["model"] |= {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 1}
     body["warm_start"] = {"max_steps": 2, "batch_size": 8, "eval_every": 1}
     body["rollout"]["batch_size"] = 31
     body["reward"] = {"function": "small_runs:response_length"}

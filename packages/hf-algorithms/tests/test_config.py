@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_algorithms.config import Config, config_keys, format_toml, load_config, parse_config
+from hf_algorithms.placement import check_rollout_options
 from hf_protocols import ConfigError
 
 MINIMAL = {"data": {"train": "rows.jsonl"}}
@@ -26,6 +27,20 @@ def test_at_most_60_keys() -> None:
 def test_a_resolved_configuration_reads_back_as_itself() -> None:
     config = parse_config({**MINIMAL, "run": {"seed": 3}, "data": {"train": 'odd "name"\\ and\ttab.jsonl'}})
     assert parse_config(tomllib.loads(format_toml(config))) == config
+
+
+def test_options_of_a_rollout_backend_are_a_table_of_their_own(tmp_path: Path) -> None:
+    path = write(tmp_path, '[data]\ntrain = "a.jsonl"\n[rollout.options]\ncache_bytes = 9\n')
+    config = load_config(path, ["rollout.options.dtype=bfloat16", "rollout.options.engine_options={a = [1, true]}"])
+    assert config.rollout.options == {"cache_bytes": 9, "dtype": "bfloat16", "engine_options": {"a": [1, True]}}
+    assert parse_config(tomllib.loads(format_toml(config))) == config
+
+
+@pytest.mark.parametrize(("name", "hint"), [("cache_byte", "did you mean 'cache_bytes'"), ("seed", "it takes dtype")])
+def test_an_option_that_the_rollout_backend_does_not_take_is_named(name: str, hint: str) -> None:
+    config = parse_config({**MINIMAL, "rollout": {"options": {name: 1}}})
+    with pytest.raises(ConfigError, match=rf"rollout\.options\.{name}: backend 'transformers' has no .*; {hint}"):
+        check_rollout_options(config.rollout)
 
 
 def test_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:

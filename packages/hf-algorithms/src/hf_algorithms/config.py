@@ -85,7 +85,6 @@ class ModelConfig(_Section):
     intermediate_size: Count = 448
     num_layers: Count = 3
     num_heads: Count = 5
-    num_kv_heads: Count = 5
     max_positions: Count = 32
     """Context length of a fresh model: prompt and response together."""
 
@@ -130,6 +129,8 @@ class RolloutConfig(_Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     """0: all tokens."""
+    options: dict[str, Any] = {}
+    """More of what the backend's ``build`` takes: ``cache_bytes`` or ``cache_fraction`` for keys and values."""
 
 
 class RewardConfig(_Section):
@@ -230,24 +231,34 @@ def format_toml(config: Config) -> str:
     """The resolved configuration as TOML text, every key present that has a value."""
     lines: list[str] = []
     for section, body in config.model_dump(mode="json", exclude_none=True).items():
-        # JSON's strings, numbers, booleans and flat lists are TOML's as well
-        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in body.items()), ""]
+        lines += [f"[{section}]", *(f"{key} = {_format_value(value)}" for key, value in body.items()), ""]
     return "\n".join(lines)
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{json.dumps(key)} = {_format_value(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_format_value, value))}]"
+    # JSON's strings, numbers and booleans are TOML's as well
+    return json.dumps(value)
 
 
 def _apply_override(body: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
-    section, dot, name = key.strip().partition(".")
-    if not (equals and dot and name):
+    *tables, last = key.strip().split(".")
+    if not (equals and tables and last):
         raise ConfigError(f"--set {override!r}: write it as section.key=value, such as run.seed=1")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
-    table = body.setdefault(section, {})
-    if not isinstance(table, dict):
-        raise ConfigError(f"--set {override!r}: {section} is a value, not a section")
-    table[name] = value
+    table = body
+    for each in tables:
+        table = table.setdefault(each, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override!r}: {each} is a value, not a section")
+    table[last] = value
 
 
 def _flatten(body: Mapping[str, Any]) -> Iterator[str]:

@@ -92,18 +92,17 @@ def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    for heads, size in (("num_heads", "hidden_size"), ("num_kv_heads", "num_heads")):
-        if getattr(config, size) % getattr(config, heads):
-            raise ConfigError(
-                f"model.{size}={getattr(config, size)} is not a multiple of model.{heads}={getattr(config, heads)}"
-            )
+    if config.hidden_size % config.num_heads:
+        raise ConfigError(
+            f"model.hidden_size={config.hidden_size} is not a multiple of model.num_heads={config.num_heads}"
+        )
     llama = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
+        num_key_value_heads=config.num_heads,
         max_position_embeddings=config.max_positions,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -12,10 +14,18 @@ from hf_engine import SamplingParams, load_rollout_backend
 from hf_protocols import ConfigError, Dataflow, MappingPlan, ModelShape, ParallelSpec, PlanError, Topology
 
 if TYPE_CHECKING:
-    from hf_algorithms.config import ClusterConfig, Config
+    from hf_algorithms.config import ClusterConfig, Config, RolloutConfig
     from hf_mapper import ClusterSpec
 
-__all__ = ["MODEL_ROLES", "check_plan", "compute_workload", "plan_dataflow", "plan_placement", "require_mapper"]
+__all__ = [
+    "MODEL_ROLES",
+    "check_plan",
+    "check_rollout_options",
+    "compute_workload",
+    "plan_dataflow",
+    "plan_placement",
+    "require_mapper",
+]
 
 MODEL_ROLES = ("actor", "critic", "reference")
 """Roles that hold a model; the others call functions."""
@@ -37,6 +47,21 @@ def require_mapper() -> None:
             "making a plan needs hf-mapper, which is not installed: pip install hf-mapper, or give a plan that was "
             "made elsewhere with train --plan plan.json"
         ) from error
+
+
+def check_rollout_options(rollout: RolloutConfig) -> None:
+    """Refuse options that the rollout backend does not take, before anything starts.
+
+    Raises:
+        ConfigError: naming the nearest option that there is.
+    """
+    parameters = inspect.signature(load_rollout_backend(rollout.backend).build).parameters
+    known = [name for name in parameters if name not in ("model", "topology", "seed")]
+    for name in rollout.options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+            raise ConfigError(f"rollout.options.{name}: backend {rollout.backend!r} has no such option; {hint}")
 
 
 def plan_dataflow(config: Config) -> Dataflow:

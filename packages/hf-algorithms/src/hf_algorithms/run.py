@@ -17,7 +17,7 @@ from hf_algorithms.data import PromptDataset, load_rows, select_rows
 from hf_algorithms.display import RunDisplay
 from hf_algorithms.evaluation import collect_samples, evaluate, measure_divergence
 from hf_algorithms.initial_model import InitialModel, build_initial_model
-from hf_algorithms.placement import check_plan, compute_workload, plan_placement
+from hf_algorithms.placement import check_plan, check_rollout_options, compute_workload, plan_placement
 from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.recipes import RECIPES
 from hf_algorithms.recipes.sft import warm_start
@@ -108,6 +108,7 @@ def _prepare(config: Config, directory: RunDirectory, plan: MappingPlan | None) 
     """Find everything good before an earlier run's files go."""
     data, model = config.data, config.model
     paths = {"data.train": data.train, "data.validation": data.validation, "data.test": data.test}
+    check_rollout_options(config.rollout)
     directory.check_inputs({**paths, "model.path": model.path, "model.tokenizer": model.tokenizer})
     with TemporaryDirectory() as trial:
         inputs = load_inputs(config, Path(trial))
@@ -329,7 +330,7 @@ def _build_spec(
             ),
         }
     if role == "actor":
-        kwargs["rollout"] = config.rollout.backend
+        kwargs |= {"rollout": config.rollout.backend, "rollout_options": config.rollout.options}
     if role == "reward":
         kwargs = {
             "tokenizer": inputs.model.tokenizer_path,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker
@@ -36,13 +38,22 @@ class ActorWorker(ModelWorker):
 
     Args:
         rollout: name of a ``hf_engine.rollout_backends`` entry point.
+        rollout_options: more of what its ``build`` takes, such as the size of the KV cache.
     """
 
     def __init__(
-        self, context: WorkerContext, *, model: str, backend: str, training: TrainConfig, rollout: str
+        self,
+        context: WorkerContext,
+        *,
+        model: str,
+        backend: str,
+        training: TrainConfig,
+        rollout: str,
+        rollout_options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         super().__init__(context, model=model, backend=backend, training=training)
-        generator = load_rollout_backend(rollout).build(model, topology=context.topology, seed=context.seed)
+        build = load_rollout_backend(rollout).build
+        generator = build(model, topology=context.topology, seed=context.seed, **rollout_options)
         self._engine = HybridEngine(self._train, generator, context.topology)
         # The dtype by whose bounds an engine is judged whose memory cannot be read.
         self._judged_dtype = None if isinstance(generator, SupportsWeightBuffers) else self._coarser_dtype()
