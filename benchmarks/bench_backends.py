@@ -7,6 +7,7 @@ update of all weights, where the engine keeps its own; and the largest sum of re
 Rates and updates are medians with the slowest and the fastest of the rounds. There is no target.
 
 Figures of a machine that does something else are worth nothing: the load before the start is part of the result.
+`--write` puts the table into `docs/how-to/swap-inference-backend.md`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = {"transformers": ".venv", "vllm": ".venv-vllm", "sglang": ".venv-sglang"}
+PAGE = ROOT / "docs" / "how-to" / "swap-inference-backend.md"
 NUM_ROUNDS = 7
 CACHE_BYTES = 256 << 20
 DEADLINE_S = 600.0
@@ -31,7 +33,7 @@ DEADLINE_S = 600.0
 
 def main() -> int:
     """Measure every backend whose environment is there; 1 if one fails."""
-    if sys.argv[1:]:
+    if sys.argv[1:] not in ([], ["--write"]):
         backend, directory = sys.argv[1:]
         print(json.dumps(measure(backend, directory)))
         return 0
@@ -51,7 +53,10 @@ def main() -> int:
             metrics |= {f"{backend}_{name}": value for name, value in found.items()}
             (measured if found else failed).append(backend)
     record("backends", metrics)
-    print(_table(metrics, measured))
+    table = _table(metrics, measured)
+    print(table)
+    if sys.argv[1:] and not failed:
+        _write(table)
     return 1 if failed else 0
 
 
@@ -178,6 +183,14 @@ def _table(metrics: dict[str, tuple[float, str]], backends: list[str]) -> str:
         rest = [f"{metrics[f'{backend}_{name}'][0]:g}" for name in ("start", "peak_memory")]
         lines.append([f"`{backend}`", *cells, *rest])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _write(table: str) -> None:
+    """Replaces what stands between the page's two comments."""
+    before, start, rest = PAGE.read_text().partition("<!-- bench_backends -->\n")
+    _, end, after = rest.partition("<!-- end of bench_backends -->\n")
+    assert start and end, f"{PAGE} has lost its comments"
+    PAGE.write_text(f"{before}{start}\n{table}\n\n{end}{after}")
 
 
 if __name__ == "__main__":
