@@ -159,8 +159,14 @@ def _rows(*numbers: int) -> RowSelection:
 CHUNKS = split_rows(9, 4)  # (0 1 2) (3 4) (5 6) (7 8)
 
 WRONG = {
-    "a rank without a selection": (distributing(lambda chunks: chunks[:3]), "3 selections for 4 ranks"),
-    "a selection without a rank": (distributing(lambda chunks: [*chunks, chunks[0]]), "5 selections for 4 ranks"),
+    "a rank without a selection": (
+        distributing(lambda chunks: chunks[:3]),
+        "distributes to 3 ranks, the topology has 4",
+    ),
+    "a selection without a rank": (
+        distributing(lambda chunks: [*chunks, chunks[0]]),
+        "distributes to 5 ranks, the topology has 4",
+    ),
     "a row twice on a rank": (
         distributing(lambda chunks: [chunks[0] + _rows(1), *chunks[1:]]),
         r"rank 0 gets row \[1\]",
@@ -178,11 +184,22 @@ WRONG = {
         replace(DP, name="wrong", collect=_changing([Collection((0, 1, 2, 3)), Collection((3, 2, 1, 0))])),
         "collect answers differently twice",
     ),
-    "nobody collected": (collecting(), "no rank is collected"),
-    "a rank collected twice": (collecting(0, 1, 2, 3, 3), "a rank is collected twice"),
-    "a rank collected that does not exist": (collecting(0, 1, 2, 4), "a collected rank does not exist"),
-    "a rank below zero collected": (collecting(0, 1, 2, -1), "a collected rank does not exist"),
-    "an unknown way to combine": (collecting(0, 1, 2, 3, combine="sum"), "combine='sum': concat or list"),
+    "nobody collected": (collecting(), r"collects the ranks \(\): answer at least one"),
+    "a rank collected twice": (
+        collecting(0, 1, 2, 3, 3),
+        r"collects the ranks \(0, 1, 2, 3, 3\): answer at least one, each once",
+    ),
+    "a rank collected that does not exist": (collecting(0, 1, 2, 4), "the topology has ranks 0 to 3"),
+    "a rank below zero collected": (collecting(0, 1, 2, -1), "the topology has ranks 0 to 3"),
+    "an unknown way to combine": (collecting(0, 1, 2, 3, combine="sum"), "combine='sum'.*; answer Collection"),
+    "nothing distributed": (replace(DP, name="wrong", distribute=lambda *_: None), "distribute answers None"),
+    "lists of rows": (replace(DP, name="wrong", distribute=lambda *_: [[0]] * 4), "distribute answers .*RowSelections"),
+    "too few arguments taken": (replace(DP, name="wrong", distribute=lambda topology, rows: []), "raised TypeError"),
+    "a function that raises": (
+        replace(DP, name="wrong", distribute=lambda *_: 1 / 0),
+        "distribute raised ZeroDivisionError: division by zero",
+    ),
+    "a bare list collected": (replace(DP, name="wrong", collect=lambda _: [0]), r"collect answers \[0\]; answer Coll"),
     "a result not collected": (collecting(0, 1, 2), r"row \[7\] is not collected 1 times"),
     "a result collected twice": (
         replace(ONE_TO_ALL, name="wrong", collect=DP.collect),
@@ -193,7 +210,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("protocol", "broken"), WRONG.values(), ids=WRONG)
 def test_the_laws_reject_a_wrong_protocol(protocol: TransferProtocol, broken: str) -> None:
-    with pytest.raises(ProtocolError, match=f"protocol 'wrong' with 9 rows: .*{broken}"):
+    with pytest.raises(ProtocolError, match=f"protocol 'wrong'.*{broken}"):
         check_transfer_protocol(protocol, FOUR, num_rows=9)
 
 
@@ -231,3 +248,8 @@ def test_the_laws_watch_the_order_of_the_routed_result(monkeypatch: pytest.Monke
 
 def _backwards(held: dict[int, RowSelection], wanted: Sequence[RowSelection]) -> tuple:
     return hf_protocols.route(held, wanted).pieces[0][::-1]
+
+
+def test_what_cannot_be_called_is_no_protocol() -> None:
+    with pytest.raises(ProtocolError, match="a name and two functions, got None"):
+        TransferProtocol("wrong", None, DP.collect)

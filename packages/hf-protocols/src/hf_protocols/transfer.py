@@ -14,9 +14,9 @@ from collections.abc import Collection as Sized
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from hf_protocols.errors import BatchError, ProtocolError
+from hf_protocols.errors import BatchError, HybridFlowError, ProtocolError
 from hf_protocols.selection import RowSelection
 from hf_protocols.topology import Topology
 
@@ -64,15 +64,94 @@ class Collect(Protocol):
 class TransferProtocol:
     """How the rows of a call reach the ranks and how results come back.
 
-    Your own protocol is a name and two functions; ``hf_protocols.testing.check_transfer_protocol`` tests it.
+    Your own protocol is a name and two functions; ``hf_protocols.testing.check_transfer_protocol`` tests it. What the
+    functions answer is checked with every call.
+
+    Raises:
+        ProtocolError: for what cannot be called; later, naming the protocol, for an answer of another kind, or when a
+            function raises what is no error of this project.
     """
 
     name: str
     distribute: Distribute
     collect: Collect
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "distribute", _Distribute(self.name, _own_function(self.distribute)))
+        object.__setattr__(self, "collect", _Collect(self.name, _own_function(self.collect)))
+
     def __repr__(self) -> str:
         return f"TransferProtocol({self.name!r})"
+
+
+@dataclass(frozen=True)
+class _Distribute:
+    """A protocol's function, its answers checked."""
+
+    protocol: str
+    function: Distribute
+
+    def __call__(self, topology: Topology, num_rows: int, weights: Sequence[float] | None = None) -> list[RowSelection]:
+        answer = _ask(self.protocol, "distribute", self.function, topology, num_rows, weights)
+        if not isinstance(answer, list | tuple) or not all(isinstance(each, RowSelection) for each in answer):
+            raise ProtocolError(
+                f"protocol {self.protocol!r}: distribute answers {_shorten(answer)}; answer a list of RowSelections, "
+                "one for each rank"
+            )
+        if len(answer) != topology.world_size:
+            raise ProtocolError(
+                f"protocol {self.protocol!r} distributes to {len(answer)} ranks, the topology has "
+                f"{topology.world_size}: answer one RowSelection for each rank"
+            )
+        return list(answer)
+
+
+@dataclass(frozen=True)
+class _Collect:
+    """A protocol's function, its answers checked."""
+
+    protocol: str
+    function: Collect
+
+    def __call__(self, topology: Topology) -> Collection:
+        answer = _ask(self.protocol, "collect", self.function, topology)
+        if not isinstance(answer, Collection) or answer.combine not in ("concat", "list"):
+            raise ProtocolError(
+                f"protocol {self.protocol!r}: collect answers {_shorten(answer)}; answer "
+                'Collection(ranks=(...), combine="concat" or "list")'
+            )
+        if not answer.ranks or len(set(answer.ranks)) < len(answer.ranks):
+            raise ProtocolError(
+                f"protocol {self.protocol!r} collects the ranks {_shorten(answer.ranks)}: answer at least one, "
+                "each once"
+            )
+        if not all(rank in range(topology.world_size) for rank in answer.ranks):
+            raise ProtocolError(
+                f"protocol {self.protocol!r} collects the ranks {_shorten(answer.ranks)}; the topology has ranks 0 to "
+                f"{topology.world_size - 1}"
+            )
+        return answer
+
+
+def _own_function(function: Any) -> Any:
+    """The function itself, of a protocol that takes another one's."""
+    if not callable(function):
+        raise ProtocolError(f"a TransferProtocol is a name and two functions, got {_shorten(function)} for one of them")
+    return function.function if isinstance(function, _Distribute | _Collect) else function
+
+
+def _ask(protocol: str, what: str, function: Any, *inputs: Any) -> Any:
+    try:
+        return function(*inputs)
+    except HybridFlowError:
+        raise
+    except Exception as error:
+        raise ProtocolError(f"protocol {protocol!r}: {what} raised {type(error).__name__}: {error}") from error
+
+
+def _shorten(answer: object) -> str:
+    text = repr(answer)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True)
