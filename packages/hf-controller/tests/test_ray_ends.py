@@ -146,3 +146,41 @@ def test_an_address_without_a_cluster_is_refused():
     program = "from hf_controller import RayExecutor; RayExecutor(address='127.0.0.1:9')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert "PoolError: no Ray cluster lets us in at '127.0.0.1:9'" in done.stderr.splitlines()[-1]
+
+
+CLOSED_PROGRAM = """
+import ray, torch
+from tensordict import TensorDict
+from hf_protocols import DP, ParallelSpec, PoolError, Topology, register
+from hf_controller import RayExecutor, ResourcePool, Worker, WorkerSpec
+
+class Doubler(Worker):
+    needs_process_group = False
+
+    @register(protocol=DP)
+    def double(self, batch):
+        return TensorDict({"x": 2 * batch["x"]}, batch_size=[len(batch)])
+
+batch = TensorDict({"x": torch.arange(2)}, batch_size=[2])
+with RayExecutor(num_cpus=1, object_store_bytes=100 * 2**20) as executor:
+    spec = WorkerSpec(worker=Doubler, topology=Topology(ParallelSpec(dp_size=1)))
+    group = executor.build_groups(ResourcePool([1], device="cpu"), {"doubler": spec})["doubler"]
+    seen, unseen = group.double(batch), group.double(batch)
+    seen.wait()
+for use in (seen.result, unseen.result, unseen.wait, lambda: unseen.num_rows, lambda: executor.put(batch),
+            lambda: group.double(batch), lambda: group.double(seen)):
+    try:
+        use()
+    except PoolError as error:
+        assert "this executor is closed" in str(error), error
+    else:
+        raise AssertionError("it was served")
+executor.trace.drain()
+assert not ray.is_initialized()
+print("refused")
+"""
+
+
+def test_a_closed_executor_serves_nobody_and_starts_no_other_cluster():
+    done = subprocess.run([sys.executable, "-c", CLOSED_PROGRAM], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "refused\n", done.stderr

@@ -240,8 +240,45 @@ def test_what_a_method_returns_must_be_picklable(ray_executor, ray_stage):
 def test_arguments_may_be_anything_that_cloudpickle_takes(ray_stage):
     answer = ray_stage.solo.answer(lambda number: number + 1).result()
     assert answer["value"](1) == 2
-    with pytest.raises(TypeError, match="pickle"):
+    with pytest.raises(ProtocolError, match=r"solo\.answer: the argument number 1, a lock, cannot travel .*pickle"):
         ray_stage.solo.answer(threading.Lock())
+
+
+class Named(Worker):
+    def __init__(self, context, *, lock=None):
+        super().__init__(context)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def answer(self):
+        return self.context.role
+
+
+class Misnamed(Worker):
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def topology(self):
+        return None
+
+
+def test_what_cannot_be_built_takes_no_slots(ray_executor):
+    one = Topology(ParallelSpec(dp_size=1))
+    good = WorkerSpec(worker=Named, topology=one)
+    pool = ResourcePool([1], device="cpu", name="kept")
+    wrong = {
+        "argument lock, a lock, of Named cannot travel": {
+            "good": good,
+            "bad": WorkerSpec(worker=Named, topology=one, kwargs={"lock": threading.Lock()}),
+        },
+        "registers topology": {"good": good, "bad": WorkerSpec(worker=Misnamed, topology=one)},
+    }
+    for message, specs in wrong.items():
+        with pytest.raises(ProtocolError, match=message):
+            ray_executor.build_groups(pool, specs)
+        assert ray_executor.built_on(pool) == []
+    group = ray_executor.build_groups(pool, {"good": good})["good"]
+    with pytest.raises(ProtocolError, match="pool 'kept' has a group good already"):
+        ray_executor.build_groups(pool, {"good": good})
+    assert group.answer().result() == ["good"]
+    ray_executor.release(pool)
 
 
 def test_a_batch_that_cannot_travel_is_refused_at_once(ray_executor):

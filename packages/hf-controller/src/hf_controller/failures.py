@@ -9,7 +9,9 @@ from typing import Any
 
 from hf_protocols import HybridFlowError, WorkerError
 
-__all__ = ["Failure", "RemoteCallError", "UpstreamFailure"]
+__all__ = ["CLOSED", "Failure", "RemoteCallError", "UpstreamFailure"]
+
+CLOSED = "this executor is closed: make another, and ask for results before the end of its `with` block"
 
 
 class RemoteCallError(WorkerError):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hf_controller.dispatch import Call, build_calls, check_rows, compute_called_ranks
 from hf_controller.expressions import Leaf, Source
+from hf_controller.failures import CLOSED
 from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture, PendingCall
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.trace import Trace
@@ -40,6 +41,7 @@ class Executor(ABC):
 
     def __init__(self) -> None:
         self._call_ids = itertools.count(1)
+        self._closed = False
 
     @abstractmethod
     def build_groups(
@@ -111,14 +113,17 @@ class Executor(ABC):
 
         Raises:
             BatchError: for a batch that cannot travel.
+            PoolError: if the executor is closed.
         """
         from hf_controller.transport import encode_batch
 
+        self._check_open()
         shard = encode_batch(batch, self._store)
         return self._batch_future(Source([shard], columns=tuple(shard.columns)))
 
     def submit(self, group: WorkerGroup, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call; groups do, for their methods."""
+        self._check_open()
         spec = group.methods[method]
         call = Call(
             call_id=next(self._call_ids),
@@ -148,6 +153,18 @@ class Executor(ABC):
             parts = [_Part(call, index) for index in range(len(call.handles))]
             return ListFuture(call, [self._batch_future(Source(part.handles, part, spec.writes)) for part in parts])
         return self._batch_future(Source(call.handles, call, spec.writes))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PoolError(CLOSED)
+
+    def _check_new(self, pool: ResourcePool, specs: Mapping[str, WorkerSpec]) -> None:
+        taken = sorted({role for roles in self.built_on(pool) for role in roles} & set(specs))
+        if taken:
+            raise ProtocolError(
+                f"pool {pool.name!r} has a group {', '.join(taken)} already: choose another name, or release the pool "
+                "first"
+            )
 
     def _batch_future(self, source: Source) -> BatchFuture:
         return BatchFuture(Leaf(source), self._store, self.call_timeout_s)

@@ -105,15 +105,14 @@ class InProcessExecutor(Executor):
         self._device = device
         self._hosts: dict[WorkerGroup, list[RankHost]] = {}
         self._owns_default_group = False
-        self._closed = False
 
     def build_groups(
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False, wait: bool = True
     ) -> dict[str, WorkerGroup]:
         """Build one group per role; see :meth:`Executor.build_groups`. Everything is fused and ready at once here."""
-        if self._closed:
-            raise PoolError("this executor is closed: make another")
+        self._check_open()
         check_specs(pool, specs, fused=fused)
+        self._check_new(pool, specs)
         self._check_device(pool)
         if pool.num_slots == 1 and any(spec.worker.needs_process_group for spec in specs.values()):
             self._join_default_group(pool)

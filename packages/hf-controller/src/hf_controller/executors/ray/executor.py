@@ -20,6 +20,7 @@ from hf_controller.executors.ray.host_set import HostSet, await_answers, await_r
 from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.pending import RayCall, take_ready
 from hf_controller.executors.ray.placement import PlacedPool, place
+from hf_controller.executors.ray.shipping import pack_roles
 from hf_controller.executors.ray.store import BatchHandle, RayStore, ValueHandle
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.executors.ray.wire import pack_call
@@ -79,7 +80,6 @@ class RayExecutor(Executor):
         self._collective_timeout_s = collective_timeout_s
         self._occupied: dict[ResourcePool, _Occupied] = {}
         self._host_sets: dict[WorkerGroup, HostSet] = {}
-        self._closed = False
         self._guard = SignalGuard()
         self._waiter = Waiter(self._guard)
         self._inquirer = Inquirer()
@@ -90,33 +90,32 @@ class RayExecutor(Executor):
         # Joined clusters have other machines, whose ranks ask for slices of what the controller puts.
         self._slicer: Any
         self._slicer, slicer_name = _start_slicer() if self._joined else (None, None)
-        self._store = RayStore(slicer_name)
+        self._store = self._ray_store = RayStore(slicer_name)
         self._guard.install()
 
     def build_groups(
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False, wait: bool = True
     ) -> dict[str, WorkerGroup]:
         """Build one group per role; see :meth:`Executor.build_groups`."""
-        if self._closed:
-            raise PoolError("this executor is closed: make another")
+        self._check_open()
         check_specs(pool, specs, fused=fused)
+        self._check_new(pool, specs)
+        groups = {role: WorkerGroup(role, spec, pool, self) for role, spec in specs.items()}
+        packed = [pack_roles(roles) for roles in ([specs] if fused else [{role: specs[role]} for role in specs])]
         if pool not in self._occupied:
             placed = place(pool, self._start_timeout_s, own=list(self._occupied), on_distinct_machines=self._joined)
             self._occupied[pool] = _Occupied(placed)
         occupied = self._occupied[pool]
-        groups = {}
-        for roles in [dict(specs)] if fused else [{role: spec} for role, spec in specs.items()]:
+        for each in packed:
             host_set = HostSet(
                 occupied.placed,
-                roles,
+                each,
                 cuts_slices=self._joined,
                 collective_timeout_s=self._collective_timeout_s,
                 start_timeout_s=self._start_timeout_s,
             )
             occupied.host_sets.append(host_set)
-            for role, spec in roles.items():
-                groups[role] = WorkerGroup(role, spec, pool, self)
-                self._host_sets[groups[role]] = host_set
+            self._host_sets |= {groups[role]: host_set for role in each.roles}
         if wait:
             self.wait_until_ready()
         return groups
@@ -204,6 +203,8 @@ class RayExecutor(Executor):
             finally:
                 self._occupied.clear()
                 self._host_sets.clear()
+                self._ray_store.close()
+                self._waiter.close()
                 self._cluster.stop()
                 self._guard.restore()
 

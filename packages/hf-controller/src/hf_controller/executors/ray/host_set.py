@@ -14,11 +14,10 @@ from hf_controller.executors.ray.actor import Construction, HostActor, Joining
 from hf_controller.executors.ray.host_process import HostProcess, describe_processes
 from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.placement import PlacedPool
-from hf_controller.executors.ray.shipping import pickle_specs
+from hf_controller.executors.ray.shipping import PackedRoles
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.failures import Failure
-from hf_controller.worker import WorkerSpec
-from hf_protocols import ProtocolError, WorkerTimeoutError
+from hf_protocols import WorkerTimeoutError
 
 __all__ = ["HostSet", "await_answers", "await_ready"]
 
@@ -46,13 +45,13 @@ class HostSet:
     def __init__(
         self,
         placed: PlacedPool,
-        roles: Mapping[str, WorkerSpec],
+        packed: PackedRoles,
         *,
         cuts_slices: bool,
         collective_timeout_s: float,
         start_timeout_s: float,
     ) -> None:
-        pool = placed.pool
+        pool, roles = placed.pool, packed.roles
         self.name = "+".join(roles)
         self.roles = dict(roles)
         prefix = f"{self.name}-{uuid.uuid4().hex[:12]}"
@@ -63,11 +62,11 @@ class HostSet:
         self.processes = [HostProcess(f"{self.name}/{rank}", actor) for rank, actor in enumerate(self.actors)]
         process_group = any(spec.worker.needs_process_group for spec in roles.values())
         construction = Construction(
-            specs=pickle_specs(roles),
+            specs=packed.specs,
             pool=pool.name,
             device=pool.device,
             slots=pool.slots,
-            environment=_merge_environments(roles),
+            environment=packed.environment,
             process_group=process_group,
             on_one_machine=placed.on_one_machine,
             collective_timeout_s=collective_timeout_s,
@@ -155,20 +154,3 @@ def _failure(handle: Any, label: str, method: str) -> Failure | None:
         role, _, rank = label.rpartition("/")
         return Failure.of(error, role=role, method=method, rank=int(rank))
     return failure
-
-
-def _merge_environments(roles: Mapping[str, WorkerSpec]) -> dict[str, str]:
-    """The variables of roles that share processes.
-
-    Raises:
-        ProtocolError: if two roles want different values.
-    """
-    merged: dict[str, str] = {}
-    for role, spec in roles.items():
-        for name, value in spec.environment.items():
-            if merged.setdefault(name, value) != value:
-                raise ProtocolError(
-                    f"{role} wants {name}={value!r} in its environment, another role in its processes wants "
-                    f"{merged[name]!r}: give them one value, or build them without fused=True"
-                )
-    return merged

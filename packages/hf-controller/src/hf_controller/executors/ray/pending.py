@@ -220,7 +220,7 @@ def _error_of(handle: Any) -> RayError | None:
 
 def take_ready(handles: list[Any]) -> tuple[list[CallReport], list[Any]]:
     """The reports that are there, and the handles of the rest. Reports of dead ranks are left out."""
-    if not handles:
+    if not handles or not ray.is_initialized():  # Ray would start a cluster to look
         return [], []
     ready, pending = ray.wait(handles, num_returns=len(handles), timeout=0)
     reports = []

@@ -3,19 +3,59 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import PathFinder
 from types import ModuleType
+from typing import Any, NamedTuple
 
 from ray import cloudpickle
 
 from hf_controller.worker import WorkerSpec
+from hf_protocols import ProtocolError
 
-__all__ = ["is_importable_elsewhere", "pickle_specs"]
+__all__ = ["PackedRoles", "find_unpicklable", "is_importable_elsewhere", "pack_roles"]
 
 
-def pickle_specs(roles: Mapping[str, WorkerSpec]) -> bytes:
+class PackedRoles(NamedTuple):
+    """Roles that share processes, ready to be built there: pickled, and the variables that all of them want."""
+
+    roles: Mapping[str, WorkerSpec]
+    specs: bytes
+    environment: dict[str, str]
+
+
+def pack_roles(roles: Mapping[str, WorkerSpec]) -> PackedRoles:
+    """Pack before any process starts, so that what cannot travel costs nothing.
+
+    Raises:
+        ProtocolError: for an argument that cannot be pickled, or variables on which the roles disagree.
+    """
+    environment = _merge_environments(roles)
+    try:
+        return PackedRoles(roles, _pickle_specs(roles), environment)
+    except Exception as error:
+        for role, spec in roles.items():
+            found = find_unpicklable(spec.kwargs)
+            if found is not None:
+                raise ProtocolError(
+                    f"{role}: the argument {found} of {spec.worker.__name__} cannot travel to another process "
+                    f"({error}): give what the worker can build it from"
+                ) from error
+        raise
+
+
+def find_unpicklable(named: Mapping[str, Any], dump: Callable[[Any], object] = cloudpickle.dumps) -> str | None:
+    """Name and type of the first value that ``dump`` cannot pickle."""
+    for name, value in named.items():
+        try:
+            dump(value)
+        except Exception:  # noqa: BLE001 - a value's own pickling may raise anything
+            return f"{name}, a {type(value).__name__},"
+    return None
+
+
+def _pickle_specs(roles: Mapping[str, WorkerSpec]) -> bytes:
     """Pickle ``roles``; classes of modules that another process cannot import (scripts, notebooks, tests) by value."""
     modules = {sys.modules[base.__module__] for spec in roles.values() for base in spec.worker.__mro__}
     with ExitStack() as stack:
@@ -47,3 +87,20 @@ def _by_value(module: ModuleType) -> Iterator[None]:
         yield
     finally:
         cloudpickle.unregister_pickle_by_value(module)  # type: ignore[no-untyped-call]
+
+
+def _merge_environments(roles: Mapping[str, WorkerSpec]) -> dict[str, str]:
+    """The variables of roles that share processes.
+
+    Raises:
+        ProtocolError: if two roles want different values.
+    """
+    merged: dict[str, str] = {}
+    for role, spec in roles.items():
+        for name, value in spec.environment.items():
+            if merged.setdefault(name, value) != value:
+                raise ProtocolError(
+                    f"{role} wants {name}={value!r} in its environment, another role in its processes wants "
+                    f"{merged[name]!r}: give them one value, or build them without fused=True"
+                )
+    return merged

@@ -13,7 +13,8 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayError
 
-from hf_protocols import WorkerError, WorkerTimeoutError
+from hf_controller.failures import CLOSED
+from hf_protocols import PoolError, WorkerError, WorkerTimeoutError
 
 if TYPE_CHECKING:
     from hf_controller.transport import Shard, SliceRequest
@@ -115,6 +116,11 @@ class RayStore:
     def __init__(self, slicer: str | None = None) -> None:
         self._slicer = slicer
         self._actors: dict[str, Any] = {}
+        self._closed = False
+
+    def close(self) -> None:
+        """Refuse everything from now on: Ray would start a cluster, or join one that runs here, to serve it."""
+        self._closed = True
 
     @cached_property
     def origin(self) -> Origin:
@@ -123,7 +129,12 @@ class RayStore:
 
     def put(self, value: Any) -> Any:
         """Store a list of arrays; they are copied into shared memory once."""
+        self._check_open()
         return Sealed(ray.put(value))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PoolError(CLOSED)
 
     def get(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
         """The values; arrays are views of shared memory.
@@ -149,6 +160,7 @@ class RayStore:
 
     def _get(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
         asked = [reference for reference in references if not isinstance(reference, _Fetched | Delivered)]
+        self._check_open()
         try:
             found = iter(ray.get(asked, timeout=timeout_s) if asked else [])
         except GetTimeoutError as error:

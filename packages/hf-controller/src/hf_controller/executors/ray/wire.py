@@ -16,9 +16,11 @@ import ray
 from ray import cloudpickle
 
 from hf_controller.dispatch import Call
+from hf_controller.executors.ray.shipping import find_unpicklable
 from hf_controller.executors.ray.store import BatchHandle, Delivered, Sealed
 from hf_controller.trace import CallReport, Span
 from hf_controller.transport import Shard
+from hf_protocols import ProtocolError
 
 if TYPE_CHECKING:
     from hf_controller.results import Outcome
@@ -66,10 +68,23 @@ class _CallUnpickler(pickle.Unpickler):
 
 
 def pack_call(call: Call) -> PackedCall:
-    """The call, ready to travel."""
+    """The call, ready to travel.
+
+    Raises:
+        ProtocolError: for an argument that cannot be pickled.
+    """
     target = io.BytesIO()
     pickler = _CallPickler(target)
-    pickler.dump(tuple(call))  # type: ignore[no-untyped-call]
+    try:
+        pickler.dump(tuple(call))  # type: ignore[no-untyped-call]
+    except Exception as error:
+        named = {f"number {number + 1}": value for number, value in enumerate(call.args)} | dict(call.kwargs)
+        found = find_unpicklable(named, _CallPickler(io.BytesIO()).dump)
+        if found is None:
+            raise
+        raise ProtocolError(
+            f"{call.role}.{call.method}: the argument {found} cannot travel to another process ({error})"
+        ) from error
     return PackedCall(target.getvalue(), list(pickler.references), list(pickler.batches))
 
 
