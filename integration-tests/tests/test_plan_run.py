@@ -51,6 +51,7 @@ def ranks_find_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.slow  # another test's executor may live in the program of the fast ones
 @pytest.mark.timeout(400)
 @pytest.mark.usefixtures("ranks_find_the_reward")
 def test_two_pools_of_different_layouts_train_like_one_rank(
@@ -73,6 +74,11 @@ def test_two_pools_of_different_layouts_train_like_one_rank(
     assert [row.keys() for row in found] == [row.keys() for row in expected]
     for row, wanted in zip(found, expected, strict=True):
         assert row == pytest.approx(wanted, abs=2e-4, rel=1e-3)
+
+
+def error_lines(outcome: Outcome) -> int:
+    """Lines of the error output but for the progress of writing a model, which begins with a carriage return."""
+    return len([line for line in outcome.errors.splitlines() if line and not line.startswith("Writing model shards")])
 
 
 def ranks_of_pools(run: Path) -> dict[str, set[int]]:
@@ -108,7 +114,7 @@ def test_a_plan_that_cannot_be_followed_is_one_error(
     outcome = hybridflow("train", small_config, *settings(*changes), "--plan", file)
     assert outcome.exit_code == 2, outcome.output
     assert message in outcome.errors
-    assert len(outcome.errors.splitlines()) == 1
+    assert error_lines(outcome) == 1
     assert not (small_config.parent / "run" / "config.toml").exists(), "nothing was started"
 
 
@@ -135,7 +141,7 @@ def test_without_hf_mapper_a_plan_can_be_followed_but_not_made(
         outcome = hybridflow(command, small_config)
         assert outcome.exit_code == 2
         assert "not installed: pip install hf-mapper" in outcome.errors
-        assert len(outcome.errors.splitlines()) == 1
+        assert error_lines(outcome) == 1
     outcome = hybridflow("train", small_config, "--overwrite", "--plan", file)
     assert outcome.exit_code == 0, outcome.errors
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import simulator_errors
-from simulator_errors import MEASURED, PAGE, build_constant_rows, find_worse, load_cases, read_block
+from simulator_errors import MEASURED, build_constant_rows, find_worse, load_cases, read_block
 
 from hf_mapper import estimate_memory
 from hf_mapper.constants import FITS
@@ -26,11 +26,10 @@ def test_no_published_error_grew_by_more_than_a_tenth(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie beside the repository")
 def test_runs_that_fitted_are_not_called_out_of_memory() -> None:
-    """All but one: ZeRO-3 of 2021 with 530B on 640 GPUs, which the page names."""
     runs = [case for case in load_cases(MEASURED) if isinstance(case, TrainingCase) and case.phase == "training"]
     refused = {(case.model.name, case.parallel.world_size) for case in runs if not fits(case)}
-    assert refused == {("GPT-529.6B", 640)}
-    assert "530B by ZeRO-3 on 640 GPUs" in PAGE.read_text()
+    assert len(runs) > 1000
+    assert refused == set()
 
 
 def fits(case: TrainingCase) -> bool:

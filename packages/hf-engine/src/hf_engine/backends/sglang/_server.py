@@ -152,8 +152,8 @@ def _require(outcome: tuple[bool, str]) -> None:
 
 
 def _end(directory: str) -> None:
-    end_session(os.getsid(0))
     shutil.rmtree(directory, ignore_errors=True)
+    end_session(os.getsid(0))
     os.kill(os.getpid(), signal.SIGKILL)
 
 

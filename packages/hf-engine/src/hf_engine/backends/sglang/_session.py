@@ -26,13 +26,14 @@ def find_segments(session: int) -> set[str]:
 def end_session(session: int, segments: Iterable[str] = ()) -> None:
     """Kills every process of the session but this one, and removes their shared memory and what is named beside it."""
     found = find_segments(session) | set(segments)
+    # Names first: an engine that notices that its children died ends the very process that cleans up here.
+    for path in found:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
     for pid in _members(session):
         if pid != os.getpid():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    for path in found:
-        with suppress(FileNotFoundError):
-            os.unlink(path)
 
 
 def _members(session: int) -> list[int]:
