@@ -161,3 +161,45 @@ def test_a_cuda_pool_without_cuda_is_refused_with_what_to_do():
         pool = ResourcePool([1], device="cuda", name="gpus")
         with pytest.raises(PoolError, match=r"'gpus' wants cuda:0 and torch finds no CUDA device.*device=\"cpu\""):
             executor.build_groups(pool, {"model": WorkerSpec(worker=Model, topology=ONE)})
+
+
+class Stubborn(Worker):
+    needs_process_group = False
+
+    @register(protocol=DP)
+    def echo(self, batch):
+        return batch
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def answer(self, value):
+        return value
+
+    def close(self):
+        CLOSED.append(self.context.role)
+        raise OSError("the port is busy")
+
+
+def test_a_worker_that_cannot_close_is_logged_and_the_others_are_closed(caplog):
+    CLOSED.clear()
+    spec = WorkerSpec(worker=Stubborn, topology=ONE)
+    with InProcessExecutor() as executor:
+        executor.build_groups(ResourcePool([1], device="cpu"), {"first": spec, "second": spec})
+    assert CLOSED == ["first", "second"]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{role} on rank 0: close() raised OSError: the port is busy" for role in CLOSED
+    ]
+
+
+def test_a_future_of_another_executor_is_refused():
+    with InProcessExecutor() as first, InProcessExecutor() as second:
+        here, there = build(first, Stubborn), build(second, Stubborn)
+        own, foreign = first.put(batch()), there.echo(batch())
+        for value in (foreign, second.put(batch()), there.answer(1)):
+            with pytest.raises(ProtocolError, match=r"^model\.answer belongs to one executor .* of another"):
+                here.answer(value)
+        for join in (own.union, own.concat):
+            with pytest.raises(
+                ProtocolError, match=f"^{join.__name__} belongs to one executor .*BatchFuture of another"
+            ):
+                join(foreign)
+        assert here.echo(own.concat(here.echo(own))).num_rows == 4

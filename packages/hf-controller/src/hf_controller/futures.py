@@ -30,6 +30,7 @@ __all__ = [
     "ObjectFuture",
     "PendingCall",
     "as_selection",
+    "refuse_foreign",
 ]
 
 
@@ -72,6 +73,11 @@ class BatchFuture:
         raise ProtocolError(STAYS_HERE)
 
     @property
+    def store(self) -> ObjectStore:
+        """The store of the executor that made this future."""
+        return self._store
+
+    @property
     def expression(self) -> Expression:
         """The tree behind this future."""
         return self._expression
@@ -96,7 +102,7 @@ class BatchFuture:
 
     def concat(self, other: BatchFuture) -> BatchFuture:
         """The rows of ``other`` after these; both must have the same columns."""
-        return self._with(expressions.Concat(self._expression, _expression_of(other, "concat")))
+        return self._with(expressions.Concat(self._expression, self._expression_of(other, "concat")))
 
     def select(self, columns: Sequence[str]) -> BatchFuture:
         """Only these columns; a name that ends in ``?`` is taken if it is there."""
@@ -115,7 +121,7 @@ class BatchFuture:
 
         Both must have equally many rows.
         """
-        return self._with(expressions.Union(self._expression, _expression_of(other, "union")))
+        return self._with(expressions.Union(self._expression, self._expression_of(other, "union")))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the rows exist, without moving them; the deadline is the executor's ``call_timeout_s`` by default.
@@ -162,6 +168,14 @@ class BatchFuture:
             extents[source] = Extent(sum(counts), ())
         return extents
 
+    def _expression_of(self, other: object, what: str) -> Expression:
+        if not isinstance(other, BatchFuture):
+            raise BatchError(
+                f"{what} joins futures, got a {type(other).__name__}: put a TensorDict first, with executor.put(batch)"
+            )
+        refuse_foreign(other, self._store, what)
+        return other.expression
+
     def _with(self, expression: Expression) -> BatchFuture:
         return BatchFuture(expression, self._store, self._timeout_s)
 
@@ -169,8 +183,9 @@ class BatchFuture:
 class CallFuture:
     """What the futures of one call's small results share."""
 
-    def __init__(self, call: PendingCall) -> None:
+    def __init__(self, call: PendingCall, store: ObjectStore) -> None:
         self._call = call
+        self.store = store
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ProtocolError(STAYS_HERE)
@@ -212,11 +227,12 @@ class ListFuture(CallFuture):
 
     Args:
         call: the call.
+        store: the store of the call's executor.
         items: each rank's result as a future of its own; None where results are objects.
     """
 
-    def __init__(self, call: PendingCall, items: Sequence[BatchFuture] | None) -> None:
-        super().__init__(call)
+    def __init__(self, call: PendingCall, store: ObjectStore, items: Sequence[BatchFuture] | None) -> None:
+        super().__init__(call, store)
         self._items = items
 
     def __len__(self) -> int:
@@ -269,12 +285,17 @@ def as_selection(index: Iterable[int] | slice | RowSelection) -> RowSelection:
     return RowSelection.from_rows(map(int, rows))
 
 
-def _expression_of(other: object, what: str) -> Expression:
-    if not isinstance(other, BatchFuture):
-        raise BatchError(
-            f"{what} joins futures, got a {type(other).__name__}: put a TensorDict first, with executor.put(batch)"
+def refuse_foreign(value: object, store: ObjectStore, what: str) -> None:
+    """Refuse a future whose results lie in another executor's store.
+
+    Raises:
+        ProtocolError: naming ``what`` the future was given to, and both stores.
+    """
+    if isinstance(value, BatchFuture | CallFuture) and value.store is not store:
+        raise ProtocolError(
+            f"{what} belongs to one executor (its store is a {type(store).__name__}) and got a {type(value).__name__} "
+            f"of another (a {type(value.store).__name__}): build both with one executor, or give its .result()"
         )
-    return other.expression
 
 
 def _check_positive(what: str, number: object) -> None:

@@ -5,6 +5,7 @@ A host holds the workers of one rank by role. It knows no executor: whoever driv
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from hf_controller.worker import Worker, WorkerSpec, takes_pieces
 from hf_protocols import BatchError, MethodSpec, RowSelection, registered_methods
 
 __all__ = ["RankHost", "Stage"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class Stage(NamedTuple):
@@ -92,9 +95,12 @@ class RankHost:
         return outcome, self._report(call, outcome, reader, times, upstream=upstream)
 
     def close(self) -> None:
-        """Close every worker."""
-        for worker in self._workers.values():
-            worker.close()
+        """Close every worker; what one raises is logged, and the others are closed all the same."""
+        for role, worker in self._workers.items():
+            try:
+                worker.close()
+            except Exception as error:  # noqa: BLE001 - a worker's own code may raise anything
+                _LOG.warning("%s on rank %d: close() raised %s: %s", role, self._rank, type(error).__name__, error)
 
     def _run(self, call: Call, reader: BatchReader, times: _Times) -> Outcome:
         spec, worker = self._methods[call.role][call.method], self._workers[call.role]

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Self
 from hf_controller.dispatch import Call, build_calls, check_rows, compute_called_ranks
 from hf_controller.expressions import Leaf, Source
 from hf_controller.failures import CLOSED
-from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture, PendingCall
+from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture, PendingCall, refuse_foreign
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
-from hf_protocols import MethodSpec, PoolError, ProtocolError, Topology
+from hf_protocols import MethodSpec, PerRank, PoolError, ProtocolError, Topology
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -139,6 +139,9 @@ class Executor(ABC):
         ranks = group.called_ranks.get(method)
         if ranks is None:
             ranks = group.called_ranks[method] = compute_called_ranks(spec, group.topology)
+        for value in (*args, *kwargs.values()):
+            for item in value.items if isinstance(value, PerRank) else [value]:
+                refuse_foreign(item, self._store, f"{group.role}.{method}")
         calls = build_calls(call, spec, ranks, self.put)
         check_rows(calls[ranks[0]], spec, group.topology)
         return self._wrap(group, spec, self._launch(group, spec, calls))
@@ -146,12 +149,15 @@ class Executor(ABC):
     def _wrap(self, group: WorkerGroup, spec: MethodSpec, call: PendingCall) -> Any:
         listed = spec.protocol.collect(group.topology).combine == "list"
         if spec.returns == "metrics":
-            return MetricsFuture(call)
+            return MetricsFuture(call, self._store)
         if spec.returns == "object":
-            return ListFuture(call, None) if listed or len(call.handles) > 1 else ObjectFuture(call)
+            several = listed or len(call.handles) > 1
+            return ListFuture(call, self._store, None) if several else ObjectFuture(call, self._store)
         if listed:
             parts = [_Part(call, index) for index in range(len(call.handles))]
-            return ListFuture(call, [self._batch_future(Source(part.handles, part, spec.writes)) for part in parts])
+            return ListFuture(
+                call, self._store, [self._batch_future(Source(part.handles, part, spec.writes)) for part in parts]
+            )
         return self._batch_future(Source(call.handles, call, spec.writes))
 
     def _check_open(self) -> None:
