@@ -113,12 +113,12 @@ class InProcessExecutor(Executor):
         self._check_open()
         check_specs(pool, specs, fused=fused)
         self._check_new(pool, specs)
+        groups = {role: WorkerGroup(role, spec, pool, self) for role, spec in specs.items()}
         self._check_device(pool)
         if pool.num_slots == 1 and any(spec.worker.needs_process_group for spec in specs.values()):
             self._join_default_group(pool)
         name = "+".join(specs)
         hosts = [self._build_host(pool, specs, name, rank) for rank in range(pool.num_slots)]
-        groups = {role: WorkerGroup(role, spec, pool, self) for role, spec in specs.items()}
         self._hosts.update(dict.fromkeys(groups.values(), hosts))
         return groups
 
