@@ -62,6 +62,7 @@ class SymbolicExecutor(Executor):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[SymbolicCall] = []
+        self._store = _NO_STORE
         self.trace = Trace(lambda pending: ([], pending))
         self.call_timeout_s = 0.0
 
