@@ -48,12 +48,12 @@ def _build_environment(folder: Path) -> Path:
 
 
 def _run(command: list[str], folder: Path, environment: Path | None = None) -> str:
-    """What the command prints, outside the workspace's own environment."""
+    """What the command prints, outside the workspace's own environment, with pip's settings where uv reads them."""
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     if environment is not None:
         variables["PATH"] = f"{environment / 'bin'}:{variables['PATH']}"
     finished = subprocess.run(
-        command,
+        ["bash", "-c", 'source "$0" && exec "$@"', str(ROOT / "scripts" / "registry.sh"), *command],
         cwd=folder,
         env=variables,
         stdout=subprocess.PIPE,
