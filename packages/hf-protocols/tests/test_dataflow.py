@@ -99,5 +99,16 @@ def test_unknown_words_are_refused_with_the_known_ones() -> None:
         Dataflow.preset("safe_rlhf")
     with pytest.raises(ConfigError, match=r"unknown: give ppo or remax or safe-rlhf or grpo"):
         Dataflow.preset("xyz")
+    with pytest.raises(ConfigError, match=r"dataflow preset 'ppoo' is unknown: give ppo\b"):
+        Dataflow.preset("ppoo")
+    with pytest.raises(ConfigError, match=r"^dataflow preset=3: give one of ppo, remax, safe-rlhf, grpo$"):
+        Dataflow.preset(3)
     with pytest.raises(ConfigError, match=r"actor\.run: kind='forward': one of generation, inference"):
         ModelCall(role="actor", method="run", kind="forward", reads=())
+
+
+@pytest.mark.parametrize("columns", ["abc", 3, (1,)])
+def test_columns_are_names(columns: object) -> None:
+    for name in ("reads", "writes"):
+        with pytest.raises(ConfigError, match=rf"^actor.act: {name}=.*list of column names"):
+            ModelCall(role="actor", method="act", kind="inference", **{"reads": (), name: columns})  # type: ignore[arg-type]

@@ -185,8 +185,14 @@ def test_layers_of_both_kinds_are_refused(mixed: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_hidden_layers": 0}, "num_layers=0 must be at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be a whole number of at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number of at least 1"),
+        ({"num_attention_heads": 128}, "head_dim=0 must be a whole number of at least 1"),
+        ({"num_key_value_heads": 0}, "num_kv_heads=0 must be a whole number of at least 1"),
+        ({"num_key_value_heads": -1}, "num_kv_heads=-1 must be a whole number of at least 1"),
         ({"vocab_size": 0}, "vocab_size=0"),
+        ({"max_position_embeddings": 0}, "max_positions=0"),
+        ({"num_experts": -8}, "num_experts=-8 must be a whole number of at least 0"),
         ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ],
 )
@@ -199,6 +205,13 @@ def test_sizes_that_make_no_model_are_refused(change: dict[str, int], message: s
 def test_sizes_that_are_no_whole_numbers_are_refused(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"={value!r} must be a whole number")):
         ModelShape.from_config({**TINY, key: value})
+
+
+def test_what_is_no_configuration_and_no_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^config=3: give a config\.json"):
+        ModelShape.from_config(3)
+    with pytest.raises(ConfigError, match=r"^model preset=3: give a name"):
+        ModelShape.preset(3)
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:

@@ -78,10 +78,10 @@ def test_any_mapping_of_models_makes_the_same_plan() -> None:
     assert plan.to_json() == PLAN.to_json()
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 2, "1", None, True, 1.0])
 def test_another_schema_version_is_refused_naming_both(version: object) -> None:
     body = {**json.loads(PLAN.to_json()), "schema_version": version}
-    with pytest.raises(PlanError, match=f"schema_version {version}, this release reads 1: make the plan anew"):
+    with pytest.raises(PlanError, match=f"schema_version {version!r}, this release reads 1: make the plan anew"):
         MappingPlan.from_json(json.dumps(body))
 
 
@@ -109,6 +109,12 @@ def test_text_that_is_no_plan_is_refused(text: str) -> None:
         (("models", "actor", "train", "sp_size"), 1),
         (("models", "actor", "train"), "2-4-2"),
         (("models", "actor"), None),
+        (("models", "actor", "offload"), "no"),
+        (("models", "actor", "offload"), 0),
+        (("models", "actor", "pool"), 1),
+        (("models", "actor", "backend"), None),
+        (("pools", 0, "name"), 1),
+        (("pools", 0, "machines", 0, "gpu_kind"), 100),
     ],
 )
 def test_an_unknown_key_or_kind_of_value_is_refused(path: tuple[str | int, ...], value: object) -> None:
@@ -117,7 +123,7 @@ def test_an_unknown_key_or_kind_of_value_is_refused(path: tuple[str | int, ...],
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    with pytest.raises(PlanError, match=r"this is no mapping plan|give a whole number"):
+    with pytest.raises(PlanError, match=r"this is no mapping plan|must be a whole number|a \w+'s \w+=.*: give "):
         MappingPlan.from_json(json.dumps(body))
 
 
@@ -143,12 +149,16 @@ def test_pools_have_names_of_their_own() -> None:
 
 
 def test_values_that_cannot_run_are_refused() -> None:
-    with pytest.raises(PlanError, match="slots=0: give a whole number of at least 1"):
+    with pytest.raises(PlanError, match="slots=0 must be a whole number of at least 1"):
         MachinePlan(gpu_kind="h100", slots=0)
     with pytest.raises(PlanError, match="pool 'main' has no machines"):
         make(machines=())
     with pytest.raises(PlanError, match="micro_batch_tokens=0"):
         make(micro_batch_tokens=0)
+    with pytest.raises(PlanError, match=r"^a model's offload='no': give true or false$"):
+        make(offload="no")
+    with pytest.raises(PlanError, match=r"^a model's train='1-8-1': give a ParallelSpec or None$"):
+        make(train="1-8-1")
     with pytest.raises(TopologyError, match="8 ranks cannot be cut into generation replicas"):
         make(train=ParallelSpec(dp_size=8), generation=GenerationSpec(gen_tp_size=3))
 
@@ -158,3 +168,10 @@ def test_estimates_that_json_cannot_hold_are_refused(value: object) -> None:
     plan = MappingPlan(pools=PLAN.pools, models=PLAN.models, estimates={"iteration_s": value})
     with pytest.raises(PlanError, match="the plan's estimates do not fit into JSON"):
         plan.to_json()
+
+
+@pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity"])
+def test_what_to_json_refuses_is_not_read(name: str) -> None:
+    text = MappingPlan(pools=PLAN.pools, models=PLAN.models, estimates={"iteration_s": 7.25}).to_json()
+    with pytest.raises(PlanError, match=f"^{name} is no number of JSON"):
+        MappingPlan.from_json(text.replace("7.25", name))

@@ -48,6 +48,9 @@ def test_defaults_keep_rows_and_columns() -> None:
         return batch
 
     assert method_spec(call) == MethodSpec(protocol=DP, rows="same", returns="batch", reads=None, writes=None)
+    read = method_spec(register(protocol=DP, reads=(name for name in ("a", "b?")))(call))
+    assert read is not None
+    assert read.reads == ("a", "b?")
 
 
 def test_registered_methods_include_inherited_ones() -> None:
@@ -78,6 +81,9 @@ def test_an_overriding_method_registers_itself() -> None:
         ({"protocol": DP, "returns": "list"}, "returns='list': give one of batch, metrics, object"),
         ({"protocol": DP, "reads": "values"}, r"reads='values' is one string: give a list .*\['values'\]"),
         ({"protocol": DP, "writes": "values"}, "writes='values' is one string"),
+        ({"protocol": DP, "reads": 3}, "^reads=3: give a list of column names$"),
+        ({"protocol": DP, "reads": ["values", 3]}, r"^reads=\['values', 3\]: give a list of column names$"),
+        ({"protocol": DP, "writes": ["values?"]}, r"^writes=\['values\?'\]: 'values\?' ends in \?"),
     ],
 )
 def test_a_wrong_registration_is_refused(given: dict[str, object], message: str) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+import re
 from fractions import Fraction
 from typing import get_args
 
@@ -314,6 +315,21 @@ def test_text_of_another_form_is_refused(text: str) -> None:
         GenerationSpec.parse(text + "-" + text)
 
 
+def test_what_is_no_text_is_refused() -> None:
+    for parse, form in ((ParallelSpec.parse, "pp-tp-dp, such as 1-8-2"), (GenerationSpec.parse, "pp-tp, such as 1-2")):
+        with pytest.raises(TopologyError, match=f"^3 is not of the form {form}$"):
+            parse(3)
+
+
+def test_a_topology_is_made_of_specs() -> None:
+    for train in ("1-2-2", None, GenerationSpec()):
+        with pytest.raises(TopologyError, match=f"^train={re.escape(repr(train))}: give a ParallelSpec, such as "):
+            Topology(train)
+    for generation in ("1-2", ParallelSpec()):
+        with pytest.raises(TopologyError, match=f"^generation={re.escape(repr(generation))}: give a GenerationSpec"):
+            Topology(ParallelSpec(), generation)
+
+
 @pytest.mark.parametrize("size", [0, -1, 1.5, "2", True, None])
 def test_a_size_is_a_whole_number_of_at_least_one(size: object) -> None:
     with pytest.raises(TopologyError, match=r"tp_size=.*at least 1"):
@@ -372,3 +388,12 @@ def test_a_pickled_topology_carries_its_sizes_alone() -> None:
     assert len(text) < 1000
     assert pickle.loads(text) == topology
     assert hash(pickle.loads(text)) == hash(topology)
+
+
+@pytest.mark.parametrize("wrong", [1.0, "1", None])
+def test_ranks_and_coordinates_are_whole_numbers(wrong: object) -> None:
+    topology = Topology(ParallelSpec(tp_size=2))
+    with pytest.raises(TopologyError, match=r"^rank=.*: give a whole number"):
+        topology.coordinate(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TopologyError, match=r"^tp=.*: give a whole number"):
+        topology.rank(tp=wrong)  # type: ignore[arg-type]

@@ -311,8 +311,25 @@ def test_a_protocol_shows_its_name() -> None:
 
 def test_per_rank_holds_its_items() -> None:
     assert PerRank(["a", "b"]).items == ["a", "b"]
+    for items in (3, None, {"a": 1}):
+        with pytest.raises(ProtocolError, match=f"^PerRank's items={items!r}: give a list with one item"):
+            PerRank(items)
 
 
 def test_a_piece_names_its_fields() -> None:
     piece = Piece(producer=2, rows=RowSelection.range(0, 3))
     assert (piece.producer, len(piece.rows)) == (2, 3)
+
+
+@pytest.mark.parametrize("wrong", [6.0, "6", True, None, -1])
+def test_rows_to_split_are_counted(wrong: object) -> None:
+    with pytest.raises(BatchError, match=r"^num_rows=.* must be a whole number of at least 0"):
+        split_rows(wrong, 2)  # type: ignore[arg-type]
+    if wrong not in (True, -1):
+        with pytest.raises(BatchError, match=r"^chunks=.*: give a whole number of them"):
+            split_rows(6, wrong)  # type: ignore[arg-type]
+
+
+def test_a_word_is_no_list_of_items() -> None:
+    with pytest.raises(ProtocolError, match=r"^PerRank's items='abc': give a list with one item for each rank"):
+        PerRank("abc")

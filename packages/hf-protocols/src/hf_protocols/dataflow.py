@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
+from hf_protocols.arguments import check_columns, check_kind
 from hf_protocols.errors import ConfigError
 
 __all__ = ["CallKind", "Dataflow", "ModelCall"]
@@ -32,6 +33,10 @@ class ModelCall:
     def __post_init__(self) -> None:
         if self.kind not in get_args(CallKind):
             raise ConfigError(f"{self.role}.{self.method}: kind={self.kind!r}: one of {', '.join(get_args(CallKind))}")
+        for name in ("reads", "writes"):
+            check_columns(
+                ConfigError, f"{self.role}.{self.method}: {name}", getattr(self, name), may_lack=name == "reads"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,7 @@ class Dataflow:
         Raises:
             ConfigError: for another name, with the nearest ones.
         """
+        check_kind(ConfigError, "dataflow preset", name, str, f"one of {', '.join(_PRESETS)}")
         if name not in _PRESETS:
             near = difflib.get_close_matches(name, _PRESETS, cutoff=0.3) or list(_PRESETS)
             raise ConfigError(f"dataflow preset {name!r} is unknown: give {' or '.join(near)}")

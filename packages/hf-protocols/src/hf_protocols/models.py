@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_protocols._presets import PRESETS
+from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import ConfigError
 
 __all__ = ["ModelShape"]
@@ -28,6 +29,16 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 _WITH_ATTENTION_BIAS = ("llama", "qwen3", "gemma", "qwen3_moe")
 _WITH_QK_NORM = ("qwen3", "qwen3_moe")
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_positions",
+)
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -38,7 +49,7 @@ class ModelShape:
     ``num_experts`` is 0 for a dense model; ``intermediate_size`` is one expert's width where there are experts.
 
     Raises:
-        ConfigError: for a size below 1, or heads that do not share out.
+        ConfigError: for a size that is no whole number or below 1, or heads that do not share out.
     """
 
     name: str
@@ -60,15 +71,10 @@ class ModelShape:
     family: str = "llama"
 
     def __post_init__(self) -> None:
-        sizes = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
-        for size in (*sizes, "vocab_size", "max_positions"):
-            if type(getattr(self, size)) is not int:
-                raise ConfigError(f"{self.name}: {size}={getattr(self, size)!r} must be a whole number")
-        for size in sizes:
-            if getattr(self, size) < 1:
-                raise ConfigError(f"{self.name}: {size}={getattr(self, size)} must be at least 1")
-        if self.vocab_size < 1 or self.max_positions < 1:
-            raise ConfigError(f"{self.name}: vocab_size={self.vocab_size} and max_positions={self.max_positions}: >= 1")
+        for size in _SIZES:
+            check_count(ConfigError, f"{self.name}: {size}", getattr(self, size))
+        for count in ("num_experts", "num_experts_per_token"):
+            check_count(ConfigError, f"{self.name}: {count}", getattr(self, count), least=0)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{self.name}: num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
@@ -81,6 +87,7 @@ class ModelShape:
         Raises:
             ConfigError: for an unknown name, with the nearest known ones.
         """
+        check_kind(ConfigError, "model preset", name, str, "a name, such as 'llama-2-7b'")
         if name not in PRESETS:
             near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4) or sorted(PRESETS)
             raise ConfigError(f"model preset {name!r} is unknown; near it: {', '.join(near)}")
@@ -96,6 +103,7 @@ class ModelShape:
             ConfigError: for a missing file or size, or a model whose parameters are not known here.
         """
         if not isinstance(config, Mapping):
+            check_kind(ConfigError, "config", config, str | Path, "a config.json: its path, its directory, or its keys")
             config = _read_config(Path(config))
         family = config.get("model_type", "llama")
         if family not in _FAMILIES:
@@ -103,12 +111,15 @@ class ModelShape:
         missing = [key for key in _REQUIRED if key not in config]
         if missing:
             raise ConfigError(f"the model's config.json lacks {', '.join(missing)}")
+        for key in _REQUIRED:
+            check_count(ConfigError, f"config.json: {key}", config[key])
         if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
             raise ConfigError("mlp_only_layers and decoder_sparse_step mix dense and expert layers: not known here")
         config = {**_FAMILIES[family], **config}
         heads = config["num_attention_heads"]
         experts = config.get("num_local_experts") or config.get("num_experts") or 0
         width = (config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"]
+        kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
         attention_bias = family in _WITH_ATTENTION_BIAS and config.get("attention_bias", False)
         return cls(
             name=config.get("_name_or_path") or family,
@@ -116,8 +127,8 @@ class ModelShape:
             hidden_size=config["hidden_size"],
             intermediate_size=width,
             num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            num_kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=config["hidden_size"] // heads if head_dim is None else head_dim,
             vocab_size=config["vocab_size"],
             max_positions=config.get("max_position_embeddings", 4096),
             tie_embeddings=config.get("tie_word_embeddings", False),

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import HybridFlowError, PlanError
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 
@@ -14,12 +15,6 @@ __all__ = ["SCHEMA_VERSION", "MachinePlan", "MappingPlan", "ModelPlan", "PoolPla
 
 SCHEMA_VERSION = 1
 """Version of the plan's JSON; a release reads its own version only."""
-
-
-def _check_count(owner: str, **counts: object) -> None:
-    for name, count in counts.items():
-        if type(count) is not int or count < 1:
-            raise PlanError(f"{owner} has {name}={count!r}: give a whole number of at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +25,8 @@ class MachinePlan:
     slots: int
 
     def __post_init__(self) -> None:
-        _check_count("a machine of a pool", slots=self.slots)
+        check_kind(PlanError, "a machine's gpu_kind", self.gpu_kind, str, "a name, such as 'h100' or 'cpu'")
+        check_count(PlanError, "a machine's slots", self.slots)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +37,7 @@ class PoolPlan:
     machines: tuple[MachinePlan, ...]
 
     def __post_init__(self) -> None:
+        check_kind(PlanError, "a pool's name", self.name, str, "a name")
         object.__setattr__(self, "machines", tuple(self.machines))
         if not self.machines:
             raise PlanError(f"pool {self.name!r} has no machines: give it at least one")
@@ -49,6 +46,15 @@ class PoolPlan:
     def num_slots(self) -> int:
         """Slots over all machines."""
         return sum(machine.slots for machine in self.machines)
+
+
+_KINDS = (
+    ("pool", str, "a pool's name"),
+    ("backend", str, "a backend's name"),
+    ("train", ParallelSpec | None, "a ParallelSpec or None"),
+    ("generation", GenerationSpec | None, "a GenerationSpec or None"),
+    ("offload", bool, "true or false"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +73,9 @@ class ModelPlan:
     micro_batch_tokens: int = 8192
 
     def __post_init__(self) -> None:
-        _check_count("a model", micro_batch_tokens=self.micro_batch_tokens)
+        check_count(PlanError, "a model's micro_batch_tokens", self.micro_batch_tokens)
+        for name, kind, wanted in _KINDS:
+            check_kind(PlanError, f"a model's {name}", getattr(self, name), kind, wanted)
         if self.train and self.generation:
             Topology(self.train, self.generation)  # refuses replicas that do not divide the ranks
 
@@ -137,13 +145,13 @@ class MappingPlan:
             TopologyError: for sizes that do not divide.
         """
         try:
-            body = json.loads(text)
+            body = json.loads(text, parse_constant=_refuse_constant)
             if not isinstance(body, dict):
                 raise PlanError("this is no mapping plan: the JSON is no object")
             version = body.pop("schema_version", None)
-            if version != SCHEMA_VERSION:
+            if type(version) is not int or version != SCHEMA_VERSION:
                 raise PlanError(
-                    f"this plan has schema_version {version}, this release reads {SCHEMA_VERSION}: make the plan anew"
+                    f"this plan has schema_version {version!r}, this release reads {SCHEMA_VERSION}: make the plan anew"
                 )
             return cls(
                 pools=tuple(_read_pool(**pool) for pool in body.pop("pools")),
@@ -154,6 +162,10 @@ class MappingPlan:
             raise
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise PlanError(f"this is no mapping plan: {type(error).__name__}: {error}") from error
+
+
+def _refuse_constant(name: str) -> float:
+    raise PlanError(f"{name} is no number of JSON: make the plan anew")
 
 
 def _read_pool(*, name: str, machines: list[dict[str, Any]]) -> PoolPlan:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
+from hf_protocols.arguments import check_columns
 from hf_protocols.dataflow import CallKind
 from hf_protocols.errors import ProtocolError
 from hf_protocols.transfer import TransferProtocol
@@ -67,15 +68,12 @@ def register(
         raise ProtocolError(f"returns={returns!r}: give one of {', '.join(get_args(Returns))}")
     if kind not in get_args(CallKind):
         raise ProtocolError(f"kind={kind!r}: give one of {', '.join(get_args(CallKind))}")
-    for name, columns in (("reads", reads), ("writes", writes)):
-        if isinstance(columns, str):
-            raise ProtocolError(f"{name}={columns!r} is one string: give a list of column names, [{columns!r}]")
     spec = MethodSpec(
         protocol=protocol,
         rows=rows,
         returns=returns,
-        reads=None if reads is None else tuple(reads),
-        writes=None if writes is None else tuple(writes),
+        reads=None if reads is None else check_columns(ProtocolError, "reads", reads, may_lack=True),
+        writes=None if writes is None else check_columns(ProtocolError, "writes", writes, may_lack=False),
         kind=kind,
     )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, get_args
 
+from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import TopologyError
 
 __all__ = ["Axis", "Coordinate", "GenerationSpec", "Grouping", "Order", "ParallelSpec", "Topology"]
@@ -29,13 +30,11 @@ _GENERATION_AXES = ("gen_tp", "gen_pp", "micro_dp", "gen_replica")
 
 def _check_sizes(spec: ParallelSpec | GenerationSpec) -> None:
     for field in fields(spec):
-        size = getattr(spec, field.name)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise TopologyError(f"{field.name}={size!r}: a size is a whole number of at least 1")
+        check_count(TopologyError, field.name, getattr(spec, field.name))
 
 
-def _parse_sizes(text: str, names: tuple[str, ...], form: str) -> dict[str, int]:
-    parts = text.split("-")
+def _parse_sizes(text: object, names: tuple[str, ...], form: str) -> dict[str, int]:
+    parts = text.split("-") if isinstance(text, str) else []
     if len(parts) != len(names) or not all(part.isascii() and part.isdigit() for part in parts):
         raise TopologyError(f"{text!r} is not of the form {form}")
     return dict(zip(names, map(int, parts), strict=True))
@@ -130,7 +129,8 @@ class Topology:
             (the paper's HybridFlow-V). Sizes that do not nest have one rule: replicas of consecutive ranks.
 
     Raises:
-        TopologyError: if gen_pp * gen_tp does not divide the number of ranks, or order or grouping is unknown.
+        TopologyError: if gen_pp * gen_tp does not divide the number of ranks, order or grouping is unknown, or the
+            layouts are no specs.
     """
 
     train: ParallelSpec
@@ -139,6 +139,11 @@ class Topology:
     grouping: Grouping = "hybridflow"
 
     def __post_init__(self) -> None:
+        check_kind(
+            TopologyError, "train", self.train, ParallelSpec, 'a ParallelSpec, such as ParallelSpec.parse("1-8-2")'
+        )
+        wanted = 'a GenerationSpec, such as GenerationSpec.parse("1-2"), or None'
+        check_kind(TopologyError, "generation", self.generation, GenerationSpec | None, wanted)
         if self.order not in get_args(Order):
             raise TopologyError(f"order={self.order!r}: give one of {', '.join(get_args(Order))}")
         if self.grouping not in get_args(Grouping):
@@ -178,6 +183,7 @@ class Topology:
         Raises:
             TopologyError: for a rank outside 0 ... world_size - 1.
         """
+        check_kind(TopologyError, "rank", rank, int, "a whole number")
         if not 0 <= rank < self.world_size:
             raise TopologyError(f"rank {rank} is not among the {self.world_size} ranks of this topology")
         return self._coordinates[rank]
@@ -191,6 +197,7 @@ class Topology:
         train = self.train
         for axis, at in (("pp", pp), ("tp", tp), ("dp", dp), ("cp", cp)):
             size = getattr(train, f"{axis}_size")
+            check_kind(TopologyError, axis, at, int, "a whole number")
             if not 0 <= at < size:
                 raise TopologyError(f"{axis}={at} is not among the {axis}_size={size} coordinates of this axis")
         if self.order == "megatron":

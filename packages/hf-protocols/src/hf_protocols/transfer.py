@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
+from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import BatchError, HybridFlowError, ProtocolError
 from hf_protocols.selection import RowSelection
 from hf_protocols.topology import Topology
@@ -156,9 +157,18 @@ def _shorten(answer: object) -> str:
 
 @dataclass(frozen=True)
 class PerRank(Generic[Item]):
-    """One item for each rank: what ``ALL_TO_ALL`` takes in place of a batch."""
+    """One item for each rank: what ``ALL_TO_ALL`` takes in place of a batch.
+
+    Raises:
+        ProtocolError: for what is no list of items.
+    """
 
     items: Sequence[Item]
+
+    def __post_init__(self) -> None:
+        is_text = isinstance(self.items, str | bytes)
+        wanted = "a list with one item for each rank"
+        check_kind(ProtocolError, "PerRank's items", self.items, type(None) if is_text else Sequence, wanted)
 
 
 class Piece(NamedTuple):
@@ -190,6 +200,8 @@ def split_rows(
     Raises:
         BatchError: for fewer rows than chunks, no chunk, or weights that are not one finite number per row.
     """
+    check_count(BatchError, "num_rows", num_rows, least=0)
+    check_kind(BatchError, what, num_chunks, int, "a whole number of them")
     if num_chunks < 1:
         raise BatchError(f"{num_rows} rows cannot be cut into {num_chunks} {what}: ask for at least 1")
     if num_rows < num_chunks:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Real
 from typing import Literal, get_args
 
+from hf_protocols.arguments import check_kind
 from hf_protocols.errors import TopologyError
 from hf_protocols.topology import Topology
 
@@ -44,6 +46,9 @@ def compute_transition_cost(
         TopologyError: for an unknown method, or sizes that do not nest (``plan_transition`` of hf-engine is exact
             for those).
     """
+    check_kind(TopologyError, "topology", topology, Topology, "a Topology with a generation layout")
+    if isinstance(parameter_bytes, bool) or not isinstance(parameter_bytes, Real) or not parameter_bytes >= 0:
+        raise TopologyError(f"parameter_bytes={parameter_bytes!r}: give the bytes of the whole model, such as 14e9")
     if method not in get_args(Method):
         raise TopologyError(f"method={method!r}: give one of {', '.join(get_args(Method))}")
     if topology.generation is None or not topology.is_nested:

@@ -1,0 +1,52 @@
+"""Checks of arguments: one error that says what was given and what is wanted, not whatever Python raises later on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from math import isfinite, nan
+from types import UnionType
+
+from hf_protocols.errors import HybridFlowError
+
+__all__ = ["check_columns", "check_count", "check_kind", "check_number", "check_seconds"]
+
+Error = type[HybridFlowError]
+
+
+def check_kind(error: Error, name: str, value: object, kind: type | UnionType, wanted: str) -> None:
+    """Refuse a ``value`` that is no ``kind``."""
+    if not isinstance(value, kind):
+        raise error(f"{name}={value!r}: give {wanted}")
+
+
+def check_count(error: Error, name: str, value: object, *, least: int = 1) -> None:
+    """Refuse what is no whole number of at least ``least``: True and 1.0 are none."""
+    if type(value) is not int or value < least:
+        raise error(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def check_columns(error: Error, name: str, columns: object, *, may_lack: bool) -> tuple[str, ...]:
+    """The column names, if they are some; where a column ``may_lack``, a name that ends in ``?`` says so."""
+    if isinstance(columns, str):
+        raise error(f"{name}={columns!r} is one string: give a list of column names, [{columns!r}]")
+    names = tuple(columns) if isinstance(columns, Iterable) else None
+    if names is None or not all(isinstance(each, str) for each in names):
+        raise error(f"{name}={columns!r}: give a list of column names")
+    marked = [] if may_lack else [each for each in names if each.endswith("?")]
+    if marked:
+        raise error(f"{name}={columns!r}: {marked[0]!r} ends in ?, which marks a column that a reader may do without")
+    return names
+
+
+def check_number(error: Error, name: str, value: object, *, may_be_zero: bool = False) -> None:
+    """Refuse what is no finite number above 0; 0 itself is one where it ``may_be_zero``."""
+    number: float = value if isinstance(value, int | float) and not isinstance(value, bool) else nan
+    if not isfinite(number) or number < 0 or (number == 0 and not may_be_zero):
+        raise error(f"{name}={value!r} must be a finite number {'of at least' if may_be_zero else 'above'} 0")
+
+
+def check_seconds(error: Error, name: str, value: object) -> None:
+    """Refuse what is no number of seconds: a wait without an end is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise error(f"{name}={value!r} must be a finite number of seconds of at least 0")
