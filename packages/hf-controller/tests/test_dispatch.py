@@ -86,6 +86,22 @@ def test_a_method_must_not_hide_a_name_of_the_group():
         WorkerGroup("clash", spec, ResourcePool([1], device="cpu"), lambda *_: None)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"topology": None}, "topology=None: give a Topology"),
+        ({"topology": "1-1-2"}, "topology='1-1-2': give a Topology"),
+        ({"kwargs": [1]}, r"kwargs=\[1\]: give a mapping of names to values"),
+        ({"environment": "A=1"}, "environment='A=1': give a mapping of names to strings"),
+        ({"environment": {"A": 1}}, r"environment\['A'\]=1: give a string"),
+        ({"seed": 1.5}, "seed=1.5 must be a whole number of at least 0"),
+    ],
+)
+def test_a_worker_spec_of_other_kinds_of_values_is_refused(given, message):
+    with pytest.raises(ProtocolError, match=f"^WorkerSpec of Clash: {message}"):
+        WorkerSpec(**{"worker": Clash, "topology": Topology(ParallelSpec()), **given})
+
+
 @pytest.mark.parametrize("worker", [object, Worker])
 def test_a_worker_is_a_worker_with_methods(worker):
     with pytest.raises(ProtocolError):

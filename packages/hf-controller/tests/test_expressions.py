@@ -8,19 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_controller.expressions import (
-    Chunk,
-    Concat,
-    Expression,
-    Extent,
-    Leaf,
-    Rename,
-    Repeat,
-    Rows,
-    Select,
-    Source,
-    Union,
-)
+from hf_controller.algebra import Chunk, Concat, Rename, Repeat, Rows, Select, Union
+from hf_controller.expressions import Expression, Extent, Leaf, Source
 from hf_protocols import BatchError, RowSelection
 
 Eager = list[dict[str, tuple[int, str, int]]]
@@ -76,7 +65,7 @@ def _repeat(draw, case, counter):
 def _concat(draw, case, counter):
     other = leaf(next(counter), draw(st.integers(1, 5)), case.columns)
     first, second = (case, other) if draw(st.booleans()) else (other, case)
-    tree = Concat(first.tree, second.tree)
+    tree = Concat((first.tree, second.tree))
     return Case(tree, first.rows + second.rows, first.columns, case.extents | other.extents)
 
 
@@ -122,9 +111,9 @@ def test_columns_from_the_same_rows_share_one_selection() -> None:
 
 def test_trees_travel_and_keep_one_source_one() -> None:
     case = leaf(0, 3, ["a"])
-    tree = Concat(case.tree, Rows(case.tree, RowSelection.range(0, 2)))
+    tree = Concat((case.tree, Rows(case.tree, RowSelection.range(0, 2))))
     case.tree.source.call = object()
-    travelled = pickle.loads(pickle.dumps([tree, tree.first]))
+    travelled = pickle.loads(pickle.dumps([tree, tree.parts[0]]))
     (source,) = travelled[0].sources()
     assert source is travelled[1].source
     assert source.shards == (0,)
@@ -139,12 +128,23 @@ def test_trees_travel_and_keep_one_source_one() -> None:
         (lambda tree: Select(tree, ("a", "z")), "select asks for z; the batch has a, b"),
         (lambda tree: Rename(tree, (("z", "y"),)), "rename asks for z; the batch has a, b"),
         (lambda tree: Rename(tree, (("a", "b"),)), "two columns one name"),
-        (lambda tree: Concat(tree, Select(tree, ("a",))), "only the first has b, only the second has no columns"),
+        (lambda tree: Concat((tree, tree, Select(tree, ("a",)))), "only the first has b, only number 3 has no columns"),
         (lambda tree: Union(tree, Chunk(tree, 0, 3)), r"got 3 \(columns a, b\) and 1 \(columns a, b\)"),
     ],
 )
 def test_mistakes_are_named(make, message) -> None:
     case = leaf(0, 3, ["a", "b"])
     tree = make(case.tree)
-    with pytest.raises(BatchError, match=message):
+    with pytest.raises(BatchError, match=f"{message}.*; the batch comes from executor.put$"):
         tree.locate(RowSelection.range(0, tree.num_rows(case.extents)), tree.columns(case.extents), case.extents)
+
+
+def test_an_error_names_who_made_the_batch() -> None:
+    sources = [Source((), maker=f"actor.m{number}") for number in range(7)]
+    extents = dict.fromkeys(sources, Extent(1, ("a",)))
+    some = Concat((Leaf(sources[1]), Leaf(sources[0]), Leaf(sources[1])))
+    with pytest.raises(BatchError, match=r"; the batch comes from actor\.m1, actor\.m0$"):
+        Select(some, ("b",)).columns(extents)
+    many = pickle.loads(pickle.dumps(Concat(tuple(map(Leaf, sources)))))
+    with pytest.raises(BatchError, match=r"from actor\.m0, .*, actor\.m4 and 2 more$"):
+        Rows(many, RowSelection.range(0, 8)).num_rows(dict.fromkeys(many.sources(), Extent(1, ("a",))))

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from hf_controller.algebra import Concat, Rename, Rows, Select, Union
 from hf_controller.assembly import Assembly, Part
 from hf_controller.executors.in_process import LocalStore
-from hf_controller.expressions import Concat, Leaf, Rename, Rows, Select, Source, Union
+from hf_controller.expressions import Leaf, Source
 from hf_controller.failures import Failure, UpstreamFailure
 from hf_controller.gather import BatchReader, Table
 from hf_controller.transport import encode_batch
@@ -175,7 +176,7 @@ def test_one_column_may_come_from_two_columns_of_one_shard():
     source = split(batch([1, 1]), [[0, 1]])
     renamed = Rename(Select(Leaf(source), ("wide",)), (("wide", "x"),))
     double = Rename(Select(Leaf(source), ("wide",)), (("wide", "x"),))
-    got = read(Concat(Rows(renamed, RowSelection.from_rows([1])), double), [0, 1, 2])
+    got = read(Concat((Rows(renamed, RowSelection.from_rows([1])), double)), [0, 1, 2])
     assert got["x"].tolist() == [[2, 3], [0, 1], [2, 3]]
 
 
@@ -205,21 +206,21 @@ def test_weights_are_tokens_with_equal_lengths_counted_once():
 def test_results_that_are_copies_follow_one_another():
     whole = batch([1, 2])
     everything = RowSelection.range(0, 2)
-    table = Table([encode_batch(whole, STORE, selection=everything, input_rows=2) for _ in range(3)])
+    table = Table([encode_batch(whole, STORE, selection=everything, input_rows=2) for _ in range(3)], "actor.m")
     assert table.extent.num_rows == 6
     assert table.held == {0: RowSelection.range(0, 2), 1: RowSelection.range(2, 4), 2: RowSelection.range(4, 6)}
 
 
 def test_shards_that_disagree_are_refused():
-    with pytest.raises(BatchError, match="different columns"):
-        Table([encode_batch(batch([1]), STORE), encode_batch(batch([1]).select("row"), STORE)])
+    with pytest.raises(BatchError, match=r"the ranks of actor\.m returned different columns"):
+        Table([encode_batch(batch([1]), STORE), encode_batch(batch([1]).select("row"), STORE)], "actor.m")
     one, two = RowSelection.from_rows([0]), RowSelection.from_rows([1])
     shards = [
         encode_batch(batch([1, 1]), STORE, selection=one, input_rows=2),
         encode_batch(batch([1, 1, 1, 1]), STORE, selection=two, input_rows=2),
     ]
-    with pytest.raises(BatchError, match=r"1 -> 2, 1 -> 4\): register it with rows='unknown'"):
-        Table(shards)
+    with pytest.raises(BatchError, match=r"^actor.m .* \(1 -> 2, 1 -> 4\): register it with rows='unknown'"):
+        Table(shards, "actor.m")
 
 
 @pytest.mark.parametrize(
@@ -237,13 +238,13 @@ def test_shards_that_disagree_are_refused():
 )
 def test_columns_of_different_kinds_are_never_joined(first, second, message):
     shards = [encode_batch(TensorDict({"x": column}, batch_size=[1]), STORE) for column in (first, second)]
-    with pytest.raises(BatchError, match=message):
-        Table(shards)
-    sides = [Source([shard]) for shard in shards]
-    expression = Concat(Leaf(sides[0]), Leaf(sides[1]))
+    with pytest.raises(BatchError, match=f"{message} in the results of the ranks of actor.m"):
+        Table(shards, "actor.m")
+    sides = [Source([shard], maker=maker) for shard, maker in zip(shards, ("actor.m", "critic.n"), strict=True)]
+    expression = Concat((Leaf(sides[0]), Leaf(sides[1])))
     reader = BatchReader(STORE, 1.0)
     reader.look_up([expression])
-    with pytest.raises(BatchError, match=message):
+    with pytest.raises(BatchError, match=f"{message} in the parts that concat joins, from actor.m, critic.n"):
         reader.read(expression, RowSelection.range(0, 2), ["x"])
 
 

@@ -7,8 +7,18 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hf_controller import InProcessExecutor, RemoteCallError, ResourcePool, Worker, WorkerSpec
-from hf_protocols import DP, ONE_TO_ALL, BatchError, ParallelSpec, PoolError, ProtocolError, Topology, register
+from hf_controller import InProcessExecutor, RayExecutor, RemoteCallError, ResourcePool, Worker, WorkerSpec, rebuild
+from hf_protocols import (
+    DP,
+    ONE_TO_ALL,
+    BatchError,
+    ConfigError,
+    ParallelSpec,
+    PoolError,
+    ProtocolError,
+    Topology,
+    register,
+)
 
 ONE = Topology(ParallelSpec())
 
@@ -107,6 +117,78 @@ def test_ranks_of_a_larger_group_do_not_run_beside_a_default_group(model):
         build(executor, ranks=2)
 
 
+def test_a_group_of_one_rank_makes_room_for_a_larger_one_when_it_goes():
+    script = """
+from torch import distributed
+from hf_protocols import DP, ParallelSpec, Topology, register
+from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec
+
+class W(Worker):
+    def __init__(self, context, broken=False):
+        super().__init__(context)
+        if broken:
+            raise ValueError("broken")
+
+    @register(protocol=DP, returns="object")
+    def rank(self):
+        return self.context.rank
+
+def build(ranks, **kwargs):
+    pool = ResourcePool([ranks], device="cpu")
+    spec = WorkerSpec(worker=W, topology=Topology(ParallelSpec(dp_size=ranks)), kwargs=kwargs)
+    return executor.build_groups(pool, {"w": spec})["w"]
+
+with InProcessExecutor() as executor:
+    executor.release(build(1).pool)
+    print(distributed.is_initialized())
+    try:
+        build(1, broken=True)
+    except Exception as error:
+        print(type(error).__name__)
+    larger = build(2)
+    print(larger.rank().result())
+    executor.release(larger.pool)
+    print(build(1).rank().result())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines() == ["False", "RemoteCallError", "[0, 1]", "0"], done.stderr
+
+
+def test_what_is_no_pool_or_spec_is_refused_by_name():
+    pool = ResourcePool([1], device="cpu", name="small")
+    with InProcessExecutor() as executor:
+        for specs in ({}, [1], None, {"a": Model}, {1: WorkerSpec(worker=Model, topology=ONE)}):
+            with pytest.raises(
+                ProtocolError, match=r"small.*(specs=|got no role)|the spec of a=.*a WorkerSpec|role=1: give its name"
+            ):
+                executor.build_groups(pool, specs)
+        with pytest.raises(ProtocolError, match=r"^pool=2: give a ResourcePool"):
+            executor.build_groups(2, {"a": WorkerSpec(worker=Model, topology=ONE)})
+        with pytest.raises(PoolError, match=r"^pools=ResourcePool\(.*: give a list of ResourcePools"):
+            rebuild(executor, pool)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_cpus": -1},
+        {"num_cpus": 0.5},
+        {"num_cpus": "a"},
+        {"object_store_bytes": 10},
+        {"object_store_bytes": "1g"},
+        {"address": None},
+        {"call_timeout_s": float("inf")},
+    ],
+)
+def test_an_executor_that_cannot_be_is_refused_before_a_cluster_starts(settings, monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "init", None)
+    ((name, value),) = settings.items()
+    with pytest.raises(ConfigError, match=f"^{name}={value!r}"):
+        RayExecutor(**settings)
+
+
 def test_released_groups_refuse_calls():
     class Quiet(Worker):
         needs_process_group = False
@@ -142,17 +224,61 @@ def test_a_constructor_that_raises_is_typed_as_on_ray():
     assert isinstance(failed.value.__cause__, KeyError)
 
 
+def test_what_was_built_before_a_constructor_raised_is_closed():
+    CLOSED.clear()
+    specs = {"good": WorkerSpec(worker=Stubborn, topology=ONE), "broken": WorkerSpec(worker=Broken, topology=ONE)}
+    with InProcessExecutor() as executor:
+        pool = ResourcePool([1], device="cpu")
+        with pytest.raises(RemoteCallError, match=r"broken.__init__ on rank 0"):
+            executor.build_groups(pool, specs)
+        assert CLOSED == ["good"]
+        assert executor.built_on(pool) == []
+
+
 def test_what_is_no_batch_and_no_whole_number_is_refused_by_name():
     with InProcessExecutor() as executor:
         with pytest.raises(BatchError, match="got a dict"):
             executor.put({"x": torch.zeros(2)})
         future = executor.put(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
-        with pytest.raises(BatchError, match=r"split\('2'\): give a whole number"):
-            future.split("2")
-        with pytest.raises(BatchError, match=r"repeat\(1.5\): give a whole number"):
+        for count in ("2", True, 0):
+            with pytest.raises(BatchError, match=f"split: count={count!r} must be a whole number of at least 1"):
+                future.split(count)
+        with pytest.raises(BatchError, match=r"repeat: times=1\.5 must be a whole number of at least 1"):
             future.repeat(1.5)
         with pytest.raises(BatchError, match="mapping of old to new"):
             future.rename(["x"])
+        for columns in (3, ["x", 3], "x"):
+            with pytest.raises(BatchError, match=r"^select=.*give a list of column names"):
+                future.select(columns)
+
+
+def test_rows_and_deadlines_are_numbers():
+    with InProcessExecutor() as executor:
+        group = build(executor, Stubborn)
+        future, answer = group.echo(batch()), group.answer(1)
+        for rows in (3, None, torch.tensor(3)):
+            with pytest.raises(BatchError, match=r"give row numbers as a list, .*; of one row, rows\(\[(3|None)\]\)$"):
+                future.rows(rows)
+        for rows in ("12", [1.0], [[0]], slice("a"), slice(1.5)):
+            with pytest.raises(BatchError, match=r"give row numbers >= 0|needs a slice with a stop .* whole numbers"):
+                future.rows(rows)
+        for timeout_s in ("x", True, -1.0, float("nan"), float("inf")):
+            for use in (future.result, future.wait, answer.result, answer.wait, answer.items[0].result):
+                with pytest.raises(ConfigError, match=f"^timeout_s={timeout_s!r} must be a finite number of seconds"):
+                    use(timeout_s=timeout_s)
+
+
+def test_a_column_whose_name_marks_it_as_optional_is_refused():
+    """``reads=["x?"]`` reads x if it is there: a column x? could not be asked for."""
+    with InProcessExecutor() as executor:
+        group = build(executor, Stubborn)
+        with pytest.raises(BatchError, match=r"^a batch's columns=\['x', 'x\?'\]: 'x\?' ends in \?, which marks"):
+            executor.put(TensorDict({"x": torch.zeros(2), "x?": torch.zeros(2)}, batch_size=[2]))
+        future = group.echo(batch())
+        for names in ({"x": "x?"}, {"x?": "y"}):
+            with pytest.raises(BatchError, match=r"^the names in rename=.*'x\?' ends in \?, which marks"):
+                future.rename(names)
+        assert future.select(name for name in ("x?", "y?")).result().keys() == {"x"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
@@ -195,11 +321,11 @@ def test_a_future_of_another_executor_is_refused():
         here, there = build(first, Stubborn), build(second, Stubborn)
         own, foreign = first.put(batch()), there.echo(batch())
         for value in (foreign, second.put(batch()), there.answer(1)):
-            with pytest.raises(ProtocolError, match=r"^model\.answer belongs to one executor .* of another"):
+            made_by = r"\(of (model\.echo|model\.answer|executor\.put), in a LocalStore\)"
+            with pytest.raises(ProtocolError, match=rf"^model\.answer belongs to one executor .* of another {made_by}"):
                 here.answer(value)
         for join in (own.union, own.concat):
-            with pytest.raises(
-                ProtocolError, match=f"^{join.__name__} belongs to one executor .*BatchFuture of another"
-            ):
+            here_and_there = f"^{join.__name__} with a batch of executor.put belongs .* of another \\(of model.echo,"
+            with pytest.raises(ProtocolError, match=here_and_there):
                 join(foreign)
         assert here.echo(own.concat(here.echo(own))).num_rows == 4

@@ -6,19 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_controller.expressions import (
-    Chunk,
-    Concat,
-    Expression,
-    Extent,
-    Leaf,
-    Rename,
-    Repeat,
-    Rows,
-    Select,
-    Source,
-    Union,
-)
+from hf_controller.algebra import Chunk, Concat, Rename, Repeat, Rows, Select, Union
+from hf_controller.expressions import Expression, Extent, Leaf, Source
 from hf_controller.pruning import known_columns, prune
 from hf_protocols import RowSelection
 
@@ -43,7 +32,7 @@ def batches(draw: st.DrawFn, depth: int = 3) -> Expression:
     if kind == "union":
         return Union(batch, draw(below))
     if kind == "concat":
-        return Concat(Chunk(batch, 0, 2), Chunk(batch, 1, 2))
+        return Concat((Chunk(batch, 0, 3), Chunk(batch, 1, 3), Chunk(batch, 2, 3)))
     if kind == "select":
         return Select(batch, tuple(draw(st.permutations([f"{name}?" for name in NAMES]))[:3]))
     columns = batch.columns(extents_of(batch))
@@ -96,3 +85,12 @@ def test_a_wanted_column_that_nobody_has_is_left_to_the_reader_to_name(wanted: s
 def test_a_selection_without_a_wanted_column_stays_whole_so_that_the_reader_names_what_there_is() -> None:
     tree = Select(Leaf(Source((), columns=("a", "b"))), ("a",))
     assert prune(tree, {"b"}) is tree
+
+
+def test_a_renamed_column_that_nobody_wants_is_not_waited_for() -> None:
+    wanted, unwanted = Source((("x",),), columns=("x",)), Source((("y",),), columns=("y",))
+    renamed = Rename(Union(Leaf(wanted), Leaf(unwanted)), (("y", "w"), ("x", "y")))
+    assert prune(renamed, {"y"}).sources() == [wanted]
+    assert prune(renamed, {"w"}).sources() == [unwanted]
+    # The old name is gone: whoever reads it is told so, with the whole batch in view.
+    assert prune(renamed, {"x"}) is renamed

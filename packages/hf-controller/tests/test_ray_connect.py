@@ -22,6 +22,11 @@ def test_two_groups_meet_in_collectives_and_keep_their_own(ray_stage):
 
     with pytest.raises(ProtocolError, match="two has a connection 'two-three' already"):
         connect(ray_stage.two, ray_stage.three)
+    # Refused before any rank waits for others: the group whose name is free goes on.
+    with pytest.raises(ProtocolError, match="two has a connection 'two-three' already"):
+        connect(ray_stage.two, ray_stage.solo, name="two-three")
+    assert ray_stage.solo.answer(1).result(20)["value"] == 1
+    assert connect(ray_stage.solo, ray_stage.three, name="third") == "third"
 
 
 def test_groups_that_share_processes_are_not_connected(ray_stage):

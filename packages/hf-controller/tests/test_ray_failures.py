@@ -9,20 +9,24 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 import torch
 from tensordict import TensorDict
 
-from hf_controller import RayExecutor, RemoteCallError, ResourcePool, Worker, WorkerGroup, WorkerSpec
+from hf_controller import RayExecutor, RemoteCallError, ResourcePool, Worker, WorkerGroup, WorkerSpec, rebuild
+from hf_controller.executors.ray.placement import place
 from hf_controller.testing import SoloWorker
 from hf_protocols import (
+    ALL_TO_ALL,
     DP,
     ONE_TO_ALL,
     BatchError,
     ConfigError,
     ParallelSpec,
+    PerRank,
     PoolError,
     ProtocolError,
     RewardError,
@@ -50,6 +54,10 @@ class Fragile(Worker):
     @register(protocol=ONE_TO_ALL, returns="object")
     def raise_on_all(self):
         raise KeyError(f"rank {self.context.rank}")
+
+    @register(protocol=ALL_TO_ALL, returns="object")
+    def say(self, text):
+        print(text)
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def meet(self, but=None, how=None):
@@ -103,6 +111,7 @@ def test_slow_and_dead_ranks_are_named_and_the_group_can_be_built_again(ray_exec
     with pytest.raises(RemoteCallError, match=r"fragile.meet on rank 1 failed: .*process fragile/1 is gone") as death:
         group.meet(but=1, how="die").result()
     assert death.value.rank == 1
+    assert str(death.value).endswith("; rebuild(executor, [pool]) builds the groups of pool 'fragile' again")
     assert re.search(
         rf"its last call: call \d+ fragile.meet; it was process {before[1]} on .*, log /", str(death.value)
     )
@@ -128,7 +137,13 @@ def test_an_exception_on_every_rank_is_shown_once(ray_executor, pool, capfd):
     group = build(ray_executor, pool)
     with pytest.raises(RemoteCallError, match=r"fragile.raise_on_all on rank [01] failed: KeyError") as error:
         group.raise_on_all().result()
-    shown = "".join(traceback.format_exception(error.value)) + capfd.readouterr().err
+    # What a rank prints arrives in its order: after these lines nothing of the call before can come.
+    group.say(PerRank(["apples", "pears"])).result()
+    shown, deadline_s = "".join(traceback.format_exception(error.value)), time.monotonic() + 30.0
+    while not all(line in shown for line in ("[fragile/0] apples", "[fragile/1] pears")):
+        assert time.monotonic() < deadline_s, shown
+        time.sleep(0.1)
+        shown += "".join(capfd.readouterr())
     assert shown.count('raise KeyError(f"rank {self.context.rank}")') == 1
 
 
@@ -162,6 +177,45 @@ def test_a_constructor_that_raises_is_reported_and_frees_the_pool(ray_executor):
             group.never(1)
 
 
+def test_a_group_that_cannot_be_built_leaves_the_others_of_its_pool_alone(ray_executor, pool):
+    standing = build(ray_executor, pool)
+    broken = WorkerSpec(worker=Unbuildable, topology=TWO, kwargs={"how": "raise"})
+    group = ray_executor.build_groups(pool, {"broken": broken}, wait=False)["broken"]
+    called = group.never(1)
+    elsewhere = ResourcePool([1], device="cpu", name="elsewhere")
+    other = ray_executor.build_groups(elsewhere, {"other": WorkerSpec(worker=Named, topology=ONE)}, wait=False)["other"]
+    with pytest.raises(ConfigError, match="no such model") as error:
+        ray_executor.wait_until_ready()
+    assert error.value.__notes__[-1] == (
+        "on pool 'fragile' was ended: broken; its other groups stand: fragile. build_groups(...) builds on it again"
+    )
+    with pytest.raises((ConfigError, RemoteCallError), match=r"no such model|process broken/\d is gone"):
+        called.result()
+    with pytest.raises(PoolError, match="group 'broken' is closed"):
+        group.never(1)
+    assert standing.meet().result() == [2.0, 2.0]
+    ray_executor.wait_until_ready()
+    assert other.answer().result() == ["other"]
+    ray_executor.release(elsewhere)
+
+    with pytest.raises(ConfigError, match="no such model") as error:
+        ray_executor.build_groups(pool, {"good": WorkerSpec(worker=Fragile, topology=TWO), "broken": broken})
+    assert "was ended: good, broken; its other groups stand: fragile." in error.value.__notes__[-1]
+    assert [list(roles) for roles in ray_executor.built_on(pool)] == [["fragile"]]
+    assert standing.meet().result() == [2.0, 2.0]
+
+
+def test_a_pool_whose_only_group_cannot_be_built_gives_its_slots_back(ray_executor):
+    pool = ResourcePool([1], device="cpu", name="alone")
+    spec = WorkerSpec(worker=Unbuildable, topology=ONE, kwargs={"how": "raise"})
+    with pytest.raises(ConfigError) as error:
+        ray_executor.build_groups(pool, {"broken": spec})
+    assert "it has no other group and gave its slots back" in error.value.__notes__[-1]
+    assert ray_executor.built_on(pool) == []
+    with pytest.raises(PoolError, match="no group is on pool 'alone'"):
+        rebuild(ray_executor, [pool])
+
+
 def test_a_constructor_that_hangs_ends_in_a_timeout(ray_executor, monkeypatch):
     # Placing the pool has the same deadline, and takes seconds beside other work.
     monkeypatch.setattr(ray_executor, "_start_timeout_s", 10.0)
@@ -170,6 +224,24 @@ def test_a_constructor_that_hangs_ends_in_a_timeout(ray_executor, monkeypatch):
         ray_executor.build_groups(ResourcePool([1], device="cpu"), {"hanging": spec})
     assert "being constructed" in str(timeout.value)
     assert ", in construct" in str(timeout.value)
+
+
+def test_a_process_that_cannot_be_placed_any_more_ends_in_a_timeout_that_says_so(ray_executor, monkeypatch):
+    monkeypatch.setattr(ray_executor, "_start_timeout_s", 10.0)
+
+    def place_and_lose(*args, **kwargs):
+        placed = place(*args, **kwargs)
+        for group in placed._groups:
+            ray.util.remove_placement_group(group)
+        return placed
+
+    monkeypatch.setattr("hf_controller.executors.ray.executor.place", place_and_lose)
+    pool = ResourcePool([1], device="cpu", name="lost")
+    with pytest.raises(WorkerTimeoutError, match="nowhere/0 not done with __init__ within 10 s") as timeout:
+        ray_executor.build_groups(pool, {"nowhere": WorkerSpec(worker=Named, topology=ONE)})
+    assert "nowhere/0: no answer" in str(timeout.value)
+    assert "it never started: its slot is gone, or Ray cannot start a process there" in str(timeout.value)
+    assert ray_executor.built_on(pool) == []
 
 
 def test_more_slots_than_the_cluster_has_are_refused_at_once(ray_executor):
@@ -201,8 +273,10 @@ def test_slots_that_this_program_holds_itself_are_refused_at_once(ray_executor, 
 
 
 def test_a_topology_of_another_size_than_the_pool_is_refused(ray_executor):
-    with pytest.raises(PoolError, match=r"fragile has 2 ranks .* pool 'pool' has 1 = 1 slots"):
+    with pytest.raises(PoolError, match=r"fragile has 2 rank\(s\) .* pool 'pool' has 1 slot\(s\)"):
         build(ray_executor, ResourcePool([1], device="cpu"))
+    with pytest.raises(PoolError, match=r"fragile has 2 rank\(s\) .* pool 'pool' has 2 \+ 1 = 3 slot\(s\)"):
+        build(ray_executor, ResourcePool([2, 1], device="cpu"))
 
 
 def test_fused_roles_of_a_library_with_one_layout_have_one_layout(ray_executor):
@@ -251,6 +325,25 @@ class Named(Worker):
     @register(protocol=ONE_TO_ALL, returns="object")
     def answer(self):
         return self.context.role
+
+
+class Stubborn(Named):
+    def close(self):
+        raise OSError("the port is busy")
+
+
+def test_a_worker_that_cannot_close_is_logged_with_role_and_rank(ray_executor, pool):
+    specs = {role: WorkerSpec(worker=Stubborn, topology=TWO) for role in ("first", "second")}
+    group = ray_executor.build_groups(pool, specs, fused=True)["first"]
+    assert group.answer().result() == ["first"] * 2
+    logs = [re.search(r", log (\S+)", text)[1] for text in ray_executor.describe(group).values()]
+    ray_executor.release(pool)
+    for rank, log in enumerate(logs):
+        said = [line for line in Path(log).read_text().splitlines() if "close() raised" in line]
+        assert said == [
+            f"[first+second/{rank}] {role} on rank {rank}: close() raised OSError: the port is busy"
+            for role in ("first", "second")
+        ]
 
 
 class Misnamed(Worker):

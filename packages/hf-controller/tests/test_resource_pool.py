@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from hf_controller import ResourcePool, build_pools
@@ -12,9 +14,10 @@ def test_slots_are_numbered_machine_by_machine():
     assert pool.machines == (0, 0, 1, 1, 1)
 
 
-@pytest.mark.parametrize("slots", [[], [2, 0], [-1]])
+@pytest.mark.parametrize("slots", [[], [2, 0], [-1], 2, [1.5], [True], ["2"], "2", None])
 def test_a_machine_has_slots(slots):
-    with pytest.raises(PoolError, match="give each machine at least one"):
+    given = re.escape(repr(slots))
+    with pytest.raises(PoolError, match=rf"^pool 'pool' has slots={given}: give each machine at least one"):
         ResourcePool(slots)
 
 

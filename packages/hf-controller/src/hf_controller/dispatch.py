@@ -118,7 +118,7 @@ def _replace(value: Any, spec: MethodSpec, what: str, ranks: Sequence[int], put:
         return PerRank([_replace_one(item, spec, put, whole=True) for item in value.items])
     replaced = _replace_one(value, spec, put, whole=False)
     if per_rank and isinstance(replaced, BatchArgument):
-        raise ProtocolError(f"{what} is registered with ALL_TO_ALL: give PerRank([...]), one batch for each rank")
+        raise ProtocolError(f"{what} is registered with ALL_TO_ALL: give PerRank([...]), one item for each rank")
     return replaced
 
 

@@ -3,32 +3,37 @@
 A tree says how a batch follows from the results of earlier calls (its sources). It is small and picklable: it travels
 to the ranks in place of the batch, and each rank asks it only where its own rows are (:meth:`Expression.locate`).
 Rows are row numbers of the tree's own (logical) order; where they lie in shards is the transport's business.
+
+A program's loops make trees as deep as they are long, so nothing here recurses over a tree, and pickle does not either.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, TypeVar
 
-from hf_protocols import BatchError, RowSelection, split_rows
+from hf_protocols import BatchError, RowSelection
 
 __all__ = [
-    "Chunk",
-    "Concat",
     "Expression",
     "Extent",
+    "Extents",
     "Leaf",
-    "Rename",
-    "Repeat",
-    "Rows",
+    "Measures",
     "Segment",
-    "Select",
     "Source",
-    "Union",
+    "Wanted",
     "choose_columns",
+    "list_columns",
 ]
+
+Value = TypeVar("Value")
+
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -46,15 +51,23 @@ class Source:
         shards: one handle per collected rank, opaque here; a rank process looks the shard's metadata up with it.
         call: the pending call on the controller's side; it does not travel.
         columns: names of its columns where they are known beforehand; they do not travel either.
+        maker: what made it, for messages, such as ``"actor.generate_sequences"``.
     """
 
-    def __init__(self, shards: Sequence[Any], call: Any = None, columns: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Any],
+        call: Any = None,
+        columns: Sequence[str] | None = None,
+        maker: str = "executor.put",
+    ) -> None:
         self.shards = tuple(shards)
         self.call = call
         self.columns = None if columns is None else tuple(columns)
+        self.maker = maker
 
     def __reduce__(self) -> tuple[type[Source], tuple[Any, ...]]:
-        return Source, (self.shards,)
+        return Source, (self.shards, None, None, self.maker)
 
 
 Extents = Mapping[Source, Extent]
@@ -70,34 +83,160 @@ class Segment:
 
 
 class Expression(ABC):
-    """A node of the tree. ``extents`` must have every source below the node."""
+    """A node of the tree. Each kind says how it follows from the nodes right below it; the walks are here.
 
-    @abstractmethod
+    ``extents`` must have every source below the node.
+    """
+
     def children(self) -> tuple[Expression, ...]:
         """The nodes right below this one."""
+        return ()
 
-    @abstractmethod
+    def parameters(self) -> tuple[Any, ...]:
+        """What makes up the node beside its children."""
+        return ()
+
+    @classmethod
+    def over(cls, children: Sequence[Expression], *parameters: Any) -> Expression:
+        """A node of this kind over ``children``."""
+        kind: Any = cls
+        node: Expression = kind(*children, *parameters)
+        return node
+
     def num_rows(self, extents: Extents) -> int:
         """Number of rows."""
+        return self._count_rows(extents)[id(self)]
 
-    @abstractmethod
     def columns(self, extents: Extents) -> tuple[str, ...]:
         """Column names, in order."""
+        return self._name_columns(extents)[id(self)]
 
-    @abstractmethod
     def locate(self, rows: RowSelection, columns: Sequence[str], extents: Extents) -> dict[str, list[Segment]]:
         """Where ``rows`` of each of ``columns`` come from, in order; ``columns`` must exist."""
+        measures = Measures(self, extents)
+        found: dict[str, list[Segment]] = {name: [] for name in columns}
+        stack = [Wanted(self, rows, {name: name for name in columns})]
+        while stack:
+            wanted = stack.pop()
+            node = wanted.node
+            if isinstance(node, Leaf):
+                for name, own in wanted.names.items():
+                    found[name].append(Segment(node.source, own, wanted.rows))
+            else:
+                stack.extend(reversed(node._descend(wanted, measures)))
+        return found
 
     def sources(self) -> list[Source]:
         """Every source below, each once, left to right."""
-        found: dict[Source, None] = {}
+        return list(dict.fromkeys(node.source for node in self.walk() if isinstance(node, Leaf)))
+
+    def describe_makers(self) -> str:
+        """What made the sources below, for messages."""
+        makers = list(dict.fromkeys(source.maker for source in self.sources()))
+        more = f" and {len(makers) - _MAX_NAMED} more" if len(makers) > _MAX_NAMED else ""
+        return ", ".join(makers[:_MAX_NAMED]) + more
+
+    def walk(self) -> list[Expression]:
+        """All nodes from here down, each once, children before parents and left before right."""
+        order: dict[int, Expression] = {}
         stack: list[Expression] = [self]
         while stack:
-            node = stack.pop()
-            if isinstance(node, Leaf):
-                found[node.source] = None
-            stack.extend(reversed(node.children()))
-        return list(found)
+            node = stack[-1]
+            missing = [child for child in node.children() if id(child) not in order]
+            if missing:
+                stack += reversed(missing)
+            else:
+                order.setdefault(id(node), stack.pop())
+        return list(order.values())
+
+    def fold(self, rule: Callable[[Expression, list[Value]], Value]) -> dict[int, Value]:
+        """By each node's id, what ``rule`` makes of the node and of what it made of the node's children."""
+        values: dict[int, Value] = {}
+        for node in self.walk():
+            values[id(node)] = rule(node, [values[id(child)] for child in node.children()])
+        return values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a list of nodes, each with its children's places in the list."""
+        order = self.walk()
+        places = {id(node): place for place, node in enumerate(order)}
+        nodes = [(type(node), [places[id(child)] for child in node.children()], node.parameters()) for node in order]
+        return _build, (nodes,)
+
+    def _count_rows(self, extents: Extents) -> dict[int, int]:
+        return self.fold(lambda node, below: _name_makers(node, node._num_rows, below, extents))
+
+    def _name_columns(self, extents: Extents) -> dict[int, tuple[str, ...]]:
+        return self.fold(lambda node, below: _name_makers(node, node._columns, below, extents))
+
+    @abstractmethod
+    def _num_rows(self, below: Sequence[int], extents: Extents) -> int:
+        """Number of rows, given the children's."""
+
+    @abstractmethod
+    def _columns(self, below: Sequence[tuple[str, ...]], extents: Extents) -> tuple[str, ...]:
+        """Column names, given the children's."""
+
+    @abstractmethod
+    def _descend(self, wanted: Wanted, measures: Measures) -> list[Wanted]:
+        """What is wanted of this node, as wanted of its children, in order."""
+
+
+def _name_makers(
+    node: Expression, rule: Callable[[list[Value], Extents], Value], below: list[Value], extents: Extents
+) -> Value:
+    """What ``rule`` answers; its error says where the batch comes from."""
+    try:
+        return rule(below, extents)
+    except BatchError as error:
+        raise BatchError(f"{error}; the batch comes from {node.describe_makers()}") from None
+
+
+def _build(nodes: Sequence[tuple[type[Expression], Sequence[int], tuple[Any, ...]]]) -> Expression:
+    built: list[Expression] = []
+    for kind, places, parameters in nodes:
+        built.append(kind.over([built[place] for place in places], *parameters))
+    return built[-1]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Rows of some columns of a node; ``names`` maps what the reader calls a column to what the node calls it."""
+
+    node: Expression
+    rows: RowSelection
+    names: Mapping[str, str]
+
+
+class Measures:
+    """Rows and columns of every node of a tree, worked out once and when first asked for."""
+
+    def __init__(self, root: Expression, extents: Extents) -> None:
+        self._root = root
+        self._extents = extents
+        self._ends: dict[int, list[int]] = {}
+
+    def num_rows(self, node: Expression) -> int:
+        """Number of rows of ``node``."""
+        return self._counts[id(node)]
+
+    def columns(self, node: Expression) -> tuple[str, ...]:
+        """Column names of ``node``."""
+        return self._names[id(node)]
+
+    def ends(self, node: Expression) -> list[int]:
+        """Rows of a node's children up to and including each of them."""
+        if id(node) not in self._ends:
+            self._ends[id(node)] = list(accumulate(map(self.num_rows, node.children())))
+        return self._ends[id(node)]
+
+    @cached_property
+    def _counts(self) -> dict[int, int]:
+        return self._root._count_rows(self._extents)
+
+    @cached_property
+    def _names(self) -> dict[int, tuple[str, ...]]:
+        return self._root._name_columns(self._extents)
 
 
 @dataclass(frozen=True)
@@ -106,198 +245,32 @@ class Leaf(Expression):
 
     source: Source
 
-    def children(self) -> tuple[Expression, ...]:
-        return ()
+    def parameters(self) -> tuple[Any, ...]:
+        return (self.source,)
 
     def num_rows(self, extents: Extents) -> int:
+        """Number of rows."""
         return extents[self.source].num_rows
 
     def columns(self, extents: Extents) -> tuple[str, ...]:
+        """Column names, in order."""
         return extents[self.source].columns
 
-    def locate(self, rows: RowSelection, columns: Sequence[str], extents: Extents) -> dict[str, list[Segment]]:
-        return {name: [Segment(self.source, name, rows)] for name in columns}
+    def walk(self) -> list[Expression]:
+        """This node."""
+        return [self]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Leaf, (self.source,)
 
-@dataclass(frozen=True)
-class Rows(Expression):
-    """The chosen rows of a batch, in the chosen order; a row may be chosen more than once."""
+    def _num_rows(self, below: Sequence[int], extents: Extents) -> int:
+        return self.num_rows(extents)
 
-    batch: Expression
-    chosen: RowSelection
+    def _columns(self, below: Sequence[tuple[str, ...]], extents: Extents) -> tuple[str, ...]:
+        return self.columns(extents)
 
-    def children(self) -> tuple[Expression, ...]:
-        return (self.batch,)
-
-    def num_rows(self, extents: Extents) -> int:
-        beyond = max((stop for _, stop in self.chosen.intervals), default=0)
-        available = self.batch.num_rows(extents)
-        if beyond > available:
-            raise BatchError(
-                f"row {beyond - 1} was asked of a batch of {available} rows: rows go from 0 to its size - 1"
-            )
-        return len(self.chosen)
-
-    def columns(self, extents: Extents) -> tuple[str, ...]:
-        return self.batch.columns(extents)
-
-    def locate(self, rows: RowSelection, columns: Sequence[str], extents: Extents) -> dict[str, list[Segment]]:
-        return self.batch.locate(self.chosen.take(rows), columns, extents)
-
-
-@dataclass(frozen=True)
-class Chunk(Expression):
-    """One of ``count`` consecutive parts whose sizes differ by at most one, larger first."""
-
-    batch: Expression
-    index: int
-    count: int
-
-    def children(self) -> tuple[Expression, ...]:
-        return (self.batch,)
-
-    def _chosen(self, extents: Extents) -> RowSelection:
-        return split_rows(self.batch.num_rows(extents), self.count, what="parts of split(...)")[self.index]
-
-    def num_rows(self, extents: Extents) -> int:
-        return len(self._chosen(extents))
-
-    def columns(self, extents: Extents) -> tuple[str, ...]:
-        return self.batch.columns(extents)
-
-    def locate(self, rows: RowSelection, columns: Sequence[str], extents: Extents) -> dict[str, list[Segment]]:
-        return self.batch.locate(self._chosen(extents).take(rows), columns, extents)
-
-
-@dataclass(frozen=True)
-class Repeat(Expression):
-    """Every row ``times`` times in a row: row r becomes rows r*times ... r*times+times-1."""
-
-    batch: Expression
-    times: int
-
-    def children(self) -> tuple[Expression, ...]:
-        return (self.batch,)
-
-    def num_rows(self, extents: Extents) -> int:
-        return self.batch.num_rows(extents) * self.times
-
-    def columns(self, extents: Extents) -> tuple[str, ...]:
-        return self.batch.columns(extents)
-
-    def locate(self, rows: RowSelection, columns: Sequence[str], extents: Extents) -> dict[str, list[Segment]]:
-        originals = rows if self.times == 1 else RowSelection.from_rows(row // self.times for row in rows)
-        return self.batch.locate(originals, columns, extents)
-
-
-@dataclass(frozen=True)
-class Concat(Expression):
-    """The rows of one batch after those of another; both have the same columns."""
-
-    first: Expression
-    second: Expression
-
-    def children(self) -> tuple[Expression, ...]:
-        return (self.first, self.second)
-
-    def num_rows(self, extents: Extents) -> int:
-        return self.first.num_rows(extents) + self.second.num_rows(extents)
-
-    def columns(self, extents: Extents) -> tuple[str, ...]:
-        first, second = self.first.columns(extents), self.second.columns(extents)
-        if set(first) != set(second):
-            raise BatchError(
-                f"concat needs the same columns on both sides; only the first has {_listed(set(first) - set(second))}, "
-                f"only the second has {_listed(set(second) - set(first))}: use .select(...) or .rename(...) first"
-            )
-        return first
-
-    def locate(self, rows: RowSelection, columns: Sequence[str], extents: Extents) -> dict[str, list[Segment]]:
-        border = self.first.num_rows(extents)
-        found: dict[str, list[Segment]] = {name: [] for name in columns}
-        for in_first, part in _runs(rows, border):
-            located = (self.first if in_first else self.second).locate(part, columns, extents)
-            for name, segments in located.items():
-                found[name] += segments
-        return found
-
-
-@dataclass(frozen=True)
-class Select(Expression):
-    """Some columns of a batch; a name that ends in ``?`` is taken if it is there."""
-
-    batch: Expression
-    chosen: tuple[str, ...]
-
-    def children(self) -> tuple[Expression, ...]:
-        return (self.batch,)
-
-    def num_rows(self, extents: Extents) -> int:
-        return self.batch.num_rows(extents)
-
-    def columns(self, extents: Extents) -> tuple[str, ...]:
-        return choose_columns(self.chosen, self.batch.columns(extents), "select")
-
-    def locate(self, rows: RowSelection, columns: Sequence[str], extents: Extents) -> dict[str, list[Segment]]:
-        return self.batch.locate(rows, columns, extents)
-
-
-@dataclass(frozen=True)
-class Rename(Expression):
-    """A batch with other names for some columns: pairs (old, new)."""
-
-    batch: Expression
-    names: tuple[tuple[str, str], ...]
-
-    def children(self) -> tuple[Expression, ...]:
-        return (self.batch,)
-
-    def num_rows(self, extents: Extents) -> int:
-        return self.batch.num_rows(extents)
-
-    def columns(self, extents: Extents) -> tuple[str, ...]:
-        existing = self.batch.columns(extents)
-        choose_columns([old for old, _ in self.names], existing, "rename")
-        new_names = dict(self.names)
-        renamed = tuple(new_names.get(name, name) for name in existing)
-        if len(set(renamed)) < len(renamed):
-            raise BatchError(f"rename({new_names}) gives two columns one name among {_listed(existing)}")
-        return renamed
-
-    def locate(self, rows: RowSelection, columns: Sequence[str], extents: Extents) -> dict[str, list[Segment]]:
-        old_names = {new: old for old, new in self.names}
-        wanted = {name: old_names.get(name, name) for name in columns}
-        located = self.batch.locate(rows, list(wanted.values()), extents)
-        return {name: located[old] for name, old in wanted.items()}
-
-
-@dataclass(frozen=True)
-class Union(Expression):
-    """The columns of two batches side by side, row by row; of a column on both sides the right one stays."""
-
-    left: Expression
-    right: Expression
-
-    def children(self) -> tuple[Expression, ...]:
-        return (self.left, self.right)
-
-    def num_rows(self, extents: Extents) -> int:
-        left, right = self.left.num_rows(extents), self.right.num_rows(extents)
-        if left != right:
-            raise BatchError(
-                f"union needs equally many rows on both sides, got {left} (columns "
-                f"{_listed(self.left.columns(extents))}) and {right} (columns {_listed(self.right.columns(extents))}): "
-                "use .repeat(n) or .rows(...) first"
-            )
-        return left
-
-    def columns(self, extents: Extents) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self.left.columns(extents), *self.right.columns(extents))))
-
-    def locate(self, rows: RowSelection, columns: Sequence[str], extents: Extents) -> dict[str, list[Segment]]:
-        right = set(self.right.columns(extents))
-        found = self.left.locate(rows, [name for name in columns if name not in right], extents)
-        return found | self.right.locate(rows, [name for name in columns if name in right], extents)
+    def _descend(self, wanted: Wanted, measures: Measures) -> list[Wanted]:
+        return []
 
 
 def choose_columns(asked: Iterable[str], existing: Sequence[str], what: str) -> tuple[str, ...]:
@@ -309,22 +282,10 @@ def choose_columns(asked: Iterable[str], existing: Sequence[str], what: str) -> 
     asked = list(asked)
     missing = [name for name in asked if not name.endswith("?") and name not in existing]
     if missing:
-        raise BatchError(f"{what} asks for {_listed(missing)}; the batch has {_listed(existing)}")
+        raise BatchError(f"{what} asks for {list_columns(missing)}; the batch has {list_columns(existing)}")
     return tuple(name for name in (asked_name.removesuffix("?") for asked_name in asked) if name in existing)
 
 
-def _listed(names: Iterable[str]) -> str:
+def list_columns(names: Iterable[str]) -> str:
+    """Names in a message."""
     return ", ".join(sorted(names)) or "no columns"
-
-
-def _runs(rows: RowSelection, border: int) -> list[tuple[bool, RowSelection]]:
-    """Cut ``rows`` where it crosses ``border``; rows from the border on are counted from it."""
-    runs: list[tuple[bool, list[tuple[int, int]]]] = []
-    for start, stop in rows.intervals:
-        for in_first, low, high in ((True, start, min(stop, border)), (False, max(start, border), stop)):
-            if low >= high:
-                continue
-            if not runs or runs[-1][0] is not in_first:
-                runs.append((in_first, []))
-            runs[-1][1].append((low, high) if in_first else (low - border, high - border))
-    return [(in_first, RowSelection(tuple(intervals))) for in_first, intervals in runs]

@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hf_controller import expressions
+from hf_controller.algebra import Chunk, Concat, Rename, Repeat, Rows, Select, Union
 from hf_controller.expressions import Expression, Extent, Source
 from hf_controller.failures import UpstreamFailure
-from hf_protocols import BatchError, ProtocolError, RowSelection
+from hf_protocols import BatchError, ConfigError, ProtocolError, RowSelection
+from hf_protocols.arguments import check_columns, check_count, check_seconds
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -88,40 +89,42 @@ class BatchFuture:
         Args:
             index: row numbers (list, range, tensor, array), or a slice with a stop.
         """
-        return self._with(expressions.Rows(self._expression, as_selection(index)))
+        return self._with(Rows(self._expression, as_selection(index)))
 
     def split(self, count: int) -> tuple[BatchFuture, ...]:
         """``count`` consecutive parts whose sizes differ by at most one, larger first."""
-        _check_positive("split", count)
-        return tuple(self._with(expressions.Chunk(self._expression, index, count)) for index in range(count))
+        check_count(BatchError, "split: count", count)
+        return tuple(self._with(Chunk(self._expression, index, count)) for index in range(count))
 
     def repeat(self, times: int) -> BatchFuture:
         """Every row ``times`` times in a row: row r becomes rows r*times ... r*times+times-1."""
-        _check_positive("repeat", times)
-        return self._with(expressions.Repeat(self._expression, times))
+        check_count(BatchError, "repeat: times", times)
+        return self._with(Repeat(self._expression, times))
 
-    def concat(self, other: BatchFuture) -> BatchFuture:
-        """The rows of ``other`` after these; both must have the same columns."""
-        return self._with(expressions.Concat(self._expression, self._expression_of(other, "concat")))
+    def concat(self, *others: BatchFuture) -> BatchFuture:
+        """The rows of ``others`` after these, in order; all must have the same columns.
+
+        Many batches are joined fastest by one call: ``first.concat(*rest)``.
+        """
+        return self._with(Concat.over([self._expression, *(self._expression_of(each, "concat") for each in others)]))
 
     def select(self, columns: Sequence[str]) -> BatchFuture:
         """Only these columns; a name that ends in ``?`` is taken if it is there."""
-        if isinstance(columns, str):
-            raise BatchError(f"select({columns!r}): give a list of column names, such as [{columns!r}]")
-        return self._with(expressions.Select(self._expression, tuple(columns)))
+        return self._with(Select(self._expression, check_columns(BatchError, "select", columns, may_lack=True)))
 
     def rename(self, names: Mapping[str, str]) -> BatchFuture:
         """Other names for some columns: ``{old: new}``."""
         if not isinstance(names, Mapping):
             raise BatchError(f"rename({names!r}): give a mapping of old to new column names")
-        return self._with(expressions.Rename(self._expression, tuple(names.items())))
+        check_columns(BatchError, "the names in rename", [*names, *names.values()], may_lack=False)
+        return self._with(Rename(self._expression, tuple(names.items())))
 
     def union(self, other: BatchFuture) -> BatchFuture:
         """The columns of both, row by row; of a column on both sides that of ``other`` stays.
 
         Both must have equally many rows.
         """
-        return self._with(expressions.Union(self._expression, self._expression_of(other, "union")))
+        return self._with(Union(self._expression, self._expression_of(other, "union")))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the rows exist, without moving them; the deadline is the executor's ``call_timeout_s`` by default.
@@ -138,7 +141,8 @@ class BatchFuture:
         return self._expression.num_rows(self._count_rows(None))
 
     def result(self, timeout_s: float | None = None) -> TensorDict:
-        """Fetch the batch to this process. The tensors may be views of shared memory: clone before writing in place.
+        """Fetch the batch to this process. The tensors may be views of memory that all readers of the batch share:
+        clone before writing in place, for nobody notices such a write here.
 
         Raises:
             BatchError: for rows or columns that do not exist.
@@ -158,6 +162,7 @@ class BatchFuture:
 
     def _count_rows(self, timeout_s: float | None) -> dict[Source, Extent]:
         """Wait for every source; the columns of the answer are left out."""
+        _check_deadline(timeout_s)
         deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
         extents = {}
         for source in self._expression.sources():
@@ -173,7 +178,7 @@ class BatchFuture:
             raise BatchError(
                 f"{what} joins futures, got a {type(other).__name__}: put a TensorDict first, with executor.put(batch)"
             )
-        refuse_foreign(other, self._store, what)
+        refuse_foreign(other, self._store, f"{what} with a batch of {self._expression.describe_makers()}")
         return other.expression
 
     def _with(self, expression: Expression) -> BatchFuture:
@@ -181,18 +186,30 @@ class BatchFuture:
 
 
 class CallFuture:
-    """What the futures of one call's small results share."""
+    """What the futures of one call's small results share.
 
-    def __init__(self, call: PendingCall, store: ObjectStore) -> None:
+    Args:
+        call: the call.
+        store: the store of the call's executor.
+        maker: the call, for messages, such as ``"actor.update_actor"``.
+    """
+
+    def __init__(self, call: PendingCall, store: ObjectStore, maker: str) -> None:
         self._call = call
         self.store = store
+        self.maker = maker
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ProtocolError(STAYS_HERE)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until every rank is done; raises what :meth:`BatchFuture.wait` raises."""
+        _check_deadline(timeout_s)
         self._call.wait(timeout_s)
+
+    def _wait_for_outcomes(self, timeout_s: float | None) -> list[Outcome]:
+        _check_deadline(timeout_s)
+        return self._call.outcomes(timeout_s)
 
 
 class MetricsFuture(CallFuture):
@@ -202,7 +219,7 @@ class MetricsFuture(CallFuture):
         """Each metric's sum over its count; nan where the count is zero. Raises what :meth:`wait` raises."""
         from hf_controller.results import Metrics, reduce_metrics
 
-        return reduce_metrics([each for each in self._call.outcomes(timeout_s) if isinstance(each, Metrics)])
+        return reduce_metrics([each for each in self._wait_for_outcomes(timeout_s) if isinstance(each, Metrics)])
 
 
 class ObjectFuture(CallFuture):
@@ -212,7 +229,7 @@ class ObjectFuture(CallFuture):
         """The object. Raises what :meth:`wait` raises."""
         from hf_controller.results import Value
 
-        (outcome,) = self._call.outcomes(timeout_s)
+        (outcome,) = self._wait_for_outcomes(timeout_s)
         assert isinstance(outcome, Value)
         return outcome.value
 
@@ -228,35 +245,32 @@ class ListFuture(CallFuture):
     Args:
         call: the call.
         store: the store of the call's executor.
-        items: each rank's result as a future of its own; None where results are objects.
+        maker: the call, for messages.
+        items: each rank's result as a future of its own.
     """
 
-    def __init__(self, call: PendingCall, store: ObjectStore, items: Sequence[BatchFuture] | None) -> None:
-        super().__init__(call, store)
-        self._items = items
+    def __init__(
+        self, call: PendingCall, store: ObjectStore, maker: str, items: Sequence[BatchFuture | ObjectFuture]
+    ) -> None:
+        super().__init__(call, store, maker)
+        self._items = tuple(items)
 
     def __len__(self) -> int:
-        return len(self._call.handles)
+        return len(self._items)
 
     @property
-    def items(self) -> list[BatchFuture]:
-        """Each rank's batch as a future of its own.
-
-        Raises:
-            ProtocolError: if the ranks return objects.
-        """
-        if self._items is None:
-            raise ProtocolError("the ranks of this call return objects, not batches: take .result(), a list of them")
+    def items(self) -> list[BatchFuture | ObjectFuture]:
+        """Each rank's batch or object as a future of its own."""
         return list(self._items)
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
         """Every collected rank's batch or object, in rank order. Raises what :meth:`wait` raises."""
         from hf_controller.results import Value
 
-        if self._items is not None:
-            self.wait(timeout_s)
-            return [item.result(timeout_s) for item in self._items]
-        return [each.value for each in self._call.outcomes(timeout_s) if isinstance(each, Value)]
+        if isinstance(self._items[0], ObjectFuture):
+            return [each.value for each in self._wait_for_outcomes(timeout_s) if isinstance(each, Value)]
+        self.wait(timeout_s)
+        return [item.result(timeout_s) for item in self._items]
 
 
 def as_selection(index: Iterable[int] | slice | RowSelection) -> RowSelection:
@@ -268,39 +282,51 @@ def as_selection(index: Iterable[int] | slice | RowSelection) -> RowSelection:
     if isinstance(index, RowSelection):
         return index
     if isinstance(index, slice):
-        backwards = (index.step or 1) < 0
-        end = index.start if backwards else index.stop
-        if end is None or min(end, index.start or 0, index.stop or 0) < 0 or index.step == 0:
-            raise BatchError(
-                f"rows({index}): a batch that is not there yet needs a slice with a stop >= 0 (backwards: a start), "
-                "no negatives but the step, and no step of 0"
-            )
-        index = range(*index.indices(end + backwards))
+        index = _range_of(index)
     if isinstance(index, range) and index.step == 1 and index.start >= 0:
         return RowSelection.range(index.start, max(index.start, index.stop))
-    rows = index.tolist() if hasattr(index, "tolist") else list(index)
+    rows = index.tolist() if hasattr(index, "tolist") else index
+    if not isinstance(rows, Iterable):
+        raise BatchError(
+            f"rows({index!r}): give row numbers as a list, range, slice, tensor or array; of one row, rows([{rows!r}])"
+        )
+    rows = list(rows)
     wrong = next((row for row in rows if isinstance(row, bool) or not hasattr(row, "__index__") or row < 0), None)
     if wrong is not None:
         raise BatchError(f"rows(...) got {wrong!r}: give row numbers >= 0 (of a mask, those of its true entries)")
     return RowSelection.from_rows(map(int, rows))
 
 
+def _range_of(index: slice) -> range:
+    are_whole = all(part is None or hasattr(part, "__index__") for part in (index.start, index.stop, index.step))
+    backwards = are_whole and (index.step or 1) < 0
+    end = index.start if backwards else index.stop
+    if not are_whole or end is None or min(end, index.start or 0, index.stop or 0) < 0 or index.step == 0:
+        raise BatchError(
+            f"rows({index}): a batch that is not there yet needs a slice with a stop >= 0 (backwards: a start), "
+            "whole numbers, no negatives but the step, and no step of 0"
+        )
+    return range(*index.indices(end + backwards))
+
+
 def refuse_foreign(value: object, store: ObjectStore, what: str) -> None:
     """Refuse a future whose results lie in another executor's store.
 
     Raises:
-        ProtocolError: naming ``what`` the future was given to, and both stores.
+        ProtocolError: naming ``what`` the future was given to, what made it, and both stores.
     """
     if isinstance(value, BatchFuture | CallFuture) and value.store is not store:
+        made_by = value.expression.describe_makers() if isinstance(value, BatchFuture) else value.maker
         raise ProtocolError(
             f"{what} belongs to one executor (its store is a {type(store).__name__}) and got a {type(value).__name__} "
-            f"of another (a {type(value.store).__name__}): build both with one executor, or give its .result()"
+            f"of another (of {made_by}, in a {type(value.store).__name__}): build both with one executor, or give its "
+            ".result()"
         )
 
 
-def _check_positive(what: str, number: object) -> None:
-    if not isinstance(number, int) or number < 1:
-        raise BatchError(f"{what}({number!r}): give a whole number of at least 1")
+def _check_deadline(timeout_s: object) -> None:
+    if timeout_s is not None:
+        check_seconds(ConfigError, "timeout_s", timeout_s)
 
 
 STAYS_HERE = (

@@ -26,27 +26,31 @@ __all__ = ["BatchReader", "Table"]
 class Table:
     """A source whose metadata is known: its shards, and which logical rows each holds in its local order.
 
+    Args:
+        shards: what the collected ranks returned.
+        maker: the call that they returned it from, for messages.
+
     Raises:
         BatchError: if the shards disagree about columns, or about how many rows an input row became.
     """
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    def __init__(self, shards: Sequence[Shard], maker: str) -> None:
         self.shards = tuple(shards)
         names = tuple(self.shards[0].columns)
         for index, shard in enumerate(self.shards):
             if set(shard.columns) != set(names):
                 raise BatchError(
-                    f"the ranks of one call returned different columns: {', '.join(sorted(names))} first, "
+                    f"the ranks of {maker} returned different columns: {', '.join(sorted(names))} first, "
                     f"{', '.join(sorted(shard.columns))} from collected rank number {index}"
                 )
         for name in names:
             columns = [(shard.columns[name], shard.num_rows) for shard in self.shards]
-            _check_alike(name, columns, "the results of one call's ranks")
+            _check_alike(name, columns, f"the results of the ranks of {maker}")
         self.extent = Extent(sum(shard.num_rows for shard in self.shards), names)
-        self.held = _compute_held(self.shards)
+        self.held = _compute_held(self.shards, maker)
 
 
-def _compute_held(shards: Sequence[Shard]) -> dict[int, RowSelection]:
+def _compute_held(shards: Sequence[Shard], maker: str) -> dict[int, RowSelection]:
     """Rows follow the input's order where the method says so, else the order of the shards."""
     selections = [shard.selection for shard in shards if shard.selection is not None]
     num_inputs = sum(map(len, selections))
@@ -55,7 +59,7 @@ def _compute_held(shards: Sequence[Shard]) -> dict[int, RowSelection]:
         if any(shard.num_rows != len(rows) * times for shard, rows in zip(shards, selections, strict=True)):
             counts = ", ".join(f"{len(rows)} -> {s.num_rows}" for s, rows in zip(shards, selections, strict=True))
             raise BatchError(
-                "a method registered with rows='times' made another number of rows of an input row on each rank "
+                f"{maker} is registered with rows='times' and made another number of rows of an input row on each rank "
                 f"({counts}): register it with rows='unknown'"
             )
         collection = Collection(ranks=tuple(range(len(shards))), combine="concat")
@@ -104,7 +108,7 @@ class BatchReader:
             for shard in shards:
                 if isinstance(shard, Failure):
                     raise UpstreamFailure(shard)
-            self._tables[source] = Table(shards)
+            self._tables[source] = Table(shards, source.maker)
 
     def look_up_value(self, handle: Any) -> Any:
         """The object that another call returned; raises what :meth:`look_up` raises."""
@@ -175,7 +179,8 @@ class BatchReader:
                 if key not in routes:
                     routes[key] = self._route(segment)
                 taken[name] += [Taken(shard, segment.column, local) for shard, local in routes[key]]
-            _check_alike(name, [(each.column, len(each.rows)) for each in taken[name]], "the parts that concat joins")
+            parts = [(each.column, len(each.rows)) for each in taken[name]]
+            _check_alike(name, parts, f"the parts that concat joins, from {expression.describe_makers()}")
         return taken
 
     def _route(self, segment: Segment) -> list[tuple[Shard, RowSelection]]:

@@ -6,31 +6,57 @@ call returns is known before it ran where its method was registered with ``write
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import NamedTuple
 
-from hf_controller.expressions import Chunk, Concat, Expression, Leaf, Rename, Repeat, Rows, Select, Union
+from hf_controller.algebra import Rename, Select, Union
+from hf_controller.expressions import Expression, Leaf
 
 __all__ = ["known_columns", "prune"]
 
+Known = frozenset[str] | None
+"""Columns of a node; None where a call behind it does not say what it writes."""
 
-def known_columns(expression: Expression) -> frozenset[str] | None:
+
+def known_columns(expression: Expression) -> Known:
     """Columns of a batch whose calls need not have run; None where a method does not say what it writes."""
-    match expression:
+    return expression.fold(_know)[id(expression)]
+
+
+def _know(node: Expression, below: Sequence[Known]) -> Known:
+    match node:
         case Leaf(source):
             return None if source.columns is None else frozenset(source.columns)
-        case Rows(batch) | Chunk(batch) | Repeat(batch) | Concat(batch):
-            return known_columns(batch)
-        case Select(batch, chosen):
-            below = known_columns(batch)
-            return None if below is None else below & {name.removesuffix("?") for name in chosen}
-        case Rename(batch, names):
-            below = known_columns(batch)
-            return None if below is None else frozenset(dict(names).get(name, name) for name in below)
-        case Union(left, right):
-            sides = known_columns(left), known_columns(right)
-            return None if sides[0] is None or sides[1] is None else sides[0] | sides[1]
-    return None
+        case Union():
+            left, right = below
+            return None if left is None or right is None else left | right
+    known = below[0]
+    if known is None:
+        return None
+    match node:
+        case Select(_, chosen):
+            return known & _bare(chosen)
+        case Rename(_, names):
+            return frozenset(dict(names).get(name, name) for name in known)
+    return known
+
+
+class _Task(NamedTuple):
+    """A node, and which of its columns are wanted."""
+
+    node: Expression
+    wanted: frozenset[str]
+
+    @property
+    def key(self) -> tuple[int, frozenset[str]]:
+        return id(self.node), self.wanted
+
+
+class _Cut(NamedTuple):
+    """What is left of a node: what to prune below it, and the node over what that left."""
+
+    below: Sequence[_Task]
+    build: Callable[[Sequence[Expression]], Expression]
 
 
 def prune(expression: Expression, wanted: Set[str]) -> Expression:
@@ -39,31 +65,60 @@ def prune(expression: Expression, wanted: Set[str]) -> Expression:
     One side of a union goes where the other has all that is wanted; that both sides have equally many rows is then
     checked by the call that reads both.
     """
-    match expression:
-        case Rows(batch) | Chunk(batch) | Repeat(batch):
-            return replace(expression, batch=prune(batch, wanted))
-        case Concat(first, second):
-            return Concat(prune(first, wanted), prune(second, wanted))
+    if isinstance(expression, Leaf):
+        return expression
+    known = expression.fold(_know)
+    pruned: dict[tuple[int, frozenset[str]], Expression] = {}
+    stack = [_Task(expression, frozenset(wanted))]
+    while stack:
+        below, build = _cut(stack[-1], known)
+        missing = [task for task in below if task.key not in pruned]
+        if missing:
+            stack += missing
+        else:
+            pruned[stack.pop().key] = build([pruned[task.key] for task in below])
+    return pruned[id(expression), frozenset(wanted)]
+
+
+def _cut(task: _Task, known: Mapping[int, Known]) -> _Cut:
+    node, wanted = task
+    match node:
         case Select(batch, chosen):
-            if not wanted <= {name.removesuffix("?") for name in chosen}:
-                return expression  # whoever reads it says what is missing, and what is there
+            if not wanted <= _bare(chosen):
+                return _Cut([], lambda _: node)  # whoever reads it says what is missing, and what is there
             kept = tuple(name for name in chosen if name.removesuffix("?") in wanted)
-            return Select(prune(batch, {name.removesuffix("?") for name in kept}), kept)
+            return _Cut([_Task(batch, _bare(kept))], lambda below: Select(below[0], kept))
         case Rename(batch, names):
-            old_names = {new: old for old, new in names}
-            below = prune(batch, {old_names.get(name, name) for name in wanted} | {old for old, _ in names})
-            return Rename(below, names)
-        case Union(left, right):
-            return _prune_union(left, right, wanted)
-    return expression
+            return _cut_rename(node, batch, names, wanted)
+        case Union():
+            return _cut_union(node, wanted, known[id(node.right)])
+    return _Cut([_Task(child, wanted) for child in node.children()], lambda below: _put_over(node, below))
 
 
-def _prune_union(left: Expression, right: Expression, wanted: Set[str]) -> Expression:
-    from_right = known_columns(right)
-    if from_right is None:
-        return Union(prune(left, wanted), prune(right, wanted))
-    if not wanted & from_right:
-        return prune(left, wanted)
-    if wanted <= from_right:
-        return prune(right, wanted)
-    return Union(prune(left, wanted - from_right), prune(right, wanted & from_right))
+def _cut_rename(rename: Rename, batch: Expression, names: Sequence[tuple[str, str]], wanted: frozenset[str]) -> _Cut:
+    kept = tuple((old, new) for old, new in names if new in wanted)
+    old_names = {new: old for old, new in kept}
+    if wanted & (dict(names).keys() - old_names.keys()):
+        return _Cut([], lambda _: rename)  # a name that is gone: whoever reads it says so
+    own = frozenset(old_names.get(name, name) for name in wanted)
+    # Alone, so that no other column has a new name already.
+    columns = tuple(f"{name}?" for name in sorted(own))
+    return _Cut([_Task(batch, own)], lambda below: Rename(Select(below[0], columns), kept))
+
+
+def _cut_union(union: Union, wanted: frozenset[str], from_right: Known) -> _Cut:
+    left, right = wanted, wanted
+    if from_right is not None:
+        left, right = wanted - from_right, wanted & from_right
+        if not left or not right:
+            return _Cut([_Task(union.right if right else union.left, wanted)], lambda below: below[0])
+    return _Cut([_Task(union.left, left), _Task(union.right, right)], lambda below: _put_over(union, below))
+
+
+def _put_over(node: Expression, below: Sequence[Expression]) -> Expression:
+    return type(node).over(below, *node.parameters()) if below else node
+
+
+def _bare(names: Sequence[str]) -> frozenset[str]:
+    """The names without the mark of those that may be missing."""
+    return frozenset(name.removesuffix("?") for name in names)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from hf_controller.algebra import Select
 from hf_controller.dispatch import BatchArgument, Call, StoredArgument
-from hf_controller.expressions import Select
 from hf_controller.failures import Failure, UpstreamFailure
 from hf_controller.gather import BatchReader
 from hf_controller.results import Outcome, publish
@@ -21,7 +21,7 @@ from hf_controller.transport import ObjectStore, Shard
 from hf_controller.worker import Worker, WorkerSpec, takes_pieces
 from hf_protocols import BatchError, MethodSpec, RowSelection, registered_methods
 
-__all__ = ["RankHost", "Stage"]
+__all__ = ["RankHost", "Stage", "close_workers"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,11 +39,28 @@ class Stage(NamedTuple):
         return f"{where} for {time.time() - self.since_s:.1f} s"
 
 
-@dataclass
-class _Times:
+@dataclass(slots=True)
+class _Progress:
+    """How far a call came: what is not reached yet is 0."""
+
     ready_s: float = 0.0
     fetched_s: float = 0.0
     computed_s: float = 0.0
+    bytes_read: int = 0
+    bytes_from_afar: int = 0
+
+
+class _Inputs(NamedTuple):
+    """A call's arguments as its method gets them."""
+
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    selection: RowSelection | None = None
+    """This rank's rows of the first batch."""
+    num_rows: int = 0
+    """Rows of the whole of it."""
+    reader: BatchReader | None = None
+    """Knows whether shared memory was written."""
 
 
 class RankHost:
@@ -82,63 +99,80 @@ class RankHost:
         """Run one call. It never raises: what goes wrong is in the outcome, for readers, and in the report, for the
         controller.
         """
-        times = _Times()
-        reader = BatchReader(self._store, call.timeout_s)
+        progress = _Progress()
         outcome: Outcome
         upstream = False
         try:
-            outcome = self._run(call, reader, times)
+            outcome = self._run(call, progress)
         except UpstreamFailure as error:
             outcome, upstream = error.failure, True
         except Exception as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
             outcome = Failure.of(error, role=call.role, method=call.method, rank=self._rank)
-        return outcome, self._report(call, outcome, reader, times, upstream=upstream)
+        return outcome, self._report(call, outcome, progress, upstream=upstream)
+
+    def enter(self, doing: str) -> None:
+        """Say what this rank is at between calls."""
+        self.stage = Stage(None, doing, time.time())
 
     def close(self) -> None:
-        """Close every worker; what one raises is logged, and the others are closed all the same."""
-        for role, worker in self._workers.items():
-            try:
-                worker.close()
-            except Exception as error:  # noqa: BLE001 - a worker's own code may raise anything
-                _LOG.warning("%s on rank %d: close() raised %s: %s", role, self._rank, type(error).__name__, error)
+        """Close every worker."""
+        close_workers(self._workers, self._rank)
 
-    def _run(self, call: Call, reader: BatchReader, times: _Times) -> Outcome:
+    def _run(self, call: Call, progress: _Progress) -> Outcome:
         spec, worker = self._methods[call.role][call.method], self._workers[call.role]
         worker.context.sub_spans.clear()
-        given = [*call.args, *call.kwargs.values()]
-        batches = [value for value in given if isinstance(value, BatchArgument)]
         if call.after:
             self._enter(call, "waiting for the pool's earlier call")
             self._store.wait(list(call.after), call.timeout_s)
-        if any(isinstance(value, BatchArgument | StoredArgument) for value in given):
-            self._enter(call, "waiting for its inputs")
-            given = [reader.look_up_value(v.handle) if isinstance(v, StoredArgument) else v for v in given]
-            reader.look_up([batch.expression for batch in batches])
-        times.ready_s = time.time()
-        self._enter(call, "fetching rows")
-        selections, input_rows = self._select_rows(call.role, spec, batches, reader)
         method = getattr(worker, call.method)
-        read = reader.read_pieces if takes_pieces(method) else reader.read
-        values = list(given)
-        for position, value in enumerate(given):
-            if isinstance(value, BatchArgument):
-                expression = value.expression if spec.reads is None else Select(value.expression, spec.reads)
-                values[position] = read(expression, selections[id(value)], expression.columns(reader.extents))
-        times.fetched_s = time.time()
+        if any(isinstance(value, BatchArgument | StoredArgument) for value in (*call.args, *call.kwargs.values())):
+            try:
+                inputs = self._read_inputs(call, spec, takes_pieces(method), progress)
+            except BatchError as error:
+                raise BatchError(f"{call.role}.{call.method}: {error}") from error
+        else:
+            inputs = _Inputs(call.args, call.kwargs)
+            progress.ready_s = progress.fetched_s = time.time()
         self._enter(call, "computing")
-        kwargs = dict(zip(call.kwargs, values[len(call.args) :], strict=True))
         try:
-            returned = method(*values[: len(call.args)], **kwargs)
+            returned = method(*inputs.args, **inputs.kwargs)
         finally:
-            times.computed_s = time.time()
-            if batches:
-                self._check_unwritten(call, reader)
+            progress.computed_s = time.time()
+            if inputs.reader is not None:
+                _check_unwritten(call, inputs.reader)
         if not self._is_collected(call.role, call.method):
             return None
         self._enter(call, "storing its result")
-        selection = selections[id(batches[0])] if batches else None
         what = f"{call.role}.{call.method}"
-        return publish(returned, spec, self._store, what=what, selection=selection, input_rows=input_rows)
+        return publish(returned, spec, self._store, what=what, selection=inputs.selection, input_rows=inputs.num_rows)
+
+    def _read_inputs(self, call: Call, spec: MethodSpec, in_pieces: bool, progress: _Progress) -> _Inputs:
+        """Wait for what other calls left, and read this rank's rows of it."""
+        self._enter(call, "waiting for its inputs")
+        reader = BatchReader(self._store, call.timeout_s)
+        given = [*call.args, *call.kwargs.values()]
+        batches = [value for value in given if isinstance(value, BatchArgument)]
+        values = [reader.look_up_value(v.handle) if isinstance(v, StoredArgument) else v for v in given]
+        reader.look_up([batch.expression for batch in batches])
+        progress.ready_s = time.time()
+        self._enter(call, "fetching rows")
+        try:
+            selections, num_rows = self._select_rows(call.role, spec, batches, reader)
+            read = reader.read_pieces if in_pieces else reader.read
+            for position, value in enumerate(given):
+                if isinstance(value, BatchArgument):
+                    expression = value.expression if spec.reads is None else Select(value.expression, spec.reads)
+                    values[position] = read(expression, selections[id(value)], expression.columns(reader.extents))
+        finally:
+            progress.bytes_read, progress.bytes_from_afar = reader.bytes_read, reader.bytes_from_afar
+        progress.fetched_s = time.time()
+        return _Inputs(
+            values[: len(call.args)],
+            dict(zip(call.kwargs, values[len(call.args) :], strict=True)),
+            selections[id(batches[0])] if batches else None,
+            num_rows,
+            reader if batches else None,
+        )
 
     def _select_rows(
         self, role: str, spec: MethodSpec, batches: list[BatchArgument], reader: BatchReader
@@ -161,15 +195,6 @@ class RankHost:
             selections[id(batch)] = spec.protocol.distribute(topology, num_rows, weights[num_rows])[self._rank]
         return selections, counts[0] if counts else 0
 
-    def _check_unwritten(self, call: Call, reader: BatchReader) -> None:
-        written = reader.written_columns()
-        if written:
-            raise BatchError(
-                f"{call.role}.{call.method} wrote in place into {', '.join(written)}, a view of memory that all "
-                "readers share, so the batch is not what it was for anybody: clone the column before writing, and make "
-                "the batch again"
-            )
-
     def _is_collected(self, role: str, method: str) -> bool:
         key = role, method
         if key not in self._collected:
@@ -180,14 +205,12 @@ class RankHost:
     def _enter(self, call: Call, doing: str) -> None:
         self.stage = Stage(call, doing, time.time())
 
-    def _report(
-        self, call: Call, outcome: Outcome, reader: BatchReader, times: _Times, *, upstream: bool
-    ) -> CallReport:
+    def _report(self, call: Call, outcome: Outcome, progress: _Progress, *, upstream: bool) -> CallReport:
         end_s = time.time()
         # Without the call, whose inputs would stay referenced.
         self.stage = Stage(None, f"call {call.call_id} {call.role}.{call.method}: done, idle", end_s)
-        ready_s = times.ready_s or end_s
-        fetched_s = times.fetched_s or end_s
+        ready_s = progress.ready_s or end_s
+        fetched_s = progress.fetched_s or end_s
         shard = outcome if isinstance(outcome, Shard) else None
         failure = outcome if isinstance(outcome, Failure) else None
         span = Span(
@@ -200,13 +223,31 @@ class RankHost:
             submit_s=call.submit_s,
             ready_s=ready_s,
             fetched_s=fetched_s,
-            computed_s=times.computed_s or end_s,
+            computed_s=progress.computed_s or end_s,
             end_s=end_s,
-            bytes_read=reader.bytes_read,
-            bytes_from_afar=reader.bytes_from_afar,
+            bytes_read=progress.bytes_read,
+            bytes_from_afar=progress.bytes_from_afar,
             bytes_written=shard.num_bytes if shard else 0,
             sub_spans=tuple(self._workers[call.role].context.sub_spans),
             failed=failure is not None,
             labels=call.labels,
         )
         return CallReport(span=span, num_rows=shard.num_rows if shard else 0, failure=failure, upstream=upstream)
+
+
+def _check_unwritten(call: Call, reader: BatchReader) -> None:
+    written = reader.written_columns()
+    if written:
+        raise BatchError(
+            f"{call.role}.{call.method} wrote in place into {', '.join(written)}, a view of memory that all readers "
+            "share, so the batch is damaged for everybody: clone the column before writing, and make the batch again"
+        )
+
+
+def close_workers(workers: Mapping[str, Worker], rank: int) -> None:
+    """Close the workers of a rank; what one raises is logged, and the others are closed all the same."""
+    for role, worker in workers.items():
+        try:
+            worker.close()
+        except Exception as error:  # noqa: BLE001 - a worker's own code may raise anything
+            _LOG.warning("%s on rank %d: close() raised %s: %s", role, rank, type(error).__name__, error)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from hf_protocols import PoolError
+from hf_protocols.arguments import check_kind
 
 if TYPE_CHECKING:
     from hf_controller.executors.base import Executor
@@ -38,6 +39,7 @@ def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, Work
         HybridFlowError: what a worker's constructor raised.
         WorkerTimeoutError: if a worker is not constructed in time.
     """
+    check_kind(PoolError, "pools", pools, Iterable, "a list of ResourcePools")
     standing = {pool: executor.built_on(pool) for pool in pools}
     empty = [pool.name for pool, sets in standing.items() if not sets]
     if empty:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 from hf_protocols import MappingPlan, PoolError
@@ -23,15 +23,14 @@ class ResourcePool:
         name: the pool's name in traces and errors.
 
     Raises:
-        PoolError: without machines, for a machine without slots, or an unknown device.
+        PoolError: for what is no list of whole numbers, without machines, for a machine without slots, or an unknown
+            device.
     """
 
     def __init__(self, slots: Sequence[int], *, device: Device = "cuda", name: str = "pool") -> None:
-        if not slots or min(slots) < 1:
-            raise PoolError(f"pool {name!r} has slots {list(slots)}: give each machine at least one, such as [8, 8]")
         if device not in get_args(Device):
             raise PoolError(f"pool {name!r} has device={device!r}: give one of {', '.join(get_args(Device))}")
-        self.slots = tuple(slots)
+        self.slots = _read_slots(slots, name)
         self.device = device
         self.name = name
 
@@ -47,6 +46,15 @@ class ResourcePool:
 
     def __repr__(self) -> str:
         return f"ResourcePool({list(self.slots)}, device={self.device!r}, name={self.name!r})"
+
+
+def _read_slots(slots: object, name: str) -> tuple[int, ...]:
+    counts = tuple(slots) if isinstance(slots, Iterable) else ()
+    if not counts or not all(type(count) is int and count >= 1 for count in counts):
+        raise PoolError(
+            f"pool {name!r} has slots={slots!r}: give each machine at least one, a list of whole numbers such as [8, 8]"
+        )
+    return counts
 
 
 def build_pools(plan: MappingPlan) -> dict[str, ResourcePool]:

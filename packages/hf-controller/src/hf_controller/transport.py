@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_protocols import BatchError, RowSelection
+from hf_protocols.arguments import check_columns
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +135,8 @@ def encode_batch(
     """Put the columns of ``batch`` (batch_size [B]) into ``store``.
 
     Raises:
-        BatchError: for a batch_size that is not one number, or a column that is no tensor or no jagged nested tensor.
+        BatchError: for a batch_size that is not one number, a column that is no tensor or no jagged nested tensor, or
+            a column's name that ends in ``?``.
     """
     from tensordict import TensorDictBase
 
@@ -145,6 +147,7 @@ def encode_batch(
     arrays: list[torch.Tensor] = []
     lengths: dict[str, torch.Tensor] = {}
     names = [str(name) for name in batch.keys()]  # noqa: SIM118 - a TensorDict iterates its rows
+    check_columns(BatchError, "a batch's columns", names, may_lack=False)
     for name in names:
         values, row_lengths = _split_jagged(name, batch.get(name))
         arrays.append(values)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from hf_controller.connection import Connection
 from hf_controller.trace import SubSpan
 from hf_protocols import Coordinate, ProtocolError, Topology, registered_methods
+from hf_protocols.arguments import check_count, check_kind
 
 __all__ = ["Worker", "WorkerContext", "WorkerSpec", "as_pieces", "takes_pieces"]
 
@@ -64,8 +65,10 @@ class WorkerContext:
 class Worker:
     """Base class of workers. Methods marked with ``hf_protocols.register`` can be called through the group.
 
-    A method gets its batch arguments as TensorDicts of its own rows, on the host. They are views of shared memory:
-    read them, or clone before writing in place. When the constructor runs, the default process group of
+    A method gets its batch arguments as TensorDicts of its own rows, on the host. They are views of memory that all
+    readers of the batch share: read them, or clone before writing in place. A write reaches every reader at once;
+    torch's own (``add_``, ``x[...] =``) end the call in an error afterwards, those through ``.numpy()`` or ``.data``
+    go unnoticed. When the constructor runs, the default process group of
     ``torch.distributed`` joins the group's ranks (gloo on CPU, nccl on GPU).
     """
 
@@ -115,7 +118,7 @@ class WorkerSpec:
             still differs by at most one, and results come back in their logical order.
 
     Raises:
-        ProtocolError: if ``worker`` is no subclass of Worker, or has no registered method.
+        ProtocolError: if ``worker`` is no subclass of Worker, or has no registered method; for a value of another kind.
     """
 
     worker: type[Worker]
@@ -131,3 +134,11 @@ class WorkerSpec:
             raise ProtocolError(f"worker={worker!r} is no subclass of hf_controller.Worker")
         if not registered_methods(worker):
             raise ProtocolError(f"{worker.__name__} has no method marked with hf_protocols.register")
+        what = f"WorkerSpec of {worker.__name__}: "
+        check_kind(ProtocolError, f"{what}topology", self.topology, Topology, "a Topology(ParallelSpec(...))")
+        check_kind(ProtocolError, f"{what}kwargs", self.kwargs, Mapping, "a mapping of names to values")
+        check_kind(ProtocolError, f"{what}environment", self.environment, Mapping, "a mapping of names to strings")
+        check_count(ProtocolError, f"{what}seed", self.seed, least=0)
+        check_kind(ProtocolError, f"{what}balance_tokens", self.balance_tokens, bool, "True or False")
+        for name, value in self.environment.items():
+            check_kind(ProtocolError, f"{what}environment[{name!r}]", value, str, "a string")

@@ -18,6 +18,7 @@ from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
 from hf_protocols import MethodSpec, PerRank, PoolError, ProtocolError, Topology
+from hf_protocols.arguments import check_kind
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -51,6 +52,7 @@ class Executor(ABC):
 
         Without ``wait`` construction goes on in the background, so that several pools start together:
         :meth:`wait_until_ready` then waits for all of them. A call on a group that is not ready waits for its turn.
+        After an error none of these groups is left; those that stood on the pool before stay.
 
         Groups on one pool take turns. ``fused`` puts all of these roles into one process per slot, where they share
         the default process group; else each role has its own process per slot.
@@ -65,8 +67,9 @@ class Executor(ABC):
         """Wait until the workers of all groups are constructed.
 
         Raises:
-            HybridFlowError: what a worker's constructor raised; the groups of its pool are then released.
-            WorkerTimeoutError: if a worker is not constructed in time.
+            HybridFlowError: what a worker's constructor raised. Its group is then ended, with the roles that share its
+                processes; all other groups stay. A note on the error says which.
+            WorkerTimeoutError: if workers are not constructed in time; their groups are then ended.
         """
 
     @abstractmethod
@@ -144,21 +147,22 @@ class Executor(ABC):
                 refuse_foreign(item, self._store, f"{group.role}.{method}")
         calls = build_calls(call, spec, ranks, self.put)
         check_rows(calls[ranks[0]], spec, group.topology)
-        return self._wrap(group, spec, self._launch(group, spec, calls))
+        return self._wrap(group, method, self._launch(group, spec, calls))
 
-    def _wrap(self, group: WorkerGroup, spec: MethodSpec, call: PendingCall) -> Any:
-        listed = spec.protocol.collect(group.topology).combine == "list"
+    def _wrap(self, group: WorkerGroup, method: str, call: PendingCall) -> Any:
+        spec, maker = group.methods[method], f"{group.role}.{method}"
         if spec.returns == "metrics":
-            return MetricsFuture(call, self._store)
+            return MetricsFuture(call, self._store, maker)
+        listed = spec.protocol.collect(group.topology).combine == "list"
+        if not listed and (spec.returns == "batch" or len(call.handles) == 1):
+            return self._wrap_one(spec, maker, call)
+        parts = [_Part(call, index) for index in range(len(call.handles))]
+        return ListFuture(call, self._store, maker, [self._wrap_one(spec, maker, part) for part in parts])
+
+    def _wrap_one(self, spec: MethodSpec, maker: str, call: PendingCall) -> BatchFuture | ObjectFuture:
         if spec.returns == "object":
-            several = listed or len(call.handles) > 1
-            return ListFuture(call, self._store, None) if several else ObjectFuture(call, self._store)
-        if listed:
-            parts = [_Part(call, index) for index in range(len(call.handles))]
-            return ListFuture(
-                call, self._store, [self._batch_future(Source(part.handles, part, spec.writes)) for part in parts]
-            )
-        return self._batch_future(Source(call.handles, call, spec.writes))
+            return ObjectFuture(call, self._store, maker)
+        return self._batch_future(Source(call.handles, call, spec.writes, maker))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -199,13 +203,20 @@ def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: b
         ProtocolError: if there is no role, or fused roles of different topologies have a worker that keeps its layout
             in globals.
     """
+    check_kind(ProtocolError, "pool", pool, ResourcePool, "a ResourcePool")
+    wanted = "{role: WorkerSpec(...)}"
+    check_kind(ProtocolError, f"build_groups on pool {pool.name!r}: specs", specs, Mapping, wanted)
     if not specs:
-        raise ProtocolError(f"build_groups on pool {pool.name!r} got no role: give {{role: WorkerSpec(...)}}")
+        raise ProtocolError(f"build_groups on pool {pool.name!r} got no role: give {wanted}")
+    for role, spec in specs.items():
+        check_kind(ProtocolError, "role", role, str, "its name")
+        check_kind(ProtocolError, f"the spec of {role}", spec, WorkerSpec, "a WorkerSpec")
     for role, spec in specs.items():
         if spec.topology.world_size != pool.num_slots:
+            sum_of = f"{' + '.join(map(str, pool.slots))} = " if len(pool.slots) > 1 else ""
             raise PoolError(
-                f"{role} has {spec.topology.world_size} ranks (pp * tp * cp * dp), pool {pool.name!r} has "
-                f"{' + '.join(map(str, pool.slots))} = {pool.num_slots} slots: make them equal"
+                f"{role} has {spec.topology.world_size} rank(s) (pp * tp * cp * dp), pool {pool.name!r} has "
+                f"{sum_of}{pool.num_slots} slot(s): make them equal, or give the role a pool of its own"
             )
     layouts = {role: spec.topology for role, spec in specs.items()}
     rigid = [role for role, spec in specs.items() if spec.worker.one_layout_per_process]

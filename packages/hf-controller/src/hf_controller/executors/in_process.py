@@ -115,10 +115,20 @@ class InProcessExecutor(Executor):
         self._check_new(pool, specs)
         groups = {role: WorkerGroup(role, spec, pool, self) for role, spec in specs.items()}
         self._check_device(pool)
-        if pool.num_slots == 1 and any(spec.worker.needs_process_group for spec in specs.values()):
-            self._join_default_group(pool)
+        joining = [role for role, spec in specs.items() if spec.worker.needs_process_group]
+        if pool.num_slots == 1 and joining:
+            self._join_default_group(pool, joining)
         name = "+".join(specs)
-        hosts = [self._build_host(pool, specs, name, rank) for rank in range(pool.num_slots)]
+        hosts: list[RankHost] = []
+        try:
+            for rank in range(pool.num_slots):
+                host = self._build_host(pool, specs, name, rank)
+                hosts.append(host)
+        except BaseException:
+            for host in hosts:
+                host.close()
+            self._leave_default_group()
+            raise
         self._hosts.update(dict.fromkeys(groups.values(), hosts))
         return groups
 
@@ -131,6 +141,7 @@ class InProcessExecutor(Executor):
         self._hosts = {group: each for group, each in self._hosts.items() if group.pool is not pool}
         for host in hosts.values():
             host.close()
+        self._leave_default_group()
 
     def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
         """The roles on ``pool``; see :meth:`Executor.built_on`."""
@@ -149,15 +160,20 @@ class InProcessExecutor(Executor):
             for pool in {group.pool for group in self._hosts}:
                 self.release(pool)
         finally:
-            if self._owns_default_group:
-                from torch import distributed
+            self._hosts.clear()
+            self._leave_default_group()
 
-                distributed.destroy_process_group()
-
-    def _join_default_group(self, pool: ResourcePool) -> None:
+    def _join_default_group(self, pool: ResourcePool, roles: Sequence[str]) -> None:
         """Use the process's default group of one rank, or make one."""
         from torch import distributed
 
+        larger = [group.role for group in self._hosts if group.world_size > 1]
+        if larger:
+            raise ProtocolError(
+                f"{', '.join(roles)} on one rank cannot have a default process group in one process with "
+                f"{', '.join(larger)} on several: set needs_process_group = False in the worker class of the former if "
+                "it calls no collective, or use RayExecutor"
+            )
         if not distributed.is_initialized():
             join_default_group(0, 1, device=self._device_of(pool), timeout_s=self.call_timeout_s)
             self._owns_default_group = True
@@ -167,8 +183,17 @@ class InProcessExecutor(Executor):
                 "process of its own, started without torchrun"
             )
 
+    def _leave_default_group(self) -> None:
+        """Leave the default group that was made here, once no group is left to use it: larger ones cannot have it."""
+        is_used = any(group.world_size == 1 and group.spec.worker.needs_process_group for group in self._hosts)
+        if self._owns_default_group and not is_used:
+            from torch import distributed
+
+            distributed.destroy_process_group()
+            self._owns_default_group = False
+
     def _build_host(self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], name: str, rank: int) -> RankHost:
-        from hf_controller.rank_host import RankHost
+        from hf_controller.rank_host import RankHost, close_workers
 
         workers: dict[str, Worker] = {}
         for role, spec in specs.items():
@@ -186,6 +211,7 @@ class InProcessExecutor(Executor):
                 with self._as_rank(rank, pool.num_slots):
                     workers[role] = spec.worker(context, **spec.kwargs)
             except Exception as error:
+                close_workers(workers, rank)
                 raise Failure.of(error, role=role, method="__init__", rank=rank).to_error() from error
         return RankHost(pool=pool.name, name=name, rank=rank, workers=workers, specs=specs, store=self._store)
 

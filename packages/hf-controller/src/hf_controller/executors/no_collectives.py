@@ -54,8 +54,9 @@ def no_collectives(rank: int, world_size: int) -> Iterator[None]:
     """
     if distributed.is_initialized():
         raise ProtocolError(
-            f"rank {rank} of {world_size} cannot run beside a default process group in one process: build groups of "
-            "several ranks with needs_process_group=False beside them, or use RayExecutor"
+            f"rank {rank} of {world_size} cannot run beside a default process group in one process, such as groups of "
+            "one rank make: set needs_process_group = False in their worker classes if they call no collective, close "
+            "their executor first, or use RayExecutor"
         )
     if _BACKEND.upper() not in distributed.Backend._plugins:
         distributed.Backend.register_backend(_BACKEND, _create, devices=["cpu", "cuda"])

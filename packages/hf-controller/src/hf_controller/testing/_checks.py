@@ -11,11 +11,20 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from hf_controller.failures import RemoteCallError
 from hf_controller.futures import BatchFuture
 from hf_controller.testing._expectations import build_batch, require, require_batch, require_raises, sum_tokens
+from hf_controller.testing._mistakes import (
+    a_failed_input_is_passed_on_as_the_first_failure,
+    a_future_inside_a_container_is_refused,
+    an_exception_comes_back_as_what_it_is,
+    an_unknown_method_names_the_known_ones,
+    fewer_rows_than_ranks_is_an_error_with_both_numbers,
+    results_are_held_to_their_registration,
+    writing_into_shared_rows_is_an_error,
+    wrong_rows_and_columns_are_named,
+)
 from hf_controller.testing._workers import Stage
-from hf_protocols import BatchError, PerRank, ProtocolError, RewardError, split_rows
+from hf_protocols import BatchError, PerRank, ProtocolError, split_rows
 
 __all__ = ["conformance_checks"]
 
@@ -85,6 +94,22 @@ def the_algebra_of_futures_is_that_of_tensordicts(stage: Stage) -> None:
         require_batch(stage.solo.echo(lazy).select(list(expected.keys())).result(), expected, f"argument {index}")
 
 
+def a_long_loop_may_build_a_batch(stage: Stage) -> None:
+    batch = build_batch(3)
+    future = stage.two.echo(batch).select(["row", "tokens"])
+    gathered, turned = future, future
+    for turn in range(1, 1501):
+        turned = turned.rows([1, 2, 0])
+        gathered = gathered.concat(future.rows([(row + turn) % 3 for row in range(3)]))
+    require(gathered.num_rows, 3 * 1501, "rows")
+    rows = [(row + turn) % 3 for turn in range(1501) for row in range(3)]
+    result = stage.solo.echo(gathered).result()
+    require(result["row"].tolist(), rows, "row")
+    require(result["tokens"].offsets().diff().tolist(), rows, "tokens of each row")
+    require_batch(stage.solo.echo(turned).select(["row", "tokens"]).result(), batch.select("row", "tokens"))
+    require(stage.solo.echo(turned.concat(*[future] * 1500)).num_rows, 3 * 1501, "rows of one concat")
+
+
 def rows_times_keeps_the_prompt_major_order(stage: Stage) -> None:
     result = stage.two.sample(build_batch(5), n=3).result()
     require(result["row"].tolist(), [row for row in range(5) for _ in range(3)], "row")
@@ -144,6 +169,18 @@ def listed_results_feed_all_to_all(stage: Stage) -> None:
     require_raises(ProtocolError, lambda: stage.three.take_own(listed, factor=1))
 
 
+def listed_objects_feed_all_to_all(stage: Stage) -> None:
+    listed = stage.two.where()
+    heard = stage.two.hear(listed).result()
+    require(heard, [(0, (0, 2, "two")), (1, (1, 2, "two"))], "objects by rank")
+    crossed = stage.sharded.hear(PerRank([listed.items[1], "word"])).result()
+    require(crossed, [(0, (1, 2, "two")), (1, "word")], "chosen objects by rank")
+    require(listed.items[1].result(), (1, 2, "two"), "one rank's object")
+    require_raises(ProtocolError, lambda: stage.two.answer(listed))
+    error = require_raises(ProtocolError, lambda: stage.three.hear(listed))
+    require("three.hear has 3 ranks and got PerRank of 2 items" in str(error), True, str(error))
+
+
 def rank_zero_sees_the_whole_batch(stage: Stage) -> None:
     batch = build_batch(7)
     expected = TensorDict({"centered": batch["x"] - batch["x"].mean()}, batch_size=[7])
@@ -171,7 +208,7 @@ def equal_seeds_construct_equal_workers(stage: Stage) -> None:
 
 
 def ranks_know_where_they_run(stage: Stage) -> None:
-    for group in (stage.two, stage.sharded, stage.solo):
+    for group in (stage.two, stage.sharded, stage.colocated, stage.solo):
         known = group.answer(0).result()["known"]
         require(known, ("cpu", 11, group.pool.name, group.topology.coordinate(0)), "device, seed, pool and coordinate")
 
@@ -180,68 +217,6 @@ def a_result_is_what_was_returned(stage: Stage) -> None:
     future = stage.two.lend_buffer(build_batch(4))
     stage.two.write_buffer().result()
     require(future.result()["lent"].tolist(), [0.0] * 4, "column after its worker wrote on")
-
-
-def writing_into_shared_rows_is_an_error(stage: Stage) -> None:
-    future = stage.two.echo(build_batch(4)).select(["x"])
-    error = require_raises(BatchError, stage.two.write_in_place(future).result)
-    require("wrote in place into x" in str(error), True, str(error))
-
-
-def results_are_held_to_their_registration(stage: Stage) -> None:
-    for method, kind in (("lose_a_row", BatchError), ("write_other", BatchError), ("return_dict", ProtocolError)):
-        error = require_raises(kind, getattr(stage.two, method)(build_batch(4)).result)
-        require(f"two.{method}" in str(error), True, str(error))
-
-
-def fewer_rows_than_ranks_is_an_error_with_both_numbers(stage: Stage) -> None:
-    for attempt in (lambda: stage.three.echo(build_batch(2)), stage.three.echo(stage.two.echo(build_batch(2))).result):
-        error = require_raises(BatchError, attempt)
-        require("2 rows" in str(error) and "3 " in str(error), True, str(error))
-
-
-def wrong_rows_and_columns_are_named(stage: Stage) -> None:
-    future = stage.two.echo(build_batch(4))
-    for wrong in (
-        future.rows([4]),
-        future.select(["nothing"]),
-        future.rename({"nothing": "x"}),
-        future.rename({"x": "row"}),
-        future.union(future.rows([0])),
-        future.concat(future.select(["x"])),
-        future.split(5)[0],
-    ):
-        require_raises(BatchError, wrong.result)
-        require_raises(BatchError, stage.solo.echo(wrong).result)
-    for attempt in (lambda: future.rows([True, False]), lambda: future.rows([-1]), lambda: future.repeat(0)):
-        require_raises(BatchError, attempt)
-
-
-def an_exception_comes_back_as_what_it_is(stage: Stage) -> None:
-    error = require_raises(RewardError, stage.two.fail(build_batch(4), "ours").result)
-    require(str(error), "no reward today", "message")
-    require(len(error.__notes__), 1, "notes")
-    require("two.fail on rank 1" in error.__notes__[0], True, error.__notes__[0])
-    other = require_raises(RemoteCallError, stage.two.fail(build_batch(4), "other").result)
-    require((other.role, other.method, other.rank, other.cause_type), ("two", "fail", 1, "KeyError"), "attributes")
-    require("in fail" in other.remote_traceback, True, other.remote_traceback)
-
-
-def a_failed_input_is_passed_on_as_the_first_failure(stage: Stage) -> None:
-    failed = stage.two.fail(build_batch(4), "ours")
-    error = require_raises(RewardError, stage.solo.center(stage.three.echo(failed)).result)
-    require("two.fail on rank 1" in error.__notes__[0], True, error.__notes__[0])
-    require(stage.two.echo(build_batch(4)).num_rows, 4, "rows of a call after a failure")
-
-
-def a_future_inside_a_container_is_refused(stage: Stage) -> None:
-    future = stage.two.echo(build_batch(4))
-    require_raises(ProtocolError, lambda: stage.two.answer([future]).result())
-
-
-def an_unknown_method_names_the_known_ones(stage: Stage) -> None:
-    error = require_raises(AttributeError, lambda: stage.two.nothing)
-    require("echo" in str(error) and "echo" in dir(stage.two), True, str(error))
 
 
 def every_call_leaves_a_span_per_rank(stage: Stage) -> None:
@@ -304,6 +279,16 @@ def fused_roles_with_other_layouts_share_the_ranks(stage: Stage) -> None:
     )
 
 
+def colocated_groups_with_other_layouts_meet_in_collectives_of_their_own(stage: Stage) -> None:
+    batch = build_batch(3)
+    require(stage.colocated.sum_of_ranks().result(), [1.0, 1.0], "sum over ranks")
+    for group, copies in ((stage.two, 1), (stage.colocated, 2), (stage.two, 1)):
+        total = {"total": sum_tokens(batch) * copies}
+        require(group.sum_over_skew(batch).result(), total, f"{copies} rank(s) of {group.role} get each row")
+    there_and_back = stage.two.echo(stage.colocated.echo(stage.two.echo(batch))).select(list(batch.keys()))
+    require_batch(there_and_back.result(), batch)
+
+
 def three_rows_on_two_ranks_meet_in_a_collective(stage: Stage) -> None:
     batch = build_batch(3, tokens=[4, 5, 6])
     require(stage.two.sum_over_skew(batch).result(), {"total": sum_tokens(batch)}, "sum over ranks")
@@ -321,6 +306,7 @@ _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
     rows_move_between_groups_whose_chunks_do_not_align,
     one_rank_of_a_replica_answers_for_it,
     the_algebra_of_futures_is_that_of_tensordicts,
+    a_long_loop_may_build_a_batch,
     rows_times_keeps_the_prompt_major_order,
     a_token_balanced_split_is_placement_and_no_reorder,
     unknown_rows_follow_in_collected_order,
@@ -328,6 +314,7 @@ _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
     two_batches_are_split_alike,
     a_method_may_take_its_rows_in_pieces,
     listed_results_feed_all_to_all,
+    listed_objects_feed_all_to_all,
     rank_zero_sees_the_whole_batch,
     metrics_are_sums_over_counts,
     objects_come_back_and_go_on,
@@ -350,6 +337,7 @@ _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
 _WITH_COLLECTIVES: tuple[Check, ...] = (
     ranks_meet_in_collectives,
     fused_roles_with_other_layouts_share_the_ranks,
+    colocated_groups_with_other_layouts_meet_in_collectives_of_their_own,
     three_rows_on_two_ranks_meet_in_a_collective,
     skewed_token_counts_meet_in_a_collective,
 )

@@ -144,6 +144,11 @@ class ProbeWorker(Worker):
         """Rank, world size and role."""
         return self.context.rank, self.context.world_size, self.context.role
 
+    @register(protocol=ALL_TO_ALL, returns="object")
+    def hear(self, value: Any) -> tuple[int, Any]:
+        """This rank's item, whatever it is."""
+        return self.context.rank, value
+
     @register(protocol=DP)
     def lend_buffer(self, batch: TensorDict) -> TensorDict:
         """A view of memory that the worker goes on writing into."""
@@ -255,7 +260,8 @@ class Stage:
     """The groups that the checks share: building them takes longer than any check.
 
     ``three`` and ``two`` have three and two data-parallel ranks on pools of their own; ``sharded`` shares the processes
-    of ``two`` with another layout (tp_size=2), ``colocated`` their slots alone; ``solo`` has one rank.
+    of ``two`` with another layout (tp_size=2), ``colocated``, laid out like that too, their slots alone; ``solo`` has
+    one rank.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -271,11 +277,12 @@ class Stage:
         }
         shared = executor.build_groups(two, specs, fused=True, wait=False)
         self.two, self.sharded = shared["two"], shared["sharded"]
-        spec = _spec(ParallelSpec(dp_size=2))
+        spec = _spec(ParallelSpec(tp_size=2))
         self.colocated = executor.build_groups(two, {"colocated": spec}, wait=False)["colocated"]
         spec = _spec(ParallelSpec(dp_size=3), balance=True)
         self.three = executor.build_groups(three, {"three": spec}, wait=False)["three"]
-        self.solo = executor.build_groups(solo, {"solo": _spec(ParallelSpec(), worker=SoloWorker)})["solo"]
+        self.solo = executor.build_groups(solo, {"solo": _spec(ParallelSpec(), worker=SoloWorker)}, wait=False)["solo"]
+        executor.wait_until_ready()
 
     def __enter__(self) -> Self:
         return self

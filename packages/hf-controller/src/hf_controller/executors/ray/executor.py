@@ -16,11 +16,11 @@ from hf_controller.executors.base import Executor, check_specs
 from hf_controller.executors.ray.actor import Joining, Slicer
 from hf_controller.executors.ray.cluster import Cluster
 from hf_controller.executors.ray.host_process import HostProcess, describe_processes
-from hf_controller.executors.ray.host_set import HostSet, await_answers, await_ready
+from hf_controller.executors.ray.host_set import HostSet, Undone, await_answers, await_ready
 from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.pending import RayCall, take_ready
 from hf_controller.executors.ray.placement import PlacedPool, place
-from hf_controller.executors.ray.shipping import pack_roles
+from hf_controller.executors.ray.shipping import PackedRoles, pack_roles
 from hf_controller.executors.ray.store import BatchHandle, RayStore, ValueHandle
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.executors.ray.wire import pack_call
@@ -29,21 +29,24 @@ from hf_controller.signals import SignalGuard, shielded
 from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
-from hf_protocols import HybridFlowError, MethodSpec, PoolError, ProtocolError
+from hf_protocols import ConfigError, MethodSpec, PoolError, ProtocolError
+from hf_protocols.arguments import check_count, check_kind, check_seconds
 
 __all__ = ["RayExecutor"]
 
 _CLOSE_TIMEOUT_S = 5.0
 _MAX_SENT_BYTES = 8 * 1024
+_MIN_STORE_BYTES = 75 * 2**20
+"""Ray's own bound."""
 
 
 @dataclasses.dataclass
 class _Occupied:
-    """A pool in use: its slots, its processes, and the reports of the call that was made last on it."""
+    """A pool in use: its slots, its processes, and the answer of the call that was made last on each slot."""
 
     placed: PlacedPool
     host_sets: list[HostSet] = dataclasses.field(default_factory=list)
-    last_answers: Sequence[Any] = ()
+    last_answers: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
 class RayExecutor(Executor):
@@ -74,6 +77,13 @@ class RayExecutor(Executor):
         log_to_driver: bool = True,
     ) -> None:
         super().__init__()
+        deadlines = {"start": start_timeout_s, "call": call_timeout_s, "collective": collective_timeout_s}
+        for name, timeout_s in deadlines.items():
+            check_seconds(ConfigError, f"{name}_timeout_s", timeout_s)
+        check_kind(ConfigError, "address", address, str, '"local", "auto" or the address of a cluster')
+        if num_cpus is not None:
+            check_count(ConfigError, "num_cpus", num_cpus)
+        check_count(ConfigError, "object_store_bytes", object_store_bytes, least=_MIN_STORE_BYTES)
         self.call_timeout_s = call_timeout_s
         self.trace = Trace(take_ready)
         self._start_timeout_s = start_timeout_s
@@ -105,36 +115,38 @@ class RayExecutor(Executor):
         if pool not in self._occupied:
             placed = place(pool, self._start_timeout_s, own=list(self._occupied), on_distinct_machines=self._joined)
             self._occupied[pool] = _Occupied(placed)
-        occupied = self._occupied[pool]
-        for each in packed:
-            host_set = HostSet(
-                occupied.placed,
-                each,
-                cuts_slices=self._joined,
-                collective_timeout_s=self._collective_timeout_s,
-                start_timeout_s=self._start_timeout_s,
-            )
-            occupied.host_sets.append(host_set)
-            self._host_sets |= {groups[role]: host_set for role in each.roles}
-        if wait:
-            self.wait_until_ready()
+        built: list[HostSet] = []
+        try:
+            for each in packed:
+                built.append(self._start(pool, each))
+                self._host_sets |= {groups[role]: built[-1] for role in each.roles}
+            undone = self._await_ready(built) if wait else None
+            if undone is not None:
+                raise undone.error
+        except BaseException as error:
+            # Nobody has a group of these to call.
+            error.add_note(self._end(pool, built, orderly=False))
+            raise
         return groups
 
     def wait_until_ready(self) -> None:
         """Wait until every worker is constructed; see :meth:`Executor.wait_until_ready`."""
-        host_sets = [host_set for occupied in self._occupied.values() for host_set in occupied.host_sets]
-        try:
-            await_ready(host_sets, self._start_timeout_s, self._waiter, self._inquirer)
-        except HybridFlowError:
-            for pool in [pool for pool, occupied in self._occupied.items() if _is_unready(occupied)]:
-                self._release(pool, orderly=False)
-            raise
+        undone = self._await_ready(self._list_host_sets())
+        if undone is None:
+            return
+        for pool, occupied in list(self._occupied.items()):
+            failed = [each for each in occupied.host_sets if any(p in undone.processes for p in each.processes)]
+            if failed:
+                undone.error.add_note(self._end(pool, failed, orderly=False))
+        raise undone.error
 
     def connect(self, first: WorkerGroup, second: WorkerGroup, name: str) -> None:
         """Join two groups in one process group; see :func:`hf_controller.connect`."""
         host_sets = [self._host_set_of(group) for group in (first, second)]
         if host_sets[0] is host_sets[1]:
             raise ProtocolError(f"{first.role} and {second.role} share their processes: they have one group already")
+        for group, host_set in zip((first, second), host_sets, strict=True):
+            host_set.check_connection(group.role, name)
         nodes = self._occupied[first.pool].placed.nodes | self._occupied[second.pool].placed.nodes
         border, end = first.world_size, first.world_size + second.world_size
         joining = Joining(
@@ -145,11 +157,15 @@ class RayExecutor(Executor):
             on_one_machine=len(nodes) == 1,
             timeout_s=self._collective_timeout_s,
         )
-        rendezvous = host_sets[0].actors[0].open_rendezvous.remote(len(nodes) == 1)
+        host = host_sets[0].actors[0]
+        rendezvous = host.open_rendezvous.remote(len(nodes) == 1)
         asked: dict[Any, HostProcess] = {}
         for group, host_set in zip((first, second), host_sets, strict=True):
             asked |= host_set.connect(dataclasses.replace(joining, role=group.role), rendezvous)
-        await_answers(asked, "connect", self._start_timeout_s, self._waiter, self._inquirer)
+        undone = await_answers(asked, "connect", self._start_timeout_s, self._waiter, self._inquirer)
+        if undone is not None:
+            host.close_rendezvous.remote(rendezvous)  # wakes the ranks that still wait there
+            raise undone.error
 
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
         """What each rank is at; see :meth:`Executor.describe`."""
@@ -161,7 +177,8 @@ class RayExecutor(Executor):
 
     def release(self, pool: ResourcePool) -> None:
         """Close every group on ``pool`` and give its slots back. Processes that do not answer in time are killed."""
-        self._release(pool, orderly=True)
+        if pool in self._occupied:
+            self._end(pool, self._occupied[pool].host_sets, orderly=True)
 
     def close(self) -> None:
         """End every worker, give all slots back and stop the cluster if it is our own, in a few seconds."""
@@ -173,20 +190,34 @@ class RayExecutor(Executor):
         # After an exception ranks may hang in a collective, so nobody is asked to finish.
         self._close(orderly=kind is None)
 
-    def _release(self, pool: ResourcePool, *, orderly: bool) -> None:
-        occupied = self._occupied.pop(pool, None)
-        if occupied is None:
-            return
-        self._end(occupied, orderly=orderly)
-        occupied.placed.remove()
-        self._host_sets = {group: hosts for group, hosts in self._host_sets.items() if group.pool is not pool}
+    def _start(self, pool: ResourcePool, packed: PackedRoles) -> HostSet:
+        host_set = HostSet(
+            self._occupied[pool].placed,
+            packed,
+            cuts_slices=self._joined,
+            collective_timeout_s=self._collective_timeout_s,
+            start_timeout_s=self._start_timeout_s,
+        )
+        self._occupied[pool].host_sets.append(host_set)
+        return host_set
 
-    def _end(self, occupied: _Occupied, *, orderly: bool) -> None:
-        if orderly and _is_idle(occupied):
-            for host_set in occupied.host_sets:
-                host_set.close(_CLOSE_TIMEOUT_S)
-        for host_set in occupied.host_sets:
-            host_set.kill()
+    def _await_ready(self, host_sets: Sequence[HostSet]) -> Undone | None:
+        return await_ready(host_sets, self._start_timeout_s, self._waiter, self._inquirer)
+
+    def _end(self, pool: ResourcePool, host_sets: Sequence[HostSet], *, orderly: bool) -> str:
+        """End some of a pool's groups, and give its slots back with the last one; says what became of them."""
+        occupied = self._occupied[pool]
+        left = [host_set for host_set in occupied.host_sets if host_set not in host_sets]
+        _end_processes(occupied, host_sets, orderly=orderly)
+        self._host_sets = {group: each for group, each in self._host_sets.items() if each not in host_sets}
+        occupied.host_sets = left
+        if not left:
+            occupied.placed.remove()
+            del self._occupied[pool]
+        ended = ", ".join(role for host_set in host_sets for role in host_set.roles) or "no group"
+        stand = ", ".join(role for host_set in left for role in host_set.roles)
+        others = f"its other groups stand: {stand}" if stand else "it has no other group and gave its slots back"
+        return f"on pool {pool.name!r} was ended: {ended}; {others}. build_groups(...) builds on it again"
 
     def _close(self, *, orderly: bool) -> None:
         if self._closed:
@@ -196,7 +227,7 @@ class RayExecutor(Executor):
             try:
                 self.trace.drain()
                 for occupied in self._occupied.values():
-                    self._end(occupied, orderly=orderly)
+                    _end_processes(occupied, occupied.host_sets, orderly=orderly)
                     if self._joined:
                         # Our own cluster ends with us, and may have got the same SIGTERM: Ray would wait a minute.
                         occupied.placed.remove()
@@ -210,8 +241,8 @@ class RayExecutor(Executor):
 
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> RayCall:
         host_set, occupied = self._host_set_of(group), self._occupied[group.pool]
-        # The same processes run their calls in order; others wait for the pool's last call.
-        after: Sequence[Any] = list(occupied.last_answers) if len(occupied.host_sets) > 1 else ()
+        # The same processes run their calls in order; others wait for the last call on every slot.
+        after: Sequence[Any] = list(occupied.last_answers.values()) if len(occupied.host_sets) > 1 else ()
         different = {id(call): call for call in calls.values()}
         packed = {key: _pack_once(call._replace(after=after) if after else call) for key, call in different.items()}
         handles: dict[int, Any] = {}
@@ -228,7 +259,7 @@ class RayExecutor(Executor):
             handles[rank] = (
                 BatchHandle(metadata=metadata, contents=contents) if spec.returns == "batch" else ValueHandle(contents)
             )
-        occupied.last_answers = list(answers.values())
+        occupied.last_answers |= answers
         self.trace.watch(answers.values())
         collected = spec.protocol.collect(group.topology).ranks
         return RayCall(
@@ -237,6 +268,7 @@ class RayExecutor(Executor):
             processes={rank: host_set.processes[rank] for rank in calls},
             handles=[handles[rank] for rank in collected],
             answers=answers,
+            inputs=[reference.binary() for message in packed.values() for reference in message[2:]],
             collected=collected,
             timeout_s=self.call_timeout_s,
             waiter=self._waiter,
@@ -247,12 +279,16 @@ class RayExecutor(Executor):
         )
 
     def _list_processes(self) -> list[HostProcess]:
-        host_sets = [host_set for occupied in self._occupied.values() for host_set in occupied.host_sets]
-        return [process for host_set in host_sets for process in host_set.processes]
+        return [process for host_set in self._list_host_sets() for process in host_set.processes]
+
+    def _list_host_sets(self) -> list[HostSet]:
+        return [host_set for occupied in self._occupied.values() for host_set in occupied.host_sets]
 
     def _host_set_of(self, group: WorkerGroup) -> HostSet:
         if group not in self._host_sets:
-            raise PoolError(f"group {group.role!r} is closed: its pool {group.pool.name!r} was released")
+            raise PoolError(
+                f"group {group.role!r} is closed: its pool {group.pool.name!r} was released, or it could not be built"
+            )
         return self._host_sets[group]
 
 
@@ -272,11 +308,15 @@ def _start_slicer() -> tuple[Any, str]:
     return slicer.options(name=name, num_cpus=0, scheduling_strategy=here).remote(), name
 
 
+def _end_processes(occupied: _Occupied, host_sets: Sequence[HostSet], *, orderly: bool) -> None:
+    if orderly and _is_idle(occupied):
+        for host_set in host_sets:
+            host_set.close(_CLOSE_TIMEOUT_S)
+    for host_set in host_sets:
+        host_set.kill()
+
+
 def _is_idle(occupied: _Occupied) -> bool:
-    """Whether the last call is over: ranks that are still at one may never answer."""
-    reports = list(occupied.last_answers)
+    """Whether the last calls are over: ranks that are still at one may never answer."""
+    reports = list(occupied.last_answers.values())
     return not reports or not ray.wait(reports, num_returns=len(reports), timeout=0)[1]
-
-
-def _is_unready(occupied: _Occupied) -> bool:
-    return any(host_set.constructing for host_set in occupied.host_sets)

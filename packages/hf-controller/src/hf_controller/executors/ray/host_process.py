@@ -42,25 +42,32 @@ class HostProcess:
 
     Args:
         label: its roles and rank, such as ``"actor+critic/0"``.
+        pool: name of its pool.
         actor: its actor.
 
     Attributes:
         last_call: the call that it was given last, such as ``"call 12 actor.update_actor"``.
     """
 
-    def __init__(self, label: str, actor: Any) -> None:
+    def __init__(self, label: str, pool: str, actor: Any) -> None:
         self.label = label
+        self.pool = pool
         self.actor = actor
         self.last_call = "none"
         # Asked now: a dead process, or one that stands still, could not answer later.
         self._location = actor.locate.remote()
 
+    def find_location(self) -> Location | None:
+        """Where it is, if it ever said so."""
+        try:
+            location: Location = ray.get(self._location, timeout=0)
+        except RayError:
+            return None
+        return location
+
     def describe_location(self) -> str:
         """Where it is, as far as it ever said."""
-        try:
-            return str(ray.get(self._location, timeout=0))
-        except RayError:
-            return "its process never answered"
+        return str(self.find_location() or "a process that never started")
 
 
 def describe_processes(processes: Mapping[int, HostProcess], inquirer: Inquirer, timeout_s: float) -> dict[int, str]:
@@ -77,7 +84,11 @@ def describe_processes(processes: Mapping[int, HostProcess], inquirer: Inquirer,
 def _describe(process: HostProcess, answer: Any) -> str:
     where = process.describe_location()
     if isinstance(answer, RayError):
-        return f"no answer ({type(answer).__name__}); last call: {process.last_call}; for its stack see {where}"
+        if process.find_location() is None:
+            where = "it never started: its slot is gone, or Ray cannot start a process there"
+        else:
+            where = f"for its stack see {where}"
+        return f"no answer ({type(answer).__name__}); last call: {process.last_call}; {where}"
     stage, stack = answer
     if process.last_call != "none" and not stage.startswith(f"{process.last_call}:"):
         why = "waiting for the inputs of" if "idle for" in stage else "has not begun"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
@@ -17,9 +17,9 @@ from hf_controller.executors.ray.placement import PlacedPool
 from hf_controller.executors.ray.shipping import PackedRoles
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.failures import Failure
-from hf_protocols import WorkerTimeoutError
+from hf_protocols import HybridFlowError, ProtocolError, WorkerTimeoutError
 
-__all__ = ["HostSet", "await_answers", "await_ready"]
+__all__ = ["HostSet", "Undone", "await_answers", "await_ready"]
 
 _ANSWER_TIMEOUT_S = 5.0
 
@@ -52,6 +52,7 @@ class HostSet:
         start_timeout_s: float,
     ) -> None:
         pool, roles = placed.pool, packed.roles
+        self._connections: set[tuple[str, str]] = set()
         self.name = "+".join(roles)
         self.roles = dict(roles)
         prefix = f"{self.name}-{uuid.uuid4().hex[:12]}"
@@ -59,7 +60,9 @@ class HostSet:
             _start_host(f"{prefix}-{rank}", self.name, rank, pool.num_slots, cuts_slices, **placed.options(rank))
             for rank in range(pool.num_slots)
         ]
-        self.processes = [HostProcess(f"{self.name}/{rank}", actor) for rank, actor in enumerate(self.actors)]
+        self.processes = [
+            HostProcess(f"{self.name}/{rank}", pool.name, actor) for rank, actor in enumerate(self.actors)
+        ]
         process_group = any(spec.worker.needs_process_group for spec in roles.values())
         construction = Construction(
             specs=packed.specs,
@@ -79,8 +82,18 @@ class HostSet:
             process.actor.construct.remote(construction, rendezvous): process for process in self.processes
         }
 
+    def check_connection(self, role: str, name: str) -> None:
+        """Refuse a name that the role's connections have, before any rank waits for others.
+
+        Raises:
+            ProtocolError: if it is taken.
+        """
+        if (role, name) in self._connections:
+            raise ProtocolError(f"{role} has a connection {name!r} already: choose another name")
+
     def connect(self, joining: Joining, rendezvous: Any) -> dict[Any, HostProcess]:
         """Start joining another group: the process of every rank by the handle of its answer."""
+        self._connections.add((joining.role, joining.name))
         return {process.actor.connect.remote(joining, rendezvous): process for process in self.processes}
 
     def close(self, timeout_s: float) -> None:
@@ -96,23 +109,35 @@ class HostSet:
 
 def _start_host(name: str, role: str, rank: int, world_size: int, cuts_slices: bool, **options: Any) -> Any:
     groups = {"service": 4, "slices": 2}
-    decorate: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=groups)  # type: ignore[call-overload]
+    # Our trace has every call; Ray's own record of each task costs all processes time.
+    decorate: Any = ray.remote(  # type: ignore[call-overload]
+        max_restarts=0, max_task_retries=0, concurrency_groups=groups, enable_task_events=False
+    )
     slicer = name if cuts_slices else None
     return decorate(HostActor).options(name=name, **options).remote(role, rank, world_size, slicer)
 
 
-def await_ready(host_sets: Sequence[HostSet], timeout_s: float, waiter: Waiter, inquirer: Inquirer) -> None:
-    """Wait until every worker of ``host_sets`` is constructed; raises what :func:`await_answers` raises."""
+class Undone(NamedTuple):
+    """Why some processes are not done with what they were asked: the error to raise, and which failed or are late."""
+
+    error: HybridFlowError
+    processes: Sequence[HostProcess]
+
+
+def await_ready(host_sets: Iterable[HostSet], timeout_s: float, waiter: Waiter, inquirer: Inquirer) -> Undone | None:
+    """Wait until every worker of ``host_sets`` is constructed; answers what :func:`await_answers` answers."""
     asked = {handle: process for host_set in host_sets for handle, process in host_set.constructing.items()}
-    await_answers(asked, "__init__", timeout_s, waiter, inquirer)
-    for host_set in host_sets:
-        host_set.constructing.clear()
+    undone = await_answers(asked, "__init__", timeout_s, waiter, inquirer)
+    if undone is None:
+        for host_set in host_sets:
+            host_set.constructing.clear()
+    return undone
 
 
 def await_answers(
     asked: Mapping[Any, HostProcess], method: str, timeout_s: float, waiter: Waiter, inquirer: Inquirer
-) -> None:
-    """Wait until every rank has answered that it is done.
+) -> Undone | None:
+    """Wait until every rank has answered that it is done, or one that it failed, or time is up.
 
     Args:
         asked: the process of every rank by the handle of its answer.
@@ -121,21 +146,23 @@ def await_answers(
         waiter: waits.
         inquirer: asks those that are late.
 
-    Raises:
-        HybridFlowError: what went wrong on the first rank that failed.
-        WorkerTimeoutError: if one is not done in time, with what each missing rank is at, and its stack.
+    Returns:
+        None if all is done. Else what went wrong on the first rank that failed; or for those that are not done in time
+        a WorkerTimeoutError with what each is at, and its stack.
     """
     deadline_s = time.monotonic() + timeout_s
     pending = list(asked)
     while pending:
         ready = waiter.wait_some(pending, deadline_s - time.monotonic())
         if not ready:
-            raise _to_timeout([asked[handle] for handle in pending], method, timeout_s, inquirer)
+            late = [asked[handle] for handle in pending]
+            return Undone(_to_timeout(late, method, timeout_s, inquirer), late)
         for handle in ready:
             failure = _failure(handle, asked[handle].label, method)
             if failure is not None:
-                raise failure.to_error()
+                return Undone(failure.to_error(), [asked[handle]])
         pending = [handle for handle in pending if handle not in ready]
+    return None
 
 
 def _to_timeout(

@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from hf_controller.executors.ray.host_process import HostProcess, describe_processes
 from hf_controller.executors.ray.inquirer import Inquirer
-from hf_controller.executors.ray.store import ValueHandle
+from hf_controller.executors.ray.store import ValueHandle, describe_unread
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.executors.ray.wire import unpack_answer
 from hf_controller.failures import Failure
@@ -36,6 +36,7 @@ class RayCall:
         processes: the process of every called rank.
         handles: where readers find what the collected ranks left, in order.
         answers: reference of every called rank's answer.
+        inputs: ids of the objects that Ray brings to the ranks before they begin. A reference would keep them.
         collected: the ranks whose outcomes make the result.
         timeout_s: deadline where none is given.
         waiter: waits.
@@ -54,6 +55,7 @@ class RayCall:
         processes: Mapping[int, HostProcess],
         handles: Sequence[Any],
         answers: Mapping[int, Any],
+        inputs: Sequence[bytes],
         collected: Sequence[int],
         timeout_s: float,
         waiter: Waiter,
@@ -68,6 +70,7 @@ class RayCall:
         self._method = method
         self._processes = dict(processes)
         self._answers = dict(answers)
+        self._inputs = inputs
         self._collected = tuple(collected)
         self._timeout_s = timeout_s
         self._waiter = waiter
@@ -152,7 +155,7 @@ class RayCall:
         first = min(dead, key=lambda process: process not in ranks, default=None)
         if first is None:
             return None
-        others = [process.label for process in dead if process is not first]
+        others = [process for process in dead if process is not first]
         return self._describe_death(ranks.get(first, min(ranks.values())), dead[first], first, others)
 
     def _describe_loss(self, rank: int, error: RayError) -> Failure:
@@ -168,23 +171,30 @@ class RayCall:
             remote_traceback="",
         )
 
-    def _describe_death(self, rank: int, error: RayError, process: HostProcess, others: Sequence[str] = ()) -> Failure:
+    def _describe_death(
+        self, rank: int, error: RayError, process: HostProcess, others: Sequence[HostProcess] = ()
+    ) -> Failure:
         cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
-        also = f"; gone as well: {', '.join(others)}" if others else ""
+        also = f"; gone as well: {', '.join(other.label for other in others)}" if others else ""
+        pools = ", ".join(dict.fromkeys(repr(each.pool) for each in (process, *others)))
         reason = _in_one_line(error)
         where = f"its last call: {process.last_call}; it was {process.describe_location()}"
+        gone = f"process {process.label} is gone: {reason} ({where}){also}"
         return Failure(
             role=self._role,
             method=self._method,
             rank=rank,
             cause_type=type(cause or error).__name__,
-            message=f"process {process.label} is gone: {reason} ({where}){also}" if cause is None else str(cause),
+            message=f"{gone}; rebuild(executor, [pool]) builds the groups of pool {pools} again"
+            if cause is None
+            else str(cause),
             remote_traceback="" if cause is None else str(error),
         )
 
     def _to_timeout(self, ranks: Sequence[int], timeout_s: float) -> HybridFlowError:
         head = f"{self._what} is not done after {timeout_s:g} s on rank(s) {', '.join(map(str, ranks))}"
-        lines = [f"{head}: raise call_timeout_s, or look at what they are at:"]
+        lost = describe_unread([ray.ObjectRef(each) for each in self._inputs])
+        lines = [f"{head}: {lost or 'raise call_timeout_s, or look at what they are at'}:"]
         everyone = dict(enumerate(self._everyone()))
         described = describe_processes(everyone, self._inquirer, _ANSWER_TIMEOUT_S)
         late = {self._processes[rank]: rank for rank in ranks}

@@ -19,10 +19,22 @@ from hf_protocols import PoolError, WorkerError, WorkerTimeoutError
 if TYPE_CHECKING:
     from hf_controller.transport import Shard, SliceRequest
 
-__all__ = ["BatchHandle", "Delivered", "HostStore", "Origin", "RayStore", "Sealed", "ValueHandle", "pack_shard"]
+__all__ = [
+    "BatchHandle",
+    "Delivered",
+    "HostStore",
+    "Origin",
+    "RayStore",
+    "Sealed",
+    "ValueHandle",
+    "describe_unread",
+    "pack_shard",
+]
 
 # Ray hands smaller results around through the caller, and the controller touches no tensor.
 _MIN_RETURNED_BYTES = 128 * 1024
+
+_LOOK_UP_TIMEOUT_MS = 5000
 
 
 class Sealed:
@@ -164,9 +176,9 @@ class RayStore:
         try:
             found = iter(ray.get(asked, timeout=timeout_s) if asked else [])
         except GetTimeoutError as error:
+            why = describe_unread(asked) or "an earlier call hangs, or call_timeout_s is too small"
             raise WorkerTimeoutError(
-                f"{len(asked)} objects of earlier calls were not there after {timeout_s:g} s: "
-                "an earlier call hangs, or call_timeout_s is too small"
+                f"{len(asked)} objects of earlier calls were not there after {timeout_s:g} s: {why}"
             ) from error
         except RayError as error:
             raise WorkerError(f"an earlier call's result is lost: {_first_line(error)}") from error
@@ -178,6 +190,7 @@ class RayStore:
         Raises:
             WorkerTimeoutError: if one is not there in time.
         """
+        self._check_open()
         pending = ray.wait(list(handles), num_returns=len(handles), timeout=timeout_s, fetch_local=False)[1]
         if pending:
             raise WorkerTimeoutError(
@@ -194,6 +207,7 @@ class RayStore:
         Raises:
             WorkerError: if the slicer is gone.
         """
+        self._check_open()
         name = shard.origin.slicer
         try:
             if name not in self._actors:
@@ -223,6 +237,29 @@ def pack_shard(shard: Shard) -> tuple[Shard, tuple[Shard, Any]]:
         return stored, (stored, None)
     bare = replace(shard, arrays=None)
     return bare, (bare, arrays)
+
+
+def describe_unread(references: Sequence[Any]) -> str:
+    """What a message says of objects that were spilled to disk and asked for, and are not in memory; else nothing.
+
+    Ray tries for ever to read a file that is gone.
+    """
+    asked = list(dict.fromkeys(references))
+    if not asked:
+        return ""
+    made = ray.wait(asked, num_returns=len(asked), timeout=0, fetch_local=False)[0]
+    here = set(ray.wait(asked, num_returns=len(asked), timeout=0)[0])
+    try:
+        places = ray.experimental.get_object_locations(asked, timeout_ms=_LOOK_UP_TIMEOUT_MS)
+    except RayError:
+        return ""
+    unread = [each for each in made if each not in here and places.get(each, {}).get("did_spill")]
+    if not unread:
+        return ""
+    return (
+        f"an earlier call's result is lost, or its disk is slow: {len(unread)} object(s) were spilled to disk and "
+        "could not be read back. Rebuild the pool that waits, make the batch again, and raise object_store_bytes"
+    )
 
 
 def _contents(here: _Fetched | Delivered) -> Any:

@@ -18,6 +18,7 @@ from ray import cloudpickle
 from hf_controller.dispatch import Call
 from hf_controller.executors.ray.shipping import find_unpicklable
 from hf_controller.executors.ray.store import BatchHandle, Delivered, Sealed
+from hf_controller.results import Metrics
 from hf_controller.trace import CallReport, Span
 from hf_controller.transport import Shard
 from hf_protocols import ProtocolError
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from hf_controller.results import Outcome
 
 __all__ = ["PackedCall", "pack_answer", "pack_call", "unpack_answer", "unpack_call"]
+
+
+_PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class PackedCall(NamedTuple):
@@ -73,6 +77,8 @@ def pack_call(call: Call) -> PackedCall:
     Raises:
         ProtocolError: for an argument that cannot be pickled.
     """
+    if _is_plain(call):
+        return PackedCall(pickle.dumps(tuple(call), protocol=pickle.HIGHEST_PROTOCOL), [], [])
     target = io.BytesIO()
     pickler = _CallPickler(target)
     try:
@@ -88,8 +94,16 @@ def pack_call(call: Call) -> PackedCall:
     return PackedCall(target.getvalue(), list(pickler.references), list(pickler.batches))
 
 
-def unpack_call(packed: bytes, references: Sequence[Any], batches: Sequence[Any]) -> Call:
+def _is_plain(call: Call) -> bool:
+    """Whether the call has no argument, or figures and words only: Python's own pickler is several times faster."""
+    given = (*call.args, *call.kwargs.values(), *call.labels.values())
+    return not call.after and all(type(value) in _PLAIN_TYPES for value in given)
+
+
+def unpack_call(packed: bytes, references: Sequence[Any] = (), *batches: Any) -> Call:
     """The call, from :attr:`PackedCall.message`."""
+    if not references and not batches:
+        return Call._make(pickle.loads(packed))
     return Call._make(_CallUnpickler(io.BytesIO(packed), references, batches).load())
 
 
@@ -98,8 +112,9 @@ def pack_answer(outcome: Outcome, report: CallReport) -> Any:
     beside: Any = None
     if isinstance(outcome, Shard):
         outcome, beside = replace(outcome, arrays=None), outcome.arrays
-    # Plain tuples: a class is looked up by name on both sides.
-    packed = pickle.dumps((outcome, tuple(report.span), *report[1:]), protocol=pickle.HIGHEST_PROTOCOL)
+    # Plain tuples and dicts: a class is looked up by name on both sides.
+    left = outcome.sums if isinstance(outcome, Metrics) else outcome
+    packed = pickle.dumps((left, tuple(report.span), *report[1:]), protocol=pickle.HIGHEST_PROTOCOL)
     return packed if beside is None else (packed, beside)
 
 
@@ -109,4 +124,6 @@ def unpack_answer(answer: Any) -> tuple[Outcome, CallReport]:
     outcome, span, *rest = pickle.loads(packed)
     if isinstance(outcome, Shard):
         outcome = replace(outcome, arrays=beside)
+    elif isinstance(outcome, dict):
+        outcome = Metrics(outcome)
     return outcome, CallReport(Span._make(span), *rest)

@@ -1,0 +1,86 @@
+"""Checks of what goes wrong: whose mistake it is, who is named, and of which kind the error is."""
+
+from __future__ import annotations
+
+from hf_controller.failures import RemoteCallError
+from hf_controller.testing._expectations import build_batch, require, require_raises
+from hf_controller.testing._workers import Stage
+from hf_protocols import BatchError, ProtocolError, RewardError
+
+__all__ = [
+    "a_failed_input_is_passed_on_as_the_first_failure",
+    "a_future_inside_a_container_is_refused",
+    "an_exception_comes_back_as_what_it_is",
+    "an_unknown_method_names_the_known_ones",
+    "fewer_rows_than_ranks_is_an_error_with_both_numbers",
+    "results_are_held_to_their_registration",
+    "writing_into_shared_rows_is_an_error",
+    "wrong_rows_and_columns_are_named",
+]
+
+
+def writing_into_shared_rows_is_an_error(stage: Stage) -> None:
+    future = stage.two.echo(build_batch(4)).select(["x"])
+    error = require_raises(BatchError, stage.two.write_in_place(future).result)
+    require("wrote in place into x" in str(error), True, str(error))
+    # That is why it is an error: there is one copy of the rows, for everybody.
+    seen, written = future.result()["x"][:2].tolist(), (build_batch(4)["x"] + 1)[:2].tolist()
+    require(seen, written, "what others see of rank 0's write")
+
+
+def results_are_held_to_their_registration(stage: Stage) -> None:
+    for method, kind in (("lose_a_row", BatchError), ("write_other", BatchError), ("return_dict", ProtocolError)):
+        error = require_raises(kind, getattr(stage.two, method)(build_batch(4)).result)
+        require(f"two.{method}" in str(error), True, str(error))
+
+
+def fewer_rows_than_ranks_is_an_error_with_both_numbers(stage: Stage) -> None:
+    for attempt in (lambda: stage.three.echo(build_batch(2)), stage.three.echo(stage.two.echo(build_batch(2))).result):
+        error = require_raises(BatchError, attempt)
+        require("2 rows" in str(error) and "3 " in str(error), True, str(error))
+
+
+def wrong_rows_and_columns_are_named(stage: Stage) -> None:
+    future = stage.two.echo(build_batch(4))
+    for wrong in (
+        future.rows([4]),
+        future.select(["nothing"]),
+        future.rename({"nothing": "x"}),
+        future.rename({"x": "row"}),
+        future.union(future.rows([0])),
+        future.concat(future.select(["x"])),
+        future.split(5)[0],
+    ):
+        here = str(require_raises(BatchError, wrong.result))
+        require(here.endswith("; the batch comes from two.echo"), True, f"names who made the batch: {here}")
+        there = str(require_raises(BatchError, stage.solo.echo(wrong).result))
+        require(there, f"solo.echo: {here}", "names who reads it, and who made it")
+    for attempt in (lambda: future.rows([True, False]), lambda: future.rows([-1]), lambda: future.repeat(0)):
+        require_raises(BatchError, attempt)
+
+
+def an_exception_comes_back_as_what_it_is(stage: Stage) -> None:
+    error = require_raises(RewardError, stage.two.fail(build_batch(4), "ours").result)
+    require(str(error), "no reward today", "message")
+    require(len(error.__notes__), 1, "notes")
+    require("two.fail on rank 1" in error.__notes__[0], True, error.__notes__[0])
+    other = require_raises(RemoteCallError, stage.two.fail(build_batch(4), "other").result)
+    require((other.role, other.method, other.rank, other.cause_type), ("two", "fail", 1, "KeyError"), "attributes")
+    require("in fail" in other.remote_traceback, True, other.remote_traceback)
+
+
+def a_failed_input_is_passed_on_as_the_first_failure(stage: Stage) -> None:
+    failed = stage.two.fail(build_batch(4), "ours")
+    error = require_raises(RewardError, stage.solo.center(stage.three.echo(failed)).result)
+    require("two.fail on rank 1" in error.__notes__[0], True, error.__notes__[0])
+    require(stage.two.echo(build_batch(4)).num_rows, 4, "rows of a call after a failure")
+
+
+def a_future_inside_a_container_is_refused(stage: Stage) -> None:
+    future = stage.two.echo(build_batch(4))
+    require_raises(ProtocolError, lambda: stage.two.answer([future]).result())
+
+
+def an_unknown_method_names_the_known_ones(stage: Stage) -> None:
+    error = require_raises(AttributeError, lambda: stage.two.nothing)
+    require("echo" in str(error) and "echo" in dir(stage.two), True, str(error))
