@@ -42,7 +42,9 @@ def test_a_layout_for_which_no_method_is_defined_is_an_error(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--model", "llama-2-7b", "--train", "1-7-2", "--gen", "1-7"])
     assert ended.value.code == 2
-    assert "no method is defined here" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "32 heads do not share out over gen_tp_size=7 in generation" in error
+    assert error.count("heads") == 1, "one reason for all methods"
 
 
 def test_check_proves_a_model(tmp_path, capsys):
@@ -70,7 +72,7 @@ def test_fsdp_under_tensor_parallelism_is_refused(tmp_path, command, capsys):
         (["plan", "--model", "llama-2-7b", "--train", "1-8", "--gen", "1-2"], "pp-tp-dp"),
         (["plan", "--model", "llama-2-7b", "--train", "1-8-2", "--gen", "1-3"], "divides 16"),
         (
-            ["plan", "--model", "llama-2-70b", "--train", "1-16-1", "--gen", "1-2", "--method", "hybridflow"],
+            ["plan", "--model", "llama-2-70b", "--train", "1-12-1", "--gen", "1-2", "--method", "hybridflow"],
             "num_kv_heads=8",
         ),
         (
@@ -78,12 +80,54 @@ def test_fsdp_under_tensor_parallelism_is_refused(tmp_path, command, capsys):
             "pp_size=64 pipeline stages in training",
         ),
         (["plan", "--model", "llama-2-7b", "--train", "1-1-3", "--gen", "1-3"], "over gen_tp_size=3 in generation"),
+        (["plan", "--model", "llama-2-7b", "--train", "1-1-1000000", "--gen", "1-1"], "up to 16384"),
         (["check", "--model", "nowhere", "--train", "1-2-1", "--gen", "1-1"], "nowhere"),
+        (["plan", "--model", "llama-2-7b", "--train=-1-2-1", "--gen", "1-1"], "pp-tp-dp"),
+        (["plan", "--model", "llama-2-7b", "--train", "-1-2-1", "--gen", "1-1"], "--train: expected one argument"),
+        (["plan", "--model", "llama-2-7b", "--train", "1-0-2", "--gen", "1-1"], "tp_size=0"),
+        (["plan", "--model", "llama-2-7b", "--train", "1-2-1", "--gen", "0-1"], "gen_pp_size=0"),
+        (["plan", "--model", "llama-2-7b", "--train", "1-2-1", "--gen", "two"], "pp-tp, such as"),
+        ([*LLAMA, "--method", "magic"], "invalid choice: 'magic'"),
+        ([*LLAMA, "--dtype-bytes", "3"], "invalid choice: 3"),
+        (["plan", "--train", "1-2-1", "--gen", "1-1"], "required: --model"),
+        (["prove"], "invalid choice: 'prove'"),
+        ([], "required: command"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def cut_off(directory):
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def rename_weights(directory):
+    (directory / "model.safetensors").rename(directory / "weights.bin")
+
+
+DAMAGES = {
+    "cut off": (cut_off, "model.safetensors cannot be read"),
+    "no weights": (rename_weights, "holds no safetensors files"),
+    "no config": (lambda directory: (directory / "config.json").unlink(), "config.json"),
+    "not JSON": (lambda directory: (directory / "config.json").write_text("{"), "config.json"),
+    "a list": (lambda directory: (directory / "config.json").write_text("[]"), "config.json"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_model_is_one_line_and_exit_code_2(tmp_path, damage, capsys):
+    model = write_tiny_model(tmp_path / "model", num_key_value_heads=2)
+    hurt, message = DAMAGES[damage]
+    hurt(model)
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "--model", str(model), "--train", "1-2-1", "--gen", "1-1"])
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert message in error

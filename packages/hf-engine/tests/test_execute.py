@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from itertools import product
+from itertools import count, product
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.execute import ReshardExecutor, check_weights, execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.plan import plan_reshard
+from hf_engine.resharding.steps import Step
 from hf_engine.testing import LocalRanks
 from hf_engine.testing._weights import cut_weights, empty_weights, numbered_weights
 from hf_protocols.errors import ReshardError
@@ -63,7 +64,7 @@ def gather_fsdp_shards(bucket_bytes):
     source, target = fsdp_layout(SHARDED, range(world_size)), replicated_layout(SHARDED, range(world_size))
     plan = plan_reshard(source, target)
     executor = ReshardExecutor(plan, bucket_bytes=bucket_bytes)
-    # Every message ends in a seal: two rounds in flight, at most one message to and from every peer.
+    # Every message ends in a seal: two rounds in flight, one message for all receivers alike and one from every peer.
     assert executor.buffer_bytes <= bucket_bytes + 4 * world_size * (4 + 24)
     shards = {name: parts[0] for name, parts in cut_weights(source, rank, full).items()}
     weights = {name: torch.zeros(shape) for name, shape in SHARDED.items()}
@@ -149,6 +150,105 @@ def fill_the_smallest_bucket(dtype, bucket_bytes):
     assert_same(weights, cut_weights(target, rank, full))
     with pytest.raises(ReshardError, match=f"bucket_bytes={bucket_bytes - 1} does not hold four {dtype} elements"):
         ReshardExecutor(plan, bucket_bytes=bucket_bytes - 1)
+
+
+def order_of_work():
+    """Which round is started and which is copied into place, in the order in which a rank does it."""
+    rank, log = dist.get_rank(), []
+    plan = plan_reshard(fsdp_layout(SHARDED, range(2)), replicated_layout(SHARDED, range(2)))
+    executor = ReshardExecutor(plan, bucket_bytes=64)
+
+    def logged(name, real):
+        def call(self, *args):
+            log.append((name, executor._steps.index(self)))
+            return real(self, *args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("start", "unpack"):
+            patch.setattr(Step, name, logged(name, getattr(Step, name)))
+        executor.run(cut_weights(plan.source, rank, numbered_weights(SHARDED)), empty_weights(plan.target, rank))
+    return log
+
+
+def test_what_arrived_is_copied_while_the_next_round_is_on_its_way(ranks2):
+    for log in ranks2.run(order_of_work):
+        last = len(log) // 2 - 1
+        assert last > 2
+        between = [step for index in range(1, last + 1) for step in (("start", index), ("unpack", index - 1))]
+        assert log == [("start", 0), *between, ("unpack", last)]
+
+
+def astray(operations):
+    """The same batch, but what arrives arrives elsewhere."""
+    return [
+        dist.P2POp(o.op, torch.empty_like(o.tensor), group=o.group, group_peer=o.group_peer)
+        if o.op is dist.irecv
+        else o
+        for o in operations
+    ]
+
+
+def lose_messages(is_lost, left=lambda tensor: None):
+    """A `batch_isend_irecv` whose calls of these numbers bring nothing; `left` treats the memory they should fill."""
+    numbers = count()
+
+    def batch(operations, real=dist.batch_isend_irecv):
+        if not is_lost(next(numbers)):
+            return real(operations)
+        works = real(astray(operations))
+        for operation in operations:
+            if operation.op is dist.irecv:
+                left(operation.tensor)
+        return works
+
+    return batch
+
+
+def take_wrong_messages(what):
+    """Equal rounds use the same two buffers, so what stands there already has the right form."""
+    rank, shapes = dist.get_rank(), dict.fromkeys("abcd", (8, 4))
+    plan = plan_reshard(fsdp_layout(shapes, range(2)), replicated_layout(shapes, range(2)))
+    executor = ReshardExecutor(plan, bucket_bytes=512)
+    num_rounds = len(executor._steps)
+    assert num_rounds >= 4
+    for change in range(2):
+        full = numbered_weights(shapes, version=change)
+        weights = empty_weights(plan.target, rank)
+        executor.run(cut_weights(plan.source, rank, full), weights)
+        assert_same(weights, cut_weights(plan.target, rank, full))
+    losses = {
+        "lost": lose_messages(lambda number: number == 2),
+        "all lost, those of the run before in place": lose_messages(lambda number: True),
+        "zeros": lose_messages(lambda number: True, torch.Tensor.zero_),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        if what in losses:
+            patch.setattr(dist, "batch_isend_irecv", losses[what])
+        elif rank == 0:
+            executor._steps[:2] = executor._steps[1::-1]
+        held = cut_weights(plan.source, rank, numbered_weights(shapes, version=2))
+        with pytest.raises(ReshardError, match="the digests differ"):
+            executor.run(held, empty_weights(plan.target, rank), version=0 if what == "zeros" else None)
+
+
+@pytest.mark.parametrize("what", ["lost", "all lost, those of the run before in place", "zeros", "swapped"])
+def test_a_message_passes_for_no_other(ranks2, what):
+    ranks2.run(take_wrong_messages, what)
+
+
+def send_as(version, message):
+    rank, shapes = dist.get_rank(), {"w": (4,)}
+    plan = plan_reshard(fsdp_layout(shapes, range(2)), replicated_layout(shapes, range(2)))
+    weights = cut_weights(plan.source, rank, numbered_weights(shapes))
+    with pytest.raises(ReshardError, match=message):
+        ReshardExecutor(plan).run(weights, empty_weights(plan.target, rank), version=version)
+
+
+@pytest.mark.parametrize("version", [1.5, -1, True, "1", 2**31 - 1])
+def test_a_version_is_a_whole_number(ranks2, version):
+    ranks2.run(send_as, version, f"version={version!r} must be")
 
 
 def test_masters_are_cast_before_they_are_sent(ranks2):

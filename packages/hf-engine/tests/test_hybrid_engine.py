@@ -128,10 +128,10 @@ def bits(tensors):
 def hold_one_copy(model, bucket_bytes):
     """Live bytes are read off storages at every collective of the way to generation, inside, and afterwards."""
     train, rollout, engine = build_engine(model, model, bucket_bytes=bucket_bytes)
-    memory, rank = engine.memory, dist.get_rank()
+    memory, rank, views = engine.memory, dist.get_rank(), train.local_weights().values()
 
     def live():
-        return storage_bytes([*train.local_weights().values(), *rollout.weight_buffers().values()])
+        return storage_bytes([*views, *rollout.weight_buffers().values()])
 
     step(train)
     before, shard = bits(train.local_weights()), storage_bytes(train.local_weights().values())
@@ -139,7 +139,7 @@ def hold_one_copy(model, bucket_bytes):
     seen = []
     with count_traffic(lambda: seen.append(live())) as traffic, engine.generation():
         inside = live()
-        assert storage_bytes(train.local_weights().values()) == 0
+        assert storage_bytes(views) == 0
         engine.generate(build_prompts(4, vocab_size=VOCAB_SIZE), GREEDY)
     after = train.local_weights()
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -162,6 +162,44 @@ def test_a_rank_holds_its_generation_shard_and_nothing_beside_it(ranks2, tmp_pat
     steps = ranks2.run(hold_one_copy, model, bucket_bytes)
     assert steps[0] == steps[1]
     assert steps[0] > 5 if bucket_bytes == 1 << 14 else steps[0] < 5
+
+
+def use_moved_weights(model, backend, directory):
+    """Everything that needs the weights is refused while they are moved, and works again afterwards."""
+    topology = Topology(ParallelSpec(dp_size=dist.get_world_size()), GenerationSpec())
+    config = TrainConfig(learning_rate=3e-2)
+    train = load_train_backend(backend).build(model, topology=topology, config=config)
+    rollout = load_rollout_backend("transformers").build(model, topology=topology)
+    engine = HybridEngine(train, rollout, topology, training_weights="move")
+    batch = build_batch(4, vocab_size=VOCAB_SIZE)
+    train.save_checkpoint(directory / "before")
+    expected = train.compute_logprobs(batch)["logprobs"].values()
+    calls = {
+        "scoring": lambda: train.compute_logprobs(batch),
+        "train_step": lambda: step(train),
+        "local_weights": train.local_weights,
+        "export_hf": lambda: train.export_hf(directory / "inside"),
+        "load_hf": lambda: train.load_hf(model),
+        "save_checkpoint": lambda: train.save_checkpoint(directory / "inside"),
+        "load_checkpoint": lambda: train.load_checkpoint(directory / "before"),
+        "offload": lambda: train.offload(weights=True),
+    }
+    with engine.generation():
+        for name, call in calls.items():
+            with pytest.raises(BackendError, match=rf"{name}.* needs the weights, .* leave generation\(\) first"):
+                call()
+        train.offload()
+        train.reload()
+    assert not (directory / "inside").exists()
+    assert torch.equal(train.compute_logprobs(batch)["logprobs"].values(), expected)
+    step(train)
+    engine.close()
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_moved_weights_are_refused_not_read(ranks2, tmp_path, backend):
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    ranks2.run(use_moved_weights, write_tiny_model(tmp_path / "model", **sizes), backend, tmp_path)
 
 
 def send_twice(model):
@@ -252,12 +290,31 @@ def test_weights_that_should_have_changed_and_did_not_are_noticed(ranks2, tmp_pa
     assert ranks2.run(steps_that_change_nothing, write_tiny_model(tmp_path)) == [[False, False, True, False]] * 2
 
 
+def enter_after_a_refusal(model):
+    train, _, engine = build_engine(model, model)
+    with engine.generation():
+        pass
+    step(train)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Step, "unpack", flip_a_bit)
+        with pytest.raises(ReshardError, match="digests differ"), engine.generation():
+            pass
+    with engine.generation():
+        return engine.last_transition.is_unchanged, engine.weight_version
+
+
+def test_a_refused_transfer_does_not_make_the_next_look_unchanged(ranks2, tmp_path):
+    assert ranks2.run(enter_after_a_refusal, write_tiny_model(tmp_path)) == [(False, 1)] * 2
+
+
 def keep_between_dtypes(model):
     topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
     train = load_train_backend("fsdp").build(model, topology=topology, config=TrainConfig(learning_rate=3e-2))
     rollout = TransformersBackend.build(model, topology=topology, dtype="bfloat16")
     with pytest.raises(BackendError, match='use training_weights="keep"'):
         HybridEngine(train, rollout, topology, training_weights="move")
+    with pytest.raises(BackendError, match="training_weights='mvoe': give"):
+        HybridEngine(train, rollout, topology, training_weights="mvoe")
     engine = HybridEngine(train, rollout, topology)
     assert engine.memory.training == "kept"
     assert engine.memory.training_bytes == engine.plan.source.held_bytes(dist.get_rank())

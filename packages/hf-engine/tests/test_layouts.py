@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_engine.resharding.boxes import Box
-from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
+from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout, spread_layout
 from hf_protocols.errors import ReshardError
 
 
@@ -55,3 +55,14 @@ def test_unknown_dtypes_scalars_and_no_ranks_are_refused():
         fsdp_layout({"scale": ()}, [0])
     with pytest.raises(ReshardError, match="at least one rank"):
         fsdp_layout({"w": (4,)}, [])
+
+
+def test_a_spread_model_lies_once_over_all_ranks():
+    shapes = {"a": (6,), "large": (10, 4), "b": (5,), "c": (4, 2), "middle": (20,)}
+    layout = spread_layout(shapes, range(3), dtype="bfloat16")
+    assert list(layout.shapes) == list(shapes) and layout.ranks == (0, 1, 2)
+    held = [dict(layout.boxes_of(rank)) for rank in range(3)]
+    assert sorted(name for names in held for name in names) == sorted(shapes)
+    assert all(names[name] == (Box.whole(shapes[name]),) for names in held for name in names)
+    assert sorted(layout.held_bytes(rank) for rank in range(3)) == [38, 40, 80]
+    assert spread_layout({"a": (2,)}, [4, 7]).boxes_of(7) == {}

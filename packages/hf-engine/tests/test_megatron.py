@@ -22,6 +22,8 @@ SIZES = {
     "vocab_size": VOCAB_SIZE,
     "pad_token_id": 46,  # is in prompts and responses, and its embedding must not learn from there
 }
+ONE_GROUP = SIZES | {"num_key_value_heads": 1}  # two ranks: three queries; a query, the key and the value
+TWO_GROUPS = SIZES | {"num_attention_heads": 8, "head_dim": 8}  # four ranks: the same of each group
 
 
 def topology_of(sizes, order="megatron", ep_size=1):
@@ -85,6 +87,8 @@ def models(tmp_path_factory):
         "untied": write_tiny_model(folder / "untied", tie_embeddings=False, **SIZES),
         "qwen2": write_tiny_model(folder / "qwen2", family="qwen2", num_hidden_layers=3, **SIZES),
         "qwen3": write_tiny_model(folder / "qwen3", family="qwen3", **SIZES),
+        "one group": write_tiny_model(folder / "one group", family="qwen2", **ONE_GROUP),
+        "two groups": write_tiny_model(folder / "two groups", family="qwen3", tie_embeddings=False, **TWO_GROUPS),
         "qwen3_moe": write_tiny_model(folder / "qwen3_moe", family="qwen3_moe", **SIZES),
         "mixtral": write_tiny_model(folder / "mixtral", family="mixtral", tie_embeddings=False, **SIZES),
     }
@@ -115,6 +119,7 @@ def test_one_rank_conforms(ranks1, models, tmp_path):
     [
         ("1-2-1", "tied", "lm"),
         ("2-1-1", "tied", "lm"),
+        ("1-2-1", "one group", "lm"),
         pytest.param("1-1-2", "tied", "lm", marks=pytest.mark.slow),
         pytest.param("2-1-1", "qwen2", "value", marks=pytest.mark.slow),
         pytest.param("1-1-2", "qwen2", "value", marks=pytest.mark.slow),
@@ -140,6 +145,7 @@ def test_experts_on_two_ranks_conform(ranks2, models, tmp_path):
         ("1-2-2", "qwen2", "lm", "megatron", 1),
         ("2-1-2", "tied", "lm", "megatron", 1),
         ("2-1-2", "untied", "value", "contiguous", 1),
+        ("1-4-1", "two groups", "lm", "megatron", 1),
         ("1-2-2", "mixtral", "lm", "megatron", 2),
         ("2-1-2", "qwen3_moe", "lm", "megatron", 2),
     ],
@@ -223,6 +229,7 @@ def step_from_checkpoint(model, directory, topology):
     ("model", "written", "read"),
     [
         ("tied", topology_of("2-1-1"), topology_of("1-2-1")),
+        pytest.param("one group", topology_of("1-2-1"), topology_of("2-1-1"), marks=pytest.mark.slow),
         ("qwen3_moe", topology_of("1-1-2", ep_size=2), topology_of("2-1-1")),
     ],
 )

@@ -134,7 +134,7 @@ def test_what_cannot_be_read_or_written_says_why(ranks1, tmp_path):
     ranks1.run(refuse_directories, tmp_path)
 
 
-def refuse_layouts(model):
+def refuse_layouts(model, three_heads):
     def refused(message, order="megatron", **sizes):
         with pytest.raises(BackendError, match=message):
             build(model, Topology(ParallelSpec(**sizes), order=order))
@@ -142,7 +142,8 @@ def refuse_layouts(model):
     with pytest.raises(BackendError, match=r"does not use torch\.compile: set compile=False"):
         build(model, Topology(ParallelSpec(dp_size=2)), replace(CONFIG, compile=True))
     refused("no context parallelism, got cp_size=2", cp_size=2)
-    refused("num_key_value_heads=1", tp_size=2)
+    with pytest.raises(BackendError, match="num_kv_heads=3 do not share out over tp_size=2 in training"):
+        build(three_heads, Topology(ParallelSpec(tp_size=2)))
     refused("ep_size=2 spreads experts over ranks, and llama has none", dp_size=2, ep_size=2)
     refused("order='contiguous' with pp_size=2 and ep_size=2", pp_size=2, dp_size=2, ep_size=2, order="contiguous")
     with pytest.raises(ValueError, match="the topology has 4 ranks, the default process group 2"):
@@ -159,7 +160,8 @@ def refuse_layouts(model):
 
 
 def test_layouts_that_it_cannot_run_are_refused(ranks2, tmp_path):
-    ranks2.run(refuse_layouts, write_tiny_model(tmp_path / "model"))
+    three_heads = write_tiny_model(tmp_path / "three", num_attention_heads=3, num_key_value_heads=3)
+    ranks2.run(refuse_layouts, write_tiny_model(tmp_path / "model"), three_heads)
 
 
 def refuse_rows(model):

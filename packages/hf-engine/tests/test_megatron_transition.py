@@ -26,6 +26,7 @@ MODELS = {
     "uniform": UNIFORM,
     "llama": tiny_shape(num_layers=4, num_kv_heads=4, num_heads=8),
     "tied": tiny_shape(num_layers=4, num_kv_heads=4, qk_norm=True, qkv_bias=True, tie_embeddings=True),
+    "two groups": tiny_shape(num_layers=4, num_kv_heads=2, num_heads=8),
     "uneven stages": tiny_shape(num_layers=5, num_kv_heads=4),
     "experts": tiny_shape(num_layers=4, num_kv_heads=4, num_experts=4, num_experts_per_token=2, family="mixtral"),
 }

@@ -43,10 +43,10 @@ def test_views_survive_and_hold_the_same_bits(device_like):
     whole = torch.randn(64)
     shard, other, zeros = whole[:16], torch.randn(8), torch.ones(4)
     expected = whole.clone(), other.clone()
-    memory = OffloadedMemory()
-    assert memory.give_up(states=[shard, whole[16:]], zeros=[zeros], weights=[other]) == 64 * 4 + 8 * 4 + 4 * 4
+    memory = OffloadedMemory(lambda: [other])
+    assert memory.give_up(states=[shard, whole[16:]], zeros=[zeros], weights=True) == 64 * 4 + 8 * 4 + 4 * 4
     assert [t.untyped_storage().nbytes() for t in (whole, shard, other, zeros)] == [0] * 4
-    assert memory.give_up(states=[shard], zeros=[zeros], weights=[other]) == 0
+    assert memory.give_up(states=[shard], zeros=[zeros], weights=True) == 0
     memory.restore()
     memory.restore()
     assert torch.equal(whole, expected[0])

@@ -14,9 +14,11 @@ from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_l
 from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
 from hf_engine.resharding.moving import ShardMover, storage_bytes
 from hf_engine.resharding.plan import plan_reshard
+from hf_engine.resharding.steps import Step
 from hf_engine.testing import LocalRanks
 from hf_engine.testing._traffic import count_traffic
 from hf_engine.testing._weights import cut_weights, empty_weights, numbered_weights
+from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 
@@ -66,13 +68,20 @@ def random_layout(rng, model, world_size, dtype):
 
 def random_megatron(rng, model, size, dtype):
     pp = rng.choice([n for n in divisors(size) if n <= model.num_layers])
-    tp = rng.choice([n for n in divisors(size // pp) if model.num_kv_heads % n == 0])
+    tp = rng.choice([n for n in divisors(size // pp) if shares_heads(model, n)])
     dp = size // (pp * tp)
     ep = rng.choice([n for n in divisors(dp) if n == 1 or (model.num_experts and model.num_experts % n == 0)])
     topology = Topology(
         ParallelSpec(pp_size=pp, tp_size=tp, dp_size=dp, ep_size=ep), order=rng.choice(["megatron", "contiguous"])
     )
     return megatron_layout(model, topology, dtype=dtype, layers_per_stage=random_stages(rng, model.num_layers, pp))
+
+
+def shares_heads(model, tp):
+    """Whether megatron-core cuts the projections over so many ranks: whole key-value groups, or a group over some."""
+    groups, rows = model.num_kv_heads, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    cuts_groups = tp % groups == model.num_heads % tp == rows % tp == model.intermediate_size % tp == 0
+    return groups % tp == 0 or cuts_groups
 
 
 def random_generation(rng, model, size, dtype):
@@ -135,8 +144,29 @@ def copy_there_and_back(source, target, full, bucket_bytes):
     assert_same(returned, cut_weights(source, rank, full))
 
 
-def move_there_and_back(source, target, models, bucket_bytes, storage):
-    """Twice, with other weights: the shard lies in the generation tensors, its own storages are empty, it returns."""
+def give_up_midway(run, num_rounds):
+    """All ranks fail alike after some rounds, with nothing on its way any more."""
+    begun = []
+
+    def start(self, *args, real=Step.start):
+        if len(begun) == num_rounds:
+            raise RuntimeError("given up")
+        begun.append(real(self, *args))
+        return begun[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Step, "start", start)
+        with pytest.raises(ReshardError, match="given up"):
+            run()
+    for work in begun[-1] if begun else ():  # the rounds before were waited for
+        work.wait()
+
+
+def move_there_and_back(source, target, models, bucket_bytes, storage, rng):
+    """Twice, with other weights: the shard lies in the generation tensors, its own storages are empty, it returns.
+
+    It also returns from a way that ended in the middle, wherever it was by then.
+    """
     rank = dist.get_rank()
     plan = plan_reshard(source, target)
     train = empty_weights(source, rank)
@@ -152,6 +182,11 @@ def move_there_and_back(source, target, models, bucket_bytes, storage):
         for name, parts in train.items():
             for part, values in zip(parts, expected[name], strict=True):
                 part.copy_(values)
+        if full is models[0] and executor._steps:
+            num_rounds = rng.randrange(len(executor._steps))
+            give_up_midway(lambda: executor.run(train, generation, version=1, mover=mover), num_rounds)
+            mover.restore()
+            assert_same(train, expected)
         executor.run(train, generation, version=1, mover=mover)
         assert storage_bytes(t for parts in train.values() for t in parts) == 0
         assert_same(generation, cut_weights(target, rank, full))
@@ -171,7 +206,7 @@ def reshard_cases(family, seed, num_cases):
         models = [numbered_weights(model.parameters(), dtype, version=version) for version in (number, number + 1)]
         try:
             copy_there_and_back(source, target, models[0], bucket_bytes)
-            move_there_and_back(source, target, models, bucket_bytes, storage)
+            move_there_and_back(source, target, models, bucket_bytes, storage, rng)
         except Exception as error:
             error.add_note(f"case {number} of {family}: {model}, {dtype}, {bucket_bytes=}, {storage=}")
             raise

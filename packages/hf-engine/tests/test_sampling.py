@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_engine import SamplingParams
-from hf_engine.backends._sampling import draw_uniforms, sample_tokens
+from hf_engine.backends._sampling import draw_seeds, draw_uniforms, sample_tokens
 from hf_protocols import ConfigError
 
 
@@ -80,6 +80,15 @@ def test_forbidden_tokens_are_never_drawn():
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"min_new_tokens": 9}, "min_new_tokens=9"),
         ({"temperature": 0.0}, "greedy=True takes the most likely"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"n": 1.5}, "n=1.5"),
+        ({"stop_strings": "abc"}, "stop_strings='abc'"),
+        ({"stop_strings": ("abc", "")}, "give no empty string"),
+        ({"stop_token_ids": 3}, "stop_token_ids=3"),
+        ({"stop_token_ids": ("3",)}, "stop_token_ids='3'"),
+        ({"seed": 0.5}, "seed=0.5"),
+        ({"greedy": "no"}, "greedy='no'"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"top_p": 1.5}, "top_p=1.5"),
         ({"top_k": -1}, "top_k=-1"),
@@ -97,3 +106,17 @@ def test_logits_that_are_not_finite_still_give_a_token_of_the_vocabulary():
     uniforms = torch.tensor([0.0, 0.5, 0.999], dtype=torch.float64)
     tokens = sample_tokens(logits, uniforms, SamplingParams(max_new_tokens=1))
     assert bool(((tokens >= 0) & (tokens < 5)).all())
+
+
+def test_seeds_depend_on_seed_step_row_and_sample_only():
+    sampling = SamplingParams(max_new_tokens=4, min_new_tokens=2, n=3, seed=1, step=2)
+    seeds = draw_seeds(torch.tensor([5, 9, 5]), sampling)
+    assert seeds.shape == (9,) and seeds.dtype == torch.int64
+    assert torch.equal(seeds[:3], seeds[6:]) and len(set(seeds.tolist())) == 6
+    longer = SamplingParams(max_new_tokens=9, n=3, seed=1, step=2)
+    assert torch.equal(draw_seeds(torch.tensor([9]), longer), seeds[3:6])
+    for changes in ({"seed": 2}, {"step": 3}):
+        other = SamplingParams(**({"max_new_tokens": 4, "n": 3, "seed": 1, "step": 2} | changes))
+        assert not (draw_seeds(torch.tensor([5, 9, 5]), other) == seeds).any()
+    many = draw_seeds(torch.arange(20_000), SamplingParams(max_new_tokens=1))
+    assert int(many.min()) >= 0 and 2**30 < int(many.max()) < 2**31 and len(set(many.tolist())) > 19_990

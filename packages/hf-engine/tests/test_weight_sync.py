@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_engine.resharding.layouts import fsdp_layout, replicated_layout
+from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_engine.testing import LocalRanks
 from hf_engine.testing._shapes import tiny_shape
@@ -64,6 +64,43 @@ def send_different_versions():
         sync.send(weights, version=rank) if rank < 2 else sync.receive(weights)
 
 
+def send_different_versions_to_different_ranks():
+    """No rank receives from two senders, and none but the senders knows a version."""
+    rank = dist.get_rank()
+    sync = WeightSync(fsdp_layout({"w": (8, 4)}, range(2)), side="source" if rank < 2 else "target")
+    weights = {"w": torch.zeros(4, 4)}
+    with pytest.raises(ReshardError, match="weights of versions 0 to 1 were sent"):
+        sync.send(weights, version=rank) if rank < 2 else sync.receive(weights)
+
+
+def receive_an_empty_shard():
+    """One row for two ranks: the second has none of it, and hears of the version nevertheless."""
+    rank = dist.get_rank()
+    sync = WeightSync(fsdp_layout({"w": (1, 4)}, range(2)), side="source" if rank < 2 else "target")
+    weights = {"w": torch.full((1 - rank % 2, 4), 2.0 if rank < 2 else 0.0)}
+    if rank < 2:
+        return sync.send(weights, version=7).version
+    version = sync.receive(weights)
+    assert torch.equal(weights["w"], torch.full((1 - rank % 2, 4), 2.0))
+    return version
+
+
+def receive_nothing_at_all():
+    is_source = dist.get_rank() < 3
+    layout = fsdp_layout({"w": (3, 4)}, range(3)) if is_source else WeightLayout(shapes={"w": (3, 4)}, boxes={0: {}})
+    sync = WeightSync(layout, side="source" if is_source else "target")
+    if is_source:
+        return sync.send({"w": torch.ones(1, 4)}, version=1).recv_bytes
+    with pytest.raises(ReshardError, match="the layout of the target side holds none"):
+        sync.receive({})
+    return 0
+
+
+def test_a_rank_that_gets_nothing_knows_the_version(ranks4):
+    assert ranks4.run(receive_an_empty_shard) == [7] * 4
+    assert ranks4.run(receive_nothing_at_all) == [0] * 4
+
+
 def refuse_sides_that_do_not_fit():
     with pytest.raises(ReshardError, match='no rank of the group was made with side="target"'):
         WeightSync(fsdp_layout({"w": (8,)}, range(4)), side="source")
@@ -74,4 +111,5 @@ def refuse_sides_that_do_not_fit():
 
 def test_senders_of_different_versions_and_sides_that_do_not_fit_are_refused(ranks4):
     ranks4.run(send_different_versions)
+    ranks4.run(send_different_versions_to_different_ranks)
     ranks4.run(refuse_sides_that_do_not_fit)

@@ -7,6 +7,7 @@ any torch.distributed launcher. Backends are entry points and load only when the
 from __future__ import annotations
 
 from hf_engine.backends import (
+    DrawsItself,
     FormsReplicas,
     LossFunction,
     RolloutBackend,
@@ -36,6 +37,7 @@ __all__ = [
     "LOGPROB_BOUNDS",
     "Box",
     "ConversionReport",
+    "DrawsItself",
     "Exchange",
     "FormsReplicas",
     "HybridEngine",

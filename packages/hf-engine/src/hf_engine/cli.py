@@ -7,14 +7,17 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
-from hf_protocols.errors import ConfigError, HybridFlowError, ReshardError
+from hf_protocols.errors import ConfigError, HybridFlowError, ReshardError, TopologyError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 from hf_protocols.transition import Method
 
 __all__ = ["main"]
+
+_MAX_RANKS = 16_384
+"""A plan lists every rank's messages; seconds become minutes above."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,8 +30,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with arguments in one line, as everything else does."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` shows the options\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="hf-engine", description="Plans the transition of a model's weights from training to generation."
     )
     commands = parser.add_subparsers(dest="command", required=True)
@@ -49,7 +59,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _topology(options: argparse.Namespace) -> Topology:
-    return Topology(ParallelSpec.parse(options.train), GenerationSpec.parse(options.gen))
+    topology = Topology(ParallelSpec.parse(options.train), GenerationSpec.parse(options.gen))
+    if topology.world_size > _MAX_RANKS:
+        raise TopologyError(
+            f"--train {options.train} has {topology.world_size} ranks: plans are made for up to {_MAX_RANKS} of them"
+        )
+    return topology
 
 
 def _plan(options: argparse.Namespace) -> str:
@@ -64,7 +79,8 @@ def _plan(options: argparse.Namespace) -> str:
                 raise
             rows[method] = {"refused": str(error)}
     if all("refused" in row for row in rows.values()):
-        raise ReshardError(f"no method is defined here: {next(iter(rows.values()))['refused']}")
+        # One reason for all is the layout's, and no method's.
+        raise ReshardError("; ".join(dict.fromkeys(row["refused"] for row in rows.values())))
     facts = {"model": model.name, "train": options.train, "gen": options.gen, "ranks": topology.world_size}
     facts["parameter_bytes"] = model.num_parameters * options.dtype_bytes
     if options.json:

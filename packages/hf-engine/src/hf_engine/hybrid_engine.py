@@ -110,6 +110,8 @@ class HybridEngine:
             raise BackendError(
                 f"{type(rollout).__name__} neither exposes its weights (weight_buffers) nor loads shards (load_shards)"
             )
+        if training_weights not in (None, "move", "keep"):
+            raise BackendError(f'training_weights={training_weights!r}: give "move", "keep" or None')
         source, target = train.weight_layout(), rollout.weight_layout()
         groups = topology.groups("micro_dp") if topology.generation else ()
         plan = plan_reshard(source, target, near=[groups, _machines(topology.world_size)])
@@ -163,7 +165,7 @@ class HybridEngine:
     def memory(self) -> TransitionMemory:
         """What this rank holds while it generates."""
         rank = dist.get_rank()
-        moved, fed = self._mover is not None, self._engine_bytes > 0
+        moved, fed = self._mover is not None, not isinstance(self._rollout, SupportsWeightBuffers)
         held = self._plan.target.held_bytes(rank)
         return TransitionMemory(
             generation_bytes=0 if fed else held,
@@ -189,8 +191,9 @@ class HybridEngine:
     def generation(self) -> Iterator[None]:
         """Brings the current training weights into the rollout backend. Collective over all ranks.
 
-        Where the training weights are moved they cannot be used inside the block; they are back when it ends, however
-        it ends. Where both are kept nothing moves if the training weights did not change since the last time.
+        Where the training weights are moved they cannot be used inside the block: the training backend refuses what
+        needs them. They are back when it ends, however it ends. Where both are kept nothing moves if the training
+        weights did not change since the last time.
 
         Raises:
             ReshardError: if a transfer fails; the training weights are intact.
@@ -249,11 +252,12 @@ class HybridEngine:
         changes = self._train.weight_changes
         version = self._weight_version + (changes != self._weight_changes)
         weights = self._train.local_weights()
-        if changes != self._weight_changes or self._digest is None:
-            self._digest = hash(tuple(compute_digest(part) for parts in as_parts(weights).values() for part in parts))
+        digest = self._digest
+        if changes != self._weight_changes or digest is None:
+            digest = hash(tuple(compute_digest(part) for parts in as_parts(weights).values() for part in parts))
         received = self._send(weights, version)
         wait_for_device()
-        self._weight_version, self._weight_changes = version, changes
+        self._weight_version, self._weight_changes, self._digest = version, changes, digest
         self._rollout.commit_weights(version)
         self._is_current = True
         return received

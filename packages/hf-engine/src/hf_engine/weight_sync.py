@@ -78,15 +78,18 @@ class WeightSync:
         return self._executor.run(weights, {}, version=version)
 
     def receive(self, buffers: Weights) -> int:
-        """Receives weights into this rank's tensors; the version that came with them.
+        """Receives weights into this rank's tensors, be it none; the version that the source's ranks sent.
 
         Raises:
-            ReshardError: on the source side, for tensors that do not match, a transfer that fails, damaged bytes, or
-                senders of different versions. The buffers are not complete then: do not commit them.
+            ReshardError: on the source side, for tensors that do not match, a transfer that fails, damaged bytes,
+                senders of different versions, or a layout under which nobody receives anything. The buffers
+                are not complete then: do not commit them.
         """
         self._require("target", "receive")
-        versions = self._executor.run({}, buffers).versions
-        return next(iter(versions.values()))
+        version = self._executor.run({}, buffers).version
+        if version is None:
+            raise ReshardError("no weights were sent: the layout of the target side holds none on any of its ranks")
+        return version
 
     def _require(self, side: str, method: str) -> None:
         if self._side != side:

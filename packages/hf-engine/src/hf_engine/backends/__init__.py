@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_engine.backends._abilities import FormsReplicas, SupportsShardLoading, SupportsWeightBuffers
+from hf_engine.backends._abilities import DrawsItself, FormsReplicas, SupportsShardLoading, SupportsWeightBuffers
 from hf_engine.backends._base import (
     Head,
     LossFunction,
@@ -20,6 +20,7 @@ from hf_engine.backends._registry import (
 )
 
 __all__ = [
+    "DrawsItself",
     "FormsReplicas",
     "Head",
     "LossFunction",

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FormsReplicas", "SupportsShardLoading", "SupportsWeightBuffers"]
+    from hf_engine.backends._base import SamplingParams
+
+__all__ = ["DrawsItself", "FormsReplicas", "SupportsShardLoading", "SupportsWeightBuffers"]
 
 
 @runtime_checkable
@@ -63,4 +65,20 @@ class FormsReplicas(Protocol):
 
     def replica_ranks(self) -> tuple[int, ...]:
         """The ranks that hold one model together with this one, in tensor-parallel order, as the engine says."""
+        ...
+
+
+@runtime_checkable
+class DrawsItself(Protocol):
+    """A rollout backend whose engine draws with its own numbers, from a seed for every sample.
+
+    Its samples are not those of other backends. It reports what such an engine reports, and refuses whatever would have
+    log-probs of another distribution than the full one at the temperature.
+    """
+
+    def find_unsupported(self, sampling: SamplingParams) -> str | None:
+        """Why `generate` refuses to draw so, with the knob; None if it does not.
+
+        It never refuses the full distribution at temperature 1, nor `greedy` there.
+        """
         ...

@@ -10,9 +10,14 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
+from hf_engine.process_groups import local_device
 from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError, ReshardError
 
-__all__ = ["agree_on_micro_batches", "lost_peers_are_errors", "refuse_non_finite"]
+__all__ = ["agree_on_micro_batches", "lost_peers_are_errors", "refuse_non_finite", "together"]
+
+# gloo's errors have no class of their own. Most name its source files; the one of a rank that had a pair closed by its
+# own deadline says nothing else.
+_OF_GLOO = ("gloo", "Application timeout caused pair closure")
 
 
 @contextmanager
@@ -26,8 +31,7 @@ def lost_peers_are_errors(method: str) -> Iterator[None]:
         yield
     except (RuntimeError, ReshardError) as error:
         reason = error.__cause__ if isinstance(error, ReshardError) else error
-        # gloo's errors have no class of their own, but name its source files.
-        if not isinstance(reason, dist.DistError) and "gloo" not in str(reason):
+        if not isinstance(reason, dist.DistError) and not any(text in str(reason) for text in _OF_GLOO):
             raise
         raise BackendError(
             f"{method} lost another rank on rank {dist.get_rank()}: {reason}; that rank's own error says why. The "
@@ -36,19 +40,54 @@ def lost_peers_are_errors(method: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def together(action: str, group: dist.ProcessGroup | None, *refusals: type[Exception]) -> Iterator[None]:
+    """A block that every rank of a group gets through, or none. Collective at its end.
+
+    Args:
+        action: what the block does, for the error: `"write"`.
+        group: the ranks that run it at the same time; None is the default group.
+        *refusals: errors that the other ranks are told; any other one leaves the block at once, on this rank alone.
+
+    Raises:
+        BackendError: on every rank, if any refused, with the ranks' reasons; the first rank's of equal ones.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except refusals as error:
+        failure = error
+    local_device()  # NCCL sends objects through the current one
+    told: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, None if failure is None else str(failure), group=group)
+    reasons: dict[str, int] = {}
+    for rank, reason in enumerate(told):
+        if reason is not None:
+            reasons.setdefault(reason, rank)
+    if reasons:
+        refused = "; ".join(f"rank {rank}: {reason}" for reason, rank in reasons.items())
+        raise BackendError(f"could not {action}: {refused}") from failure
+
+
 def agree_on_micro_batches(
-    sequences: SequenceBatch, max_tokens: int, group: dist.ProcessGroup, device: torch.device
+    sequences: SequenceBatch,
+    max_tokens: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    needs_rows: bool,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches, and as many dummies as keep it in step with the rank that has most.
+    """This rank's micro-batches, and as many dummies as keep it in step with the rank that has most; at least one.
 
     Args:
         sequences: this rank's rows.
         max_tokens: bound on the tokens of a micro-batch, padding included.
         group: the data-parallel ranks.
         device: where the group communicates.
+        needs_rows: refuses a batch of which no rank has a row.
 
     Raises:
-        BatchError: on every rank, if any refuses its rows.
+        BatchError: on every rank, if any refuses its rows, or none has one and one is needed.
     """
     refusal: BatchError | None = None
     micro_batches: list[MicroBatch] = []
@@ -61,7 +100,9 @@ def agree_on_micro_batches(
     num_micro_batches, refused = agreed.tolist()
     if refused:
         raise refusal or BatchError("another data-parallel rank refused its rows; its own error says why")
-    return micro_batches + [MicroBatch.dummy() for _ in range(num_micro_batches - len(micro_batches))]
+    if needs_rows and not num_micro_batches:
+        raise BatchError("the batch has no rows on any data-parallel rank: there is nothing to take a step on")
+    return micro_batches + [MicroBatch.dummy() for _ in range(max(1, num_micro_batches) - len(micro_batches))]
 
 
 def refuse_non_finite(loss: float, grad_norm: float, steps: int) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
 
+from hf_protocols.arguments import check_count, check_kind, check_number
 from hf_protocols.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,19 +74,23 @@ class TrainConfig:
     """Compile the decoder layers with torch.compile (`fsdp`): minutes at first, and a C++ compiler is needed."""
 
     def __post_init__(self) -> None:
-        positive = ("learning_rate", "eps", "max_grad_norm", "micro_batch_tokens")
-        wrong = [f"{name}={getattr(self, name)}" for name in positive if not getattr(self, name) > 0]
-        wrong += [
-            f"{name}={getattr(self, name)}" for name in ("weight_decay", "warmup_steps") if getattr(self, name) < 0
-        ]
-        if not all(0 <= beta < 1 for beta in self.betas):
-            wrong.append(f"betas={self.betas}")
-        if self.dtype not in ("float32", "bfloat16"):
-            wrong.append(f"dtype={self.dtype!r} (float32 or bfloat16)")
-        if self.shard not in ("root", "layer"):
-            wrong.append(f"shard={self.shard!r} (root or layer)")
-        if wrong:
-            raise ConfigError(f"TrainConfig has values out of range: {', '.join(wrong)}")
+        check_number(ConfigError, "learning_rate", self.learning_rate)
+        check_number(ConfigError, "eps", self.eps)
+        check_number(ConfigError, "weight_decay", self.weight_decay, may_be_zero=True)
+        if self.max_grad_norm != inf:
+            check_number(ConfigError, "max_grad_norm", self.max_grad_norm)
+        check_count(ConfigError, "warmup_steps", self.warmup_steps, least=0)
+        check_count(ConfigError, "micro_batch_tokens", self.micro_batch_tokens)
+        check_kind(ConfigError, "betas", self.betas, tuple | list, "two numbers, (0.9, 0.95)")
+        for beta in self.betas:
+            check_number(ConfigError, f"betas={self.betas}: beta", beta, may_be_zero=True)
+        if [beta < 1 for beta in self.betas] != [True, True]:
+            raise ConfigError(f"betas={self.betas}: give two numbers below 1, (0.9, 0.95)")
+        for switch in ("activation_checkpointing", "compile"):
+            check_kind(ConfigError, switch, getattr(self, switch), bool, "True or False")
+        for name, known in (("dtype", ("float32", "bfloat16")), ("shard", ("root", "layer"))):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: give {' or '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,21 +131,27 @@ class SamplingParams:
     """Iteration of the run; another step draws other numbers."""
 
     def __post_init__(self) -> None:
-        wrong = [f"{name}={getattr(self, name)}" for name in ("max_new_tokens", "n") if getattr(self, name) < 1]
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
-            wrong.append(f"min_new_tokens={self.min_new_tokens} (0 to max_new_tokens={self.max_new_tokens})")
-        if not self.temperature > 0:
-            wrong.append(f"temperature={self.temperature} (above 0; greedy=True takes the most likely token)")
-        if not 0 < self.top_p <= 1:
-            wrong.append(f"top_p={self.top_p} (above 0, at most 1)")
-        if self.top_k < 0:
-            wrong.append(f"top_k={self.top_k} (0 or more)")
-        if not all(self.stop_strings):
-            wrong.append(f"stop_strings={self.stop_strings} (no empty string)")
+        for name, least in (("max_new_tokens", 1), ("n", 1), ("min_new_tokens", 0), ("top_k", 0)):
+            check_count(ConfigError, name, getattr(self, name), least=least)
+        for name in ("seed", "step"):
+            check_kind(ConfigError, name, getattr(self, name), int, "a whole number")
+        check_kind(ConfigError, "greedy", self.greedy, bool, "True or False")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ConfigError(f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}")
+        check_number(ConfigError, "greedy=True takes the most likely token; temperature", self.temperature)
+        check_number(ConfigError, "top_p", self.top_p)
+        if self.top_p > 1:
+            raise ConfigError(f"top_p={self.top_p} must be at most 1")
+        check_kind(ConfigError, "stop_token_ids", self.stop_token_ids, tuple | list, "a tuple of token ids, (3,)")
+        for token_id in self.stop_token_ids:
+            check_count(ConfigError, "an id in stop_token_ids", token_id, least=0)
+        check_kind(ConfigError, "stop_strings", self.stop_strings, tuple | list, 'a tuple of strings, ("end",)')
+        for text in self.stop_strings:
+            check_kind(ConfigError, "a text in stop_strings", text, str, "strings")
+        if "" in self.stop_strings:
+            raise ConfigError(f"stop_strings={self.stop_strings!r}: give no empty string, which would stop everything")
         if self.greedy and self.n > 1:
-            wrong.append(f"n={self.n} with greedy=True (all samples would be equal)")
-        if wrong:
-            raise ConfigError(f"SamplingParams has values out of range: {', '.join(wrong)}")
+            raise ConfigError(f"n={self.n} with greedy=True: all samples would be equal")
 
 
 class TrainBackend(Protocol):
@@ -165,6 +177,9 @@ class TrainBackend(Protocol):
             head: `"lm"` keeps the language-model head; `"value"` puts a zero `Linear(hidden, 1)` in its place.
             trainable: False means no optimizer and no gradients (a reference model).
             seed: for whatever the backend initialises at random.
+
+        Raises:
+            BackendError: on every rank, if the model cannot be read on any.
         """
         ...
 
@@ -183,7 +198,11 @@ class TrainBackend(Protocol):
         ...
 
     def local_weights(self) -> Weights:
-        """This rank's boxes, by Hugging Face name; views of the live weights, not copies."""
+        """This rank's boxes, by Hugging Face name; views of the live weights, not copies.
+
+        They are valid until something takes the weights' memory: `offload`, or a transition that moves them. Until they
+        are back every method that needs weights refuses with a `BackendError`.
+        """
         ...
 
     def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
@@ -230,9 +249,11 @@ class TrainBackend(Protocol):
             This rank's metrics summed over micro-batches, and `grad_norm` (before clipping) and `learning_rate`.
 
         Raises:
+            BatchError: on every rank, if none has a row.
+            BatchError: on every rank, if none has a row.
             NonFiniteLossError: on every rank, before the step, if loss or gradient norm is not finite on any.
-            BackendError: if another rank died or did not come within the deadline of the process groups, which is
-                that of the default group.
+            BackendError: for a loss without gradient; if another rank died or did not come within the deadline of the
+                process groups, which is that of the default group.
         """
         ...
 
@@ -248,6 +269,9 @@ class TrainBackend(Protocol):
         """Replaces the weights by those of a Hugging Face directory; optimizer and learning rate start anew.
 
         A value head takes its own weights where the directory has them, and stays as it is where not.
+
+        Raises:
+            BackendError: on every rank, if the directory cannot be read on any or holds another model.
         """
         ...
 

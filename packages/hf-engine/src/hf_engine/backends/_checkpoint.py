@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from hf_engine.backends._agreement import together
 from hf_engine.backends._directories import write_directory
 from hf_engine.backends._optimizer import ShardedAdamW
 from hf_protocols.errors import BackendError
@@ -49,8 +50,9 @@ def load_sharded(
     Raises:
         BackendError: if the directory holds no checkpoint, or one of another model.
     """
-    if not (Path(directory) / ".metadata").is_file():
-        raise BackendError(f"{directory} holds no sharded checkpoint (no .metadata in it)")
+    with together("load", group, BackendError):
+        if not (Path(directory) / ".metadata").is_file():
+            raise BackendError(f"{directory} holds no sharded checkpoint (no .metadata in it)")
     state = _state(model, optimizer)
     if optimizer is not None:
         state["steps"] = 0

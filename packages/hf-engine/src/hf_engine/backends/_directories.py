@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hf_protocols.errors import BackendError
+from hf_engine.backends._agreement import together
 
 __all__ = ["write_directory"]
 
@@ -27,23 +27,15 @@ def write_directory(directory: str | Path, write: Callable[[Path], None], group:
     """
     target = Path(directory).absolute()
     filling = target.with_name(f".{target.name}.filling")
-    _together(group, lambda: _prepare(filling), first_rank_only=True)
-    _together(group, lambda: write(filling))
-    _together(group, lambda: _replace(target, filling), first_rank_only=True)
-
-
-def _together(group: dist.ProcessGroup, step: Callable[[], None], *, first_rank_only: bool = False) -> None:
-    """Runs a step and tells all ranks of the group what the operating system refused on any of them."""
-    failure: str | None = None
-    if dist.get_rank(group) == 0 or not first_rank_only:
-        try:
-            step()
-        except OSError as error:
-            failure = f"rank {dist.get_rank(group)}: {error}"
-    failures: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group=group)
-    if refused := [text for text in failures if text is not None]:
-        raise BackendError(f"could not write: {'; '.join(refused)}")
+    is_first = dist.get_rank(group) == 0
+    with together("write", group, OSError):
+        if is_first:
+            _prepare(filling)
+    with together("write", group, OSError):
+        write(filling)
+    with together("write", group, OSError):
+        if is_first:
+            _replace(target, filling)
 
 
 def _prepare(filling: Path) -> None:

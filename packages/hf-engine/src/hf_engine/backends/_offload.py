@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -17,9 +17,15 @@ class OffloadedMemory:
     Views stay the same objects: their storage has no bytes until `restore`, and must not be read before. Memory of a
     CPU is the host's already: it stays where it is and counts as 0 bytes freed, but is refused alike, so that a
     program that forgets `restore` fails on every device.
+
+    Weights that somebody else emptied, as a transition does that moves them into a generation engine, are refused too.
+
+    Args:
+        weights: the live weights on this rank: what scoring needs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._weights = weights
         self._copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         self._zeros: list[tuple[torch.Tensor, int]] = []
         self._lacks_states = False
@@ -30,18 +36,23 @@ class OffloadedMemory:
         *,
         states: Sequence[torch.Tensor] = (),
         zeros: Sequence[torch.Tensor] = (),
-        weights: Sequence[torch.Tensor] = (),
+        weights: bool = False,
     ) -> int:
         """Moves whole storages to the host; returns the bytes freed on the device.
 
         Args:
             states: what only training needs.
             zeros: each fills its storage; they are not kept, and come back as zeros.
-            weights: what scoring needs too.
+            weights: the weights too.
+
+        Raises:
+            BackendError: for weights that are inside a generation engine's.
         """
+        if weights and not self._lacks_weights:
+            self.require_weights("offload(weights=True)")
         self._lacks_states |= bool(states)
-        self._lacks_weights |= bool(weights)
-        freed = self._drop(zeros) + self._move([*states, *weights])
+        self._lacks_weights |= weights
+        freed = self._drop(zeros) + self._move([*states, *(self._weights() if weights else ())])
         if freed and torch.cuda.is_available():
             torch.cuda.empty_cache()
         return freed
@@ -58,13 +69,19 @@ class OffloadedMemory:
         self._lacks_states = self._lacks_weights = False
 
     def require_weights(self, method: str) -> None:
-        """Refuses a method that reads the weights while they are offloaded.
+        """Refuses a method that needs the weights while they are offloaded, or inside a generation engine's.
 
         Raises:
-            BackendError: naming the method and `reload`.
+            BackendError: naming the method, and `reload` or `generation`.
         """
         if self._lacks_weights:
             raise BackendError(f"{method} needs the weights, which are offloaded: call reload() first")
+        # Whoever reads a storage without bytes dies of it, without an error.
+        if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in self._weights()):
+            raise BackendError(
+                f"{method} needs the weights, which are inside those of a generation engine: leave generation() "
+                'first, or build the HybridEngine with training_weights="keep"'
+            )
 
     def require_all(self, method: str) -> None:
         """Refuses a method that needs everything while anything is offloaded.

@@ -8,6 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hf_engine.backends._base import TrainConfig
+from hf_protocols.arguments import check_number
+from hf_protocols.errors import BackendError
 
 __all__ = ["ShardedAdamW"]
 
@@ -47,6 +49,7 @@ class ShardedAdamW:
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Uses another learning rate from the next step on; warm-up still applies."""
+        check_number(BackendError, "learning_rate", learning_rate, may_be_zero=True)
         self._learning_rate = learning_rate
 
     def squared_grad_norm(self) -> float:

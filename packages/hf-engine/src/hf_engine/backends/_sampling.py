@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from hf_engine.backends._base import SamplingParams
 
-__all__ = ["draw_uniforms", "sample_tokens"]
+__all__ = ["draw_seeds", "draw_uniforms", "sample_tokens"]
 
 _CHUNK_ELEMENTS = 1 << 22
 # The multipliers of splitmix64's finaliser and its increment, as signed 64-bit numbers.
@@ -35,6 +37,20 @@ def draw_uniforms(row_ids: torch.Tensor, sampling: SamplingParams) -> torch.Tens
         state = _mix(state * _INCREMENT + counter + 1)
     uniforms = _shift_right(state, 11).double() * 2.0**-53
     return uniforms.flatten(0, 1)
+
+
+def draw_seeds(row_ids: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """A seed for every sample, of engines that draw by themselves: a pure function of (seed, step, row_id, sample).
+
+    Args:
+        row_ids: int64 [B].
+        sampling: `n` samples per row, `seed` and `step`.
+
+    Returns:
+        int64 [B * n] in [0, 2^31), the n samples of a row one after the other.
+    """
+    first = draw_uniforms(row_ids, replace(sampling, max_new_tokens=1, min_new_tokens=0))
+    return (first[:, 0] * 2.0**31).long()
 
 
 def sample_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:

@@ -9,7 +9,6 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import isfinite
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,11 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from hf_engine.backends._agreement import agree_on_micro_batches, lost_peers_are_errors, refuse_non_finite
+from hf_engine.backends._agreement import (
+    agree_on_micro_batches,
+    lost_peers_are_errors,
+    refuse_non_finite,
+    together,
+)
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._checkpoint import load_sharded, save_sharded
 from hf_engine.backends._directories import write_directory
 from hf_engine.backends._fsdp_model import check_same_shapes, find_head_name, head_only_at, read_tensor, shard_model
+from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends._optimizer import ShardedAdamW
@@ -35,6 +40,7 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.plan import plan_reshard
+from hf_protocols.arguments import check_number
 from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.topology import Topology
 
@@ -64,11 +70,12 @@ class FsdpBackend:
         )
         self._parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
         self._optimizer = ShardedAdamW(self._parameters.values(), config) if trainable else None
-        self._offloaded = OffloadedMemory()
+        self._offloaded = OffloadedMemory(lambda: self._shards().values())
         self._has_unreduced_gradients = False
         self._weight_changes = 0
 
     @classmethod
+    @lost_peers_are_errors("build")
     def build(
         cls,
         model: str | Path,
@@ -82,7 +89,8 @@ class FsdpBackend:
         """Loads the model on every rank and keeps this rank's shards; see `TrainBackend.build`.
 
         Raises:
-            BackendError: for a layout with more than data parallelism, or a model that cannot be loaded.
+            BackendError: for a layout with more than data parallelism, or on every rank for a model that any of them
+                cannot load.
         """
         sizes = topology.train
         if sizes.world_size != sizes.dp_size or sizes.ep_size != 1:
@@ -91,7 +99,7 @@ class FsdpBackend:
                 f"tp_size={sizes.tp_size}, cp_size={sizes.cp_size}, ep_size={sizes.ep_size}: set all four to 1"
             )
         dtype = torch.float32 if trainable else getattr(torch, config.dtype)
-        with torch.random.fork_rng():
+        with together("load", None, BackendError), torch.random.fork_rng():
             # Weights that the directory lacks are drawn at random, alike on every rank.
             torch.manual_seed(seed)
             loaded, _ = _load_model(model, dtype, head)
@@ -142,33 +150,22 @@ class FsdpBackend:
         """One optimizer step; see `TrainBackend.train_step`."""
         optimizer = self._require_optimizer("train_step")
         self._offloaded.require_all("train_step")
-        if not (isfinite(denominator) and denominator > 0):
-            raise BackendError(f"denominator={denominator} must be finite and above 0, such as the response tokens")
+        check_number(BackendError, "denominator", denominator)
+        check_number(BackendError, "temperature", temperature)
         sequences = SequenceBatch(batch)
-        micro_batches = self._agreed_micro_batches(sequences)
-        loss, totals = 0.0, defaultdict[str, list[float]](lambda: [0.0, 0.0])
+        micro_batches = self._agreed_micro_batches(sequences, needs_rows=True)
+        loss = StepLoss(loss_fn, sequences, self._device)
         with self._accumulating(optimizer):
             for number, micro_batch in enumerate(micro_batches, 1):
                 self._reduce_after_backward(number == len(micro_batches))
                 outputs = self._forward(micro_batch, temperature=temperature, entropy=entropy)
-                if not len(micro_batch.rows):
-                    torch.autograd.backward([output.sum() * 0.0 for output in outputs.values()])
-                    continue
-                padded = sequences.padded_columns(micro_batch)
-                columns = {name: column.to(self._device) for name, column in padded.items()}
-                size = [len(micro_batch.rows)]
-                loss_sum, metrics = loss_fn(TensorDict(outputs, batch_size=size), TensorDict(columns, batch_size=size))
-                torch.autograd.backward(loss_sum / denominator)
-                loss += float(loss_sum.detach())
-                for name, pair in metrics.items():
-                    totals[name] = [total + new for total, new in zip(totals[name], pair, strict=True)]
-        grad_norm = self._agreed_grad_norm(optimizer, loss)
+                torch.autograd.backward(loss.of(micro_batch, outputs) / denominator)
+        grad_norm = self._agreed_grad_norm(optimizer, loss.total)
         learning_rate = optimizer.next_learning_rate
         optimizer.step(grad_norm)
         optimizer.zero_grad()
         self._weight_changes += 1
-        steps = {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0)}
-        return {name: (value, count) for name, (value, count) in totals.items()} | steps
+        return loss.metrics | {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0)}
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Uses another learning rate from the next step on; warm-up still applies."""
@@ -186,9 +183,10 @@ class FsdpBackend:
     def load_hf(self, directory: str | Path) -> None:
         """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
         self._offloaded.require_all("load_hf")
-        loaded, has_head = _load_model(directory, self._dtype, self._head)
-        full = dict(loaded.named_parameters())
-        check_same_shapes(self.weight_layout().shapes, full, directory)
+        with together("load", self._group, BackendError):
+            loaded, has_head = _load_model(directory, self._dtype, self._head)
+            full = dict(loaded.named_parameters())
+            check_same_shapes(self.weight_layout().shapes, full, directory)
         if not has_head:
             del full[self._head_name]
         boxes = self.weight_layout().boxes_of(dist.get_rank())
@@ -236,15 +234,14 @@ class FsdpBackend:
 
     def offload(self, *, weights: bool = False) -> int:
         """Gives up the moments; the weights are the float32 masters. See `TrainBackend.offload`."""
-        states, live = [], []
+        states = []
         if self._optimizer is not None:
             self._optimizer.zero_grad()
             states = list(self._optimizer.moments())
         if weights:
             # Gathered weights that scoring left behind would be read in place of the reloaded ones.
             self._root.reshard()
-            live = list(self._shards().values())
-        return self._offloaded.give_up(states=states, weights=live)
+        return self._offloaded.give_up(states=states, weights=weights)
 
     def reload(self) -> None:
         """Takes back what `offload` gave up."""
@@ -268,10 +265,11 @@ class FsdpBackend:
     @lost_peers_are_errors("scoring")
     def _score(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
         self._offloaded.require_weights("scoring")
+        check_number(BackendError, "temperature", temperature)
         sequences = SequenceBatch(batch)
         parts: dict[str, list[tuple[MicroBatch, torch.Tensor]]] = defaultdict(list)
         with torch.no_grad():
-            for micro_batch in self._agreed_micro_batches(sequences):
+            for micro_batch in self._agreed_micro_batches(sequences, needs_rows=False):
                 outputs = self._forward(micro_batch, temperature=temperature, entropy=entropy)
                 for name, output in outputs.items():
                     parts[name].append((micro_batch, output))
@@ -333,8 +331,9 @@ class FsdpBackend:
             self._root.set_requires_gradient_sync(reduces)
             self._root.set_reshard_after_backward(reduces)
 
-    def _agreed_micro_batches(self, sequences: SequenceBatch) -> list[MicroBatch]:
-        return agree_on_micro_batches(sequences, self._config.micro_batch_tokens, self._group, self._device)
+    def _agreed_micro_batches(self, sequences: SequenceBatch, *, needs_rows: bool) -> list[MicroBatch]:
+        max_tokens = self._config.micro_batch_tokens
+        return agree_on_micro_batches(sequences, max_tokens, self._group, self._device, needs_rows=needs_rows)
 
     def _agreed_grad_norm(self, optimizer: ShardedAdamW, loss: float) -> float:
         """The global gradient norm; refuses the step on every rank if it or the loss is not finite on any."""

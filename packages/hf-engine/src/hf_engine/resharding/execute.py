@@ -13,6 +13,7 @@ from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.rounds import compute_rounds
 from hf_engine.resharding.steps import SEAL_BYTES, Seals, Step, build_step, locate
+from hf_protocols.arguments import check_count
 from hf_protocols.errors import ReshardError
 
 __all__ = [
@@ -37,6 +38,11 @@ Buffers = list[list[torch.Tensor]]
 
 _Parts = dict[str, list[torch.Tensor]]
 
+_REFUSED = 2**31 - 1
+"""In the place of a version: this rank refuses what it received. Versions are smaller, and go as 32 bits."""
+_UNKNOWN = -1
+"""In the place of a version: this rank was not told one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
@@ -46,8 +52,8 @@ class Transfer:
     """Bytes of weights received from other ranks: the plan's figure."""
     seal_bytes: int
     """Bytes of digests and versions that came with them."""
-    versions: Mapping[int, int]
-    """Version of the weights by sender (plan ranks)."""
+    version: int | None
+    """Version of the weights, on ranks that received nothing too; None where no rank named one."""
 
 
 class ReshardExecutor:
@@ -115,28 +121,29 @@ class ReshardExecutor:
         Args:
             source: this rank's tensors in the source layout; read only, unless a mover empties them.
             target: this rank's tensors in the target layout; written in place, cast where dtypes differ.
-            version: of the source's weights. What arrives with another one is refused; None, for a rank that only
-                receives, takes the senders' if they agree.
+            version: of the source's weights, at least 0 and below 2^31 - 1. What arrives with another one is refused;
+                None, for a rank that only receives, takes the senders' if they agree.
             mover: moves this rank's training shard into the target instead of copying it.
 
         Raises:
-            ReshardError: for tensors that do not match the layout, a transfer that fails on the way, bytes that differ
-                from what was sent, or weights of another version.
+            ReshardError: for a version that is none, tensors that do not match the layout, a transfer that fails on the
+                way, bytes that differ from what was sent, or weights of another version.
         """
+        _check_version(version)
         check_weights(self._plan.source, self._rank, source, "source")
         check_weights(self._plan.target, self._rank, target, "target")
         held, wanted = as_parts(source), as_parts(target)
         seals = Seals()
         try:
-            self._exchange(held, wanted, seals, -1 if version is None else version, mover)
+            self._exchange(held, wanted, seals, _UNKNOWN if version is None else version, mover)
         except RuntimeError as error:
             raise ReshardError(f"the transfer of weights failed on rank {self._rank}: {error}") from error
         if self._steps:
-            self._check_seals(seals, version)
+            version = self._check_seals(seals, version)
         return Transfer(
             recv_bytes=sum(step.payload_bytes for step in self._steps),
             seal_bytes=seals.count * SEAL_BYTES,
-            versions={self._members[peer]: found for peer, found in seals.versions().items()},
+            version=version,
         )
 
     def _exchange(self, held: _Parts, wanted: _Parts, seals: Seals, version: int, mover: ShardMover | None) -> None:
@@ -187,14 +194,17 @@ class ReshardExecutor:
             [[name for name in names if last.get(name, steps[-1]) == index] for index in steps],
         )
 
-    def _check_seals(self, seals: Seals, version: int | None) -> None:
-        """Refuses on every rank of the group what any of them must refuse, so that none goes on alone."""
+    def _check_seals(self, seals: Seals, version: int | None) -> int | None:
+        """Refuses on every rank of the group what any of them must refuse, so that none goes on alone.
+
+        Returns:
+            The version of all ranks.
+        """
         versions = {self._members[peer]: found for peer, found in seals.versions().items()}
-        expected = version if version is not None else next(iter(versions.values()), None)
+        expected = version if version is not None else next(iter(versions.values()), _UNKNOWN)
         damaged = [self._members[peer] for peer in seals.damaged()]
         wrong = {rank: found for rank, found in versions.items() if found != expected}
-        refused = torch.tensor(bool(damaged or wrong), dtype=torch.int32, device=self._device)
-        dist.all_reduce(refused, op=dist.ReduceOp.MAX, group=self._group)
+        lowest, highest = self._spread(_REFUSED if damaged or wrong else expected)
         if damaged:
             raise ReshardError(
                 f"rank {self._rank} received other bytes than the ranks {damaged} sent: the digests differ; "
@@ -205,8 +215,23 @@ class ReshardExecutor:
                 f"rank {self._rank} expected weights of version {expected} and received {wrong} (version by sender): "
                 "all ranks must send after the same number of changes"
             )
-        if refused:
+        if highest == _REFUSED:
             raise ReshardError(f"another rank refused what it received; rank {self._rank} received what was sent")
+        if lowest < highest:
+            raise ReshardError(
+                f"weights of versions {lowest} to {highest} were sent: "
+                "all ranks must send after the same number of changes"
+            )
+        return None if highest == _UNKNOWN else highest
+
+    def _spread(self, version: int) -> tuple[int, int]:
+        """Lowest and highest of all ranks' versions, without those that are unknown unless all are."""
+        spread = torch.tensor(
+            [-_REFUSED if version == _UNKNOWN else -version, version], dtype=torch.int32, device=self._device
+        )
+        dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=self._group)
+        lowest, highest = spread.tolist()
+        return -lowest, highest
 
     def _check_peers(self) -> None:
         reached = {
@@ -253,6 +278,13 @@ def check_weights(layout: WeightLayout, rank: int, weights: Weights, what: str) 
             problems.append(f"{name!r} has shapes {shapes}, the layout says {[box.shape for box in boxes]}")
     if problems:
         raise ReshardError(f"the {what} tensors of rank {rank} do not match the layout: {'; '.join(problems)}")
+
+
+def _check_version(version: int | None) -> None:
+    if version is not None:
+        check_count(ReshardError, "version", version, least=0)
+        if version >= _REFUSED:
+            raise ReshardError(f"version={version} must be below {_REFUSED}: count the changes of the weights")
 
 
 def as_parts(weights: Weights) -> dict[str, list[torch.Tensor]]:

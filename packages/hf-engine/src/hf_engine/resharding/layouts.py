@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import prod
 
 from hf_engine.resharding.boxes import Box
 from hf_protocols.errors import ReshardError
 
-__all__ = ["DTYPE_BYTES", "BoxNumbers", "WeightLayout", "fsdp_layout", "replicated_layout"]
+__all__ = ["DTYPE_BYTES", "BoxNumbers", "WeightLayout", "fsdp_layout", "replicated_layout", "spread_layout"]
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of the dtypes that weights may have, by torch's names."""
@@ -139,6 +140,20 @@ def replicated_layout(
     full = {name: tuple(shape) for name, shape in shapes.items()}
     whole = {name: (Box.whole(shape),) for name, shape in full.items()}
     return WeightLayout(shapes=full, boxes=dict.fromkeys(ranks, whole), dtype=dtype)
+
+
+def spread_layout(shapes: Mapping[str, Sequence[int]], ranks: Iterable[int], *, dtype: str = "float32") -> WeightLayout:
+    """Every parameter whole on one rank, about as many elements on each: for ranks that write a model together."""
+    full = {name: tuple(shape) for name, shape in shapes.items()}
+    taken = dict.fromkeys(ranks, 0)
+    owners = {}
+    for name in sorted(full, key=lambda name: -prod(full[name])):
+        owners[name] = min(taken, key=lambda rank: taken[rank])
+        taken[owners[name]] += prod(full[name])
+    boxes = {
+        rank: {name: (Box.whole(shape),) for name, shape in full.items() if owners[name] == rank} for rank in taken
+    }
+    return WeightLayout(shapes=full, boxes=boxes, dtype=dtype)
 
 
 def _chunk(shape: tuple[int, ...], index: int, num_chunks: int) -> Box:

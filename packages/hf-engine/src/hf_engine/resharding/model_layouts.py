@@ -7,7 +7,15 @@ from typing import Literal
 
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
-from hf_engine.resharding.tensor_parallel import cut_box, cut_of, expert_of, layer_of, padded_vocab_size, split_layers
+from hf_engine.resharding.tensor_parallel import (
+    cut_box,
+    cut_of,
+    expert_of,
+    fused_qkv_rows,
+    layer_of,
+    padded_vocab_size,
+    split_layers,
+)
 from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Topology
@@ -39,8 +47,9 @@ def megatron_layout(
 ) -> WeightLayout:
     """Megatron-core's layout: tensor, pipeline and expert parallel, replicated over data-parallel ranks.
 
-    A rank's query, key and value rows are one box per key-value group, because the fused projection interleaves them
-    group by group. A tied embedding is on the first and on the last stage. Context-parallel ranks are replicas.
+    A rank's query, key and value rows are one box per key-value group that it has a part of, because the fused
+    projection interleaves them group by group (`fused_qkv_rows`). A tied embedding is on the first and on the last
+    stage. Context-parallel ranks are replicas.
 
     Args:
         model: heads, experts and parameters.
@@ -54,36 +63,23 @@ def megatron_layout(
         ReshardError: for sizes that do not share out: heads, key-value heads, experts, layers.
     """
     train = topology.train
-    if model.num_kv_heads % train.tp_size:
-        raise ReshardError(
-            f"{model.name}: num_kv_heads={model.num_kv_heads} do not share out over tp_size={train.tp_size} in "
-            "training; choose a tp_size that divides them"
-        )
     experts = _split_experts(model, train.ep_size)
     stages = split_layers(model.num_layers, train.pp_size, layers_per_stage)
     rows = vocab_rows or padded_vocab_size(model.vocab_size, train.tp_size)
     shapes = model_shapes(model, head)
     tied = _HEAD not in shapes
-    last = train.pp_size - 1
     held: dict[tuple[int, int, int], _Boxes] = {}
     boxes: dict[int, _Boxes] = {}
     for rank in range(topology.world_size):
         at = topology.coordinate(rank)
         key = (at.pp, at.tp, at.ep)
         if key not in held:
-            names = [
-                name
+            present = {
+                name: shapes[name]
                 for name in _of_stage(shapes, stages, at.pp, embedding_last=tied)
                 if (expert := expert_of(name)) is None or expert in experts[at.ep]
-            ]
-            held[key] = {
-                name: (Box.whole(shapes[name]),)
-                if name == _HEAD and head == "value" and at.pp == last
-                else _by_kv_group(
-                    name, cut_box(name, shapes[name], at.tp, train.tp_size, model, rows, knob="tp_size"), model
-                )
-                for name in names
             }
+            held[key] = _cut_for_megatron(present, at.tp, train.tp_size, model, rows, head)
         boxes[rank] = held[key]
     return WeightLayout(shapes=shapes, boxes=boxes, dtype=dtype)
 
@@ -158,15 +154,30 @@ def _of_stage(
             yield name
 
 
-def _by_kv_group(name: str, boxes: tuple[Box, ...], model: ModelShape) -> tuple[Box, ...]:
-    """Cuts a rank's rows of an attention projection between key-value groups."""
-    if cut_of(name) not in ("query", "key-value"):
-        return boxes
-    (box,) = boxes
-    group = model.head_dim * (model.num_heads // model.num_kv_heads if cut_of(name) == "query" else 1)
-    return tuple(
-        Box((start, *box.offset[1:]), (group, *box.shape[1:])) for start in range(box.offset[0], box.stop[0], group)
-    )
+def _cut_for_megatron(
+    shapes: Mapping[str, tuple[int, ...]],
+    index: int,
+    size: int,
+    model: ModelShape,
+    vocab_rows: int,
+    head: Literal["lm", "value"],
+) -> _Boxes:
+    """One tensor-parallel rank's boxes; names of which it holds no rows are left out."""
+    fused: dict[str, list[range]] = {"q_proj": [], "k_proj": [], "v_proj": []}
+    for projection, rows in fused_qkv_rows(model, index, size):
+        fused[projection].append(rows)
+    held: dict[str, tuple[Box, ...]] = {}
+    for name, shape in shapes.items():
+        if cut_of(name) in ("query", "key-value"):
+            parts = fused[name.split(".")[-2]]
+            boxes = tuple(Box((r.start, *(0,) * (len(shape) - 1)), (len(r), *shape[1:])) for r in parts)
+        elif name == _HEAD and head == "value":
+            boxes = (Box.whole(shape),)
+        else:
+            boxes = cut_box(name, shape, index, size, model, vocab_rows, knob="tp_size")
+        if boxes:
+            held[name] = boxes
+    return held
 
 
 def _split_experts(model: ModelShape, ep_size: int) -> list[range]:

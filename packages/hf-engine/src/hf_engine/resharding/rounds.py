@@ -39,7 +39,7 @@ class GatherRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerRound:
-    """One batch of point-to-point transfers: between two ranks at most one, with all their messages in order."""
+    """One batch of point-to-point transfers: from one rank to the same others at most one, their messages in order."""
 
     messages: tuple[Message, ...]
 
@@ -98,8 +98,7 @@ class _Batches:
             for rank, box in zip(self._members, item.boxes, strict=True):
                 self._open_numel[rank] += box.numel
         else:
-            # The sender packs one copy per receiver, so all of them count against its buffer.
-            for box in split_box(item.box, max(1, self._bucket_numel // len(item.destinations))):
+            for box in split_box(item.box, self._bucket_numel):
                 self._add_message(_with_box(item, box))
             self._open_numel[item.source] += item.box.numel
         if self._messages and max(self._open_numel.values()) >= self._bucket_numel:
@@ -118,12 +117,13 @@ class _Batches:
         self._filled += slot.boxes[0].numel
 
     def _add_message(self, message: Message) -> None:
-        outgoing = message.box.numel * len(message.destinations)
+        # The sender packs one copy, whoever receives it.
+        outgoing = self._sent[message.source] + message.box.numel
         incoming = max(self._received[rank] for rank in message.destinations) + message.box.numel
-        if self._sent[message.source] + outgoing > self._bucket_numel or incoming > self._bucket_numel:
+        if max(outgoing, incoming) > self._bucket_numel:
             self._close_exchange()
         self._messages.append(message)
-        self._sent[message.source] += outgoing
+        self._sent[message.source] = outgoing
         for rank in message.destinations:
             self._received[rank] += message.box.numel
 

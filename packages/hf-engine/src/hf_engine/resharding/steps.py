@@ -1,12 +1,14 @@
 """The rounds of a plan as one rank runs them: which regions are packed where, and the collective in between.
 
-Every message ends in a seal of 16 bytes: the digest of its bytes and the version of the weights.
+Every message ends in a seal of 16 bytes: the digest of its bytes, of what they are a copy of and of the version of the
+weights; and that version.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
@@ -56,14 +58,21 @@ def gathers_by_messages(incoming: torch.Tensor) -> bool:
 class _Span(NamedTuple):
     """One message in a flat buffer: `stop - start` bytes, then the seal at `seal`."""
 
-    peer: int
+    peers: tuple[int, ...]
+    """Positions in the group: of all receivers of what goes out, of the one sender of what comes in."""
     start: int
     stop: int
     seal: int
+    identity: int
+    """Says which boxes of which parameters these bytes are; equal on both sides, never 0."""
 
     @property
     def end(self) -> int:
         return self.seal + SEAL_BYTES
+
+    def digest(self, buffer: torch.Tensor, version: torch.Tensor | int) -> torch.Tensor:
+        """Digest of the message in `buffer`: the same bytes at another place, or of another version, have another."""
+        return digest_words(buffer[self.start : self.stop]) + self.identity + 31 * version
 
 
 class _Piece(NamedTuple):
@@ -83,10 +92,15 @@ class Seals:
         self._peers: list[int] = []
 
     def add(self, incoming: torch.Tensor, span: _Span) -> None:
-        """Notes the seal of a message and the digest of the bytes that came with it."""
-        self._sealed.append(incoming[span.seal : span.end].view(torch.int64).clone())
-        self._found.append(digest_words(incoming[span.start : span.stop]))
-        self._peers.append(span.peer)
+        """Notes the seal of a message and the digest of the bytes that came with it, and breaks the seal.
+
+        Buffers are used again: should the next message not arrive, this one must not pass for it.
+        """
+        seal = incoming[span.seal : span.end].view(torch.int64)
+        self._sealed.append(seal.clone())
+        self._found.append(span.digest(incoming, self._sealed[-1][1]))
+        self._peers.append(span.peers[0])
+        seal.zero_()
 
     @property
     def count(self) -> int:
@@ -111,7 +125,7 @@ class Step:
     """One round on one rank: pack, communicate, unpack.
 
     Args:
-        outgoing: one span per message sent; one for all members in an all-gather.
+        outgoing: one span for all receivers of the same pieces; one for all members in an all-gather.
         incoming: one span per message received.
         packed: regions of this rank's source tensors.
         unpacked: regions of this rank's target tensors.
@@ -154,7 +168,7 @@ class Step:
             outgoing[start:stop].view(dtype).view(view.shape).copy_(view)
         for span in self._outgoing:
             seal = outgoing[span.seal : span.end].view(torch.int64)
-            seal[0] = digest_words(outgoing[span.start : span.stop])
+            seal[0] = span.digest(outgoing, version)
             seal[1] = version
 
     def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
@@ -164,14 +178,12 @@ class Step:
                 incoming[: self.recv_bytes], outgoing[: self.send_bytes], group=group, async_op=True
             )
             return [work]
-        sent = [(outgoing[span.start : span.end], span.peer) for span in self._outgoing]
-        if self._is_gather:
-            ((share, _),) = sent
-            sent = [(share, span.peer) for span in self._incoming]
-        operations = [dist.P2POp(dist.isend, part, group=group, group_peer=peer) for part, peer in sent]
-        operations += [
-            dist.P2POp(dist.irecv, incoming[span.start : span.end], group=group, group_peer=span.peer)
-            for span in self._incoming
+        ways = ((dist.isend, outgoing, self._outgoing), (dist.irecv, incoming, self._incoming))
+        operations = [
+            dist.P2POp(way, buffer[span.start : span.end], group=group, group_peer=peer)
+            for way, buffer, spans in ways
+            for span in spans
+            for peer in span.peers
         ]
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
@@ -187,19 +199,23 @@ class Step:
 def build_step(
     round_: GatherRound | PeerRound, members: Sequence[int], rank: int, held: _Boxes, wanted: _Boxes, item_bytes: int
 ) -> Step:
-    """Lays one round out in this rank's buffers."""
+    """Lays one round out in this rank's buffers: what several ranks receive alike is packed, and sealed, once."""
     if isinstance(round_, GatherRound):
         return _gather_step(round_, members, rank, held, wanted, item_bytes)
-    outgoing: dict[int, list[Message]] = defaultdict(list)
-    incoming: dict[int, list[Message]] = defaultdict(list)
+    # Between two ranks spans go in the order of the plan's messages, which both know.
+    outgoing: dict[tuple[int, ...], list[Message]] = defaultdict(list)
+    incoming: dict[tuple[int, tuple[int, ...]], list[Message]] = defaultdict(list)
     for message in round_.messages:
         if message.source == rank:
-            for destination in message.destinations:
-                outgoing[members.index(destination)].append(message)
+            outgoing[message.destinations].append(message)
         elif rank in message.destinations:
-            incoming[members.index(message.source)].append(message)
-    packed, sent = _lay_out(outgoing, held, item_bytes)
-    unpacked, received = _lay_out(incoming, wanted, item_bytes)
+            incoming[message.source, message.destinations].append(message)
+    packed, sent = _lay_out(
+        [(tuple(map(members.index, to)), messages) for to, messages in outgoing.items()], held, item_bytes
+    )
+    unpacked, received = _lay_out(
+        [((members.index(source),), messages) for (source, _), messages in incoming.items()], wanted, item_bytes
+    )
     return Step(outgoing=sent, incoming=received, packed=packed, unpacked=unpacked, is_gather=False)
 
 
@@ -208,7 +224,9 @@ def _gather_step(
 ) -> Step:
     """Shares lie one after the other in the incoming buffer, in member order."""
     own = members.index(rank)
-    share = _span(own, 0, round_.share_numel * item_bytes)
+    others = tuple(peer for peer in range(len(members)) if peer != own)
+    contents = [[(slot.names[i], slot.boxes[i]) for slot in round_.slots] for i in range(len(members))]
+    share = _span(others, 0, round_.share_numel * item_bytes, contents[own])
     packed, unpacked = [], []
     position = 0
     for slot in round_.slots:
@@ -219,7 +237,7 @@ def _gather_step(
                 base = index * share.end
                 unpacked.append(_Piece(base + position, base + stop, locate(wanted, name, box)))
         position = stop
-    incoming = [_span(i, i * share.end, share.stop) for i in range(len(members)) if i != own]
+    incoming = [_span((peer,), peer * share.end, share.stop, contents[peer]) for peer in others]
     return Step(
         outgoing=[share],
         incoming=incoming,
@@ -231,23 +249,29 @@ def _gather_step(
 
 
 def _lay_out(
-    by_peer: Mapping[int, Sequence[Message]], boxes: _Boxes, item_bytes: int
+    by_peers: Iterable[tuple[tuple[int, ...], Sequence[Message]]], boxes: _Boxes, item_bytes: int
 ) -> tuple[list[_Piece], list[_Span]]:
-    """Places every peer's pieces in one flat buffer, each peer's followed by the seal."""
+    """Places the pieces for, or from, the same peers behind each other in one flat buffer, followed by a seal."""
     pieces: list[_Piece] = []
     spans: list[_Span] = []
     position = 0
-    for peer in sorted(by_peer):
+    for peers, messages in by_peers:
         first = position
-        for message in by_peer[peer]:
+        for message in messages:
             stop = position + message.box.numel * item_bytes
             pieces.append(_Piece(position, stop, locate(boxes, message.name, message.box)))
             position = stop
-        spans.append(_span(peer, first, position - first))
+        spans.append(_span(peers, first, position - first, [(m.name, m.box) for m in messages]))
         position = spans[-1].end
     return pieces, spans
 
 
-def _span(peer: int, start: int, num_bytes: int) -> _Span:
+def _span(peers: tuple[int, ...], start: int, num_bytes: int, content: Iterable[tuple[str, Box]]) -> _Span:
     """Payloads start, and seals lie, at multiples of eight bytes."""
-    return _Span(peer, start, start + num_bytes, start + -(-num_bytes // 8) * 8)
+    return _Span(peers, start, start + num_bytes, start + -(-num_bytes // 8) * 8, _identify(content))
+
+
+def _identify(content: Iterable[tuple[str, Box]]) -> int:
+    """Number of 64 bits for the pieces of a message, the same in every process; odd, so never 0."""
+    text = repr([(name, tuple(box.offset), tuple(box.shape)) for name, box in content])
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True) | 1

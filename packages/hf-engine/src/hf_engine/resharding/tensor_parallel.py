@@ -2,6 +2,7 @@
 
 Column-parallel parameters are cut along dimension 0, row-parallel ones along dimension 1, embeddings by rows of the
 padded vocabulary; attention is cut between key-value groups: a group is one key-value head with its query heads.
+Where ranks are more than groups the two sides differ: engines replicate key-value heads, megatron-core cuts groups.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from hf_engine.resharding.boxes import Box
 from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 
-__all__ = ["VOCAB_PADDING", "Cut", "cut_box", "cut_of", "expert_of", "layer_of", "padded_vocab_size", "split_layers"]
+__all__ = [
+    "VOCAB_PADDING",
+    "Cut",
+    "cut_box",
+    "cut_of",
+    "expert_of",
+    "fused_qkv_rows",
+    "layer_of",
+    "padded_vocab_size",
+    "split_layers",
+]
 
 Cut = Literal["query", "key-value", "columns", "rows", "vocabulary", "replicated"]
 """Which dimension tensor parallelism cuts, and in which units."""
@@ -95,6 +106,43 @@ def split_layers(
         )
     starts = [sum(layers_per_stage[:stage]) for stage in range(num_stages)]
     return [range(start, start + count) for start, count in zip(starts, layers_per_stage, strict=True)]
+
+
+def fused_qkv_rows(model: ModelShape, index: int, size: int) -> list[tuple[str, range]]:
+    """What tensor-parallel rank `index` of `size` holds of megatron-core's fused query, key and value projection.
+
+    The fused rows `[q ... q, k, v]` of all key-value groups are cut into equal intervals: a rank holds whole groups,
+    or a part of one where there are more ranks than groups.
+
+    Returns:
+        In the order of the fused rows: `q_proj`, `k_proj` or `v_proj`, and which rows of it.
+
+    Raises:
+        ReshardError: for heads that do not share out.
+    """
+    _check_groups(model, size)
+    widths = {"q_proj": model.num_heads // model.num_kv_heads * model.head_dim}
+    widths |= {"k_proj": model.head_dim, "v_proj": model.head_dim}
+    group_rows = sum(widths.values())
+    start, stop = (group_rows * model.num_kv_heads * end // size for end in (index, index + 1))
+    held = []
+    for group in range(start // group_rows, -(-stop // group_rows)):
+        first = group * group_rows
+        for name, width in widths.items():
+            low, high, shift = max(start, first), min(stop, first + width), group * width - first
+            if low < high:
+                held.append((name, range(low + shift, high + shift)))
+            first += width
+    return held
+
+
+def _check_groups(model: ModelShape, size: int) -> None:
+    groups, rows = model.num_kv_heads, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    if groups % size and (size % groups or model.num_heads % size or rows % size):
+        raise ReshardError(
+            f"{model.name}: num_kv_heads={groups} do not share out over {_over('tp_size', size)}, or a multiple of "
+            f"them that divides num_heads={model.num_heads} and the {rows} rows of queries, keys and values"
+        )
 
 
 def cut_box(

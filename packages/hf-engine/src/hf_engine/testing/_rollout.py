@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._abilities import FormsReplicas, SupportsShardLoading, SupportsWeightBuffers
+from hf_engine.backends._abilities import DrawsItself, FormsReplicas, SupportsShardLoading, SupportsWeightBuffers
 from hf_engine.backends._base import (
     RolloutBackend,
     SamplingParams,
@@ -41,10 +41,10 @@ def check_rollout_backend(
     The laws: greedy tokens are those of `reference`, with ragged prompts, before and after the weights change several
     times; reported log-probs are those of the full distribution at the temperature, whatever truncates the draw;
     equal seeds give equal samples, row by row, however rows are spread; another seed, step or sample index gives
-    others; stop tokens and strings end a response and are kept; minimum and maximum lengths hold; too long a
-    prompt is refused;
-    memory that was released is taken again; weights that are missing, unknown or mis-shaped are refused; the engine's
-    replicas are the topology's; the global random generator is left alone.
+    others; stop tokens and strings end a response and are kept; minimum and maximum lengths hold; too long a prompt is
+    refused, and so is what a `DrawsItself` says that it cannot draw; memory that was released is taken again; weights
+    that are missing, unknown or mis-shaped are refused; the engine's replicas are the topology's; the global random
+    generator is left alone.
 
     Args:
         build: builds the backend with the reference's weights, of a model by `write_tiny_model`, or with its
@@ -71,6 +71,7 @@ def check_rollout_backend(
         assert found == expected, f"rank {dist.get_rank()} generates with {found}, the topology says {expected}"
     for temperature, top_k, top_p in ((1.0, 0, 1.0), (0.6, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.7)):
         laws.check_sampling(SamplingParams(max_new_tokens=5, temperature=temperature, top_k=top_k, top_p=top_p, n=3))
+    laws.check_sampling(SamplingParams(max_new_tokens=5, temperature=0.6, greedy=True))
     laws.check_seeds()
     laws.check_lengths()
     laws.check_stop_strings()
@@ -99,6 +100,8 @@ class _Laws:
             self._check_logprobs(batch, sampling, when)
 
     def check_sampling(self, sampling: SamplingParams) -> None:
+        if self._is_refused(sampling):
+            return
         batch = self._backend.generate(self._prompts, sampling)
         self._check_columns(batch, sampling)
         self._check_logprobs(batch, sampling, "of samples")
@@ -121,8 +124,11 @@ class _Laws:
         sampling = SamplingParams(
             max_new_tokens=5, min_new_tokens=3, stop_token_ids=every_token[: len(every_token) // 2]
         )
+        if self._is_refused(sampling):
+            return
         batch = self._backend.generate(self._prompts, sampling)
         self._check_columns(batch, sampling)
+        self._check_logprobs(batch, sampling, "under a minimum length")
         lengths = [len(row) for row in rows_of(batch["response_ids"])]
         assert min(lengths) >= sampling.min_new_tokens, f"responses of {lengths} tokens with {sampling}"
 
@@ -202,9 +208,16 @@ class _Laws:
             return
         raise AssertionError(f"{what} was not refused")
 
-    def _check_refused(self, otherwise: str) -> None:
+    def _is_refused(self, sampling: SamplingParams) -> bool:
+        """Whether the backend says that its engine cannot draw so; then it must not."""
+        if not isinstance(self._backend, DrawsItself) or self._backend.find_unsupported(sampling) is None:
+            return False
+        self._check_refused(f"{sampling} was drawn, which the backend says that it cannot", sampling)
+        return True
+
+    def _check_refused(self, otherwise: str, sampling: SamplingParams | None = None) -> None:
         try:
-            self._generate(self._prompts, SamplingParams(max_new_tokens=1))
+            self._generate(self._prompts, sampling or SamplingParams(max_new_tokens=1))
         except BackendError:
             return
         raise AssertionError(otherwise)

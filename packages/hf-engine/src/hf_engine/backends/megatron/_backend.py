@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,10 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from hf_engine.backends._agreement import agree_on_micro_batches, lost_peers_are_errors, refuse_non_finite
+from hf_engine.backends._agreement import agree_on_micro_batches, lost_peers_are_errors, refuse_non_finite, together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._directories import write_directory
+from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends.megatron._checkpoint import load_sharded, write_shard
 from hf_engine.backends.megatron._config import ModelConfig
@@ -26,6 +25,7 @@ from hf_engine.backends.megatron._schedule import run_backward, run_forward
 from hf_engine.backends.megatron._stage import Stage
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout
+from hf_protocols.arguments import check_number
 from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.topology import Topology
 
@@ -61,6 +61,7 @@ class MegatronBackend:
         self._weight_changes = 0
 
     @classmethod
+    @lost_peers_are_errors("build")
     def build(
         cls,
         model: str | Path,
@@ -77,7 +78,8 @@ class MegatronBackend:
         """
         if config.compile:
             raise BackendError("backend 'megatron' does not use torch.compile: set compile=False")
-        described = ModelConfig.read(model)
+        with together("load", None, BackendError):
+            described = ModelConfig.read(model)
         groups = ParallelGroups(topology, seed=seed)
         try:
             backend = cls(described, Path(model), groups=groups, config=config, head=head, trainable=trainable)
@@ -129,35 +131,25 @@ class MegatronBackend:
         """One optimizer step; see `TrainBackend.train_step`. `loss_fn` runs on the last pipeline stage."""
         optimizer = self._require_optimizer("train_step")
         self._stage.offloaded.require_all("train_step")
-        if not (isfinite(denominator) and denominator > 0):
-            raise BackendError(f"denominator={denominator} must be finite and above 0, such as the response tokens")
+        check_number(BackendError, "denominator", denominator)
+        check_number(BackendError, "temperature", temperature)
         sequences = SequenceBatch(batch)
-        loss, totals = 0.0, defaultdict[str, list[float]](lambda: [0.0, 0.0])
+        loss = StepLoss(loss_fn, sequences, self._device)
 
         def compute_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-            nonlocal loss
             outputs = self._stage.decoder.outputs(hidden, micro_batch, temperature=temperature, entropy=entropy)
-            if not len(micro_batch.rows):
-                return torch.stack([output.sum() * 0.0 for output in outputs.values()]).sum()
-            columns = {name: column.to(self._device) for name, column in sequences.padded_columns(micro_batch).items()}
-            size = [len(micro_batch.rows)]
-            loss_sum, metrics = loss_fn(TensorDict(outputs, batch_size=size), TensorDict(columns, batch_size=size))
-            loss += float(loss_sum.detach())
-            for name, pair in metrics.items():
-                totals[name] = [total + new for total, new in zip(totals[name], pair, strict=True)]
-            return loss_sum / denominator
+            return loss.of(micro_batch, outputs) / denominator
 
         self._stage.module.zero_grad_buffer()
-        micro_batches = self._agreed_micro_batches(sequences)
+        micro_batches = self._agreed_micro_batches(sequences, needs_rows=True)
         run_backward(self._stage.module, micro_batches, compute_loss, window=self._window, device=self._device)
-        loss, sums = self._from_last_stage((loss, dict(totals)))
-        grad_norm = self._agreed_grad_norm(optimizer, loss)
+        total, metrics = self._from_last_stage((loss.total, loss.metrics))
+        grad_norm = self._agreed_grad_norm(optimizer, total)
         learning_rate = optimizer.next_learning_rate
         optimizer.step(grad_norm)
         optimizer.zero_grad()
         self._weight_changes += 1
-        steps = {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0)}
-        return {name: (value, count) for name, (value, count) in sums.items()} | steps
+        return dict(metrics) | {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0)}
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Uses another learning rate from the next step on; warm-up still applies."""
@@ -216,13 +208,14 @@ class MegatronBackend:
     @lost_peers_are_errors("scoring")
     def _score(self, batch: TensorDict, names: Sequence[str], temperature: float, entropy: bool) -> TensorDict:
         self._stage.offloaded.require_weights("scoring")
+        check_number(BackendError, "temperature", temperature)
         sequences = SequenceBatch(batch)
 
         def compute(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, dict[str, torch.Tensor]]:
             outputs = self._stage.decoder.outputs(hidden, micro_batch, temperature=temperature, entropy=entropy)
             return micro_batch, outputs
 
-        micro_batches = self._agreed_micro_batches(sequences)
+        micro_batches = self._agreed_micro_batches(sequences, needs_rows=False)
         results = run_forward(self._stage.decoder, micro_batches, compute, window=self._window, device=self._device)
         columns = {}
         for name in names:
@@ -246,8 +239,9 @@ class MegatronBackend:
         dist.broadcast_object_list(box, src=self._groups.last_stage_rank, group=self._groups.pp, device=self._device)
         return box[0]
 
-    def _agreed_micro_batches(self, sequences: SequenceBatch) -> list[MicroBatch]:
-        return agree_on_micro_batches(sequences, self._config.micro_batch_tokens, self._groups.dp, self._device)
+    def _agreed_micro_batches(self, sequences: SequenceBatch, *, needs_rows: bool) -> list[MicroBatch]:
+        max_tokens = self._config.micro_batch_tokens
+        return agree_on_micro_batches(sequences, max_tokens, self._groups.dp, self._device, needs_rows=needs_rows)
 
     def _agreed_grad_norm(self, optimizer: DistributedAdamW, loss: float) -> float:
         """The global gradient norm; refuses the step on every rank if it or the loss is not finite on any."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from hf_engine.backends._agreement import together
 from hf_engine.backends.megatron._names import Piece
 from hf_engine.backends.megatron._optimizer import DistributedAdamW
 from hf_engine.backends.megatron._stage import Stage
@@ -61,14 +62,23 @@ def write_shard(path: Path, stage: Stage) -> None:
 
 @torch.no_grad()
 def load_sharded(directory: str | Path, stage: Stage) -> None:
-    """Reads what `write_shard` wrote under any layout: weights, and moments where the stage is trained.
+    """Reads what `write_shard` wrote under any layout: weights, and moments where the stage is trained. Collective.
 
     Raises:
-        BackendError: if the directory holds no checkpoint, or one that does not fit; nothing is changed then.
+        BackendError: on every rank, if the directory holds no checkpoint or one that does not fit (nothing is changed
+            then), or files fail on the way.
     """
-    stored = _Stored(Path(directory))
+    with together("load", None, BackendError):
+        stored = _Stored(Path(directory))
+        stored.check(stage, _kinds(stage.optimizer))
+    with together("load", None, OSError, SafetensorError):
+        _read(stored, stage)
+    if stage.optimizer is not None:
+        stage.optimizer.continue_from(stored.steps)
+
+
+def _read(stored: _Stored, stage: Stage) -> None:
     optimizer = stage.optimizer
-    stored.check(stage, _kinds(optimizer))
     for parameter, live in stage.parameters.items():
         for kind in _kinds(optimizer):
             whole = torch.zeros_like(live, dtype=torch.float32 if optimizer is not None else live.dtype)
@@ -79,8 +89,6 @@ def load_sharded(directory: str | Path, stage: Stage) -> None:
             elif optimizer is not None:
                 shard = optimizer.shard(live)
                 shard.tensors[kind].copy_(whole.view(-1)[shard.start : shard.stop])
-    if optimizer is not None:
-        optimizer.continue_from(stored.steps)
 
 
 class _Stored:

@@ -13,8 +13,8 @@ import torch
 
 from hf_engine.backends._base import TrainConfig
 from hf_engine.backends.megatron._core import TransformerConfig, quiet
-from hf_engine.resharding.tensor_parallel import split_layers
-from hf_protocols.errors import BackendError, ConfigError
+from hf_engine.resharding.tensor_parallel import fused_qkv_rows, split_layers
+from hf_protocols.errors import BackendError, ConfigError, ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec
 
@@ -157,8 +157,11 @@ def _moe_options(model: ModelConfig, train: ParallelSpec) -> dict[str, Any]:
 def _check_divisible(shape: ModelShape, train: ParallelSpec) -> None:
     if train.ep_size > 1 and not shape.num_experts:
         raise BackendError(f"ep_size={train.ep_size} spreads experts over ranks, and {shape.name} has none: ep_size=1")
+    try:
+        fused_qkv_rows(shape, 0, train.tp_size)
+    except ReshardError as error:
+        raise BackendError(str(error)) from error
     sizes = (
-        ("num_key_value_heads", shape.num_kv_heads, "tp_size", train.tp_size),
         ("intermediate_size", shape.intermediate_size, "tp_size", train.tp_size),
         ("num_experts", shape.num_experts, "ep_size", train.ep_size),
     )

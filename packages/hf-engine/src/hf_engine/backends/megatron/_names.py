@@ -1,7 +1,7 @@
 """megatron-core's fused, cut parameters as views under Hugging Face names.
 
-A tensor-parallel rank's QKV rows are `[q ... q, k, v]` for each of its KV groups, and its first MLP rows are
-`[gate, up]`; the rows of a padded vocabulary beyond the real one belong to no name.
+A tensor-parallel rank's QKV rows are `[q ... q, k, v]` for each of its KV groups or a part of one, its first MLP rows
+are `[gate, up]`; the rows of a padded vocabulary beyond the real one belong to no name.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_engine.resharding.boxes import Box
+from hf_engine.resharding.tensor_parallel import fused_qkv_rows
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Coordinate, ParallelSpec
 
@@ -93,15 +94,10 @@ class ParameterNames:
             yield _rows(f"{prefix}{name}.weight", self.at.tp * part.shape[0], part)
 
     def _qkv(self, prefix: str, kind: str, tensor: torch.Tensor) -> Iterator[Piece]:
-        head_dim = self.shape.head_dim
-        heads = self.shape.num_heads // self.shape.num_kv_heads
-        groups = self.shape.num_kv_heads // self.train.tp_size
-        widths = (("q_proj", heads * head_dim), ("k_proj", head_dim), ("v_proj", head_dim))
-        for local, rows in enumerate(tensor.chunk(groups)):
-            group = self.at.tp * groups + local
-            parts = torch.split(rows, [width for _, width in widths])
-            for (name, width), part in zip(widths, parts, strict=True):
-                yield _rows(f"{prefix}{name}.{kind}", group * width, part)
+        held = fused_qkv_rows(self.shape, self.at.tp, self.train.tp_size)
+        parts = torch.split(tensor, [len(rows) for _, rows in held])
+        for (projection, rows), part in zip(held, parts, strict=True):
+            yield _rows(f"{prefix}{projection}.{kind}", rows.start, part)
 
     def _vocabulary(self, name: str, tensor: torch.Tensor) -> Piece:
         start = min(self.at.tp * tensor.shape[0], self.shape.vocab_size)

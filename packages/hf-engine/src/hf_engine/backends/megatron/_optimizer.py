@@ -10,6 +10,8 @@ import torch
 
 from hf_engine.backends._base import TrainConfig
 from hf_engine.backends.megatron._core import OptimizerConfig, get_megatron_optimizer, quiet
+from hf_protocols.arguments import check_number
+from hf_protocols.errors import BackendError
 
 __all__ = ["DistributedAdamW", "Shard"]
 
@@ -69,6 +71,7 @@ class DistributedAdamW:
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Uses another learning rate from the next step on; warm-up still applies."""
+        check_number(BackendError, "learning_rate", learning_rate, may_be_zero=True)
         self._learning_rate = learning_rate
 
     def take_gradients(self) -> float:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
+from hf_engine.backends._agreement import together
 from hf_engine.backends._base import Head, TrainConfig
 from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends.megatron._config import ModelConfig, build_transformer_config
@@ -69,7 +71,7 @@ class Stage:
         self.module: Any = self.decoder
         """What the schedules run: the decoder, wrapped where it is trained."""
         self.optimizer: DistributedAdamW | None = None
-        self.offloaded = OffloadedMemory()
+        self.offloaded = OffloadedMemory(lambda: self.parameters.values())
         self.decoder.requires_grad_(trainable)
         if trainable:
             transformer.finalize_model_grads_func = _sum_gradients
@@ -101,13 +103,12 @@ class Stage:
 
     def offload(self, *, weights: bool) -> int:
         """Gives up gradients, moments and masters, and the weights if asked; the bytes freed on the device."""
-        live = list(self.parameters.values())
-        storages = {parameter.untyped_storage()._cdata for parameter in live}
+        storages = {parameter.untyped_storage()._cdata for parameter in self.parameters.values()}
         gradients, states = [], []
         if self.optimizer is not None:
             gradients = [b.grad_data for b in (*self.module.buffers, *self.module.expert_parallel_buffers)]
             states = [t for t in self.optimizer.state_tensors() if t.untyped_storage()._cdata not in storages]
-        return self.offloaded.give_up(states=states, zeros=gradients, weights=live if weights else ())
+        return self.offloaded.give_up(states=states, zeros=gradients, weights=weights)
 
     def stored_name(self, name: str) -> str:
         """What a parameter is called in a Hugging Face directory."""
@@ -115,11 +116,27 @@ class Stage:
 
     @torch.no_grad()
     def load_hf(self, directory: str | Path) -> None:
-        """Reads this rank's boxes; the optimizer starts anew.
+        """Reads this rank's boxes; the optimizer starts anew. Collective over all ranks.
 
         Raises:
-            BackendError: for a directory that is missing or holds another model; the weights are as they were.
+            BackendError: on every rank, for a directory that is missing or holds another model (the weights are as
+                they were), or files that fail on the way.
         """
+        with together("load", None, BackendError):
+            files, wanted = self._open_hf(directory)
+
+        def read(name: str, box: Box) -> torch.Tensor | None:
+            stored = self.stored_name(name)
+            return files.read(stored, box) if stored in wanted else None
+
+        with together("load", None, OSError, SafetensorError):
+            for parameter, live in self.parameters.items():
+                self.assign(live, self._assembled(parameter, live, read))
+        if self.optimizer is not None:
+            self.optimizer.restart()
+
+    def _open_hf(self, directory: str | Path) -> tuple[HuggingFaceFiles, Mapping[str, tuple[int, ...]]]:
+        """The files of a directory of this model, and what to read from them."""
         other = ModelConfig.read(directory).shape
         files = HuggingFaceFiles(directory)
         wanted = {self.stored_name(name): shape for name, shape in self.layout.shapes.items()}
@@ -131,15 +148,7 @@ class Stage:
                 f"tie_word_embeddings is {self._model.shape.tie_embeddings} here and {other.tie_embeddings} there"
             )
         files.check_shapes(wanted)
-
-        def read(name: str, box: Box) -> torch.Tensor | None:
-            stored = self.stored_name(name)
-            return files.read(stored, box) if stored in wanted else None
-
-        for parameter, live in self.parameters.items():
-            self.assign(live, self._assembled(parameter, live, read))
-        if self.optimizer is not None:
-            self.optimizer.restart()
+        return files, wanted
 
     def assign(self, live: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Sets a parameter, and this rank's part of its master, from a tensor of its shape."""

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._memory import choose_cache_bytes
+from hf_engine.backends._replica import Replica
 from hf_engine.backends.sglang._library import build_environment, check_version
 from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_options
 from hf_engine.backends.sglang._process import EngineProcess
-from hf_engine.backends.sglang._replica import Replica
 from hf_engine.backends.sglang._staging import Staging
 from hf_engine.process_groups import build_groups, local_device
 from hf_engine.resharding.execute import check_weights

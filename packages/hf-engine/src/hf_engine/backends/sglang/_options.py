@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hf_engine.backends._model_directory import find_model
 from hf_engine.backends.sglang._plugins import LOADER, SAMPLER
 from hf_protocols.errors import BackendError, ConfigError
 from hf_protocols.models import ModelShape
@@ -43,7 +44,7 @@ class EngineModel:
 
     def __init__(self, model: str | Path) -> None:
         self.name = str(model)
-        self.directory = _find(model)
+        self.directory = find_model(model)
         try:
             self.shape = ModelShape.from_config(self.directory)
         except ConfigError as error:
@@ -99,16 +100,3 @@ def build_options(
         **(_GPU if torch.cuda.is_available() else _CPU),
         **more,
     }
-
-
-def _find(model: str | Path) -> Path:
-    directory = Path(model)
-    if directory.is_dir():
-        return directory
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors"]))
-    except (OSError, HFValidationError) as error:
-        raise BackendError(f"there is no model in {str(model)!r}: {error}") from error

@@ -1,4 +1,7 @@
-"""What SGLang finds by its entry points when it starts in a process of ours; in anybody else's both do nothing."""
+"""What SGLang finds by its entry points when it starts.
+
+In the processes of our engines that is our sampler; in anybody else's it is what the CPU platform needs, if chosen.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def activate_platform() -> str | None:
 
 
 def register() -> None:
-    """Puts our sampler in its place, and on a CPU keeps heads as they are on a GPU."""
+    """Puts our sampler in its place; on a CPU keeps heads as they are on a GPU, and gives other servers seeds."""
     if OURS in os.environ:
         from sglang.srt.layers.sampler import register_sampler_backend
 
@@ -43,3 +46,9 @@ def register() -> None:
                 lambda config, *_: config,
                 HookType.REPLACE,
             )
+    elif os.environ.get("SGLANG_PLATFORM") == PLATFORM:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        from hf_engine.backends.sglang._cpu_seeds import register_seeds
+
+        register_seeds(HookRegistry, HookType.REPLACE)

@@ -1,4 +1,4 @@
-"""The ranks that feed one engine: the first runs it, all see the same results and the same errors."""
+"""Ranks that feed an engine together: all see the same results and the same errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Replica:
-    """One generation replica, seen from one of its ranks.
+    """The ranks that feed one engine, or some, seen from one of them.
 
     Args:
         ranks: in tensor-parallel order.
@@ -48,6 +48,16 @@ class Replica:
             raise value
         result: T = value
         return result
+
+    def on_all(self, action: Callable[[], T]) -> T:
+        """Runs the action on every rank; one rank's `BackendError` is raised on all, so that none waits in vain."""
+        problem, results = None, []
+        try:
+            results = [action()]
+        except BackendError as error:
+            problem = error
+        self.agree(problem)
+        return results[0]
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in tensor-parallel order, on every rank."""

@@ -1,0 +1,45 @@
+"""Where a model lies, and what its files say to an engine that another process runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_protocols.errors import BackendError
+
+__all__ = ["find_model", "read_end_of_sequence_ids"]
+
+
+def find_model(model: str | Path) -> Path:
+    """The directory itself, or the one into which the hub's client puts a model of that name.
+
+    Raises:
+        BackendError: if there is none.
+    """
+    directory = Path(model)
+    if directory.is_dir():
+        return directory
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"there is no directory {str(model)!r}, and a name on the hub needs huggingface-hub: pip install "
+            "huggingface-hub, or give a directory"
+        ) from error
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, HFValidationError) as error:
+        raise BackendError(f"there is no model in {str(model)!r}: {error}") from error
+
+
+def read_end_of_sequence_ids(directory: Path) -> frozenset[int]:
+    """The tokens that end a response of a model by themselves: its generation config's, else its config's."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+        ids = config.get("eos_token_id")
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

@@ -1,0 +1,278 @@
+"""The rollout backend: ranks that ask servers elsewhere for samples, and hand them weights through files."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._model_directory import read_end_of_sequence_ids
+from hf_engine.backends._replica import Replica
+from hf_engine.backends.server._connection import Connection
+from hf_engine.backends.server._dialect import Dialect, Sample
+from hf_engine.backends.server._files import WeightFiles
+from hf_engine.backends.server._identify import identify
+from hf_engine.backends.server._setup import (
+    check_model,
+    choose_directory,
+    read_dtype,
+    read_key,
+    read_model,
+    require_ranks,
+)
+from hf_engine.resharding.execute import check_weights
+from hf_engine.resharding.layouts import WeightLayout, spread_layout
+from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.models import ModelShape
+from hf_protocols.topology import GenerationSpec, Topology
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["ServerBackend"]
+
+_STOP, _LENGTH = 0, 1
+
+
+class ServerBackend:
+    """Generation by SGLang or vLLM servers that the user started; see `RolloutBackend` for what every method means.
+
+    Rank r asks server r modulo their number. The servers draw with their own numbers, from a seed of ours for every
+    sample. New weights go through safetensors files in a directory that the ranks and the servers share.
+
+    Supports `gen_tp_size = gen_pp_size = 1`, whatever the layout inside a server, and models whose parameters
+    `ModelShape` knows.
+    """
+
+    largest_generation: ClassVar[GenerationSpec | None] = GenerationSpec()
+
+    def __init__(
+        self,
+        server: Dialect,
+        ranks: Replica,
+        *,
+        num_servers: int,
+        directory: Path,
+        shape: ModelShape,
+        files: WeightFiles,
+    ) -> None:
+        facts = server.facts
+        self._server = server
+        self._ranks = ranks
+        self._speaks = dist.get_rank() < num_servers
+        self._directory = directory
+        self._files = files
+        self._layout = spread_layout(shape.parameters(), ranks.ranks, dtype=facts.dtype)
+        self._weight_bytes = shape.num_parameters * self._layout.element_bytes
+        self._cache_bytes = facts.cache_tokens * shape.kv_bytes_per_token * self._layout.element_bytes // 2
+        self._max_positions = min(shape.max_positions, facts.max_positions)
+        self._stops = read_end_of_sequence_ids(directory)
+        self._some_can_release = any(ranks.gather(facts.can_release))
+        self._stamp = facts.stamp
+        self._weight_version = 0
+        self._loaded: set[str] | None = None
+        self._is_complete = True
+        self._is_released = False
+
+    @classmethod
+    def build(
+        cls,
+        model: str | Path,
+        *,
+        topology: Topology,
+        seed: int = 0,
+        urls: Sequence[str] = (),
+        weights_directory: str | Path | None = None,
+        api_key_variable: str | None = None,
+        reproducible: bool = True,
+        connect_timeout_s: float = 10.0,
+        timeout_s: float = 3600.0,
+    ) -> ServerBackend:
+        """Finds the servers and compares them with the model. Collective over the ranks of the default process group.
+
+        Args:
+            model: directory or hub name: what the servers were started with.
+            topology: ranks; every one is a generation replica.
+            seed: nothing is drawn here; samples derive from `SamplingParams.seed`.
+            urls: of the servers, such as `http://127.0.0.1:30000`; rank r asks number r modulo their number.
+            weights_directory: for weights on their way, under one path on the ranks' machines and the servers'; by
+                default the system's for temporary files, for servers on this machine.
+            api_key_variable: environment variable with the servers' API key; None: they have none.
+            reproducible: refuse servers that do not draw from the seeds that they are given.
+            connect_timeout_s: deadline for a server to take a connection.
+            timeout_s: deadline of every request, one whole `generate` or one update of weights.
+
+        Raises:
+            BackendError: if a server does not answer, is none of a supported version, or has another model; for a
+                generation layout other than 1-1.
+        """
+        ranks = require_ranks(topology, urls)
+        url = urls[dist.get_rank() % len(urls)]
+
+        def connect() -> tuple[Dialect, Path, ModelShape, Path]:
+            directory, shape = read_model(model)
+            key = read_key(api_key_variable)
+            connection = Connection(url, key=key, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s)
+            server = identify(connection, read_dtype(directory))
+            check_model(server, directory, shape)
+            if reproducible and not server.facts.has_seeds:
+                raise BackendError(
+                    f"{server.facts.name} does not draw from seeds: start it with {server.facts.seeds_knob}, or set "
+                    "rollout.options.reproducible to false for samples that no second run has"
+                )
+            return server, directory, shape, choose_directory(weights_directory, connection)
+
+        server, directory, shape, folder = ranks.on_all(connect)
+        if len(set(dtypes := ranks.gather(server.facts.dtype))) > 1:
+            raise BackendError(f"the servers {list(urls)} compute in {dtypes}: start them with one --dtype")
+        run = ranks.on_first(lambda: f"hf-engine-{uuid.uuid4().hex[:12]}")
+        files = WeightFiles(folder, run, dist.get_rank())
+        return cls(server, ranks, num_servers=len(urls), directory=directory, shape=shape, files=files)
+
+    @property
+    def weight_version(self) -> int:
+        """The version last committed; 0 for the weights that the servers had."""
+        return self._weight_version
+
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes of weights and KV cache of the server that this rank updates; 0 on ranks that update none.
+
+        They are the server's memory, on whatever machine it runs.
+        """
+        return self._weight_bytes + self._cache_bytes - self._freed_bytes() if self._speaks else 0
+
+    def weight_layout(self) -> WeightLayout:
+        """Every parameter whole on one rank, which writes it to a file; a tied embedding once."""
+        return self._layout
+
+    def find_unsupported(self, sampling: SamplingParams) -> str | None:
+        """Why `generate` refuses to draw so; see `DrawsItself`."""
+        return self._server.find_unsupported(sampling)
+
+    def begin_weights(self) -> None:
+        """Starts an update; see `SupportsShardLoading`."""
+        self._is_complete = False
+        self._loaded = set()
+        self._ranks.on_all(self._files.begin)
+
+    def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Writes this rank's parameters to a file."""
+        if self._loaded is None:
+            raise BackendError("load_shards without an update: call begin_weights first")
+        loaded = self._loaded
+
+        def write() -> None:
+            self._check_shards(shards, loaded)
+            if shards:
+                self._files.write({name: whole for name, (whole,) in shards.items()})
+
+        self._ranks.on_all(write)
+        loaded.update(shards)
+
+    def commit_weights(self, version: int) -> None:
+        """Has every server load the files, checks what it says, and stamps the samples that follow.
+
+        Raises:
+            ReshardError: if parameters did not arrive since `begin_weights`, or a server did not take them.
+        """
+        if self._loaded is None:
+            self._speak(self._server.flush)
+        else:
+            missing = sorted(self._layout.boxes_of(dist.get_rank()).keys() - self._loaded)
+            text = f"the parameters {missing} did not arrive: load them before commit_weights"
+            self._ranks.agree(ReshardError(text) if missing else None)
+            self._stamp = self._files.stamp
+            self._speak(lambda: self._server.load_weights(self._files.folder, self._stamp))
+            self._loaded = None
+            self._is_complete = True
+        self._weight_version = version
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
+        """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
+        from hf_engine.backends._jagged import Ragged, require_columns
+        from hf_engine.backends._responses import build_responses, check_prompts
+        from hf_engine.backends._sampling import draw_seeds
+        from hf_engine.backends._stop_strings import load_stop_strings
+
+        self._require_ready(sampling)
+        require_columns(batch, ("prompt_ids", "row_id"))
+        check_prompts(Ragged(batch["prompt_ids"]).lengths.tolist(), self._max_positions, sampling)
+        strings = load_stop_strings(self._directory, sampling)
+        samples = self._server.generate(
+            [row.tolist() for row in batch["prompt_ids"].unbind() for _ in range(sampling.n)],
+            draw_seeds(batch["row_id"], sampling).tolist(),
+            sampling,
+            sorted(self._stops | set(sampling.stop_token_ids)),
+        )
+        self._check_stamps(samples)
+        if strings is not None:
+            samples = [sample.cut(strings.cut(sample.token_ids)) for sample in samples]
+        return build_responses(
+            torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int64),
+            torch.tensor([logprob for sample in samples for logprob in sample.logprobs]),
+            torch.tensor([len(sample.token_ids) for sample in samples]),
+            torch.tensor([_STOP if sample.is_stopped else _LENGTH for sample in samples]),
+            n=sampling.n,
+            version=self._weight_version,
+        )
+
+    def release(self) -> int:
+        """Frees the KV cache of servers that were started so that they can; 0 bytes where they were not."""
+        if self._some_can_release:
+            self._ranks.agree(None)  # ranks that share a server have their samples
+            self._speak(self._server.release if self._server.facts.can_release else _nothing)
+            self._is_released = True
+        return self._freed_bytes()
+
+    def resume(self) -> None:
+        """Has the servers take the memory of the KV cache again."""
+        if self._is_released:
+            self._speak(self._server.resume if self._server.facts.can_release else _nothing)
+            self._is_released = False
+
+    def close(self) -> None:
+        """Removes the files. The servers run on, with the weights that they have."""
+        self._files.close()
+
+    def _speak(self, action: Callable[[], None]) -> None:
+        """Does it on one rank of every server, and raises on all what any could not do."""
+        self._ranks.on_all(action if self._speaks else _nothing)
+
+    def _freed_bytes(self) -> int:
+        is_freed = self._is_released and self._speaks and self._server.facts.can_release
+        return self._cache_bytes if is_freed else 0
+
+    def _require_ready(self, sampling: SamplingParams) -> None:
+        if not self._is_complete:
+            raise BackendError("an update of the weights was begun and not committed; send them anew and commit")
+        if self._is_released:
+            raise BackendError("the KV cache was released; resume before generating")
+        if problem := self.find_unsupported(sampling):
+            raise BackendError(f"{self._server.facts.name} cannot generate with {sampling}: {problem}")
+
+    def _check_shards(self, shards: Mapping[str, Sequence[torch.Tensor]], loaded: set[str]) -> None:
+        rank = dist.get_rank()
+        held = self._layout.boxes_of(rank)
+        if again := sorted(loaded & shards.keys()):
+            raise ReshardError(f"the parameters {again} came twice in one update")
+        boxes = {rank: {name: held[name] for name in shards if name in held}}
+        check_weights(replace(self._layout, boxes=boxes), rank, shards, "received")
+
+    def _check_stamps(self, samples: Sequence[Sample]) -> None:
+        if foreign := {sample.stamp for sample in samples} - {self._stamp}:
+            raise BackendError(
+                f"{self._server.facts.name} generated from weights that it calls {sorted(foreign)}, not "
+                f"{self._stamp!r}: it was started anew, or somebody else updates it; give the run servers of its own "
+                "and build the backend again"
+            )
+
+
+def _nothing() -> None:
+    """For ranks that only wait."""

@@ -1,0 +1,144 @@
+"""JSON over HTTP with deadlines. Whatever goes wrong is one typed error that names the server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from contextlib import closing
+from typing import Any
+from urllib.parse import urlsplit
+
+from hf_protocols.errors import BackendError
+
+__all__ = ["Connection"]
+
+_CHUNK_BYTES = 1 << 16
+_PORTS = {"http": 80, "https": 443}
+
+
+class Connection:
+    """A server by its URL. Every request opens a connection of its own: servers close those that rest.
+
+    Args:
+        url: such as `http://127.0.0.1:30000`; a path in it comes before every request's.
+        key: sent as a bearer token; None: nothing is sent.
+        connect_timeout_s: deadline for the server to take a connection.
+        timeout_s: deadline of one request, from its first byte to the last one of the answer.
+
+    Raises:
+        BackendError: for something that is no URL of a server.
+    """
+
+    def __init__(self, url: str, *, key: str | None = None, connect_timeout_s: float, timeout_s: float) -> None:
+        parts = urlsplit(url)
+        try:
+            default = _PORTS[parts.scheme]
+            port = parts.port or default
+        except (KeyError, ValueError):
+            parts, port = urlsplit(""), 0
+        if not parts.hostname:
+            raise BackendError(f"rollout.options.urls: {url!r} is no URL; give one such as 'http://127.0.0.1:30000'")
+        self.url = url
+        self._address = parts.hostname, port
+        self._is_encrypted = parts.scheme == "https"
+        self._path = parts.path.rstrip("/")
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._connect_timeout_s = connect_timeout_s
+        self._timeout_s = timeout_s
+
+    @property
+    def host(self) -> str:
+        """Name or address of the server's machine."""
+        return self._address[0]
+
+    def find(self, path: str, body: Any = None) -> Any:
+        """What GET answers, or POST with a body; None where the server knows no such path."""
+        status, answer = self._request("GET" if body is None else "POST", path, body)
+        return None if status == http.HTTPStatus.NOT_FOUND else self._accept(path, status, answer)
+
+    def get(self, path: str) -> Any:
+        """What GET answers.
+
+        Raises:
+            BackendError: with the server's own words, if it refuses.
+        """
+        return self._accept(path, *self._request("GET", path, None))
+
+    def try_post(self, path: str, body: Any) -> bool:
+        """Whether POST with a JSON body is answered; False if the server calls it a bad request."""
+        status, answer = self._request("POST", path, body)
+        return status != http.HTTPStatus.BAD_REQUEST and self._accept(path, status, answer) is not None
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """What POST with a JSON body answers.
+
+        Raises:
+            BackendError: with the server's own words, if it refuses.
+        """
+        return self._accept(path, *self._request("POST", path, body))
+
+    def _accept(self, path: str, status: int, answer: Any) -> Any:
+        if status != http.HTTPStatus.OK:
+            raise BackendError(f"the server at {self.url} refused {path} (status {status}): {_reason(answer)}")
+        return answer
+
+    def _request(self, method: str, path: str, body: Any) -> tuple[int, Any]:
+        stop = time.monotonic() + self._timeout_s
+        connection = self._connect()
+        with closing(connection):
+            try:
+                sock = connection.sock
+                sock.settimeout(self._timeout_s)
+                data = None if body is None else json.dumps(body)
+                connection.request(method, self._path + path, data, self._headers)
+                response, received = connection.getresponse(), bytearray()
+                while chunk := response.read(_CHUNK_BYTES):
+                    received += chunk
+                    if response.isclosed():  # and the socket with it
+                        break
+                    sock.settimeout(max(1e-3, stop - time.monotonic()))
+                if response.length:
+                    raise http.client.IncompleteRead(bytes(received), response.length)
+            except TimeoutError as error:
+                raise BackendError(
+                    f"the server at {self.url} did not finish {path} in {self._timeout_s:g} s: raise "
+                    "rollout.options.timeout_s if it only needs more time"
+                ) from error
+            except (OSError, http.client.HTTPException) as error:
+                raise BackendError(
+                    f"the server at {self.url} hung up in {path} ({type(error).__name__}: {error}): its own log says "
+                    "why; start it again and build the backend again"
+                ) from error
+        return response.status, _decode(bytes(received))
+
+    def _connect(self) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
+        connection = kind(*self._address, timeout=self._connect_timeout_s)
+        try:
+            connection.connect()
+        except OSError as error:
+            raise BackendError(
+                f"nothing answers at {self.url} in {self._connect_timeout_s:g} s ({error}): start the server there, or "
+                "give its address in rollout.options.urls"
+            ) from error
+        return connection
+
+
+def _decode(answer: bytes) -> Any:
+    """JSON, or the text where it is none: some endpoints answer with a sentence."""
+    text = answer.decode(errors="replace")
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _reason(answer: Any) -> str:
+    """The message inside what servers wrap it in."""
+    while isinstance(answer, dict):
+        keys = [key for key in ("error", "message", "detail") if key in answer]
+        if not keys:
+            break
+        answer = answer[keys[0]]
+    return str(answer)[:500]

@@ -1,0 +1,126 @@
+"""What must be so before a server is used: ranks, options, a model, and that the server has the same one."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hf_engine.backends._model_directory import find_model
+from hf_engine.backends._replica import Replica
+from hf_engine.backends.server._connection import Connection
+from hf_engine.backends.server._dialect import Dialect
+from hf_protocols.errors import BackendError, ConfigError
+from hf_protocols.models import ModelShape
+from hf_protocols.topology import GenerationSpec, Topology
+
+__all__ = ["check_model", "choose_directory", "read_dtype", "read_key", "read_model", "require_ranks"]
+
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def require_ranks(topology: Topology, urls: Sequence[str]) -> Replica:
+    """All ranks of the default process group.
+
+    Raises:
+        BackendError: for another number of ranks, a generation layout other than 1-1, or no server for every rank.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 0
+    if num_ranks != topology.world_size:
+        raise BackendError(
+            f"backend 'server' runs in the ranks of the default process group: it has {num_ranks} ranks, the topology "
+            f"{topology.world_size}"
+        )
+    generation = topology.generation or GenerationSpec()
+    if generation != GenerationSpec():
+        raise BackendError(
+            f"every rank asks a server for whole models: gen_pp_size={generation.gen_pp_size}, gen_tp_size="
+            f"{generation.gen_tp_size} are not supported; set both to 1, and start the server with the layout"
+        )
+    if isinstance(urls, str) or not 1 <= len(urls) <= num_ranks:
+        raise BackendError(
+            f"rollout.options.urls={urls!r}: give a list of 1 to {num_ranks} URLs, one for every rank at most, such as "
+            '["http://127.0.0.1:30000"]'
+        )
+    return Replica(range(num_ranks), dist.distributed_c10d._get_default_group())
+
+
+def read_model(model: str | Path) -> tuple[Path, ModelShape]:
+    """Directory and sizes of the model that is trained.
+
+    Raises:
+        BackendError: if there is none, or its parameters are not known here.
+    """
+    directory = find_model(model)
+    try:
+        return directory, ModelShape.from_config(directory)
+    except ConfigError as error:
+        raise BackendError(
+            f"the parameters of {str(model)!r} have no known layout ({error}); choose another model, or rollout "
+            "backend 'transformers'"
+        ) from error
+
+
+def read_dtype(directory: Path) -> str:
+    """The model's dtype as its config.json says, float32 where it does not."""
+    config = json.loads((directory / "config.json").read_text())
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def read_key(variable: str | None) -> str | None:
+    """The API key in an environment variable.
+
+    Raises:
+        BackendError: if it is not set.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise BackendError(f"rollout.options.api_key_variable={variable!r}: this environment variable is not set")
+    return key
+
+
+def choose_directory(given: str | Path | None, connection: Connection) -> Path:
+    """Where weights are left for the server.
+
+    Raises:
+        BackendError: if none was given for a server on another machine.
+    """
+    if given is not None:
+        return Path(given).absolute()
+    if connection.host not in _LOCAL:
+        raise BackendError(
+            f"the server at {connection.url} may be on another machine: give rollout.options.weights_directory, which "
+            "it and all ranks see under one path"
+        )
+    return Path(tempfile.gettempdir())
+
+
+def check_model(server: Dialect, directory: Path, shape: ModelShape) -> None:
+    """Refuses a server with another model than the one that is trained.
+
+    Raises:
+        BackendError: naming both.
+    """
+    wanted = json.loads((directory / "config.json").read_text()).get("architectures") or ()
+    found = server.facts.architectures
+    if found and wanted and not set(found) & set(wanted):
+        raise BackendError(
+            f"{server.facts.name} has a {', '.join(found)}, {str(directory)!r} is a {', '.join(wanted)}: start it with "
+            "the model that is trained"
+        )
+    if not server.knows(shape.vocab_size - 1) or server.knows(shape.vocab_size):
+        raise BackendError(
+            f"{server.facts.name} has another vocabulary than {str(directory)!r}, of {shape.vocab_size} tokens: start "
+            "it with the model that is trained"
+        )
+    if server.facts.keeps_tied and shape.tie_embeddings:
+        raise BackendError(
+            f"{server.facts.name} runs on a CPU and {str(directory)!r} has tie_word_embeddings: there vLLM's output "
+            "layer would keep the old weights without a word; use a model without, or another server"
+        )
