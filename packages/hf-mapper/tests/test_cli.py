@@ -101,7 +101,51 @@ def test_a_time_limit_is_a_stop_sign(config: Path) -> None:
     assert not none["search"]["complete"]
     assert none["search"]["gap"] > 0
     assert plenty == json.loads(runner.invoke(main, ["plan", str(config), "--json"]).output)["estimates"]
-    assert runner.invoke(main, ["plan", str(config), "--time-limit", "-1"]).exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--time-limit", "-1"], "--time-limit: -1 must be at least 0 seconds"),
+        (["--time-limit", "nan"], "--time-limit: nan must be at least 0 seconds"),
+        (["--time-limit", "soon"], "'soon' is not a valid float"),
+        (["--time-limit"], "'--time-limit' requires an argument"),
+        (["--jsn"], "No such option"),
+        (["other.toml"], "unexpected extra argument (other.toml)"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_one_line(
+    config: Path, command: str, arguments: list[str], message: str
+) -> None:
+    result = CliRunner().invoke(main, [command, str(config), *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert result.output.startswith("Error: ")
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_command_that_there_is_not_is_one_line() -> None:
+    result = CliRunner().invoke(main, ["pln"])
+    assert result.exit_code == 2
+    assert result.output.startswith("Error: No such command 'pln'")
+    assert len(result.output.splitlines()) == 1
+
+
+def test_explaining_stops_with_the_first_plan_and_what_bounds_it(config: Path) -> None:
+    runner = CliRunner()
+    found = json.loads(runner.invoke(main, ["explain", str(config), "--json", "--time-limit", "0"]).output)
+    assert not found["complete"]
+    assert not found["plan"]["estimates"]["search"]["complete"]
+    assert [entry["reason"] for entry in found["alternatives"]] == ["the best so far"]
+    assert found["bottleneck"]["latency_s"] > 0
+    assert found["extensions"] == found["tolerances"] == []
+    table = runner.invoke(main, ["explain", str(config), "--time-limit", "0"], env={"COLUMNS": "120"})
+    assert table.exit_code == 0
+    assert "Stopped by the time limit" in table.output
+    plenty = json.loads(runner.invoke(main, ["explain", str(config), "--json", "--time-limit", "1e6"]).output)
+    assert plenty["complete"]
+    assert plenty == json.loads(runner.invoke(main, ["explain", str(config), "--json"]).output)
 
 
 def test_a_missing_file_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

@@ -25,11 +25,12 @@ def test_ppo_asks_each_model_for_its_calls(tiny: ModelShape) -> None:
 
 
 def test_equal_demands_are_one(tiny: ModelShape) -> None:
-    models = dict.fromkeys(("actor", "critic", "reference", "reward"), tiny)
-    demands = build_demands(Dataflow.preset("ppo"), models, WORKLOAD)
-    assert demands["reference"] == demands["reward"]
+    """A reward and a cost read and write alike; a reference, whose log-probs are longer than a score, does not."""
+    models = dict.fromkeys(("actor", "critic", "reference", "reward", "cost"), tiny)
+    demands = build_demands(Dataflow.preset("safe-rlhf"), models, WORKLOAD)
+    assert demands["reward"] == demands["cost"]
     numbered = number_demands(demands.values())
-    assert numbered == [demands["reference"], demands["critic"], demands["actor"]]
+    assert numbered == [demands["reference"], demands["reward"], demands["critic"], demands["actor"]]
 
 
 def test_a_role_that_the_dataflow_lacks_is_named(tiny: ModelShape) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
@@ -115,7 +116,7 @@ def test_classes_with_more_pools_than_devices() -> None:
 def test_prices_without_scales_are_the_searchs_own(build: Callable[..., MapperConfig]) -> None:
     for algorithm in ("ppo", "remax", "safe-rlhf", "grpo"):
         problem = build(algorithm, "llama-2-7b", 32)
-        _, pools = find_pools(problem.dataflow, problem.models, problem.cluster, problem.workload)
+        _, pools = find_pools(problem)
         demands = build_demands(problem.dataflow, problem.models, problem.workload)
         seconds = stage_seconds(price_pools(pools, demands, problem.cluster, problem.workload))
         np.testing.assert_allclose(seconds, [pool.option.stage_s for pool in pools], rtol=1e-12)
@@ -140,6 +141,25 @@ def test_one_more_machine_is_a_search_on_the_larger_cluster(build: Callable[...,
     assert extension.num_machines == 3
     assert extension.iteration_s == plan.estimates["iteration_s"]
     assert extension.idle_gpus == plan.estimates["idle_gpus"]
+
+
+def test_a_stop_leaves_out_what_was_not_found_by_then(build: Callable[..., MapperConfig]) -> None:
+    """Asked once more each time: what is said is what the whole explanation says, less some of it."""
+    problem = build("grpo", "llama-2-7b", 16)
+    whole = explain_plan(problem)
+    seen = set()
+    for limit in (3, 10, 20, 40, 80, 160, 320, 10**9):
+        asked = itertools.count()
+        found = explain_plan(problem, lambda asked=asked, limit=limit: next(asked) >= limit)
+        seen.add((len(found.alternatives), len(found.extensions), len(found.tolerances)))
+        if found.plan.estimates["search"]["complete"]:
+            assert found.plan == whole.plan
+            assert set(found.alternatives) <= set(whole.alternatives)
+            assert set(found.extensions) <= set(whole.extensions)
+            assert set(found.tolerances) <= set(whole.tolerances)
+        assert found.complete == (found == whole)
+    assert len(seen) > 3
+    assert found == whole
 
 
 def test_text_and_json_hold_the_same_reasons(build: Callable[..., MapperConfig]) -> None:

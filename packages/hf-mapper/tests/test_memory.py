@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from hf_mapper import ClusterSpec, WorkloadSpec, estimate_memory, is_feasible
+from hf_mapper.simulators.layouts import read_layouts
 from hf_mapper.simulators.memory import kv_cache_bytes, training_work_bytes
 from hf_mapper.software import FSDP, MEGATRON_2021, ZERO_2021, SoftwareSpec
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec
@@ -92,6 +93,10 @@ def test_a_cache_is_not_cut_below_a_head() -> None:
     assert four == eight
 
 
+def work_bytes(model: ModelShape, spec: ParallelSpec, workload: WorkloadSpec, *, backend: str) -> float:
+    return float(training_work_bytes(model, read_layouts(spec, backend), workload))
+
+
 def test_activations_follow_the_published_count() -> None:
     """A multi-head layer with a 4 h MLP keeps about 34 bytes a token and hidden unit (Korthikanti et al.)."""
     model = ModelShape(
@@ -105,13 +110,13 @@ def test_activations_follow_the_published_count() -> None:
         vocab_size=1,
     )
     workload = dataclasses.replace(WORKLOAD, recompute="none", micro_batch_tokens=2048)
-    kept = training_work_bytes(model, ParallelSpec(), workload, backend="fsdp") - 2 * 2048 * 4
+    kept = work_bytes(model, ParallelSpec(), workload, backend="fsdp") - 2 * 2048 * 4
     assert kept / (2048 * 4096) == pytest.approx(34, rel=0.1)
 
 
 def test_recompute_keeps_less() -> None:
     plain, recomputed = (
-        training_work_bytes(LLAMA, ParallelSpec(), dataclasses.replace(WORKLOAD, recompute=recompute), backend="fsdp")
+        work_bytes(LLAMA, ParallelSpec(), dataclasses.replace(WORKLOAD, recompute=recompute), backend="fsdp")
         for recompute in ("none", "full")
     )
     assert recomputed < plain / 5
@@ -132,7 +137,7 @@ def test_estimate_is_state_and_the_largest_call() -> None:
 
 def test_a_fused_loss_keeps_logits_in_16_bits() -> None:
     plain, fused = (
-        training_work_bytes(
+        work_bytes(
             LLAMA, ParallelSpec(), dataclasses.replace(WORKLOAD, software=SoftwareSpec(fused_loss=loss)), backend="fsdp"
         )
         for loss in (False, True)
@@ -153,7 +158,7 @@ def test_tensor_parallel_activations_follow_the_published_formulas(sequence_para
         global_batch=4, prompt_tokens=1024, response_tokens=1024, micro_batch_tokens=4 * length,
         recompute="none", software=software,
     )  # fmt: skip
-    kept = training_work_bytes(model, ParallelSpec(tp_size=tp), workload, backend="megatron")
+    kept = work_bytes(model, ParallelSpec(tp_size=tp), workload, backend="megatron")
     scores = 5 * heads * length / (hidden * tp)
     expected = (34 / tp if sequence_parallel else 10 + 24 / tp) + scores
     assert kept / (layers * length * 4 * hidden) == pytest.approx(expected, rel=1e-4)
@@ -164,7 +169,7 @@ def test_interleaved_stages_keep_more_micro_batches() -> None:
     base = dataclasses.replace(WORKLOAD, recompute="none", micro_batch_tokens=2048, mini_batches=1)
     model = dataclasses.replace(LLAMA, vocab_size=1)
     plain, cut = (
-        training_work_bytes(
+        work_bytes(
             model, ParallelSpec(pp_size=8), dataclasses.replace(base, pipeline_chunks=chunks), backend="megatron"
         )
         for chunks in (1, 5)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import random
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
-from hf_mapper import MapperConfig, Tolerance, explain_plan
-from hf_mapper.robustness import MOST_FACTOR
+from hf_mapper import MapperConfig, Tolerance, explain_plan, robustness
+from hf_mapper.robustness import MOST_FACTOR, RESOLUTION
 from hf_mapper.scales import SIMULATORS, SimulatorScales
 from hf_protocols import ConfigError, PlanError
 
 NUM_PROBLEMS, PARTS = 120, 4
 SIMULATED = {"training": "simulate_training", "inference": "simulate_inference", "generation": "simulate_generation"}
+MOVED = {"transfer": "fetch_s", "offload": "swap_s"}
 
 
 @pytest.fixture
@@ -35,6 +38,12 @@ def scale(oracle: ModuleType, monkeypatch: pytest.MonkeyPatch, simulator: str, f
 
     for name in SIMULATED.values():
         monkeypatch.setattr(oracle, name, getattr(hf_mapper, name))
+    plain = vars(oracle).setdefault("plain", {name: getattr(oracle, name) for name in MOVED.values()})
+    for name, seconds in plain.items():
+        monkeypatch.setattr(oracle, name, seconds)
+    if simulator in MOVED:
+        monkeypatch.setattr(oracle, MOVED[simulator], lambda *given: factor * plain[MOVED[simulator]](*given))
+        return
     original = getattr(hf_mapper, SIMULATED.get(simulator, "simulate_generation"))
 
     def scaled(*arguments: Any, **options: Any) -> Any:
@@ -57,7 +66,7 @@ def gap(oracle: ModuleType, problem: Any, plan: Any) -> float:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_ends_are_where_brute_force_has_them(part: int, oracle: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = {"kept": 0, "lost": 0}
+    checked, chance = {"kept": 0, "lost": 0}, random.Random(part)
     for seed in range(part, NUM_PROBLEMS, PARTS):
         problem = oracle.draw_problem(seed)
         try:
@@ -78,10 +87,59 @@ def test_ends_are_where_brute_force_has_them(part: int, oracle: ModuleType, monk
                     scale(oracle, monkeypatch, tolerance.simulator, beyond)
                     assert gap(oracle, problem, found.plan) > 0, (seed, tolerance)
                     checked["lost"] += 1
+            scale(
+                oracle, monkeypatch, tolerance.simulator, chance.uniform(tolerance.optimal_from, tolerance.optimal_to)
+            )
+            assert gap(oracle, problem, found.plan) <= RESOLUTION + 1e-8, (seed, tolerance)
             for factor, loss in ((1 / 1.25, tolerance.loss_if_faster), (1.25, tolerance.loss_if_slower)):
                 scale(oracle, monkeypatch, tolerance.simulator, factor)
                 assert gap(oracle, problem, found.plan) == pytest.approx(loss, abs=1e-8), (seed, tolerance)
     assert all(checked.values()), "these problems never showed one of the two"
+
+
+def total(seconds: np.ndarray, factor: float) -> float:
+    """Seconds of a plan: ``seconds`` ``[2, pools, stages]``, other simulators' and, times ``factor``, one's."""
+    return float((seconds[0] + factor * seconds[1]).max(axis=0).sum())
+
+
+def test_what_is_not_seen_gains_no_more_than_is_said() -> None:
+    """Thousands of plans at random: where one is the best at two factors, by how much any other is better between."""
+    chance = np.random.default_rng(0)
+    gains = []
+    for _ in range(3000):
+        plans = [chance.random((2, chance.integers(1, 4), 3)) ** 4 for _ in range(6)]
+        low, high = sorted(chance.uniform(0.25, 4.0, size=2))
+        best = min(plans, key=lambda plan: total(plan, low))
+        if total(best, high) > min(total(plan, high) for plan in plans):
+            continue
+        bound = robustness._unseen_gain(lambda factor, best=best: total(best, factor), low, high)
+        for factor in np.linspace(low, high, 30):
+            gain = total(best, factor) / min(total(plan, factor) for plan in plans) - 1
+            assert gain <= bound + 1e-12
+            gains.append(gain)
+    assert max(gains) > 0, "no rival ever won between"
+
+
+def test_a_rival_that_wins_on_a_short_way_only_is_seen() -> None:
+    """It is 3 % slower at 1 and at 1.25, and 2 % faster between; a search at 1.05 and at 1.25 would miss it."""
+    chosen = robustness._Rival(pools=(), seconds=split(np.array([[[0.5]], [[0.5]]])))
+    rival = robustness._Rival(pools=(), seconds=split(np.array([[[1.03], [0.0]], [[0.0], [0.93]]])))
+
+    def cost(plan: Any, factor: float) -> float:
+        return robustness.total_seconds(plan.seconds, SimulatorScales(training=factor))
+
+    def best_at(factor: float) -> Any:
+        return min((chosen, rival), key=lambda plan: cost(plan, factor))
+
+    assert best_at(1.05) is best_at(1.25) is chosen
+    end, winner = robustness._find_end(chosen, best_at, cost, MOST_FACTOR)
+    assert winner is rival
+    assert end == pytest.approx(1.06)
+
+
+def split(seconds: np.ndarray) -> dict[str, np.ndarray]:
+    """``[2, pools, stages]`` as seconds of the simulators: inference and, with a factor on it, training."""
+    return {name: np.zeros_like(seconds[0]) for name in SIMULATORS} | {"inference": seconds[0], "training": seconds[1]}
 
 
 def test_the_largest_error_is_that_of_the_nearer_end() -> None:

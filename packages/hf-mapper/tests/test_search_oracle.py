@@ -31,7 +31,7 @@ from hf_mapper import (
     simulate_inference,
     simulate_training,
 )
-from hf_protocols import Dataflow, GenerationSpec, MappingPlan, ModelShape, ParallelSpec, PlanError
+from hf_protocols import Dataflow, GenerationSpec, MappingPlan, ModelCall, ModelShape, ParallelSpec, PlanError
 
 NUM_PROBLEMS = 400
 SPLIT = 8
@@ -41,6 +41,7 @@ class Way(NamedTuple):
     stage_s: tuple[float, ...]
     state: float
     work: float
+    host: float = 0.0
 
 
 class Problem(NamedTuple):
@@ -110,7 +111,16 @@ def draw_problem(seed: int) -> Problem:
     )
     cluster = ClusterSpec(machines=tuple(machines), inter_bandwidth_bytes_per_s=chance.choice([1e8, 1e10]))
     backends = chance.choice([("fsdp",), ("megatron",), ("fsdp", "megatron"), ("fsdp", "megatron")])
-    return Problem(dataflow, models, cluster, workload, backends)
+    link, part = chance.choice([1e7, 1e9, 1e11]), chance.choice([0, 0, 0, 0.5, 1, 2, 4])
+    machines = [
+        dataclasses.replace(
+            machine,
+            gpu=dataclasses.replace(machine.gpu, host_bandwidth_bytes_per_s=link),
+            host_memory_bytes=int(part * memory * machine.num_gpus),
+        )
+        for machine in machines
+    ]
+    return Problem(dataflow, models, dataclasses.replace(cluster, machines=tuple(machines)), workload, backends)
 
 
 # ---------------------------------------------------------------------------------------------------------- brute force
@@ -171,6 +181,7 @@ def every_way(problem: Problem, role: str, kind: int, n: int) -> list[Way]:
     stages = [[call.kind for call in stage if call.role == role] for stage in problem.dataflow.stages()]
     calls = {call for stage in stages for call in stage}
     found = []
+    num_swaps = [sum(count_swaps(problem, call) for call in stage) for stage in stages]
     for spec, backend in every_layout(problem, model, part.machine, n, "training" in calls):
         given = (model, part, spec, problem.workload)
         seconds = {
@@ -191,25 +202,93 @@ def every_way(problem: Problem, role: str, kind: int, n: int) -> list[Way]:
                 *given, calls=sorted(calls), generation=generation, num_waves=waves, backend=backend
             )
             state = sum(memory.breakdown[name] for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes"))
+            fetch = fetch_stages_s(problem, role, part, spec, generation)
             stage_s = tuple(
-                sum(seconds[call] for call in stage) + (transition_s if "generation" in stage else 0.0)
-                for stage in stages
+                sum(seconds[call] for call in stage) + (transition_s if "generation" in stage else 0.0) + fetched
+                for stage, fetched in zip(stages, fetch, strict=True)
             )
             found.append(Way(stage_s, state, memory.memory_bytes - state))
+            if part.machine.host_memory_bytes:
+                swapped = [count * swap_s(part, state) for count in num_swaps]
+                slower = tuple(map(sum, zip(stage_s, swapped, strict=True)))
+                found.append(Way(slower, 0.0, memory.memory_bytes, host=state))
     return found
+
+
+COLUMNS = {
+    **dict.fromkeys(("row_id", "answer", "finish_reason", "weight_version", "scores", "costs"), ("row", 8)),
+    "prompt_ids": ("prompt", 8),
+    "response_ids": ("response", 8),
+    "response_mask": ("response", 1),
+    **dict.fromkeys(
+        ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns"), ("response", 4)
+    ),
+}
+
+
+def fetch_stages_s(
+    problem: Problem, role: str, part: ClusterSpec, spec: ParallelSpec, generation: GenerationSpec | None
+) -> list[float]:
+    """Seconds per stage in which the rows of the role's calls come and go."""
+    return [
+        sum(fetch_s(problem, call, part, spec, generation) for call in stage if call.role == role)
+        for stage in problem.dataflow.stages()
+    ]
+
+
+def fetch_s(
+    problem: Problem, call: ModelCall, part: ClusterSpec, spec: ParallelSpec, generation: GenerationSpec | None
+) -> float:
+    """Rank by rank: each reads the rows of its share, the first rank of a share sends what was written."""
+    if call.kind == "function":
+        return 0.0
+    workload, n = problem.workload, spec.world_size
+    lengths = {"row": 1, "prompt": workload.prompt_tokens, "response": workload.response_tokens}
+    row_in, row_out = (
+        sum(lengths[per] * size for per, size in (COLUMNS[name.removeprefix("greedy_")] for name in names))
+        for names in (call.reads, call.writes)
+    )
+    rows_in = {"generation": workload.global_batch, "training": workload.num_sequences * workload.epochs}
+    shares = spec.dp_size
+    if call.kind == "generation":
+        assert generation is not None
+        shares = n / (generation.gen_pp_size * generation.gen_tp_size)
+    taken = rows_in.get(call.kind, workload.num_sequences) * row_in / shares
+    given = workload.num_sequences * row_out / shares
+    seconds = (taken + given) / part.machine.gpu.host_bandwidth_bytes_per_s / part.link_efficiency
+    if sum(machine.num_machines for machine in problem.cluster.machines) == 1:
+        return seconds
+    members = min(n, part.machine.num_gpus)
+    sent = members * taken + members * shares / n * given
+    hops = (taken > 0) + (given > 0)
+    return seconds + sent / part.inter_bandwidth_bytes_per_s / part.link_efficiency + part.inter_latency_s * hops
+
+
+def count_swaps(problem: Problem, kind: str) -> int:
+    """Between updates another model of the pool may have its turn, so each is a way to the device and back."""
+    return {"function": 0, "training": problem.workload.epochs * problem.workload.mini_batches}.get(kind, 1)
+
+
+def swap_s(part: ClusterSpec, state: float) -> float:
+    return 2 * state / part.machine.gpu.host_bandwidth_bytes_per_s / part.link_efficiency
 
 
 def every_pool(problem: Problem, roles: list[str], kind: int, n: int) -> np.ndarray:
     """Seconds per stage ``[combinations, stages]`` of the roles side by side, where memory allows."""
     gpu = problem.cluster.machines[kind].gpu
     usable = gpu.memory_bytes * (1 - gpu.efficiency.fragmentation)
+    spare = problem.cluster.machines[kind].host_memory_bytes / problem.cluster.machines[kind].num_gpus
     ways = [every_way(problem, role, kind, n) for role in roles]
-    fitting = [
-        np.sum([way.stage_s for way in combination], axis=0)
-        for combination in itertools.product(*ways)
-        if sum(way.state for way in combination) + max(way.work for way in combination) <= usable
-    ]
-    return np.unique(np.array(fitting), axis=0) if fitting else np.empty((0, len(problem.dataflow.stages())))
+    count = len(problem.dataflow.stages())
+    # A row for each combination: seconds per stage, state, host and the largest work.
+    rows = np.zeros((1, count + 3))
+    for of_role in ways:
+        own = np.array([(*way.stage_s, way.state, way.host, way.work) for way in of_role]).reshape(-1, count + 3)
+        grown = rows[:, None, :] + own[None, :, :]
+        grown[:, :, -1] = np.maximum(rows[:, None, -1], own[None, :, -1])
+        rows = grown.reshape(-1, count + 3)
+    fits = (rows[:, count] + rows[:, -1] <= usable) & (rows[:, count + 1] <= spare)
+    return np.unique(rows[fits, :count], axis=0)
 
 
 def brute_force(problem: Problem) -> tuple[float, int, int] | None:
@@ -281,7 +360,17 @@ def price(plan: MappingPlan, problem: Problem, role: str, part: ClusterSpec) -> 
         transition_s = rollout.breakdown["transition_s"]
         seconds["generation"] = rollout.latency_s - transition_s
     calls = [[call.kind for call in stage if call.role == role] for stage in problem.dataflow.stages()]
-    return [sum(seconds[kind] for kind in stage) + transition_s * ("generation" in stage) for stage in calls]
+    fetch = fetch_stages_s(problem, role, part, chosen.train, chosen.generation)
+    kinds = sorted({kind for stage in calls for kind in stage})
+    memory = estimate_memory(*given, calls=kinds, backend=chosen.backend).breakdown
+    state = memory["weight_bytes"] + memory["gradient_bytes"] + memory["optimizer_bytes"]
+    once_s = swap_s(part, state) if chosen.offload else 0.0
+    return [
+        sum(seconds[kind] + once_s * count_swaps(problem, kind) for kind in stage)
+        + transition_s * ("generation" in stage)
+        + fetched
+        for stage, fetched in zip(calls, fetch, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("part", range(SPLIT))
@@ -313,6 +402,8 @@ def test_feasibility_agrees_with_the_search_and_problems_are_varied() -> None:
     assert any(model.train.pp_size > 1 for model in layouts)
     assert any(model.train.dp_size > 1 for model in layouts)
     assert any(plan.estimates["idle_gpus"] for plan, _ in plans)
+    offloaded = [sum(model.offload for model in plan.models.values()) for plan, _ in plans]
+    assert {0, 1, 2} <= set(offloaded)
     assert any(
         len({machine.gpu_kind for pool in plan.pools for machine in pool.machines} - {"cpu"}) > 1 for plan, _ in plans
     )

@@ -10,6 +10,7 @@ import pytest
 from hf_mapper import (
     ClusterSpec,
     EfficiencySpec,
+    EngineSpec,
     Estimate,
     MachineSpec,
     WorkloadSpec,
@@ -18,7 +19,13 @@ from hf_mapper import (
     simulate_inference,
     simulate_training,
 )
-from hf_mapper.simulators.communication import all_gather_s, all_reduce_s, build_link, point_to_point_s
+from hf_mapper.simulators.communication import (
+    all_gather_s,
+    all_reduce_s,
+    build_link,
+    one_shot_reduce_s,
+    point_to_point_s,
+)
 from hf_mapper.simulators.inference import flops_per_token
 from hf_mapper.simulators.memory import kv_cache_bytes
 from hf_mapper.software import MEGATRON_2021, ZERO_2021
@@ -269,10 +276,31 @@ def test_longer_pipelines_in_generation_do_not_speed_up_one_step() -> None:
 
 
 @pytest.mark.parametrize("simulate", [simulate_inference, simulate_training])
-def test_more_ranks_are_faster_but_never_superlinear(simulate: Callable[..., Estimate]) -> None:
+def test_more_ranks_are_faster_but_never_superlinear(simulate: Callable[..., Estimate[float]]) -> None:
     times = [simulate(LLAMA, build_cluster(16), layout(f"1-8-{dp}"), WORKLOAD).latency_s for dp in (1, 2, 4, 8, 16)]
     assert times == sorted(times, reverse=True)
     assert all(2 * later >= earlier * 0.999 for earlier, later in itertools.pairwise(times))
+
+
+def test_small_sums_take_one_hop_where_an_engine_reads_all_peers_at_once() -> None:
+    """Of 8 ranks: a ring has two passes of log2(8) hops, one shot has one hop and 7 times the bytes."""
+    cluster = build_cluster()
+    link = build_link(cluster, num_ranks=8, stride=1, world_size=8)
+    assert one_shot_reduce_s(link, 1e6) == pytest.approx(1.25e-5 + 7e6 / 213e9)
+    assert one_shot_reduce_s(build_link(cluster, num_ranks=1, stride=1, world_size=8), 1e6) == 0
+    seconds = {}
+    for batch in (16, 8192):
+        workload = WorkloadSpec(global_batch=batch, prompt_tokens=16, response_tokens=16)
+        seconds[batch] = [
+            simulate_generation(
+                LLAMA, cluster, layout("1-8-1"), workload, generation=GenerationSpec(gen_tp_size=8), engine=engine
+            ).breakdown["decode_s"]
+            for engine in (EngineSpec(one_shot_reduce=False), EngineSpec())
+        ]
+    token_bytes = 16 * 4096 * 2
+    saved_s = all_reduce_s(link, token_bytes) - one_shot_reduce_s(link, token_bytes)
+    assert seconds[16][0] - seconds[16][1] == pytest.approx(16 * 2 * 32 * saved_s)
+    assert seconds[8192][0] == seconds[8192][1]
 
 
 def test_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
@@ -318,6 +346,37 @@ def test_ragged_responses_decode_step_by_step_until_the_longest_ends() -> None:
         read = 2 * LLAMA.num_parameters + running * context * (2 * 2 * 32 * 4096)
         expected_s += read / BANDWIDTH + running * flops_per_token(LLAMA, context) / PEAK
     assert found["decode_s"] == pytest.approx(expected_s, rel=1e-6)
+
+
+def test_ragged_waves_take_places_as_they_become_free() -> None:
+    """Against every step of 256 sequences on 64 places, in a drawn order; equal lengths go round after round."""
+    lengths, places = (100, 400, 400, 1000), 64
+    cluster = build_cluster(layer_latency_s=0.0, inference_flops=1.0, memory_bandwidth=1.0)
+    ragged = dataclasses.replace(WORKLOAD, global_batch=256, response_tokens=1000, response_lengths=lengths)
+    found = simulate_generation(
+        LLAMA, cluster, layout("1-1-1"), ragged, generation=GenerationSpec(), num_waves=4
+    ).breakdown["decode_s"]
+    waiting = list(lengths) * 64
+    random.Random(1).shuffle(waiting)
+    running: list[list[int]] = []
+    expected_s = 0.0
+    while waiting or running:
+        running += [[0, waiting.pop()] for _ in range(min(places - len(running), len(waiting)))]
+        read = 2 * LLAMA.num_parameters + sum(1024 + done + 0.5 for done, _ in running) * (2 * 2 * 32 * 4096)
+        flops = sum(flops_per_token(LLAMA, 1024 + done + 0.5) for done, _ in running)
+        expected_s += read / BANDWIDTH + flops / PEAK
+        running = [[done + 1, length] for done, length in running if done + 1 < length]
+    assert found == pytest.approx(expected_s, rel=0.1)
+
+    equal = dataclasses.replace(ragged, response_lengths=())
+    one, four = (
+        simulate_generation(
+            LLAMA, cluster, layout("1-1-1"), dataclasses.replace(equal, global_batch=batch),
+            generation=GenerationSpec(), num_waves=waves,
+        ).breakdown["decode_s"]
+        for batch, waves in ((64, 1), (256, 4))
+    )  # fmt: skip
+    assert four == pytest.approx(4 * one)
 
 
 def test_shorter_sequences_take_less_time_and_cache_than_the_longest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,28 @@ def test_a_boards_memory_and_power_are_read_from_its_name(write: Write) -> None:
     assert limited.memory_bytes == 96 * 2**30
     assert limited.memory_bandwidth_bytes_per_s == pytest.approx(2.4576e12)
     assert limited.peak("bfloat16") / plain.peak("bfloat16") == pytest.approx(0.894, abs=0.001)
+
+
+def test_deepspeed_sums_gradients_in_16_bits_and_megatron_in_32(write: Write) -> None:
+    frameworks = ("Megatron-LM", "Megatron-DeepSpeed")
+    tables = read_tables(write([RUN | {"framework": framework} for framework in frameworks]))
+    megatron, deepspeed = (cases[0] for table in tables for _, cases in build_cases(table))
+    assert (megatron.stack, deepspeed.stack) == ("megatron-2021", "megatron-2021")
+    assert megatron.workload.software == dataclasses.replace(
+        deepspeed.workload.software, name="megatron-2021", gradient_bytes=4
+    )
+    assert deepspeed.workload.software.gradient_bytes == 2
+
+
+@pytest.mark.parametrize(("framework", "one_shot"), [("vLLM", True), ("vLLM fork", False), ("DeepSpeed-MII", False)])
+def test_engines_of_2023_sum_around_a_ring(write: Write, framework: str, one_shot: bool) -> None:
+    run = {
+        "source": "a server", "framework": framework, "gpu": "A100", "model": "llama2-7b", "tp": 4, "batch": 4,
+        "input_len": 128, "output_len": 128, "latency_s": 1.0,
+    }  # fmt: skip
+    [table] = read_tables(write([run]))
+    [(_, [case])] = build_cases(table)
+    assert case.engine.one_shot_reduce == one_shot
 
 
 @pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie beside the repository")

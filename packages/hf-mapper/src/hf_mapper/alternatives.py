@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_mapper.config import MapperConfig
-from hf_mapper.demand import ModelDemand, build_demands, number_demands
+from hf_mapper.demand import ModelDemand, build_demands
 from hf_mapper.placements import set_partitions
 from hf_mapper.planning import PlacedPool
-from hf_mapper.pools import PoolTable
-from hf_mapper.search import compute_cost, search_partitions
+from hf_mapper.pools import build_table
+from hf_mapper.search import StopSign, compute_cost, search_partitions
 from hf_mapper.shortfall import find_shortfall
 
 __all__ = ["Alternative", "compare_classes"]
@@ -41,23 +41,25 @@ class Alternative:
     missing_bytes: float | None = None
 
 
-def compare_classes(problem: MapperConfig, chosen: Sequence[PlacedPool]) -> tuple[Alternative, ...]:
-    """Every placement class: the chosen one, then the others from fast to slow, then those that do not fit."""
+def compare_classes(
+    problem: MapperConfig, chosen: Sequence[PlacedPool], should_stop: StopSign, *, complete: bool
+) -> tuple[Alternative, ...]:
+    """Every placement class: the chosen one, then the others from fast to slow, then those that do not fit.
+
+    Only those whose best plan is known when ``should_stop`` says yes. ``complete``: so was the search for ``chosen``.
+    """
     demands = build_demands(problem.dataflow, problem.models, problem.workload)
-    table = PoolTable(
-        demands=number_demands(demands.values()),
-        cluster=problem.cluster,
-        workload=problem.workload,
-        backends=problem.backends,
-    )
+    table = build_table(problem, demands)
+    reason = "the fastest" if complete else "the best so far"
     own = frozenset(frozenset(pool.roles) for pool in chosen)
     found = []
     for partition in set_partitions(tuple(demands)):
         if frozenset(map(frozenset, partition)) == own:
-            found.append(_describe(problem, demands, partition, chosen, chosen))
-            continue
-        pools, _ = search_partitions(table, demands, [partition])
-        found.append(_describe(problem, demands, partition, pools, chosen))
+            found.append(_describe(demands, partition, chosen, reason, chosen=True))
+        elif not should_stop():
+            pools, search = search_partitions(table, demands, [partition], should_stop)
+            if search["complete"]:
+                found.append(_compare(problem, demands, partition, pools, chosen))
     return tuple(sorted(found, key=_rank))
 
 
@@ -66,25 +68,36 @@ def _rank(entry: Alternative) -> tuple[bool, float, float]:
     return not entry.chosen, seconds, float("inf") if entry.missing_bytes is None else entry.missing_bytes
 
 
-def _describe(
+def _compare(
     problem: MapperConfig,
     demands: Mapping[str, ModelDemand],
     partition: Sequence[tuple[str, ...]],
     pools: Sequence[PlacedPool],
     chosen: Sequence[PlacedPool],
 ) -> Alternative:
+    if pools:
+        return _describe(demands, partition, pools, _explain_loss(problem, pools, chosen), chosen=False)
+    missing, reason = _explain_misfit(problem, demands, partition)
     name = _name_class(partition)
-    if not pools:
-        missing, reason = _explain_misfit(problem, demands, partition)
-        return Alternative(name=name, pools=tuple(partition), chosen=False, reason=reason, missing_bytes=missing)
+    return Alternative(name=name, pools=tuple(partition), chosen=False, reason=reason, missing_bytes=missing)
+
+
+def _describe(
+    demands: Mapping[str, ModelDemand],
+    partition: Sequence[tuple[str, ...]],
+    pools: Sequence[PlacedPool],
+    reason: str,
+    *,
+    chosen: bool,
+) -> Alternative:
     seconds = np.array([pool.option.stage_s for pool in pools])
     iteration_s = compute_cost([pool.option.stage_s for pool in pools])
     order = {role: number for number, role in enumerate(demands)}
     return Alternative(
-        name=name,
+        name=_name_class(partition),
         pools=tuple(tuple(sorted(pool.roles, key=order.__getitem__)) for pool in pools),
-        chosen=pools is chosen,
-        reason="the fastest" if pools is chosen else _explain_loss(problem, pools, chosen),
+        chosen=chosen,
+        reason=reason,
         num_gpus=tuple(pool.option.request.num_gpus for pool in pools),
         iteration_s=iteration_s,
         idle_part=tuple(float(1 - own.sum() / iteration_s) if iteration_s else 0.0 for own in seconds),

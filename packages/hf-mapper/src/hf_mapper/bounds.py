@@ -12,7 +12,7 @@ from hf_mapper.config import MapperConfig
 from hf_mapper.demand import build_demands
 from hf_mapper.planning import PlacedPool
 from hf_mapper.pricing import price_pools, stage_seconds
-from hf_mapper.search import map_dataflow
+from hf_mapper.search import StopSign, find_pools
 from hf_mapper.specs import ClusterSpec, MachineSpec
 
 __all__ = ["Bottleneck", "Extension", "find_bottleneck", "try_extensions"]
@@ -69,16 +69,23 @@ def find_bottleneck(problem: MapperConfig, pools: Sequence[PlacedPool]) -> Bottl
     )
 
 
-def try_extensions(problem: MapperConfig, iteration_s: float) -> tuple[Extension, ...]:
-    """One more machine of each kind in turn; none where the cluster states no network between machines."""
+def try_extensions(problem: MapperConfig, iteration_s: float, should_stop: StopSign) -> tuple[Extension, ...]:
+    """One more machine of each kind in turn; none where the cluster states no network between machines.
+
+    Only those whose best plan is known when ``should_stop`` says yes.
+    """
     if problem.cluster.inter_bandwidth_bytes_per_s is None:
         return ()
     found = []
     for index, machine in enumerate(problem.cluster.machines):
+        if should_stop():
+            break
         more = replace(machine, num_machines=machine.num_machines + 1)
         machines = (*problem.cluster.machines[:index], more, *problem.cluster.machines[index + 1 :])
         cluster = replace(problem.cluster, machines=machines)
-        plan = map_dataflow(problem.dataflow, problem.models, cluster, problem.workload, backends=problem.backends)
+        plan, _ = find_pools(replace(problem, cluster=cluster), should_stop)
+        if not plan.estimates["search"]["complete"]:
+            break
         found.append(
             Extension(
                 gpu_kind=machine.gpu.kind,
@@ -109,6 +116,12 @@ def _twice_the_links(machine: MachineSpec) -> MachineSpec:
     return replace(machine, intra_bandwidth_bytes_per_s=2 * machine.link_bandwidth_bytes_per_s)
 
 
+def _twice_the_host_links(machine: MachineSpec) -> MachineSpec:
+    return replace(
+        machine, gpu=replace(machine.gpu, host_bandwidth_bytes_per_s=2 * machine.gpu.host_bandwidth_bytes_per_s)
+    )
+
+
 def _half_the_launches(machine: MachineSpec) -> MachineSpec:
     constants = machine.gpu.efficiency
     halves = {
@@ -127,6 +140,7 @@ _TWICE: dict[str, Callable[[ClusterSpec], ClusterSpec]] = {
     "arithmetic": _on_machines(_twice_the_arithmetic),
     "memory bandwidth": _on_machines(_twice_the_memory_speed),
     "links inside a machine": _on_machines(_twice_the_links),
+    "links to the host": _on_machines(_twice_the_host_links),
     "network between machines": _twice_the_network,
     "launches and latencies": _on_machines(_half_the_launches),
 }

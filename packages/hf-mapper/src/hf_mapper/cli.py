@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -18,7 +19,7 @@ from hf_mapper.explanation import explain_plan
 from hf_mapper.page import build_page
 from hf_mapper.reasons import render_explanation
 from hf_mapper.report import render_calibration, render_errors, render_plan
-from hf_mapper.search import map_dataflow
+from hf_mapper.search import StopSign, map_dataflow
 from hf_mapper.simulation import parse_placement, read_placement, simulate_placement
 from hf_mapper.simulation_report import render_simulation, render_stage_errors
 from hf_mapper.traces import TraceConstants, calibrate_traces, validate_trace
@@ -34,7 +35,35 @@ class _InputError(click.ClickException):
     exit_code = 2
 
 
-@click.group()
+class _Commands(click.Group):
+    """Commands whose arguments, where they cannot be used, end in one line like any other mistake."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.UsageError as error:
+            raise _InputError(error.format_message()) from error
+
+
+def _read_time_limit(context: click.Context, option: click.Parameter, seconds: float | None) -> StopSign:
+    """The clock as a stop sign, from now on; without a limit one that never comes."""
+    if seconds is not None and not seconds >= 0:
+        raise _InputError(f"--time-limit: {seconds:g} must be at least 0 seconds")
+    deadline = math.inf if seconds is None else time.monotonic() + seconds
+    return lambda: time.monotonic() >= deadline
+
+
+_time_limit = click.option(
+    "--time-limit",
+    "should_stop",
+    type=float,
+    callback=_read_time_limit,
+    metavar="SECONDS",
+    help="Stop then with what was found, and the plan's proven gap. One plan is always found first.",
+)
+
+
+@click.group(cls=_Commands)
 @click.version_option(package_name="hf-mapper")
 def main() -> None:
     """Which GPUs, which placement, which parallelism: the device mapper of HybridFlow."""
@@ -45,16 +74,10 @@ def main() -> None:
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the plan as JSON, as hf_controller and hybridflow read it."
 )
-@click.option(
-    "--time-limit",
-    type=click.FloatRange(min=0),
-    metavar="SECONDS",
-    help="Stop then with the best plan so far and its proven gap. One plan is always found first.",
-)
+@_time_limit
 @click.option("--html", type=click.Path(path_type=Path), help="Write the plan as one self-contained page to this file.")
-def plan(config: Path, as_json: bool, html: Path | None, time_limit: float | None) -> None:
+def plan(config: Path, as_json: bool, html: Path | None, should_stop: StopSign) -> None:
     """Place the models of CONFIG, a TOML file, on its cluster."""
-    deadline = math.inf if time_limit is None else time.monotonic() + time_limit
     try:
         problem = read_config(config)
         found = map_dataflow(
@@ -62,7 +85,7 @@ def plan(config: Path, as_json: bool, html: Path | None, time_limit: float | Non
             problem.models,
             problem.cluster,
             problem.workload,
-            lambda: time.monotonic() >= deadline,
+            should_stop,
             backends=problem.backends,
         )
     except HybridFlowError as error:
@@ -78,12 +101,13 @@ def plan(config: Path, as_json: bool, html: Path | None, time_limit: float | Non
 @main.command()
 @click.argument("config", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the plan is its key `plan`.")
+@_time_limit
 @click.option("--html", type=click.Path(path_type=Path), help="Write plan and reasons as one page to this file.")
-@click.option("--quick", is_flag=True, help="Leave out how wrong the simulators may be: some fifty searches less.")
-def explain(config: Path, as_json: bool, html: Path | None, quick: bool) -> None:
+@click.option("--quick", is_flag=True, help="Leave out how wrong the simulators may be: hundreds of searches less.")
+def explain(config: Path, as_json: bool, html: Path | None, quick: bool, should_stop: StopSign) -> None:
     """Say why the plan of CONFIG is the best: other placements, what bounds it, how sure it is."""
     try:
-        found = explain_plan(read_config(config), robustness=not quick)
+        found = explain_plan(read_config(config), should_stop, robustness=not quick)
     except HybridFlowError as error:
         raise _InputError(str(error)) from error
     if html is not None:

@@ -41,7 +41,7 @@ class CollectiveCase:
         """Seconds of the collective."""
         link = build_link(self.cluster, num_ranks=self.num_ranks, stride=1, world_size=self.num_ranks)
         spend = all_reduce_s if self.collective == "all_reduce" else point_to_point_s
-        return spend(link, self.num_bytes)
+        return float(spend(link, self.num_bytes))
 
     def with_constants(self, efficiency: EfficiencySpec, **links: float) -> CollectiveCase:
         """The same case with other constants."""

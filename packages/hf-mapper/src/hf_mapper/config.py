@@ -18,6 +18,7 @@
     gpu = "a100-80"                     # a name of the catalogue, or a table of GpuSpec's fields
     num_gpus = 8
     num_machines = 2
+    host_memory_bytes = 1_000_000_000_000   # optional: models may be offloaded into it
 
     [workload]
     global_batch = 1024
@@ -31,7 +32,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -68,7 +69,7 @@ class MapperConfig:
     models: Mapping[str, ModelShape]
     cluster: ClusterSpec
     workload: WorkloadSpec
-    backends: tuple[str, ...] | None = None
+    backends: Sequence[str] | None = None
 
 
 def read_config(path: Path | str) -> MapperConfig:

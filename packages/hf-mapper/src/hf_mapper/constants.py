@@ -74,9 +74,9 @@ FITS: tuple[Fit, ...] = (
         models=("llama-2-7b", "llama-3-8b"),
         values={
             "inference_flops": 0.8,
-            "memory_bandwidth": 0.743,
-            "layer_latency_s": 1.88e-05,
-            "sequence_latency_s": 1.54e-05,
+            "memory_bandwidth": 0.775,
+            "layer_latency_s": 0.000142,
+            "sequence_latency_s": 2.25e-05,
         },
     ),
     Fit(
@@ -85,10 +85,10 @@ FITS: tuple[Fit, ...] = (
         source="Argonne",
         models=("llama-2-7b", "llama-3-8b"),
         values={
-            "inference_flops": 0.798,
-            "memory_bandwidth": 0.705,
-            "layer_latency_s": 2.21e-05,
-            "sequence_latency_s": 6.87e-05,
+            "inference_flops": 0.799,
+            "memory_bandwidth": 0.734,
+            "layer_latency_s": 0.000146,
+            "sequence_latency_s": 8.24e-05,
         },
     ),
     Fit(
@@ -97,10 +97,10 @@ FITS: tuple[Fit, ...] = (
         source="Argonne",
         models=("llama-2-7b", "llama-3-8b"),
         values={
-            "inference_flops": 0.743,
-            "memory_bandwidth": 0.669,
-            "layer_latency_s": 6.06e-05,
-            "sequence_latency_s": 6.52e-06,
+            "inference_flops": 0.732,
+            "memory_bandwidth": 0.733,
+            "layer_latency_s": 0.000108,
+            "sequence_latency_s": 1.46e-05,
         },
     ),
     Fit(
@@ -109,10 +109,10 @@ FITS: tuple[Fit, ...] = (
         source="Argonne",
         models=("llama-2-7b", "llama-3-8b"),
         values={
-            "inference_flops": 0.785,
-            "memory_bandwidth": 0.702,
-            "layer_latency_s": 0.000112,
-            "sequence_latency_s": 7.23e-05,
+            "inference_flops": 0.8,
+            "memory_bandwidth": 0.793,
+            "layer_latency_s": 0.000159,
+            "sequence_latency_s": 7e-05,
         },
     ),
     Fit(
@@ -187,7 +187,12 @@ FITS: tuple[Fit, ...] = (
         stack="megatron-2021",
         source="vTrain",
         models=("GPT L12", "GPT L24", "GPT-18.4B"),
-        values={"training_flops": 0.874, "half_size": 98.9, "training_bandwidth": 0.95, "training_latency_s": 0.000813},
+        values={
+            "training_flops": 0.781,
+            "half_size": 54.0,
+            "training_bandwidth": 0.937,
+            "training_latency_s": 0.000814,
+        },
     ),
 )
 

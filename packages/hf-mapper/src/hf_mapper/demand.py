@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from hf_mapper._names import unknown_name
+from hf_mapper.simulators.transfer import CallRows, count_call_rows
 from hf_mapper.specs import WorkloadSpec
 from hf_protocols import CallKind, ConfigError, Dataflow, ModelShape, PlanError
 
@@ -16,16 +17,25 @@ __all__ = ["ModelDemand", "build_demands", "find_function_roles", "number_demand
 class ModelDemand:
     """One model's part of an iteration: ``calls[stage]`` are the kinds of its calls there, in program order.
 
+    ``rows[stage]`` are the rows of the same calls; without it, calls read and write none.
+
     Roles with equal demands are interchangeable for the search.
     """
 
     model: ModelShape
     calls: tuple[tuple[CallKind, ...], ...]
+    rows: tuple[tuple[CallRows, ...], ...] = ()
 
     @property
     def kinds(self) -> frozenset[CallKind]:
         """The kinds of call that occur at all."""
         return frozenset(kind for stage in self.calls for kind in stage)
+
+    def count(self, simulator: str) -> tuple[int, ...]:
+        """How often each stage asks ``simulator``: its calls; for a transition, once in a stage that generates."""
+        if simulator == "transition":
+            return tuple(int("generation" in stage) for stage in self.calls)
+        return tuple(sum(kind == simulator for kind in stage) for stage in self.calls)
 
     @property
     def trained(self) -> bool:
@@ -62,15 +72,16 @@ def build_demands(
                 f"{role}: prompt_tokens + response_tokens = {workload.sequence_tokens} exceeds the "
                 f"{model.max_positions} positions of {model.name}: shorten one or choose another model"
             )
-    stages = dataflow.stages()
-    return {
-        role: ModelDemand(
-            model=models[role],
-            calls=tuple(tuple(call.kind for call in stage if call.role == role) for stage in stages),
-        )
-        for role in dataflow.roles
-        if role in models
-    }
+    return {role: _build_demand(role, models[role], dataflow, workload) for role in dataflow.roles if role in models}
+
+
+def _build_demand(role: str, model: ModelShape, dataflow: Dataflow, workload: WorkloadSpec) -> ModelDemand:
+    stages = [[call for call in stage if call.role == role] for stage in dataflow.stages()]
+    return ModelDemand(
+        model=model,
+        calls=tuple(tuple(call.kind for call in stage) for stage in stages),
+        rows=tuple(tuple(count_call_rows(call, workload) for call in stage) for stage in stages),
+    )
 
 
 def number_demands(demands: Iterable[ModelDemand]) -> list[ModelDemand]:

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hf_mapper.constants import find_efficiency, find_links
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.measured import Phase, build_cluster, find_gpu, find_model_of_row
-from hf_mapper.simulators.generation import simulate_rollout
-from hf_mapper.simulators.memory import kv_cache_bytes, weight_bytes
+from hf_mapper.simulators.generation import simulate_generation
+from hf_mapper.simulators.memory import kv_token_bytes, weight_bytes
 from hf_mapper.software import EngineSpec
 from hf_mapper.specs import ClusterSpec, MachineSpec, WorkloadSpec, gpu
 from hf_mapper.tables import MeasuredTable, Row, SkipRow, number, whole_number
-from hf_protocols import ConfigError, GenerationSpec, ModelShape
+from hf_protocols import ConfigError, GenerationSpec, ModelShape, ParallelSpec
 
 __all__ = ["GenerationCase", "build_generation_cases"]
 
 _ENGINES = (
-    (r"turbomind|lmdeploy", EngineSpec(name="lmdeploy", first_token_decodes=True)),
+    (r"turbomind|lmdeploy", EngineSpec(name="lmdeploy", one_shot_reduce=False, first_token_decodes=True)),
     (r"tensorrt", EngineSpec(name="tensorrt-llm")),
-    (r"vllm fork|splitwise", EngineSpec(name="vllm-2023")),
+    (r"vllm fork|splitwise", EngineSpec(name="vllm-2023", one_shot_reduce=False)),
     (r"vllm", EngineSpec(name="vllm")),
-    (r"deepspeed-mii", EngineSpec(name="deepspeed-mii")),
+    (r"deepspeed-mii", EngineSpec(name="deepspeed-mii", one_shot_reduce=False)),
 )
 _OTHER = EngineSpec(name="engine")
 
@@ -87,21 +87,21 @@ class GenerationCase:
         parts = self._rollout(sequences, first)
         return parts["decode_s"] + (parts["prefill_s"] if self.workload.prompt_tokens > 1 else 0.0)
 
-    def _rollout(self, sequences: int, workload: WorkloadSpec | None = None) -> dict[str, float]:
+    def _rollout(self, sequences: int, workload: WorkloadSpec | None = None) -> Mapping[str, float]:
         workload = replace(workload or self.workload, global_batch=sequences)
-        size = self.generation.replica_size
-        return dict(
-            simulate_rollout(self.model, self.cluster, workload, world_size=size, generation=self.generation).breakdown
-        )
+        ranks = ParallelSpec(pp_size=self.generation.gen_pp_size, tp_size=self.generation.gen_tp_size)
+        return simulate_generation(
+            self.model, self.cluster, ranks, workload, generation=self.generation, engine=self.engine
+        ).breakdown
 
     def _places(self) -> int:
-        """Sequences of mean length that the cache holds beside the weights."""
+        """Sequences of mean length that the cache holds beside the weights and the runtime."""
         size = self.generation.replica_size
-        total = self.cluster.machine.gpu.memory_bytes * self.engine.memory_fraction
+        spec = self.cluster.machine.gpu
+        total = spec.memory_bytes * self.engine.memory_fraction - spec.reserved_bytes
         free = total - weight_bytes(self.model, self.workload) / size
-        whole = kv_cache_bytes(self.model, self.generation, self.workload, 1)
-        mean = whole * (self.workload.prompt_tokens + self.workload.response_tokens / 2) / self.workload.sequence_tokens
-        return max(1, int(free / mean))
+        token = float(kv_token_bytes(self.model, self.generation, self.workload))
+        return max(1, int(free / token / (self.workload.prompt_tokens + self.workload.response_tokens / 2)))
 
 
 def build_generation_cases(table: MeasuredTable) -> Iterator[tuple[Row, list[GenerationCase] | SkipRow]]:

@@ -10,7 +10,7 @@ from hf_mapper.alternatives import Alternative, compare_classes
 from hf_mapper.bounds import Bottleneck, Extension, find_bottleneck, try_extensions
 from hf_mapper.config import MapperConfig
 from hf_mapper.robustness import Tolerance, compute_tolerances
-from hf_mapper.search import find_pools
+from hf_mapper.search import StopSign, find_pools
 from hf_protocols import MappingPlan
 
 __all__ = ["Explanation", "explain_plan"]
@@ -22,7 +22,7 @@ class Explanation:
 
     ``alternatives`` has every placement class, the chosen one first; ``extensions`` one entry for each kind of machine
     (empty where the cluster states no network); ``tolerances`` one for each simulator that the plan depends on (empty
-    where they were not asked for).
+    where they were not asked for). ``complete``: nobody stopped it; else plan and reasons are those found before.
     """
 
     plan: MappingPlan
@@ -30,6 +30,7 @@ class Explanation:
     bottleneck: Bottleneck
     extensions: tuple[Extension, ...]
     tolerances: tuple[Tolerance, ...]
+    complete: bool
 
     def to_json(self) -> str:
         """One JSON object, ending in a newline; ``plan`` in it is what ``MappingPlan.from_json`` reads."""
@@ -39,23 +40,39 @@ class Explanation:
             "bottleneck": asdict(self.bottleneck),
             "extensions": [asdict(entry) for entry in self.extensions],
             "tolerances": [asdict(entry) | {"largest_error": entry.largest_error} for entry in self.tolerances],
+            "complete": self.complete,
         }
         return json.dumps(body, indent=2, allow_nan=False) + "\n"
 
 
-def explain_plan(problem: MapperConfig, *, robustness: bool = True) -> Explanation:
-    """Find the best plan of ``problem`` and its reasons; ``robustness`` takes some fifty searches more.
+def explain_plan(problem: MapperConfig, should_stop: StopSign | None = None, *, robustness: bool = True) -> Explanation:
+    """Find the best plan of ``problem`` and its reasons; ``robustness`` takes a hundred searches or two more.
+
+    ``should_stop`` is asked as in ``map_dataflow``: when it says yes, the plan is the best so far, what bounds it is
+    said all the same, and of the other reasons those that were found for certain.
 
     Raises:
         PlanError, ConfigError: as ``map_dataflow``.
     """
-    plan, pools = find_pools(
-        problem.dataflow, problem.models, problem.cluster, problem.workload, backends=problem.backends
-    )
+    sign = _Remembered(should_stop or (lambda: False))
+    plan, pools = find_pools(problem, sign)
     return Explanation(
         plan=plan,
-        alternatives=compare_classes(problem, pools),
+        alternatives=compare_classes(problem, pools, sign, complete=plan.estimates["search"]["complete"]),
         bottleneck=find_bottleneck(problem, pools),
-        extensions=try_extensions(problem, plan.estimates["iteration_s"]),
-        tolerances=compute_tolerances(problem, pools) if robustness else (),
+        extensions=try_extensions(problem, plan.estimates["iteration_s"], sign),
+        tolerances=compute_tolerances(problem, pools, sign) if robustness else (),
+        complete=not sign.given,
     )
+
+
+class _Remembered:
+    """A stop sign that stays up once it was given."""
+
+    def __init__(self, ask: StopSign) -> None:
+        self._ask = ask
+        self.given = False
+
+    def __call__(self) -> bool:
+        self.given = self.given or self._ask()
+        return self.given

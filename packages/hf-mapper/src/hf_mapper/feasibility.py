@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from hf_mapper.demand import build_demands, number_demands
+from hf_mapper.config import MapperConfig
+from hf_mapper.demand import build_demands
 from hf_mapper.parallelism import ModelOption
 from hf_mapper.placements import PoolRequest, fits, set_partitions
-from hf_mapper.pools import PoolTable
+from hf_mapper.pools import PoolTable, build_table
 from hf_mapper.specs import ClusterSpec, MachineSpec, WorkloadSpec
 from hf_protocols import Dataflow, ModelShape, PlanError
 
@@ -31,7 +32,8 @@ def is_feasible(
     Raises:
         PlanError, ConfigError: as ``map_dataflow`` does for its inputs.
     """
-    allocations = _least_allocations(dataflow, models, cluster, workload, backends)
+    problem = MapperConfig(dataflow=dataflow, models=models, cluster=cluster, workload=workload, backends=backends)
+    allocations = _least_allocations(problem)
     return any(fits(cluster, requests) for requests in allocations)
 
 
@@ -47,49 +49,42 @@ def find_smallest_cluster(
 
     Of several kinds the one that needs the fewest accelerators. None when no number of them would do.
     """
+    problem = MapperConfig(dataflow=dataflow, models=models, cluster=cluster, workload=workload, backends=backends)
     found = []
     for machine in cluster.machines:
         most = max(1, _MOST_GPUS // machine.num_gpus)
         network = cluster.inter_bandwidth_bytes_per_s or machine.link_bandwidth_bytes_per_s
         largest = replace(cluster, machines=(replace(machine, num_machines=most),), inter_bandwidth_bytes_per_s=network)
-        allocations = _least_allocations(dataflow, models, largest, workload, backends)
+        allocations = _least_allocations(replace(problem, cluster=largest))
         counts = [_count_machines(largest, requests) for requests in allocations]
         found += [replace(machine, num_machines=count) for count in counts if count <= most]
     return min(found, key=lambda machine: machine.total_gpus, default=None)
 
 
-def build_infeasible_error(
-    dataflow: Dataflow,
-    models: Mapping[str, ModelShape],
-    cluster: ClusterSpec,
-    workload: WorkloadSpec,
-    backends: Sequence[str] | None,
-) -> PlanError:
+def build_infeasible_error(problem: MapperConfig) -> PlanError:
     """The error for a cluster on which nothing fits: what was given, and the smallest cluster that would do."""
-    given = " + ".join(_describe(machine) for machine in cluster.machines)
-    names = ", ".join(f"{role} {model.name}" for role, model in models.items())
-    smallest = find_smallest_cluster(dataflow, models, cluster, workload, backends=backends)
+    machines = problem.cluster.machines
+    given = " + ".join(map(_describe, machines))
+    names = ", ".join(f"{role} {model.name}" for role, model in problem.models.items())
+    smallest = find_smallest_cluster(
+        problem.dataflow, problem.models, problem.cluster, problem.workload, backends=problem.backends
+    )
     knobs = "micro_batch_tokens, the batch or the lengths lower, or max_generation_waves higher"
+    if not any(machine.offload_bytes for machine in machines):
+        knobs += ", or in a problem of hf-mapper host_memory_bytes of the machines, to offload models"
     if smallest is None:
         advice = f"nor on any number of such machines up to {_MOST_GPUS} devices: set {knobs}"
     else:
         advice = f"the smallest cluster that would do: {_describe(smallest)}; or set {knobs}"
-    return PlanError(f"{dataflow.name}: no placement of {names} fits the memory of {given}; {advice}")
+    return PlanError(f"{problem.dataflow.name}: no placement of {names} fits the memory of {given}; {advice}")
 
 
-def _least_allocations(
-    dataflow: Dataflow,
-    models: Mapping[str, ModelShape],
-    cluster: ClusterSpec,
-    workload: WorkloadSpec,
-    backends: Sequence[str] | None,
-) -> Iterator[tuple[PoolRequest, ...]]:
+def _least_allocations(problem: MapperConfig) -> Iterator[tuple[PoolRequest, ...]]:
     """For every partition, the fewest devices of each kind that hold each set; ``pack`` favours smaller requests."""
-    demands = tuple(build_demands(dataflow, models, workload).values())
-    numbered = number_demands(demands)
-    table = PoolTable(demands=numbered, cluster=cluster, workload=workload, backends=backends)
+    demands = build_demands(problem.dataflow, problem.models, problem.workload)
+    table = build_table(problem, demands)
     least: dict[tuple[int, ...], list[PoolRequest]] = {}
-    for partition in set_partitions([numbered.index(demand) for demand in demands]):
+    for partition in set_partitions([table.demands.index(demand) for demand in demands.values()]):
         sets = [tuple(sorted(members)) for members in partition]
         for members in sets:
             if members not in least:
@@ -112,26 +107,36 @@ def _find_least(table: PoolTable, members: tuple[int, ...]) -> list[PoolRequest]
     for kind, machine in enumerate(table.cluster.machines):
         for count in table.device_counts(members, kind):
             request = PoolRequest(machine=kind, num_gpus=count)
-            needed, _ = find_least_memory([table.options(member, request) for member in members])
+            options = [table.options(member, request) for member in members]
+            needed, _ = find_least_memory(options, machine.offload_bytes)
             if needed <= machine.gpu.usable_bytes:
                 found.append(request)
                 break
     return found
 
 
-def find_least_memory(options: Sequence[Sequence[ModelOption]]) -> tuple[float, tuple[ModelOption, ...]]:
+def find_least_memory(
+    options: Sequence[Sequence[ModelOption]], offload_bytes: float
+) -> tuple[float, tuple[ModelOption, ...]]:
     """The least bytes per device, states and largest work, of one option of each model; and these options.
 
-    Infinity and nothing where a model has no option.
+    Together they have at most ``offload_bytes`` in host memory. Infinity and nothing where a model has no option.
     """
     least: tuple[float, tuple[ModelOption, ...]] = (float("inf"), ())
     for limit in sorted({option.work_bytes for of_model in options for option in of_model}):
-        within = [[option for option in of_model if option.work_bytes <= limit] for of_model in options]
-        if all(within):
-            chosen = tuple(min(of_model, key=lambda option: option.state_bytes) for of_model in within)
-            needed = sum(option.state_bytes for option in chosen) + max(option.work_bytes for option in chosen)
-            least = min(least, (needed, chosen), key=lambda entry: entry[0])
+        for chosen in itertools.product(*(_find_least_states(of_model, limit) for of_model in options)):
+            if sum(option.host_bytes for option in chosen) <= offload_bytes:
+                states = sum(option.state_bytes for option in chosen)
+                needed = states + max(option.work_bytes for option in chosen)
+                least = min(least, (needed, chosen), key=lambda entry: entry[0])
     return least
+
+
+def _find_least_states(options: Sequence[ModelOption], limit: float) -> list[ModelOption]:
+    """Of the options with work up to ``limit`` the one with the least state, and of the offloaded ones likewise."""
+    within = [option for option in options if option.work_bytes <= limit]
+    resting = [[option for option in within if (option.host_bytes > 0) == offloaded] for offloaded in (False, True)]
+    return [min(some, key=lambda option: option.state_bytes + option.host_bytes) for some in resting if some]
 
 
 def _describe(machine: MachineSpec) -> str:

@@ -12,7 +12,7 @@ from hf_mapper._known_models import build_gpt, find_model, guess_model
 from hf_mapper.constants import find_efficiency, find_links
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.simulators import estimate_memory, simulate_training
-from hf_mapper.software import FSDP, LLM_FOUNDRY, MEGATRON_2021, ZERO_2021, SoftwareSpec
+from hf_mapper.software import FSDP, LLM_FOUNDRY, MEGATRON_2021, MEGATRON_DEEPSPEED, ZERO_2021, SoftwareSpec
 from hf_mapper.specs import ClusterSpec, GpuSpec, MachineSpec, Recompute, WorkloadSpec, gpu
 from hf_mapper.tables import MeasuredTable, Row, SkipRow, number, whole_number
 from hf_protocols import ConfigError, ModelShape, ParallelSpec
@@ -227,7 +227,8 @@ def _find_software(row: Row, parallel: ParallelSpec) -> tuple[str, SoftwareSpec,
     old = re.search(r"megatron-(lm|deepspeed|\d+b|1t)|korthikanti", text) and "bridge" not in text
     if old:
         sequence_parallel = "sequence-parallel" in row.get("recompute", "")
-        return MEGATRON_2021.name, replace(MEGATRON_2021, sequence_parallel=sequence_parallel), "megatron"
+        software = MEGATRON_DEEPSPEED if "megatron-deepspeed" in text else MEGATRON_2021
+        return MEGATRON_2021.name, replace(software, sequence_parallel=sequence_parallel), "megatron"
     sharded = whole and not re.search("ddp|nemo|megatron", text)
     if not sharded:
         return "pytorch", SoftwareSpec(), "megatron"

@@ -12,6 +12,7 @@ from hf_mapper.report import (
     check_estimates,
     describe_devices,
     describe_generation,
+    describe_role,
     format_gib,
     format_layout,
     format_seconds,
@@ -223,7 +224,7 @@ def _tabulate_models(plan: MappingPlan) -> str:
             rows.append((role, model.pool, model.backend, "-", "-", "-"))
             continue
         rows.append((
-            role,
+            describe_role(role, model),
             model.pool,
             f"{format_layout(model.train)} {model.backend}",
             describe_generation(model, estimate["generation_waves"]),
@@ -267,6 +268,8 @@ def _tell_reasons(explanation: Explanation) -> Iterable[str]:
             for entry in explanation.tolerances
         ]
         yield _tabulate(headings, tolerances, numbers={4, 5})
+    if not explanation.complete:
+        yield "<p>Stopped by the time limit: other placements and reasons were not looked at.</p>"
 
 
 def _tabulate(

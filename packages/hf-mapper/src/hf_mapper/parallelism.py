@@ -8,15 +8,20 @@ layouts (paper, section 5.1); FSDP, which does not cut the model, generates with
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hf_mapper._names import unknown_name
 from hf_mapper.demand import ModelDemand
+from hf_mapper.movement import offload_stage_s, transfer_stage_s
 from hf_mapper.scales import SimulatorScales
-from hf_mapper.simulators.generation import simulate_rollout, simulate_transition
+from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.inference import simulate_inference
-from hf_mapper.simulators.memory import default_backend, state_bytes
+from hf_mapper.simulators.layouts import default_backend, read_layouts
+from hf_mapper.simulators.memory import state_bytes
 from hf_mapper.simulators.training import simulate_training
 from hf_mapper.specs import HOST_KIND, ClusterSpec, MachineSpec, WorkloadSpec
 from hf_protocols import ConfigError, GenerationSpec, ModelShape, ParallelSpec
@@ -37,13 +42,17 @@ BACKENDS = ("fsdp", "megatron")
 
 _AS_SIMULATED = SimulatorScales()
 
+_Rollout = tuple[int, GenerationSpec | None, int]
+"""Which training layout, by its number; how it generates, and in how many waves."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOption:
     """One way to run one model on a number of devices.
 
     ``stage_s[i]`` is its time in stage i of the dataflow; ``state_bytes`` per rank stay, ``work_bytes`` is what its
-    largest call adds. A pool holds the states of all its models and the work of one call at a time.
+    largest call adds. A pool holds the states of all its models and the work of one call at a time. A model that is
+    offloaded has ``host_bytes`` per rank in host memory between its calls: they are work of these, and no state stays.
     """
 
     parallel: ParallelSpec
@@ -53,6 +62,7 @@ class ModelOption:
     stage_s: tuple[float, ...]
     state_bytes: float
     work_bytes: float
+    host_bytes: float = 0.0
 
     @property
     def memory_bytes(self) -> float:
@@ -145,27 +155,32 @@ def build_options(
     scales: SimulatorScales = _AS_SIMULATED,
 ) -> tuple[ModelOption, ...]:
     """Every way to run ``demand`` on ``num_gpus`` devices of ``cluster``, which has one kind of machine."""
-    options: list[ModelOption] = []
-    rollouts: dict[tuple[GenerationSpec, int], tuple[float, float]] = {}
-    for parallel, backend in parallel_layouts(
-        demand.model, cluster.machine, num_gpus, workload, backends, demand.trained
-    ):
-        state = state_bytes(demand.model, parallel, workload, trained=demand.trained, backend=backend)
-        stage_s, work = _forward_calls(demand, cluster, parallel, workload, backend, scales)
-        base = ModelOption(
-            parallel=parallel,
-            backend=backend,
-            generation=None,
-            num_waves=1,
-            stage_s=stage_s,
-            state_bytes=sum(state.values()),
-            work_bytes=work,
+    layouts = tuple(parallel_layouts(demand.model, cluster.machine, num_gpus, workload, backends, demand.trained))
+    rollouts = _list_rollouts(demand, cluster.machine, workload, layouts)
+    if not rollouts:
+        return ()
+    parallels, used = [parallel for parallel, _ in layouts], [backend for _, backend in layouts]
+    state = sum(state_bytes(demand.model, read_layouts(parallels, used), workload, trained=demand.trained).values())
+    stage_s, work = _forward_calls(demand, cluster, parallels, used, workload, scales)
+    owner = [index for index, _, _ in rollouts]
+    stage_s, work = stage_s[owner], work[owner]
+    if demand.generates:
+        rollout_s, cache = _generation_calls(demand, cluster, layouts, workload, rollouts, scales)
+        stage_s, work = stage_s + rollout_s, np.maximum(work, cache)
+    held = np.broadcast_to(state, (len(layouts),)).tolist()
+    options = (
+        ModelOption(
+            parallel=parallels[index],
+            backend=used[index],
+            generation=generation,
+            num_waves=waves,
+            stage_s=tuple(seconds),
+            state_bytes=held[index],
+            work_bytes=needed,
         )
-        if demand.generates:
-            options.extend(_with_generation(demand, cluster, base, workload, rollouts, scales))
-        else:
-            options.append(base)
-    return tuple(options)
+        for (index, generation, waves), seconds, needed in zip(rollouts, stage_s.tolist(), work.tolist(), strict=True)
+    )
+    return tuple(_with_movement(demand, cluster, workload, options, scales))
 
 
 def best_parallelism(
@@ -187,60 +202,93 @@ def best_parallelism(
     return min(fitting, key=lambda option: (sum(option.stage_s), option.memory_bytes), default=None)
 
 
+def _list_rollouts(
+    demand: ModelDemand, machine: MachineSpec, workload: WorkloadSpec, layouts: Sequence[tuple[ParallelSpec, str]]
+) -> list[_Rollout]:
+    """Every generation layout and number of waves of each of ``layouts``; nothing but itself without generation."""
+    if not demand.generates:
+        return [(index, None, 1) for index in range(len(layouts))]
+    return [
+        (index, generation, waves)
+        for index, (parallel, backend) in enumerate(layouts)
+        for generation in generation_layouts(demand.model, machine, parallel, backend, workload)
+        for waves in wave_counts(workload, parallel.world_size // generation.replica_size)
+    ]
+
+
 def _forward_calls(
     demand: ModelDemand,
     cluster: ClusterSpec,
-    parallel: ParallelSpec,
+    parallels: Sequence[ParallelSpec],
+    backends: Sequence[str],
     workload: WorkloadSpec,
-    backend: str,
     scales: SimulatorScales,
-) -> tuple[tuple[float, ...], float]:
-    """(seconds per stage, largest work) of the training and inference calls."""
-    estimates = {}
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Seconds ``[B, stages]`` and largest work ``[B]`` of the training and inference calls in B layouts."""
+    stage_s, work = np.zeros((len(parallels), len(demand.calls))), np.zeros(len(parallels))
     if "training" in demand.kinds:
-        estimates["training"] = simulate_training(demand.model, cluster, parallel, workload, backend=backend)
+        training = simulate_training(demand.model, cluster, parallels, workload, backend=backends)
+        stage_s += np.outer(scales.training * training.latency_s, demand.count("training"))
+        work = training.memory_bytes
     if "inference" in demand.kinds:
-        estimates["inference"] = simulate_inference(demand.model, cluster, parallel, workload, backend=backend)
-    seconds = {kind: getattr(scales, kind) * estimate.latency_s for kind, estimate in estimates.items()}
-    stage_s = tuple(sum((seconds[kind] for kind in stage if kind in seconds), 0.0) for stage in demand.calls)
-    return stage_s, max((estimate.memory_bytes for estimate in estimates.values()), default=0.0)
+        inference = simulate_inference(demand.model, cluster, parallels, workload, backend=backends)
+        stage_s += np.outer(scales.inference * inference.latency_s, demand.count("inference"))
+        work = np.maximum(work, inference.memory_bytes)
+    return stage_s, work
 
 
-def _with_generation(
+def _generation_calls(
     demand: ModelDemand,
     cluster: ClusterSpec,
-    base: ModelOption,
+    layouts: Sequence[tuple[ParallelSpec, str]],
     workload: WorkloadSpec,
-    rollouts: dict[tuple[GenerationSpec, int], tuple[float, float]],
+    rollouts: Sequence[_Rollout],
+    scales: SimulatorScales,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Seconds ``[B, stages]`` and work ``[B]`` of the generation calls in B rollouts; a stage reshards once."""
+    estimate = simulate_generation(
+        demand.model,
+        cluster,
+        [layouts[index][0] for index, _, _ in rollouts],
+        workload,
+        generation=[generation for _, generation, _ in rollouts if generation],
+        num_waves=[waves for _, _, waves in rollouts],
+        backend=[layouts[index][1] for index, _, _ in rollouts],
+    )
+    transition_s = scales.transition * estimate.breakdown["transition_s"]
+    rollout_s = scales.generation * (estimate.breakdown["prefill_s"] + estimate.breakdown["decode_s"])
+    stage_s = np.outer(transition_s, demand.count("transition")) + np.outer(rollout_s, demand.count("generation"))
+    return stage_s, estimate.memory_bytes
+
+
+def _with_movement(
+    demand: ModelDemand,
+    cluster: ClusterSpec,
+    workload: WorkloadSpec,
+    options: Iterable[ModelOption],
     scales: SimulatorScales,
 ) -> Iterator[ModelOption]:
-    """``base`` with every generation layout and number of waves; one transition per stage that generates."""
-    parallel, world_size = base.parallel, base.parallel.world_size
-    counts = [stage.count("generation") for stage in demand.calls]
-    for generation in generation_layouts(demand.model, cluster.machine, parallel, base.backend, workload):
-        transition = simulate_transition(
-            demand.model, cluster, parallel, workload, generation=generation, backend=base.backend
-        )
-        transition_s = scales.transition * transition.latency_s
-        for waves in wave_counts(workload, world_size // generation.replica_size):
-            if (generation, waves) not in rollouts:
-                rollout = simulate_rollout(
-                    demand.model, cluster, workload, world_size=world_size, generation=generation, num_waves=waves
-                )
-                rollouts[generation, waves] = scales.generation * rollout.latency_s, rollout.memory_bytes
-            rollout_s, cache = rollouts[generation, waves]
-            yield ModelOption(
-                parallel=parallel,
-                backend=base.backend,
-                generation=generation,
-                num_waves=waves,
-                stage_s=tuple(
-                    seconds + (transition_s + count * rollout_s if count else 0.0)
-                    for seconds, count in zip(base.stage_s, counts, strict=True)
-                ),
-                state_bytes=base.state_bytes,
-                work_bytes=max(base.work_bytes, transition.memory_bytes + cache),
+    """``options`` with the times of their rows; each once more offloaded, where host memory takes its state."""
+    moved: dict[tuple[ParallelSpec, GenerationSpec | None], tuple[float, ...]] = {}
+    for option in options:
+        layout = option.parallel, option.generation
+        if layout not in moved:
+            moved[layout] = transfer_stage_s(demand, cluster, *layout)
+        brought = replace(option, stage_s=_add(option.stage_s, moved[layout], scales.transfer))
+        yield brought
+        if option.state_bytes <= cluster.machine.offload_bytes:
+            swapped = offload_stage_s(demand, cluster, workload, option.state_bytes)
+            yield replace(
+                brought,
+                stage_s=_add(brought.stage_s, swapped, scales.offload),
+                state_bytes=0.0,
+                work_bytes=option.memory_bytes,
+                host_bytes=option.state_bytes,
             )
+
+
+def _add(stage_s: tuple[float, ...], more_s: tuple[float, ...], factor: float) -> tuple[float, ...]:
+    return tuple(seconds + factor * more for seconds, more in zip(stage_s, more_s, strict=True))
 
 
 def _splits(model: ModelShape, tp: int) -> bool:

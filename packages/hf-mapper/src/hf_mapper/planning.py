@@ -39,7 +39,7 @@ def build_plan(
 
     A pool is named after its roles, joined by ``+``. ``estimates`` has ``iteration_s``; per stage its calls, its time
     and the pool that it waits for; per pool its time in each stage, bytes used and usable per device; per model its
-    time in each stage, state and work bytes per device and generation waves; the idle devices; and ``search``.
+    time in each stage, state, work and host bytes per device and generation waves; the idle devices; and ``search``.
     """
     order = {role: number for number, role in enumerate(dataflow.roles)}
     named = {"+".join(sorted(pool.roles, key=order.__getitem__)): pool for pool in pools}
@@ -74,6 +74,7 @@ def _plan_model(pool: str, option: ModelOption, workload: WorkloadSpec) -> Model
         backend=option.backend,
         train=option.parallel,
         generation=option.generation,
+        offload=option.host_bytes > 0,
         micro_batch_tokens=workload.micro_batch_tokens,
     )
 
@@ -107,6 +108,7 @@ def _estimate_model(option: ModelOption) -> dict[str, Any]:
         "stage_s": list(option.stage_s),
         "state_bytes": option.state_bytes,
         "work_bytes": option.work_bytes,
+        "host_bytes": option.host_bytes,
         "generation_waves": option.num_waves if option.generation else None,
     }
 

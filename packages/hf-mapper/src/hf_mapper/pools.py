@@ -1,27 +1,29 @@
 """What a set of models can do on n devices of one kind: the trade-offs between its stages that fit in memory.
 
 Models of one pool run one after another, so their times in a stage add; their states stay side by side, and one call
-at a time adds its work. An iteration is a sum over stages of a maximum over pools, which never grows when a pool's
-time in a stage shrinks. So of a set's combinations only those matter that no other one undercuts in every stage: the
-frontier. Frontiers of single models carry memory as two more coordinates, which makes one of them serve every budget.
+at a time adds its work; offloaded states stay side by side in the device's part of host memory. An iteration is a sum
+over stages of a maximum over pools, which never grows when a pool's time in a stage shrinks. So of a set's combinations
+only those matter that no other one undercuts in every stage: the frontier. Frontiers of single models carry memory as
+three more coordinates, which makes one of them serve every budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_mapper.demand import ModelDemand
+from hf_mapper.config import MapperConfig
+from hf_mapper.demand import ModelDemand, number_demands
 from hf_mapper.frontier import find_frontier
 from hf_mapper.parallelism import ModelOption, build_options, default_backends, find_device_counts
 from hf_mapper.placements import PoolRequest
 from hf_mapper.scales import SimulatorScales
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 
-__all__ = ["PoolOption", "PoolTable"]
+__all__ = ["PoolOption", "PoolTable", "build_table"]
 
 Members = tuple[int, ...]
 
@@ -38,7 +40,7 @@ class PoolOption:
 
 @dataclass(frozen=True)
 class _Combinations:
-    """Rows of stage seconds, state bytes and work bytes; with the index of each member's option."""
+    """Rows of stage seconds, host bytes, state bytes and work bytes; with the index of each member's option."""
 
     values: NDArray[np.float64]
     chosen: NDArray[np.intp]
@@ -109,7 +111,7 @@ class PoolTable:
 
     def _on(self, members: Members, request: PoolRequest) -> list[PoolOption]:
         combined = self._join(members, request)
-        stages, memory = combined.values[:, :-2], combined.values[:, -2:].sum(axis=1)
+        stages, memory = combined.values[:, :-3], combined.values[:, -2:].sum(axis=1)
         return [
             PoolOption(
                 request=request,
@@ -142,11 +144,24 @@ class PoolTable:
         left, right = (index.ravel() for index in np.indices((len(before.values), len(rows))))
         values = before.values[left] + rows[right]
         values[:, -1] = np.maximum(before.values[left, -1], rows[right, -1])
-        usable = self.cluster.machines[request.machine].gpu.usable_bytes
-        fits = values[:, -2] + values[:, -1] <= usable
+        machine = self.cluster.machines[request.machine]
+        fits = (values[:, -2] + values[:, -1] <= machine.gpu.usable_bytes) & (values[:, -3] <= machine.offload_bytes)
         return _Combinations(values[fits], np.column_stack((before.chosen[left], right))[fits])
 
     def _rows(self, options: Sequence[ModelOption]) -> NDArray[np.float64]:
-        """Seconds per stage, state bytes and work bytes of each option: ``[M, stages + 2]``."""
-        rows = [(*option.stage_s, option.state_bytes, option.work_bytes) for option in options]
-        return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.demands[0].calls) + 2)
+        """Seconds per stage, host, state and work bytes of each option: ``[M, stages + 3]``."""
+        rows = [(*option.stage_s, option.host_bytes, option.state_bytes, option.work_bytes) for option in options]
+        return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.demands[0].calls) + 3)
+
+
+def build_table(
+    problem: MapperConfig, demands: Mapping[str, ModelDemand], scales: SimulatorScales | None = None
+) -> PoolTable:
+    """The empty table of a problem whose roles have ``demands``."""
+    return PoolTable(
+        demands=number_demands(demands.values()),
+        cluster=problem.cluster,
+        workload=problem.workload,
+        backends=problem.backends,
+        scales=scales or SimulatorScales(),
+    )

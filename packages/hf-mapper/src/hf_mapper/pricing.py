@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_mapper.demand import ModelDemand
+from hf_mapper.movement import offload_stage_s, transfer_stage_s
 from hf_mapper.parallelism import ModelOption
 from hf_mapper.planning import PlacedPool
 from hf_mapper.scales import SIMULATORS, SimulatorScales
-from hf_mapper.simulators.generation import simulate_rollout, simulate_transition
+from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.inference import simulate_inference
 from hf_mapper.simulators.training import simulate_training
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
@@ -55,21 +56,23 @@ def total_seconds(seconds: Seconds, scales: SimulatorScales | None = None) -> fl
 def _price_model(
     demand: ModelDemand, option: ModelOption, cluster: ClusterSpec, workload: WorkloadSpec
 ) -> dict[str, NDArray[np.float64]]:
-    """Seconds in each stage: every call, and one transition in a stage that generates."""
-    once = dict.fromkeys(SIMULATORS, 0.0)
+    """Seconds in each stage: every call, one transition in a stage that generates, and what is moved for them."""
+    once = dict.fromkeys(("training", "inference", "generation", "transition"), 0.0)
     parallel, backend = option.parallel, option.backend
     if "training" in demand.kinds:
         once["training"] = simulate_training(demand.model, cluster, parallel, workload, backend=backend).latency_s
     if "inference" in demand.kinds:
         once["inference"] = simulate_inference(demand.model, cluster, parallel, workload, backend=backend).latency_s
     if option.generation is not None:
-        layout, size = option.generation, parallel.world_size
-        once["generation"] = simulate_rollout(
-            demand.model, cluster, workload, world_size=size, generation=layout, num_waves=option.num_waves
-        ).latency_s
-        once["transition"] = simulate_transition(
-            demand.model, cluster, parallel, workload, generation=layout, backend=backend
-        ).latency_s
-    counts = {name: [stage.count(name) for stage in demand.calls] for name in SIMULATORS}
-    counts["transition"] = [int("generation" in stage) for stage in demand.calls]
-    return {name: once[name] * np.array(counts[name], dtype=np.float64) for name in SIMULATORS}
+        parts = simulate_generation(
+            demand.model, cluster, parallel, workload,
+            generation=option.generation, num_waves=option.num_waves, backend=backend,
+        ).breakdown  # fmt: skip
+        once["transition"] = parts["transition_s"]
+        once["generation"] = parts["prefill_s"] + parts["decode_s"]
+    moved = {
+        "transfer": transfer_stage_s(demand, cluster, parallel, option.generation),
+        "offload": offload_stage_s(demand, cluster, workload, option.host_bytes),
+    }
+    called = {name: seconds * np.array(demand.count(name), dtype=np.float64) for name, seconds in once.items()}
+    return called | {name: np.array(seconds, dtype=np.float64) for name, seconds in moved.items()}

@@ -31,10 +31,12 @@ def render_explanation(explanation: Explanation, console: Console) -> None:
     console.print(_build_saving_table(explanation.bottleneck))
     for extension in explanation.extensions:
         console.print(Text(describe_extension(extension)), highlight=False)
-    if not explanation.extensions:
+    if not explanation.extensions and explanation.complete:
         console.print(Text("One more machine: give the cluster's inter_bandwidth_bytes_per_s to see what it would buy"))
     if explanation.tolerances:
         console.print(Text(), _build_tolerance_table(explanation.plan, explanation.tolerances))
+    if not explanation.complete:
+        console.print(Text("Stopped by the time limit: other placements and reasons were not looked at", style="bold"))
 
 
 def describe_pools(pools: tuple[tuple[str, ...], ...]) -> str:

@@ -20,6 +20,7 @@ __all__ = [
     "check_estimates",
     "describe_devices",
     "describe_generation",
+    "describe_role",
     "format_gib",
     "format_layout",
     "format_seconds",
@@ -126,7 +127,7 @@ def _build_model_table(plan: MappingPlan) -> Table:
             continue
         estimate = estimates[role]
         table.add_row(
-            role,
+            describe_role(role, model),
             f"{format_layout(model.train)} {model.backend}",
             describe_generation(model, estimate["generation_waves"]),
             *(format_seconds(estimate["stage_s"][index]) for index in busy),
@@ -163,6 +164,11 @@ def describe_devices(pool: PoolPlan) -> str:
         f"{slots[kind]} x {kind}" + (f" on {machines[kind]} machines" if machines[kind] > 1 else "") for kind in slots
     ]
     return ", ".join(parts)
+
+
+def describe_role(role: str, model: ModelPlan) -> str:
+    """The role, and whether its model rests in host memory between its calls."""
+    return f"{role} (offloaded)" if model.offload else role
 
 
 def describe_generation(model: ModelPlan, num_waves: int | None) -> str:

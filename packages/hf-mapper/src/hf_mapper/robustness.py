@@ -3,6 +3,10 @@
 A plan's time is a sum over stages of maxima over pools, each linear in the factor on one simulator's answers. So for
 any rival the factor at which it overtakes is found to machine precision without a search; a search at that factor then
 either finds a rival that overtakes earlier, or proves that none is better there.
+
+Between two factors at which the plan is the best, no rival is better by more than a known part: every plan's time
+grows with the factor, and grows by no larger part than the factor does. So searches are as far apart as they can be
+while a rival that wins between two of them only, and is not seen, gains no more than ``RESOLUTION``.
 """
 
 from __future__ import annotations
@@ -11,20 +15,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_mapper.config import MapperConfig
-from hf_mapper.demand import ModelDemand, build_demands, number_demands
+from hf_mapper.demand import ModelDemand, build_demands
 from hf_mapper.placements import set_partitions
 from hf_mapper.planning import PlacedPool
-from hf_mapper.pools import PoolTable
+from hf_mapper.pools import build_table
 from hf_mapper.pricing import Seconds, price_pools, total_seconds
 from hf_mapper.scales import SIMULATORS, SimulatorScales
-from hf_mapper.search import search_partitions
+from hf_mapper.search import StopSign, search_partitions
 
-__all__ = ["MOST_FACTOR", "Tolerance", "compute_tolerances"]
+__all__ = ["MOST_FACTOR", "RESOLUTION", "Tolerance", "compute_tolerances"]
 
 MOST_FACTOR = 4.0
 """Factors from its inverse to this one are tried."""
 
-_PROBES = (1.05, 1.25, 2.0, MOST_FACTOR)
+RESOLUTION = 0.01
+"""The part of its time by which an unseen plan may beat the plan between the ends that are found."""
+
 _WRONG_BY = 1.25
 _TIE = 1e-8
 """Relative difference below which two plans are equally fast, as in the search."""
@@ -34,6 +40,7 @@ _TIE = 1e-8
 class Tolerance:
     """Factors on one simulator's seconds, the others being right, between which the plan stays optimal.
 
+    Between them no plan is better by more than ``RESOLUTION``, and at the ends none is better at all.
     ``optimal_from`` and ``optimal_to`` are ``1 / MOST_FACTOR`` and ``MOST_FACTOR`` where no search found a better
     plan.
     ``loss_if_faster`` and ``loss_if_slower``: the plan's time over the best plan's, less 1, should all calls of the
@@ -61,24 +68,37 @@ class _Rival:
     seconds: Seconds
 
 
-def compute_tolerances(problem: MapperConfig, pools: Sequence[PlacedPool]) -> tuple[Tolerance, ...]:
+def compute_tolerances(
+    problem: MapperConfig, pools: Sequence[PlacedPool], should_stop: StopSign
+) -> tuple[Tolerance, ...]:
     """The tolerance of every simulator that the plan ``pools`` of ``problem`` calls at all.
 
-    Searches at factors of 1.05, 1.25, 2 and 4 either way, and from the first at which another plan wins back to where
-    that begins. A plan that wins between two of these factors only, and at neither, is not seen.
+    Only of those that were done when ``should_stop`` says yes.
     """
     demands = build_demands(problem.dataflow, problem.models, problem.workload)
     seconds = price_pools(pools, demands, problem.cluster, problem.workload)
     chosen = _Rival(pools=tuple(pools), seconds=seconds)
-    return tuple(_measure(problem, demands, chosen, name) for name in SIMULATORS if seconds[name].any())
+    found: list[Tolerance] = []
+    for name in (name for name in SIMULATORS if seconds[name].any()):
+        try:
+            found.append(_measure(problem, demands, chosen, name, should_stop))
+        except _StoppedError:
+            break
+    return tuple(found)
 
 
-def _measure(problem: MapperConfig, demands: Mapping[str, ModelDemand], chosen: _Rival, simulator: str) -> Tolerance:
-    found: dict[float, _Rival] = {}
+def _measure(
+    problem: MapperConfig,
+    demands: Mapping[str, ModelDemand],
+    chosen: _Rival,
+    simulator: str,
+    should_stop: StopSign,
+) -> Tolerance:
+    found = {1.0: chosen}
 
     def best_at(factor: float) -> _Rival:
         if factor not in found:
-            found[factor] = _search(problem, demands, SimulatorScales(**{simulator: factor}))
+            found[factor] = _search(problem, demands, SimulatorScales(**{simulator: factor}), should_stop)
         return found[factor]
 
     def cost(rival: _Rival, factor: float) -> float:
@@ -87,8 +107,8 @@ def _measure(problem: MapperConfig, demands: Mapping[str, ModelDemand], chosen: 
     def loss(factor: float) -> float:
         return max(0.0, cost(chosen, factor) / cost(best_at(factor), factor) - 1)
 
-    below, winner_below = _find_end(chosen, best_at, cost, [1 / probe for probe in _PROBES])
-    above, winner_above = _find_end(chosen, best_at, cost, list(_PROBES))
+    below, winner_below = _find_end(chosen, best_at, cost, 1 / MOST_FACTOR)
+    above, winner_above = _find_end(chosen, best_at, cost, MOST_FACTOR)
     return Tolerance(
         simulator=simulator,
         optimal_from=below,
@@ -104,19 +124,21 @@ def _find_end(
     chosen: _Rival,
     best_at: Callable[[float], _Rival],
     cost: Callable[[_Rival, float], float],
-    probes: Sequence[float],
+    last: float,
 ) -> tuple[float, _Rival | None]:
-    """The factor nearest to 1, in the direction of ``probes``, beyond which another plan is better; and that plan."""
+    """The factor nearest to 1 on the way to ``last`` beyond which another plan is better; and that plan."""
 
     def beaten(rival: _Rival, factor: float) -> bool:
         return cost(rival, factor) < cost(chosen, factor) * (1 - _TIE)
 
-    factor = next((probe for probe in probes if beaten(best_at(probe), probe)), None)
-    if factor is None:
-        return probes[-1], None
+    kept = factor = 1.0
+    while not beaten(best_at(factor), factor):
+        if factor == last:
+            return last, None
+        kept, factor = factor, _step(lambda at: cost(chosen, at), factor, last)
     rival = best_at(factor)
     while True:
-        factor = _cross(lambda at, by=rival: beaten(by, at), 1.0, factor)  # type: ignore[misc]
+        factor = _cross(lambda at, by=rival: beaten(by, at), kept, factor)  # type: ignore[misc]
         earlier = best_at(factor)
         if not beaten(earlier, factor):
             return factor, rival
@@ -138,13 +160,36 @@ def _cross(beaten: Callable[[float], bool], kept: float, lost: float) -> float:
     return kept
 
 
-def _search(problem: MapperConfig, demands: Mapping[str, ModelDemand], scales: SimulatorScales) -> _Rival:
-    table = PoolTable(
-        demands=number_demands(demands.values()),
-        cluster=problem.cluster,
-        workload=problem.workload,
-        backends=problem.backends,
-        scales=scales,
-    )
-    pools, _ = search_partitions(table, demands, set_partitions(tuple(demands)))
+def _step(cost: Callable[[float], float], start: float, last: float) -> float:
+    """The farthest factor from ``start`` to ``last`` with nothing on the way that could gain over ``RESOLUTION``."""
+
+    def too_far(factor: float) -> bool:
+        return _unseen_gain(cost, *sorted((start, factor))) > RESOLUTION
+
+    return _cross(too_far, start, last) if too_far(last) else last
+
+
+def _unseen_gain(cost: Callable[[float], float], low: float, high: float) -> float:
+    """The largest part by which a plan may beat the one with ``cost``, the best at ``low`` and ``high``, between them.
+
+    The best plan's time at a factor f is at least ``cost(low)``, and at least ``cost(high) * f / high``; both bounds
+    meet where the gain can be largest, as ``cost`` grows on the one side and ``cost(f) / f`` falls on the other.
+    """
+    meet = high * cost(low) / cost(high)
+    return cost(meet) / cost(low) - 1
+
+
+class _StoppedError(Exception):
+    """A search was stopped before it knew the best plan."""
+
+
+def _search(
+    problem: MapperConfig, demands: Mapping[str, ModelDemand], scales: SimulatorScales, should_stop: StopSign
+) -> _Rival:
+    if should_stop():
+        raise _StoppedError
+    table = build_table(problem, demands, scales)
+    pools, search = search_partitions(table, demands, set_partitions(tuple(demands)), should_stop)
+    if not search["complete"]:
+        raise _StoppedError
     return _Rival(pools=pools, seconds=price_pools(pools, demands, problem.cluster, problem.workload))

@@ -12,7 +12,7 @@ __all__ = ["SIMULATORS", "SimulatorScales"]
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatorScales:
-    """Factors on the seconds of the training, inference, generation and transition simulators.
+    """Factors on the seconds of the simulators: the four kinds of work, rows between models, and offloaded models.
 
     Raises:
         ConfigError: for a factor that is not above 0.
@@ -22,6 +22,8 @@ class SimulatorScales:
     inference: float = 1.0
     generation: float = 1.0
     transition: float = 1.0
+    transfer: float = 1.0
+    offload: float = 1.0
 
     def __post_init__(self) -> None:
         for name in SIMULATORS:

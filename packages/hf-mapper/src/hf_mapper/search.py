@@ -1,8 +1,10 @@
 """The exact search: set partitions x allocations x layouts, under the simulators' cost and one ``pack``.
 
-The cost is the paper's (Algorithm 1): a pool's time in a stage is the sum over its models, a stage's the maximum over
-pools, an iteration's the sum over stages. Idle devices are allowed. Costs that agree in nine digits are ties: the
-fewest pools win, then the fewest devices, then the first in a fixed order.
+The cost has the form of the paper's (Algorithm 1): a pool's time in a stage is the sum over its models, a stage's the
+maximum over pools, an iteration's the sum over stages. In a model's time are, beside the paper's, the transition, the
+rows that it gets from and gives to other models, and the way to host memory and back where it is offloaded. Idle
+devices are allowed. Costs that agree in nine digits are ties: the fewest pools win, then the fewest devices, then the
+first in a fixed order.
 
 What bounds it: a pool is at no stage faster than the sum of its models' fastest times there, each alone on any pool
 with all memory to itself. A partition whose bound cannot win is not looked at; of a search that was stopped, the least
@@ -18,17 +20,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_mapper.demand import ModelDemand, build_demands, find_function_roles, number_demands
+from hf_mapper.config import MapperConfig
+from hf_mapper.demand import ModelDemand, build_demands, find_function_roles
 from hf_mapper.feasibility import build_infeasible_error
 from hf_mapper.placements import PoolRequest, fits, pack, set_partitions
 from hf_mapper.planning import PlacedPool, build_plan
-from hf_mapper.pools import PoolOption, PoolTable
+from hf_mapper.pools import PoolOption, PoolTable, build_table
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import Dataflow, MappingPlan, ModelShape
 
-__all__ = ["compute_cost", "find_pools", "map_dataflow", "search_partitions"]
+__all__ = ["StopSign", "compute_cost", "find_pools", "map_dataflow", "search_partitions"]
 
 StopSign = Callable[[], bool]
+"""Asked whether to stop; after a yes nothing more is asked of it."""
 
 _TIE = 1e-8
 """More than the difference of costs that agree in nine digits."""
@@ -55,27 +59,24 @@ def map_dataflow(
         PlanError: when nothing fits, naming the smallest cluster that would do; or when a role lacks its model.
         ConfigError: for an unknown role or backend, or a workload that a model cannot take.
     """
-    return find_pools(dataflow, models, cluster, workload, should_stop, backends=backends)[0]
+    problem = MapperConfig(dataflow=dataflow, models=models, cluster=cluster, workload=workload, backends=backends)
+    return find_pools(problem, should_stop)[0]
 
 
 def find_pools(
-    dataflow: Dataflow,
-    models: Mapping[str, ModelShape],
-    cluster: ClusterSpec,
-    workload: WorkloadSpec,
-    should_stop: StopSign | None = None,
-    *,
-    backends: Sequence[str] | None = None,
+    problem: MapperConfig, should_stop: StopSign | None = None
 ) -> tuple[MappingPlan, tuple[PlacedPool, ...]]:
     """The plan of ``map_dataflow``, and the pools that it was made of."""
-    demands = build_demands(dataflow, models, workload)
-    numbered = number_demands(demands.values())
-    table = PoolTable(demands=numbered, cluster=cluster, workload=workload, backends=backends)
+    demands = build_demands(problem.dataflow, problem.models, problem.workload)
+    table = build_table(problem, demands)
     pools, search = search_partitions(table, demands, set_partitions(tuple(demands)), should_stop)
     if not pools:
-        raise build_infeasible_error(dataflow, models, cluster, workload, backends)
-    functions = find_function_roles(dataflow, models)
-    return build_plan(dataflow, cluster, workload, pools=pools, functions=functions, search=search), pools
+        raise build_infeasible_error(problem)
+    functions = find_function_roles(problem.dataflow, problem.models)
+    plan = build_plan(
+        problem.dataflow, problem.cluster, problem.workload, pools=pools, functions=functions, search=search
+    )
+    return plan, pools
 
 
 def search_partitions(

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_mapper.config import MapperConfig
-from hf_mapper.demand import ModelDemand, number_demands
+from hf_mapper.demand import ModelDemand
 from hf_mapper.feasibility import find_least_memory
 from hf_mapper.parallelism import ModelOption
 from hf_mapper.placements import PoolRequest, fits
-from hf_mapper.pools import PoolTable
+from hf_mapper.pools import PoolTable, build_table
 from hf_mapper.simulators.inference import simulate_inference
 from hf_mapper.simulators.training import simulate_training
 from hf_mapper.specs import ClusterSpec
@@ -56,8 +56,7 @@ def find_shortfall(
             for machine in problem.cluster.machines
         ),
     )
-    numbered = number_demands(demands.values())
-    table = PoolTable(demands=numbered, cluster=roomy, workload=problem.workload, backends=problem.backends)
+    table = build_table(replace(problem, cluster=roomy), demands)
     tries = [_list_tries(table, problem.cluster, demands, roles) for roles in sets]
     limits = sorted({entry.missing_bytes for of_set in tries for entry in of_set})
     low, high = 0, len(limits)
@@ -88,7 +87,8 @@ def _list_tries(
     for kind, machine in enumerate(cluster.machines):
         for count in table.device_counts(tuple(sorted(members)), kind):
             request = PoolRequest(machine=kind, num_gpus=count)
-            needed, options = find_least_memory([table.options(member, request) for member in members])
+            every = [table.options(member, request) for member in members]
+            needed, options = find_least_memory(every, machine.offload_bytes)
             missing = needed - machine.gpu.usable_bytes
             found.append(_Try(request=request, missing_bytes=missing, roles=roles, options=options))
     return found
@@ -122,7 +122,8 @@ def _find_call(
     if "inference" in demands[role].kinds:
         work["inference"] = simulate_inference(*given, backend=option.backend).memory_bytes
     if option.generation is not None:  # what neither of the others accounts for
-        work["generation"] = option.work_bytes if option.work_bytes > max(work.values(), default=0.0) else 0.0
+        largest = option.work_bytes - option.host_bytes
+        work["generation"] = largest if largest > max(work.values(), default=0.0) else 0.0
     kind = max(work, key=work.__getitem__)
     call = next(call for call in problem.dataflow.calls if call.role == role and call.kind == kind)
     return role, call.method

@@ -15,6 +15,7 @@ import numpy as np
 from hf_mapper._names import unknown_name
 from hf_mapper.demand import ModelDemand, build_demands, find_function_roles
 from hf_mapper.frontier import find_frontier
+from hf_mapper.movement import count_swaps, transfer_call_s
 from hf_mapper.parallelism import ModelOption, build_options, default_backends
 from hf_mapper.placements import PoolRequest, pack
 from hf_mapper.planning import PlacedPool, build_plan
@@ -23,8 +24,9 @@ from hf_mapper.simulators.estimate import Estimate
 from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.inference import simulate_inference
 from hf_mapper.simulators.training import simulate_training
-from hf_mapper.specs import ClusterSpec, WorkloadSpec
-from hf_protocols import CallKind, Dataflow, MappingPlan, ModelPlan, ModelShape, PlanError
+from hf_mapper.simulators.transfer import count_call_rows, simulate_offload
+from hf_mapper.specs import ClusterSpec, MachineSpec, WorkloadSpec
+from hf_protocols import CallKind, Dataflow, MappingPlan, ModelCall, ModelPlan, ModelShape, PlanError
 
 __all__ = ["CallEstimate", "PoolChoice", "Simulation", "parse_placement", "read_placement", "simulate_placement"]
 
@@ -169,7 +171,7 @@ def simulate_placement(
         _combine(
             [_list_options(role, demands[role], cluster, workload, pool, request, backends) for role in pool.roles],
             request,
-            cluster.machines[request.machine].gpu.usable_bytes,
+            cluster.machines[request.machine],
         )
         for pool, request in zip(pools, requests, strict=True)
     ]
@@ -227,33 +229,42 @@ def _list_options(
     options = [
         option
         for option in build_options(demand, part, request.num_gpus, workload, allowed)
-        if given is None or (option.parallel, option.generation) == (given.train, given.generation)
+        if given is None
+        or (option.parallel, option.generation, option.host_bytes > 0) == (given.train, given.generation, given.offload)
     ]
     if not options:
         layout = f"layout {given.train} with generation {given.generation}" if given else "no layout"
+        layout += " offloaded" if given and given.offload else ""
         verb = "cannot run" if given else "can run"
         raise PlanError(
             f"{role}: {layout} {verb} {demand.model.name} on {request.num_gpus} devices: heads, layers and the "
-            "sequences of an update must divide, and tensor-parallel groups stay in a machine"
+            "sequences of an update must divide, tensor-parallel groups stay in a machine, and only host_memory_bytes "
+            "of the machines let a model be offloaded"
         )
     return options
 
 
-def _combine(options: Sequence[Sequence[ModelOption]], request: PoolRequest, usable_bytes: float) -> list[PoolOption]:
+def _combine(options: Sequence[Sequence[ModelOption]], request: PoolRequest, machine: MachineSpec) -> list[PoolOption]:
     """A pool's combinations that matter: those that fit; where none does, the one that exceeds memory least."""
-    combined = [((), np.zeros(len(options[0][0].stage_s) + 2))]  # seconds per stage, state bytes, largest work
+    combined = [((), np.zeros(len(options[0][0].stage_s) + 3))]  # seconds per stage; host, state bytes, largest work
     for of_role in options:
         grown = []
         for (members, values), option in itertools.product(combined, of_role):
-            row = values + np.array((*option.stage_s, option.state_bytes, 0.0))
+            row = values + np.array((*option.stage_s, option.host_bytes, option.state_bytes, 0.0))
             row[-1] = max(values[-1], option.work_bytes)
-            grown.append(((*members, option), row))
+            if row[-3] <= machine.offload_bytes:
+                grown.append(((*members, option), row))
+        if not grown:
+            raise PlanError(
+                f"placement: the models to offload need more than the {machine.offload_bytes / _GIB:.1f} GiB of host "
+                "memory for each device: raise host_memory_bytes of the machines or offload fewer models"
+            )
         combined = [grown[index] for index in find_frontier(np.array([row for _, row in grown]))]
-    fitting = [(members, row) for members, row in combined if row[-2] + row[-1] <= usable_bytes]
+    fitting = [(members, row) for members, row in combined if row[-2] + row[-1] <= machine.gpu.usable_bytes]
     kept = fitting or [min(combined, key=lambda entry: float(entry[1][-2] + entry[1][-1]))]
     return [
         PoolOption(
-            request=request, members=members, stage_s=tuple(map(float, row[:-2])), memory_bytes=float(row[-2] + row[-1])
+            request=request, members=members, stage_s=tuple(map(float, row[:-3])), memory_bytes=float(row[-2] + row[-1])
         )
         for members, row in kept
     ]
@@ -285,12 +296,13 @@ def _estimate_calls(
     found: list[CallEstimate] = []
     for number, stage in enumerate(dataflow.stages()):
         for call in stage:
-            if call.role not in option_of:
+            if call.role not in option_of or call.kind == "function":
                 continue
             option, model = option_of[call.role], demands[call.role].model
             given = replace(workload, micro_batch_tokens=plan.models[call.role].micro_batch_tokens)
             before = [each for each in found if (each.stage, each.role, each.kind) == (number, call.role, call.kind)]
             estimate = _estimate(call.kind, model, part, option, given, resharded=bool(before))
+            estimate = _add_movement(estimate, call, part, option, workload)
             found.append(
                 CallEstimate(
                     stage=number,
@@ -315,7 +327,7 @@ def _estimate(
     workload: WorkloadSpec,
     *,
     resharded: bool,
-) -> Estimate:
+) -> Estimate[float]:
     """One call; ``resharded``: the weights are in the generation layout already, from a call of the same stage."""
     if kind == "training":
         return simulate_training(model, part, option.parallel, workload, backend=option.backend)
@@ -330,3 +342,19 @@ def _estimate(
         return whole
     parts = {**whole.breakdown, "transition_s": 0.0}
     return replace(whole, latency_s=sum(parts.values()), breakdown=parts)
+
+
+def _add_movement(
+    estimate: Estimate[float], call: ModelCall, part: ClusterSpec, option: ModelOption, workload: WorkloadSpec
+) -> Estimate[float]:
+    """``estimate`` with the call's rows brought and, where the model is offloaded, its state."""
+    rows = count_call_rows(call, workload)
+    parts = {
+        **estimate.breakdown,
+        "transfer_s": transfer_call_s(call.kind, rows, part, option.parallel, option.generation),
+        "offload_s": simulate_offload(option.host_bytes, part, num_swaps=count_swaps(call.kind, workload)),
+    }
+    moved_s = parts["transfer_s"] + parts["offload_s"]
+    return Estimate(
+        latency_s=estimate.latency_s + moved_s, memory_bytes=estimate.memory_bytes + option.host_bytes, breakdown=parts
+    )

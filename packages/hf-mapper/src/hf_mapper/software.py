@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["FSDP", "LLM_FOUNDRY", "MEGATRON_2021", "ZERO_2021", "EngineSpec", "SoftwareSpec"]
+__all__ = ["FSDP", "LLM_FOUNDRY", "MEGATRON_2021", "MEGATRON_DEEPSPEED", "ZERO_2021", "EngineSpec", "SoftwareSpec"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,10 @@ MEGATRON_2021 = SoftwareSpec(
     distributed_optimizer=False,
     dropout=True,
 )
-"""Megatron-LM of the SC'21 paper, and Megatron-DeepSpeed without ZeRO: no fused attention, nothing sharded."""
+"""Megatron-LM of the SC'21 paper: no fused attention, nothing sharded."""
+
+MEGATRON_DEEPSPEED = replace(MEGATRON_2021, name="megatron-deepspeed", gradient_bytes=2)
+"""Megatron's model with DeepSpeed's engine, without ZeRO: gradients are kept and summed in the model's 16 bits."""
 
 ZERO_2021 = SoftwareSpec(
     name="zero-2021",
@@ -64,11 +67,14 @@ ZERO_2021 = SoftwareSpec(
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """A generation engine: ``memory_fraction`` of a device holds its weights and its cache.
+    """A generation engine; the defaults are what today's do.
 
+    ``memory_fraction`` of a device holds what the runtime reserves, the weights and the cache.
+    ``one_shot_reduce``: small all-reduces inside a machine read every peer at once rather than go around a ring.
     ``first_token_decodes``: the first token comes from a decode step after the prefill rather than from the prefill.
     """
 
-    name: str
+    name: str = "vllm"
     memory_fraction: float = 0.9
+    one_shot_reduce: bool = True
     first_token_decodes: bool = False

@@ -51,7 +51,8 @@ class GpuSpec:
     """One kind of accelerator, or one slot of a host (kind ``"cpu"``).
 
     ``peak_flops_per_s`` is dense and by dtype; ``link_bandwidth_bytes_per_s`` is one direction to the other devices of
-    the machine; ``reserved_bytes`` is what the runtime holds before any model (context, communicators).
+    the machine, ``host_bandwidth_bytes_per_s`` one direction to the memory of its host; ``reserved_bytes`` is what the
+    runtime holds before any model (context, communicators).
 
     Raises:
         ConfigError: for an empty kind or a figure that is not positive.
@@ -63,6 +64,7 @@ class GpuSpec:
     memory_bandwidth_bytes_per_s: float
     link_bandwidth_bytes_per_s: float
     source: str
+    host_bandwidth_bytes_per_s: float = 32e9
     reserved_bytes: int = 2**30
     efficiency: EfficiencySpec = field(default_factory=EfficiencySpec)
 
@@ -74,6 +76,7 @@ class GpuSpec:
             memory_bytes=self.memory_bytes,
             memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s,
             link_bandwidth_bytes_per_s=self.link_bandwidth_bytes_per_s,
+            host_bandwidth_bytes_per_s=self.host_bandwidth_bytes_per_s,
             **{f"peak_flops_per_s[{dtype}]": peak for dtype, peak in self.peak_flops_per_s.items()},
         )
         if not 0 <= self.reserved_bytes < self.memory_bytes:
@@ -135,6 +138,7 @@ def host_gpu(
         memory_bandwidth_bytes_per_s=memory_bandwidth_bytes_per_s,
         link_bandwidth_bytes_per_s=link_bandwidth_bytes_per_s,
         source="the caller",
+        host_bandwidth_bytes_per_s=memory_bandwidth_bytes_per_s,
         reserved_bytes=reserved_bytes,
         efficiency=EfficiencySpec(training_latency_s=3e-4, layer_latency_s=3e-4),
     )
@@ -146,6 +150,8 @@ class MachineSpec:
 
     ``intra_bandwidth_bytes_per_s`` is one direction per accelerator; the accelerator's own link where it is not given.
     ``intra_latency_s`` is one hop of a collective inside the machine.
+    ``host_memory_bytes`` is what offloaded models may fill of one machine's own memory, those of each accelerator an
+    equal part; with 0, none is offloaded.
 
     Raises:
         ConfigError: for a count below 1 or a figure that is not positive.
@@ -156,18 +162,28 @@ class MachineSpec:
     num_machines: int = 1
     intra_bandwidth_bytes_per_s: float | None = None
     intra_latency_s: float = 1.25e-5
+    host_memory_bytes: int = 0
 
     def __post_init__(self) -> None:
         owner = f"machine of {self.gpu.kind}"
         _check_counts(owner, num_gpus=self.num_gpus, num_machines=self.num_machines)
         _check_positive(owner, link_bandwidth_bytes_per_s=self.link_bandwidth_bytes_per_s)
         _check_positive(owner, intra_latency_s=self.intra_latency_s)
+        if type(self.host_memory_bytes) is not int or self.host_memory_bytes < 0:
+            raise ConfigError(
+                f"{owner}: host_memory_bytes={self.host_memory_bytes!r} must be a whole number of at least 0"
+            )
 
     @property
     def link_bandwidth_bytes_per_s(self) -> float:
         """Bandwidth between two accelerators of one machine, one direction."""
         given = self.intra_bandwidth_bytes_per_s
         return self.gpu.link_bandwidth_bytes_per_s if given is None else given
+
+    @property
+    def offload_bytes(self) -> float:
+        """Host memory that the models of one accelerator may be offloaded to; a host slot has no other memory."""
+        return 0.0 if self.gpu.kind == HOST_KIND else self.host_memory_bytes / self.num_gpus
 
     @property
     def total_gpus(self) -> int:
@@ -231,8 +247,11 @@ class ClusterSpec:
         return sum(machine.total_gpus for machine in self.machines)
 
     def only(self, index: int) -> ClusterSpec:
-        """The part of the cluster with the machines of ``machines[index]``."""
-        return replace(self, machines=(self.machines[index],))
+        """The part of the cluster with the machines of ``machines[index]``; one machine that is all has no network."""
+        network = self.inter_bandwidth_bytes_per_s
+        if sum(machine.num_machines for machine in self.machines) == 1:
+            network = None
+        return replace(self, machines=(self.machines[index],), inter_bandwidth_bytes_per_s=network)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from hf_mapper.calibration import fit_constants
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.measured import build_cluster
-from hf_mapper.simulators.generation import simulate_rollout, simulate_transition
+from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.inference import simulate_inference
 from hf_mapper.simulators.training import simulate_training
 from hf_mapper.specs import HOST_KIND, ClusterSpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
@@ -95,12 +95,10 @@ class StageCase:
         if self.phase == "inference":
             return simulate_inference(model, cluster, self.parallel, workload, backend=self.backend).latency_s
         generation = self.generation or GenerationSpec()
-        if self.phase == "transition":
-            return simulate_transition(
-                model, cluster, self.parallel, workload, generation=generation, backend=self.backend
-            ).latency_s
-        world_size = self.parallel.world_size
-        return simulate_rollout(model, cluster, workload, world_size=world_size, generation=generation).latency_s
+        parts = simulate_generation(
+            model, cluster, self.parallel, workload, generation=generation, backend=self.backend
+        ).breakdown
+        return parts["transition_s"] if self.phase == "transition" else parts["prefill_s"] + parts["decode_s"]
 
     def with_constants(self, efficiency: EfficiencySpec, **links: float) -> StageCase:
         """The same stage with other constants."""

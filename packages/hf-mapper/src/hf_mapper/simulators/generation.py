@@ -2,32 +2,46 @@
 
 A decode step reads the rank's weights once (of a mixture, the experts that its tokens choose) and the keys and values
 of every running sequence, and multiplies; behind its launches, whichever takes longer, and both where they are close;
-its all-reduces and the host's work for each sequence are added. Where responses vary in length, those that end leave
-the batch, which decodes until the longest ends. Where the KV cache holds less than the batch, the batch
-goes in waves. The reshard of the weights from training to generation comes first.
+its all-reduces and the host's work for each sequence are added. Where the KV cache holds less than the batch, the batch
+goes in waves; where responses vary in length, those that end leave their places to those that wait, and the last wave
+decodes until its longest ends. The reshard of the weights from training to generation comes first.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from typing import Any, overload
 
-from hf_mapper.simulators.communication import all_reduce_s, build_link, point_to_point_s
-from hf_mapper.simulators.estimate import Estimate
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_mapper.simulators.communication import (
+    all_reduce_s,
+    build_link,
+    build_stage_link,
+    one_shot_reduce_s,
+    point_to_point_s,
+)
+from hf_mapper.simulators.estimate import Estimate, build_estimate
 from hf_mapper.simulators.inference import flops_per_token, simulate_forward
+from hf_mapper.simulators.layouts import Figures, GenerationLayouts, Layouts, Sizes, read_generation, read_layouts
 from hf_mapper.simulators.memory import (
-    default_backend,
     gathered_weight_bytes,
     kv_cache_bytes,
     kv_token_bytes,
     received_weight_bytes,
     weight_bytes,
 )
+from hf_mapper.software import EngineSpec
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec
 
-__all__ = ["simulate_generation", "simulate_rollout", "simulate_transition"]
+__all__ = ["simulate_generation"]
+
+_ENGINE = EngineSpec()
 
 
+@overload
 def simulate_generation(
     model: ModelShape,
     cluster: ClusterSpec,
@@ -37,96 +51,98 @@ def simulate_generation(
     generation: GenerationSpec,
     num_waves: int = 1,
     backend: str | None = None,
-) -> Estimate:
-    """The whole batch, in ``num_waves`` rounds, after the transition from the training layout ``parallel``."""
-    backend = backend or default_backend(parallel)
-    transition = simulate_transition(model, cluster, parallel, workload, generation=generation, backend=backend)
-    rollout = simulate_rollout(
-        model, cluster, workload, world_size=parallel.world_size, generation=generation, num_waves=num_waves
-    )
-    return Estimate(
-        latency_s=transition.latency_s + rollout.latency_s,
-        memory_bytes=transition.memory_bytes + rollout.memory_bytes,
-        breakdown={**transition.breakdown, **rollout.breakdown},
-    )
-
-
-def simulate_transition(
+    engine: EngineSpec = _ENGINE,
+) -> Estimate[float]: ...
+@overload
+def simulate_generation(
     model: ModelShape,
     cluster: ClusterSpec,
-    parallel: ParallelSpec,
+    parallel: Sequence[ParallelSpec],
     workload: WorkloadSpec,
     *,
-    generation: GenerationSpec,
-    backend: str,
-) -> Estimate:
-    """The reshard from ``parallel`` to ``generation``; ``memory_bytes`` is what it adds to the training shard."""
-    received = received_weight_bytes(model, parallel, generation, workload, backend=backend)
-    gathered = gathered_weight_bytes(model, parallel, generation, workload, backend=backend)
-    stride, ranks = (1, parallel.dp_size) if backend == "fsdp" else _micro_dp_group(parallel, generation)
-    link = build_link(cluster, num_ranks=ranks, stride=stride, world_size=parallel.world_size)
-    seconds = received / link.bandwidth_bytes_per_s + (link.latency_s if ranks > 1 else 0.0)
-    return Estimate(latency_s=seconds, memory_bytes=gathered, breakdown={"transition_s": seconds})
-
-
-def _micro_dp_group(parallel: ParallelSpec, generation: GenerationSpec) -> tuple[int, int]:
-    """(stride, ranks) of the groups that gather: inside the tensor group, or over pipeline stages as well."""
-    ranks = parallel.pp_size * parallel.tp_size // generation.replica_size
-    inside = generation.gen_pp_size == parallel.pp_size
-    return (1, ranks) if inside else (parallel.tp_size * parallel.dp_size, ranks)
-
-
-def simulate_rollout(
+    generation: GenerationSpec | Sequence[GenerationSpec],
+    num_waves: int | Sequence[int] = 1,
+    backend: str | Sequence[str] | None = None,
+    engine: EngineSpec = _ENGINE,
+) -> Estimate[NDArray[np.float64]]: ...
+def simulate_generation(
     model: ModelShape,
     cluster: ClusterSpec,
+    parallel: ParallelSpec | Sequence[ParallelSpec],
     workload: WorkloadSpec,
     *,
-    world_size: int,
-    generation: GenerationSpec,
-    num_waves: int = 1,
-) -> Estimate:
-    """Prefill and decode alone, by ``world_size / (gen_pp * gen_tp)`` replicas; ``memory_bytes`` is the KV cache."""
-    replicas = world_size // generation.replica_size
-    sequences = -(-workload.num_sequences // (replicas * num_waves))
-    layout = ParallelSpec(pp_size=generation.gen_pp_size, tp_size=generation.gen_tp_size)
-    prefill_s = num_waves * _prefill_s(model, cluster, layout, workload.typical, sequences)
-    decode_s = num_waves * _decode_s(model, cluster, layout, workload, sequences)
-    return Estimate(
-        latency_s=prefill_s + decode_s,
-        memory_bytes=kv_cache_bytes(model, generation, workload, sequences),
-        breakdown={"prefill_s": prefill_s, "decode_s": decode_s},
+    generation: GenerationSpec | Sequence[GenerationSpec],
+    num_waves: int | Sequence[int] = 1,
+    backend: str | Sequence[str] | None = None,
+    engine: EngineSpec = _ENGINE,
+) -> Estimate[Any]:
+    """The whole batch by every replica in ``num_waves`` rounds, after the transition from ``parallel``.
+
+    ``memory_bytes`` is the KV cache, and what the generation weights add to the training shard.
+    """
+    layouts = read_layouts(parallel, backend)
+    cut = read_generation(layouts, generation, num_waves)
+    replicas = layouts.world_size // cut.replica_size
+    sequences = -(-workload.num_sequences // (replicas * cut.num_waves))
+    replica = Layouts(
+        pp_size=cut.gen_pp_size, tp_size=cut.gen_tp_size, dp_size=1, world_size=cut.replica_size, fsdp=False
     )
+    parts: dict[str, Figures] = {
+        "transition_s": _transition_s(model, cluster, layouts, cut, workload),
+        "prefill_s": cut.num_waves * _prefill_s(model, cluster, replica, workload.typical, sequences),
+        "decode_s": _decode_s(model, cluster, replica, workload, sequences, cut.num_waves, engine),
+    }
+    held = gathered_weight_bytes(model, layouts, cut, workload) + kv_cache_bytes(model, cut, workload, sequences)
+    return build_estimate(parallel, latency_s=sum(parts.values()), memory_bytes=held, breakdown=parts)
+
+
+def _transition_s(
+    model: ModelShape, cluster: ClusterSpec, layouts: Layouts, generation: GenerationLayouts, workload: WorkloadSpec
+) -> Figures:
+    """The reshard: FSDP gathers over all ranks; Megatron in the tensor group, or over pipeline stages as well."""
+    ranks = np.where(layouts.fsdp, layouts.dp_size, layouts.num_parts // generation.replica_size)
+    inside = np.logical_or(layouts.fsdp, generation.gen_pp_size == layouts.pp_size)
+    stride = np.where(inside, 1, layouts.tp_size * layouts.dp_size)
+    link = build_link(cluster, num_ranks=ranks, stride=stride, world_size=layouts.world_size)
+    received = received_weight_bytes(model, layouts, generation, workload)
+    return received / link.bandwidth_bytes_per_s + np.where(ranks > 1, link.latency_s, 0.0)
 
 
 def _prefill_s(
-    model: ModelShape, cluster: ClusterSpec, layout: ParallelSpec, workload: WorkloadSpec, sequences: int
-) -> float:
-    batch = max(1, min(sequences, workload.micro_batch_tokens // workload.prompt_tokens))
+    model: ModelShape, cluster: ClusterSpec, replica: Layouts, workload: WorkloadSpec, sequences: Sizes
+) -> Figures:
+    """The prompts of one wave, micro-batch after micro-batch."""
+    batch = np.maximum(1, np.minimum(sequences, workload.micro_batch_tokens // workload.prompt_tokens))
     once = simulate_forward(
-        model,
-        cluster,
-        layout,
-        workload,
-        sequences=batch,
-        flops_efficiency=cluster.machine.gpu.efficiency.inference_flops,
-        sequence_tokens=workload.prompt_tokens,
-        logits=False,
+        model, cluster, replica, workload, sequences=batch, sequence_tokens=workload.prompt_tokens, logits=False
     )
-    passes = sequences / batch + layout.pp_size - 1
+    passes = sequences / batch + replica.pp_size - 1
     return passes * (once.compute_s + once.tensor_parallel_s + once.hop_s)
 
 
 def _decode_s(
-    model: ModelShape, cluster: ClusterSpec, layout: ParallelSpec, workload: WorkloadSpec, sequences: int
-) -> float:
-    """Every step of one wave, from one length at which responses end to the next."""
+    model: ModelShape,
+    cluster: ClusterSpec,
+    replica: Layouts,
+    workload: WorkloadSpec,
+    sequences: Sizes,
+    num_waves: Sizes,
+    engine: EngineSpec,
+) -> Figures:
+    """All places taken while sequences wait for one; then the last wave, from one length that ends to the next.
+
+    At a moment when all places are taken, long responses are more likely to run: a place holds E[L^2] / 2 E[L] tokens.
+    """
     lengths = sorted(workload.response_lengths or (workload.response_tokens,))
-    prompt, seconds, begin = workload.typical.prompt_tokens, 0.0, 0
+    prompt, begin, mean = workload.typical.prompt_tokens, 0, sum(lengths) / len(lengths)
+    held = prompt + sum(length**2 for length in lengths) / len(lengths) / (2 * mean)
+    full_s = _decode_step_s(model, cluster, replica, workload, sequences, held, engine)
+    seconds = (num_waves - 1) * mean * full_s
     for ended, end in enumerate(lengths):
         if end > begin:
             running = -(-sequences * (len(lengths) - ended) // len(lengths))
             context = prompt + (begin + end) / 2
-            seconds += (end - begin) * _decode_step_s(model, cluster, layout, workload, running, context)
+            seconds += (end - begin) * _decode_step_s(model, cluster, replica, workload, running, context, engine)
             begin = end
     return seconds
 
@@ -134,31 +150,32 @@ def _decode_s(
 def _decode_step_s(
     model: ModelShape,
     cluster: ClusterSpec,
-    layout: ParallelSpec,
+    replica: Layouts,
     workload: WorkloadSpec,
-    sequences: int,
+    sequences: Sizes,
     context: float,
-) -> float:
+    engine: EngineSpec,
+) -> Figures:
     """One token for each of ``sequences`` with ``context`` tokens before it, over every pipeline stage in turn."""
     gpu = cluster.machine.gpu
-    generation = GenerationSpec(gen_pp_size=1, gen_tp_size=layout.tp_size)
-    cache = sequences * context * kv_token_bytes(model, generation, workload)
-    read_s = (_read_weight_bytes(model, workload, sequences) / layout.tp_size + cache) / (
-        gpu.memory_bandwidth_bytes_per_s * gpu.efficiency.memory_bandwidth
-    )
+    bandwidth = gpu.memory_bandwidth_bytes_per_s * gpu.efficiency.memory_bandwidth
+    stages_together = GenerationLayouts(gen_pp_size=1, gen_tp_size=replica.tp_size, num_waves=1)
+    cache = sequences * context * kv_token_bytes(model, stages_together, workload)
+    read_s = (_read_weight_bytes(model, workload, sequences) / replica.tp_size + cache) / bandwidth
     peak = gpu.peak(workload.dtype) * gpu.efficiency.inference_flops
-    arithmetic_s = sequences * flops_per_token(model, context) / layout.tp_size / peak
+    arithmetic_s = sequences * flops_per_token(model, context) / replica.tp_size / peak
     token_bytes = sequences * model.hidden_size * workload.element_bytes
-    tensor = build_link(cluster, num_ranks=layout.tp_size, stride=1, world_size=layout.tp_size)
-    reduce_s = 2 * all_reduce_s(tensor, token_bytes)
-    stages = build_link(cluster, num_ranks=min(2, layout.pp_size), stride=layout.tp_size, world_size=layout.world_size)
-    hops_s = layout.pp_size * point_to_point_s(stages, token_bytes)
+    tensor = build_link(cluster, num_ranks=replica.tp_size, stride=1, world_size=replica.tp_size)
+    reduce_s = all_reduce_s(tensor, token_bytes)
+    if engine.one_shot_reduce:
+        reduce_s = np.minimum(reduce_s, one_shot_reduce_s(tensor, token_bytes))
+    hops_s = replica.pp_size * point_to_point_s(build_stage_link(cluster, replica), token_bytes)
     launch_s = model.num_layers * gpu.efficiency.layer_latency_s
     host_s = sequences * gpu.efficiency.sequence_latency_s
-    return math.hypot(read_s + arithmetic_s, launch_s) + model.num_layers * reduce_s + hops_s + host_s
+    return np.hypot(read_s + arithmetic_s, launch_s) + 2 * model.num_layers * reduce_s + hops_s + host_s
 
 
-def _read_weight_bytes(model: ModelShape, workload: WorkloadSpec, sequences: int) -> float:
+def _read_weight_bytes(model: ModelShape, workload: WorkloadSpec, sequences: Sizes) -> Figures:
     """Weights that one step touches: each token chooses its experts, here at random."""
     whole = weight_bytes(model, workload)
     if not model.num_experts:

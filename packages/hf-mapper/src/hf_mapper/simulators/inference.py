@@ -6,12 +6,23 @@ square), 6 h f for the gated MLP; 2 h V for the logits. q and kv are the widths 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, overload
 
-from hf_mapper.simulators.communication import all_gather_s, all_reduce_s, build_link, point_to_point_s
-from hf_mapper.simulators.estimate import Estimate
-from hf_mapper.simulators.memory import default_backend, inference_work_bytes, micro_batch_sequences, weight_bytes
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_mapper.simulators.communication import (
+    all_gather_s,
+    all_reduce_s,
+    build_link,
+    build_stage_link,
+    point_to_point_s,
+)
+from hf_mapper.simulators.estimate import Estimate, build_estimate
+from hf_mapper.simulators.layouts import Figures, Layouts, Sizes, read_layouts
+from hf_mapper.simulators.memory import inference_work_bytes, micro_batch_sequences, weight_bytes
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import ModelShape, ParallelSpec
 
@@ -25,10 +36,10 @@ class ForwardPass:
     ``hop_s`` hands it to the next stage; ``gather_s`` collects FSDP's weights, which overlaps with computing.
     """
 
-    compute_s: float
-    tensor_parallel_s: float
-    hop_s: float
-    gather_s: float
+    compute_s: Figures
+    tensor_parallel_s: Figures
+    hop_s: Figures
+    gather_s: Figures
 
 
 def flops_per_token(model: ModelShape, context_tokens: float, *, logits: bool = True) -> float:
@@ -43,13 +54,11 @@ def flops_per_token(model: ModelShape, context_tokens: float, *, logits: bool = 
 def simulate_forward(
     model: ModelShape,
     cluster: ClusterSpec,
-    parallel: ParallelSpec,
+    layouts: Layouts,
     workload: WorkloadSpec,
     *,
-    sequences: int,
-    flops_efficiency: float,
+    sequences: Sizes,
     sequence_tokens: int | None = None,
-    backend: str | None = None,
     logits: bool = True,
 ) -> ForwardPass:
     """One micro-batch of ``sequences`` through one pipeline stage, each ``sequence_tokens`` long (default: whole).
@@ -57,29 +66,26 @@ def simulate_forward(
     ``logits``: of every token, as for log-probabilities; a prefill needs them of the last one only.
     """
     gpu, length = cluster.machine.gpu, sequence_tokens or workload.sequence_tokens
-    tokens, layers = sequences * length, model.num_layers / parallel.pp_size
-    shards = parallel.pp_size * parallel.tp_size
-    peak = gpu.peak(workload.dtype) * flops_efficiency
-    arithmetic_s = tokens * flops_per_token(model, length / 2, logits=logits) / shards / peak
+    tokens, layers, world = sequences * length, model.num_layers / layouts.pp_size, layouts.world_size
+    peak = gpu.peak(workload.dtype) * gpu.efficiency.inference_flops
+    arithmetic_s = tokens * flops_per_token(model, length / 2, logits=logits) / layouts.num_parts / peak
     read_s = (
-        weight_bytes(model, workload) / shards / (gpu.memory_bandwidth_bytes_per_s * gpu.efficiency.memory_bandwidth)
+        weight_bytes(model, workload)
+        / layouts.num_parts
+        / (gpu.memory_bandwidth_bytes_per_s * gpu.efficiency.memory_bandwidth)
     )
     boundary_bytes = tokens * model.hidden_size * workload.element_bytes
-    world = parallel.world_size
-    tensor = build_link(cluster, num_ranks=parallel.tp_size, stride=1, world_size=world)
-    stages = build_link(
-        cluster, num_ranks=min(2, parallel.pp_size), stride=parallel.tp_size * parallel.dp_size, world_size=world
-    )
-    sharded = build_link(cluster, num_ranks=parallel.dp_size, stride=parallel.tp_size, world_size=world)
-    fsdp = (backend or default_backend(parallel)) == "fsdp"
+    tensor = build_link(cluster, num_ranks=layouts.tp_size, stride=1, world_size=world)
+    sharded = build_link(cluster, num_ranks=layouts.dp_size, stride=layouts.tp_size, world_size=world)
     return ForwardPass(
-        compute_s=math.hypot(max(arithmetic_s, read_s), layers * gpu.efficiency.layer_latency_s),
+        compute_s=np.hypot(np.maximum(arithmetic_s, read_s), layers * gpu.efficiency.layer_latency_s),
         tensor_parallel_s=2 * layers * all_reduce_s(tensor, boundary_bytes),
-        hop_s=point_to_point_s(stages, boundary_bytes / parallel.tp_size),
-        gather_s=all_gather_s(sharded, weight_bytes(model, workload)) if fsdp else 0.0,
+        hop_s=point_to_point_s(build_stage_link(cluster, layouts), boundary_bytes / layouts.tp_size),
+        gather_s=np.where(layouts.fsdp, all_gather_s(sharded, weight_bytes(model, workload)), 0.0),
     )
 
 
+@overload
 def simulate_inference(
     model: ModelShape,
     cluster: ClusterSpec,
@@ -87,30 +93,40 @@ def simulate_inference(
     workload: WorkloadSpec,
     *,
     backend: str | None = None,
-) -> Estimate:
+) -> Estimate[float]: ...
+@overload
+def simulate_inference(
+    model: ModelShape,
+    cluster: ClusterSpec,
+    parallel: Sequence[ParallelSpec],
+    workload: WorkloadSpec,
+    *,
+    backend: str | Sequence[str] | None = None,
+) -> Estimate[NDArray[np.float64]]: ...
+def simulate_inference(
+    model: ModelShape,
+    cluster: ClusterSpec,
+    parallel: ParallelSpec | Sequence[ParallelSpec],
+    workload: WorkloadSpec,
+    *,
+    backend: str | Sequence[str] | None = None,
+) -> Estimate[Any]:
     """One forward pass over every sequence of the iteration, micro-batch after micro-batch through the pipeline.
 
     Where lengths vary, as of typical sequences.
     """
-    backend = backend or default_backend(parallel)
-    work_bytes = inference_work_bytes(model, parallel, workload, backend=backend)
+    layouts = read_layouts(parallel, backend)
+    work_bytes = inference_work_bytes(model, layouts, workload)
     workload = workload.typical
-    local = workload.num_sequences // parallel.dp_size
+    local = workload.num_sequences // layouts.dp_size
     sequences = micro_batch_sequences(workload, local)
-    efficiency = cluster.machine.gpu.efficiency.inference_flops
-    once = simulate_forward(
-        model, cluster, parallel, workload, sequences=sequences, flops_efficiency=efficiency, backend=backend
-    )
-    passes = local / sequences + parallel.pp_size - 1
-    compute_s, tensor_s, hop_s = (passes * part for part in (once.compute_s, once.tensor_parallel_s, once.hop_s))
-    exposed_s = max(0.0, passes * once.gather_s - compute_s)
-    return Estimate(
-        latency_s=compute_s + tensor_s + hop_s + exposed_s,
-        memory_bytes=work_bytes,
-        breakdown={
-            "compute_s": compute_s,
-            "tensor_parallel_s": tensor_s,
-            "pipeline_hop_s": hop_s,
-            "exposed_gather_s": exposed_s,
-        },
-    )
+    once = simulate_forward(model, cluster, layouts, workload, sequences=sequences)
+    passes = local / sequences + layouts.pp_size - 1
+    compute_s = passes * once.compute_s
+    parts: dict[str, Figures] = {
+        "compute_s": compute_s,
+        "tensor_parallel_s": passes * once.tensor_parallel_s,
+        "pipeline_hop_s": passes * once.hop_s,
+        "exposed_gather_s": np.maximum(0.0, passes * once.gather_s - compute_s),
+    }
+    return build_estimate(parallel, latency_s=sum(parts.values()), memory_bytes=work_bytes, breakdown=parts)

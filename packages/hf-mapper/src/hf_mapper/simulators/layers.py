@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from hf_mapper.simulators.layouts import Figures, Sizes
 from hf_mapper.specs import GpuSpec, WorkloadSpec
 from hf_protocols import ModelShape
 
@@ -26,11 +29,11 @@ _LOGIT_BYTES = 24
 class LayerTimes:
     """Seconds of a layer's forward pass on one rank: attention's core (scores and values) and everything else."""
 
-    linear_s: float
-    core_s: float
+    linear_s: Figures
+    core_s: Figures
 
 
-def matmul_s(gpu: GpuSpec, dtype: str, rows: float, columns: float, inner: float) -> float:
+def matmul_s(gpu: GpuSpec, dtype: str, rows: Figures, columns: Figures, inner: Figures) -> Figures:
     """Seconds of one multiplication of [rows, inner] by [inner, columns]."""
     efficiency = gpu.efficiency
     slower = 1 + efficiency.half_size * (1 / rows + 1 / columns + 1 / inner)
@@ -38,7 +41,7 @@ def matmul_s(gpu: GpuSpec, dtype: str, rows: float, columns: float, inner: float
 
 
 def compute_layer_times(
-    model: ModelShape, gpu: GpuSpec, workload: WorkloadSpec, *, sequences: int, tp_size: int
+    model: ModelShape, gpu: GpuSpec, workload: WorkloadSpec, *, sequences: Sizes, tp_size: Sizes
 ) -> LayerTimes:
     """One layer on ``sequences`` of the workload's length, its weights cut over ``tp_size`` ranks."""
     length, dtype = workload.sequence_tokens, workload.dtype
@@ -46,7 +49,7 @@ def compute_layer_times(
     query, key = model.num_heads * model.head_dim / tp_size, model.num_kv_heads * model.head_dim / tp_size
     width, active = model.intermediate_size / tp_size, max(1, model.num_experts_per_token)
     experts = max(1, model.num_experts)
-    routed = max(1.0, tokens * active / experts)
+    routed = np.maximum(1.0, tokens * active / experts)
     linear_s = matmul_s(gpu, dtype, tokens, query + 2 * key, hidden) + matmul_s(gpu, dtype, tokens, hidden, query)
     up_s, down_s = (matmul_s(gpu, dtype, routed, *sizes) for sizes in ((2 * width, hidden), (hidden, width)))
     shared = _SHARED_PASSES * hidden / (tp_size if workload.software.sequence_parallel else 1)
@@ -58,14 +61,16 @@ def compute_layer_times(
     )
 
 
-def compute_logits_s(model: ModelShape, gpu: GpuSpec, workload: WorkloadSpec, *, sequences: int, tp_size: int) -> float:
+def compute_logits_s(
+    model: ModelShape, gpu: GpuSpec, workload: WorkloadSpec, *, sequences: Sizes, tp_size: Sizes
+) -> Figures:
     """Logits and loss with their backward pass, on the last pipeline stage."""
     tokens, vocabulary = sequences * workload.sequence_tokens, model.vocab_size / tp_size
     once = matmul_s(gpu, workload.dtype, tokens, vocabulary, model.hidden_size)
     return 3 * once + _LOGIT_BYTES * tokens * vocabulary / _attained_bandwidth(gpu)
 
 
-def _core_s(model: ModelShape, gpu: GpuSpec, workload: WorkloadSpec, sequences: int, tp_size: int) -> float:
+def _core_s(model: ModelShape, gpu: GpuSpec, workload: WorkloadSpec, sequences: Sizes, tp_size: Sizes) -> Figures:
     """Two multiplications per head; a fused kernel skips what the causal mask hides and writes no scores."""
     length, heads = workload.sequence_tokens, model.num_heads / tp_size
     scores_s = matmul_s(gpu, workload.dtype, length, length, model.head_dim)

@@ -7,15 +7,18 @@ shards weights and gradients over pp * tp and, with its distributed optimizer, t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Any, overload
 
-from hf_mapper.simulators.estimate import Estimate
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_mapper.simulators.estimate import Estimate, build_estimate
+from hf_mapper.simulators.layouts import Figures, GenerationLayouts, Layouts, Sizes, read_generation, read_layouts
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
-from hf_protocols import CallKind, GenerationSpec, ModelShape, ParallelSpec, Topology, compute_transition_cost
+from hf_protocols import CallKind, GenerationSpec, ModelShape, ParallelSpec
 
 __all__ = [
-    "default_backend",
     "estimate_memory",
     "gathered_weight_bytes",
     "inference_work_bytes",
@@ -36,33 +39,29 @@ _FUSED_LOSS_BYTES = 4
 """Of a fused one: itself in 16 bits, later its gradient, and a working copy."""
 
 
-def default_backend(parallel: ParallelSpec) -> str:
-    """``"fsdp"`` where the model is not cut (pp = tp = 1), else ``"megatron"``."""
-    return "fsdp" if parallel.pp_size == parallel.tp_size == 1 else "megatron"
-
-
 def weight_bytes(model: ModelShape, workload: WorkloadSpec) -> float:
     """Bytes of the whole model in the workload's dtype."""
     return float(model.num_parameters * workload.element_bytes)
 
 
-def micro_batch_sequences(workload: WorkloadSpec, local_sequences: int) -> int:
+def micro_batch_sequences(workload: WorkloadSpec, local_sequences: Sizes) -> Sizes:
     """Sequences in one forward pass of a rank that has ``local_sequences``: by tokens, at least one."""
-    return max(1, min(local_sequences, workload.micro_batch_tokens // workload.sequence_tokens))
+    sequences: Sizes = np.maximum(
+        1, np.minimum(local_sequences, workload.micro_batch_tokens // workload.sequence_tokens)
+    )
+    return sequences
 
 
-def state_bytes(
-    model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, *, trained: bool, backend: str
-) -> dict[str, float]:
+def state_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, *, trained: bool) -> dict[str, Figures]:
     """Bytes per rank that stay between calls: weights, and for a trained model gradients and optimizer."""
-    everywhere = parallel.world_size if backend == "fsdp" else parallel.pp_size * parallel.tp_size
+    everywhere = np.where(layouts.fsdp, layouts.world_size, layouts.num_parts)
     weights = weight_bytes(model, workload) / everywhere
     if not trained:
         return {"weight_bytes": weights, "gradient_bytes": 0.0, "optimizer_bytes": 0.0}
     master = 0 if workload.dtype == "float32" or workload.software.cast_weights else 4
     if workload.software.cast_weights:
         weights = 4 * model.num_parameters / everywhere
-    sharded = parallel.world_size if backend == "fsdp" or workload.software.distributed_optimizer else everywhere
+    sharded = layouts.world_size if workload.software.distributed_optimizer else everywhere
     return {
         "weight_bytes": weights,
         "gradient_bytes": workload.software.gradient_bytes * model.num_parameters / everywhere,
@@ -70,64 +69,69 @@ def state_bytes(
     }
 
 
-def training_work_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, *, backend: str) -> float:
+def training_work_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
     """Bytes per rank that an update holds beyond the state: activations, logits and their gradient, FSDP's layers.
 
     The first pipeline stage keeps the micro-batches of up to pp stages in flight, and of an interleaved schedule those
     of its other chunks too. With recompute one layer at a time is held whole. Where lengths vary, the larger of a
     micro-batch of the longest sequences and one of typical ones.
     """
-    return max(_update_bytes(model, parallel, one, backend) for one in {workload, workload.typical})
+    longest, typical = (_update_bytes(model, layouts, one) for one in (workload, workload.typical))
+    return np.maximum(longest, typical)
 
 
-def _update_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, backend: str) -> float:
+def _update_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
     """``training_work_bytes`` with one length for every sequence."""
-    local = workload.mini_batch_sequences // parallel.dp_size
+    local = workload.mini_batch_sequences // layouts.dp_size
     sequences = micro_batch_sequences(workload, local)
     tokens, chunks = sequences * workload.sequence_tokens, workload.pipeline_chunks
-    depth = parallel.pp_size + (parallel.pp_size - 1) / chunks if chunks > 1 else parallel.pp_size
-    in_flight = min(depth, -(-local // sequences))
-    layers = model.num_layers / parallel.pp_size
-    whole = _layer_activation_bytes(model, parallel, workload, tokens) + _score_bytes(
-        model, parallel, workload, sequences
+    depth = layouts.pp_size + (layouts.pp_size - 1) / chunks if chunks > 1 else layouts.pp_size
+    in_flight = np.minimum(depth, -(-local // sequences))
+    layers = model.num_layers / layouts.pp_size
+    whole = _layer_activation_bytes(model, layouts, workload, tokens) + _score_bytes(
+        model, layouts, workload, sequences
     )
     if workload.recompute == "none":
         activations = in_flight * layers * whole
     else:
-        kept = _kept_bytes(model, parallel, workload, tokens)
-        activations = in_flight * layers * kept + whole
+        activations = in_flight * layers * _kept_bytes(model, layouts, workload, tokens) + whole
     per_logit = _FUSED_LOSS_BYTES if workload.software.fused_loss else _LOSS_BYTES
-    logits = tokens * model.vocab_size * per_logit / parallel.tp_size
-    return activations + logits + _prefetch_bytes(model, parallel, workload, backend)
+    logits = tokens * model.vocab_size * per_logit / layouts.tp_size
+    return activations + logits + _prefetch_bytes(model, layouts, workload)
 
 
-def inference_work_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, *, backend: str) -> float:
+def inference_work_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
     """Bytes per rank that one forward pass holds: one layer's activations, the logits, FSDP's layers."""
-    local = workload.num_sequences // parallel.dp_size
-    tokens = max(micro_batch_sequences(one, local) * one.sequence_tokens for one in {workload, workload.typical})
-    logits = tokens * model.vocab_size * _LOGIT_BYTES / parallel.tp_size
-    layer = _layer_activation_bytes(model, parallel, workload, tokens)
-    return layer + logits + _prefetch_bytes(model, parallel, workload, backend)
+    local = workload.num_sequences // layouts.dp_size
+    longest, typical = (micro_batch_sequences(one, local) * one.sequence_tokens for one in (workload, workload.typical))
+    tokens = np.maximum(longest, typical)
+    logits = tokens * model.vocab_size * _LOGIT_BYTES / layouts.tp_size
+    layer = _layer_activation_bytes(model, layouts, workload, tokens)
+    return layer + logits + _prefetch_bytes(model, layouts, workload)
 
 
-def kv_cache_bytes(model: ModelShape, generation: GenerationSpec, workload: WorkloadSpec, sequences: int) -> float:
+def kv_cache_bytes(
+    model: ModelShape, generation: GenerationSpec | GenerationLayouts, workload: WorkloadSpec, sequences: Sizes
+) -> Figures:
     """Bytes per rank of the keys and values of ``sequences`` full sequences of one generation replica.
 
     Where lengths vary: their expected sum and two standard deviations, at least one longest and at most all of them.
     """
     prompt, prompt_variance = _moments(workload.prompt_lengths or (workload.prompt_tokens,))
     response, response_variance = _moments(workload.response_lengths or (workload.response_tokens,))
-    expected = sequences * (prompt + response) + 2 * math.sqrt(sequences * (prompt_variance + response_variance))
-    tokens = max(workload.sequence_tokens, min(expected, sequences * workload.sequence_tokens))
+    expected = sequences * (prompt + response) + 2 * np.sqrt(sequences * (prompt_variance + response_variance))
+    tokens = np.maximum(workload.sequence_tokens, np.minimum(expected, sequences * workload.sequence_tokens))
     return tokens * kv_token_bytes(model, generation, workload)
 
 
-def kv_token_bytes(model: ModelShape, generation: GenerationSpec, workload: WorkloadSpec) -> float:
+def kv_token_bytes(
+    model: ModelShape, generation: GenerationSpec | GenerationLayouts, workload: WorkloadSpec
+) -> Figures:
     """Bytes per rank of one token's keys and values.
 
     Where gen_tp exceeds the number of KV heads, each rank still holds a whole head.
     """
-    tp_share = max(1 / generation.gen_tp_size, 1 / model.num_kv_heads)
+    tp_share = np.maximum(1 / generation.gen_tp_size, 1 / model.num_kv_heads)
     return model.kv_bytes_per_token * workload.element_bytes / 2 * tp_share / generation.gen_pp_size
 
 
@@ -138,32 +142,30 @@ def _moments(lengths: Sequence[int]) -> tuple[float, float]:
 
 
 def gathered_weight_bytes(
-    model: ModelShape, parallel: ParallelSpec, generation: GenerationSpec, workload: WorkloadSpec, *, backend: str
-) -> float:
+    model: ModelShape, layouts: Layouts, generation: GenerationLayouts, workload: WorkloadSpec
+) -> Figures:
     """Bytes per rank of generation weights beyond the training shard.
 
     Nested Megatron layouts keep the shard inside the generation weights (paper, Table 2: redundancy 0); an FSDP shard
     is cut another way, so the generation weights come whole beside it.
     """
     whole = weight_bytes(model, workload)
-    peak = whole / generation.replica_size
-    return peak if backend == "fsdp" else peak - whole / (parallel.pp_size * parallel.tp_size)
+    return whole / generation.replica_size - np.where(layouts.fsdp, 0.0, whole / layouts.num_parts)
 
 
 def received_weight_bytes(
-    model: ModelShape, parallel: ParallelSpec, generation: GenerationSpec, workload: WorkloadSpec, *, backend: str
-) -> float:
+    model: ModelShape, layouts: Layouts, generation: GenerationLayouts, workload: WorkloadSpec
+) -> Figures:
     """Bytes per rank received in the train -> generate transition.
 
-    The paper's Table 2 where sizes nest in Megatron's; for FSDP each rank has 1/n of what it needs (exact for
-    replicas of one rank, an estimate for larger ones).
+    Of Megatron's nested sizes what the shard lacks (Table 2, as ``hf_protocols.compute_transition_cost``); for FSDP
+    each rank has 1/n of what it needs (exact for replicas of one rank, an estimate for larger ones).
     """
-    whole = weight_bytes(model, workload)
-    if backend == "fsdp":
-        return whole / generation.replica_size * (1 - 1 / parallel.world_size)
-    return compute_transition_cost(whole, Topology(parallel, generation)).recv_bytes
+    lacking = gathered_weight_bytes(model, layouts, generation, workload)
+    return lacking * np.where(layouts.fsdp, 1 - 1 / layouts.world_size, 1.0)
 
 
+@overload
 def estimate_memory(
     model: ModelShape,
     cluster: ClusterSpec,
@@ -174,71 +176,97 @@ def estimate_memory(
     generation: GenerationSpec | None = None,
     num_waves: int = 1,
     backend: str | None = None,
-) -> Estimate:
+) -> Estimate[float]: ...
+@overload
+def estimate_memory(
+    model: ModelShape,
+    cluster: ClusterSpec,
+    parallel: Sequence[ParallelSpec],
+    workload: WorkloadSpec,
+    *,
+    calls: Sequence[CallKind],
+    generation: GenerationSpec | Sequence[GenerationSpec] | None = None,
+    num_waves: int | Sequence[int] = 1,
+    backend: str | Sequence[str] | None = None,
+) -> Estimate[NDArray[np.float64]]: ...
+def estimate_memory(
+    model: ModelShape,
+    cluster: ClusterSpec,
+    parallel: ParallelSpec | Sequence[ParallelSpec],
+    workload: WorkloadSpec,
+    *,
+    calls: Sequence[CallKind],
+    generation: GenerationSpec | Sequence[GenerationSpec] | None = None,
+    num_waves: int | Sequence[int] = 1,
+    backend: str | Sequence[str] | None = None,
+) -> Estimate[Any]:
     """Bytes of one rank of a model that alone makes ``calls``: its state and its largest call; no latency.
 
     ``num_waves`` rounds of generation share one KV cache. Compare with ``cluster.machine.gpu.usable_bytes``.
     """
-    backend = backend or default_backend(parallel)
-    state = state_bytes(model, parallel, workload, trained="training" in calls, backend=backend)
-    work = {"activation_bytes": 0.0, "kv_cache_bytes": 0.0, "gathered_weight_bytes": 0.0}
+    layouts = read_layouts(parallel, backend)
+    state = state_bytes(model, layouts, workload, trained="training" in calls)
+    work: dict[str, Figures] = {"activation_bytes": 0.0, "kv_cache_bytes": 0.0, "gathered_weight_bytes": 0.0}
     if "training" in calls:
-        work["activation_bytes"] = training_work_bytes(model, parallel, workload, backend=backend)
+        work["activation_bytes"] = training_work_bytes(model, layouts, workload)
     if "inference" in calls:
-        inference = inference_work_bytes(model, parallel, workload, backend=backend)
-        work["activation_bytes"] = max(work["activation_bytes"], inference)
+        inference = inference_work_bytes(model, layouts, workload)
+        work["activation_bytes"] = np.maximum(work["activation_bytes"], inference)
     if generation is not None and "generation" in calls:
-        replicas = parallel.world_size // generation.replica_size
-        sequences = -(-workload.num_sequences // (replicas * num_waves))
-        work["kv_cache_bytes"] = kv_cache_bytes(model, generation, workload, sequences)
-        work["gathered_weight_bytes"] = gathered_weight_bytes(model, parallel, generation, workload, backend=backend)
-    largest = max(work["activation_bytes"], work["kv_cache_bytes"] + work["gathered_weight_bytes"])
-    return Estimate(latency_s=0.0, memory_bytes=sum(state.values()) + largest, breakdown={**state, **work})
+        rollout = read_generation(layouts, generation, num_waves)
+        replicas = layouts.world_size // rollout.replica_size
+        sequences = -(-workload.num_sequences // (replicas * rollout.num_waves))
+        work["kv_cache_bytes"] = kv_cache_bytes(model, rollout, workload, sequences)
+        work["gathered_weight_bytes"] = gathered_weight_bytes(model, layouts, rollout, workload)
+    largest = np.maximum(work["activation_bytes"], work["kv_cache_bytes"] + work["gathered_weight_bytes"])
+    return build_estimate(
+        parallel, latency_s=0.0, memory_bytes=sum(state.values()) + largest, breakdown={**state, **work}
+    )
 
 
-def _layer_activation_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, tokens: int) -> float:
+def _layer_activation_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, tokens: Sizes) -> Figures:
     """What one layer keeps for its backward pass: norms in and out, q, k, v, attention, gate, up, their product."""
     experts = max(1, model.num_experts_per_token)
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     shared = (4 * workload.element_bytes + 2 * workload.software.dropout) * model.hidden_size
-    cut = (2 * query + 2 * key + 3 * experts * model.intermediate_size) / parallel.tp_size
-    return tokens * (shared / _shared_parts(parallel, workload) + cut * workload.element_bytes)
+    cut = (2 * query + 2 * key + 3 * experts * model.intermediate_size) / layouts.tp_size
+    return tokens * (shared / _shared_parts(layouts, workload) + cut * workload.element_bytes)
 
 
-def _kept_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, tokens: int) -> float:
+def _kept_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, tokens: Sizes) -> Figures:
     """What one layer keeps until its backward pass begins, with recompute.
 
     Full: its input. Selective: everything but the scores where attention is not fused; else its input, attention's
     output and that of every second multiplication.
     """
-    inputs = model.hidden_size / _shared_parts(parallel, workload)
+    inputs = model.hidden_size / _shared_parts(layouts, workload)
     if workload.recompute == "full":
         return tokens * inputs * workload.element_bytes
     if not workload.software.fused_attention:
-        return _layer_activation_bytes(model, parallel, workload, tokens)
+        return _layer_activation_bytes(model, layouts, workload, tokens)
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     products = query + 2 * key + 2 * model.hidden_size
     products += 2 * max(1, model.num_experts_per_token) * model.intermediate_size
-    return tokens * (inputs + (query + products / 2) / parallel.tp_size) * workload.element_bytes
+    return tokens * (inputs + (query + products / 2) / layouts.tp_size) * workload.element_bytes
 
 
-def _shared_parts(parallel: ParallelSpec, workload: WorkloadSpec) -> int:
+def _shared_parts(layouts: Layouts, workload: WorkloadSpec) -> Sizes:
     """Into how many parts the tensor group cuts what its ranks would else all hold: norms and residuals."""
-    return parallel.tp_size if workload.software.sequence_parallel else 1
+    return layouts.tp_size if workload.software.sequence_parallel else 1
 
 
-def _score_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, sequences: int) -> float:
+def _score_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, sequences: Sizes) -> Figures:
     """Probabilities and dropout that attention keeps where it is not fused (Korthikanti et al., 5 a s^2 b)."""
     if workload.software.fused_attention:
         return 0.0
-    scores = sequences * model.num_heads * workload.sequence_tokens**2 / parallel.tp_size
+    scores = sequences * model.num_heads * workload.sequence_tokens**2 / layouts.tp_size
     return (workload.element_bytes + (workload.element_bytes + 1) * workload.software.dropout) * scores
 
 
-def _prefetch_bytes(model: ModelShape, parallel: ParallelSpec, workload: WorkloadSpec, backend: str) -> float:
+def _prefetch_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
     """FSDP holds the layer (or matrix, half of an MLP) that computes and the one that is being gathered, whole."""
-    if backend != "fsdp" or parallel.world_size == 1:
-        return 0.0
     if workload.software.gathers_matrices:
-        return 2 * 1.5 * model.hidden_size * model.intermediate_size * workload.element_bytes
-    return 2 * weight_bytes(model, workload) / model.num_layers
+        ahead = 2 * 1.5 * model.hidden_size * model.intermediate_size * workload.element_bytes
+    else:
+        ahead = 2 * weight_bytes(model, workload) / model.num_layers
+    return np.where(np.logical_and(layouts.fsdp, layouts.world_size > 1), ahead, 0.0)

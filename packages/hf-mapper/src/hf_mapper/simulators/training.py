@@ -10,16 +10,23 @@ backward and scatters its gradients behind computing, which they slow down.
 
 from __future__ import annotations
 
-from hf_mapper.simulators.communication import all_gather_s, all_reduce_s, build_link, point_to_point_s
-from hf_mapper.simulators.estimate import Estimate
-from hf_mapper.simulators.layers import compute_layer_times, compute_logits_s
-from hf_mapper.simulators.memory import (
-    default_backend,
-    micro_batch_sequences,
-    state_bytes,
-    training_work_bytes,
-    weight_bytes,
+from collections.abc import Sequence
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_mapper.simulators.communication import (
+    all_gather_s,
+    all_reduce_s,
+    build_link,
+    build_stage_link,
+    point_to_point_s,
 )
+from hf_mapper.simulators.estimate import Estimate, build_estimate
+from hf_mapper.simulators.layers import compute_layer_times, compute_logits_s
+from hf_mapper.simulators.layouts import Figures, Layouts, Sizes, read_layouts
+from hf_mapper.simulators.memory import micro_batch_sequences, state_bytes, training_work_bytes, weight_bytes
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import ModelShape, ParallelSpec
 
@@ -35,6 +42,7 @@ _RECOMPUTED_LAYERS = {"none": 0.0, "selective": 0.5, "full": 1.0}
 """Part of a layer's kernels that recompute launches again."""
 
 
+@overload
 def simulate_training(
     model: ModelShape,
     cluster: ClusterSpec,
@@ -42,112 +50,111 @@ def simulate_training(
     workload: WorkloadSpec,
     *,
     backend: str | None = None,
-) -> Estimate:
+) -> Estimate[float]: ...
+@overload
+def simulate_training(
+    model: ModelShape,
+    cluster: ClusterSpec,
+    parallel: Sequence[ParallelSpec],
+    workload: WorkloadSpec,
+    *,
+    backend: str | Sequence[str] | None = None,
+) -> Estimate[NDArray[np.float64]]: ...
+def simulate_training(
+    model: ModelShape,
+    cluster: ClusterSpec,
+    parallel: ParallelSpec | Sequence[ParallelSpec],
+    workload: WorkloadSpec,
+    *,
+    backend: str | Sequence[str] | None = None,
+) -> Estimate[Any]:
     """All the updates of one iteration: ``epochs * mini_batches`` of them; of typical sequences where lengths vary."""
-    backend = backend or default_backend(parallel)
-    work_bytes = training_work_bytes(model, parallel, workload, backend=backend)
+    layouts = read_layouts(parallel, backend)
+    work_bytes = training_work_bytes(model, layouts, workload)
     workload = workload.typical
     updates = workload.epochs * workload.mini_batches
-    local = workload.mini_batch_sequences // parallel.dp_size
+    local = workload.mini_batch_sequences // layouts.dp_size
     sequences = micro_batch_sequences(workload, local)
     micro_batches = local / sequences
     # Each micro-batch at the pace of the last stage, and the others' part of filling and draining the pipeline.
-    passes = micro_batches + (parallel.pp_size - 1) / workload.pipeline_chunks
-    compute_s = _stage_compute_s(model, cluster, parallel, workload, sequences)
-    logits_s = compute_logits_s(model, cluster.machine.gpu, workload, sequences=sequences, tp_size=parallel.tp_size)
-    parts = {
+    passes = micro_batches + (layouts.pp_size - 1) / workload.pipeline_chunks
+    compute_s = _stage_compute_s(model, cluster, layouts, workload, sequences)
+    logits_s = compute_logits_s(model, cluster.machine.gpu, workload, sequences=sequences, tp_size=layouts.tp_size)
+    parts: dict[str, Figures] = {
         "compute_s": updates * passes * compute_s,
         "logits_s": updates * micro_batches * logits_s,
-        "tensor_parallel_s": updates * passes * _tensor_parallel_s(model, cluster, parallel, workload, sequences),
-        "pipeline_hop_s": updates * passes * _hops_s(model, cluster, parallel, workload, sequences),
-        "gradient_sync_s": updates * _gradient_sync_s(model, cluster, parallel, workload, backend),
-        "optimizer_s": updates * _optimizer_s(model, cluster, parallel, workload, backend),
+        "tensor_parallel_s": updates * passes * _tensor_parallel_s(model, cluster, layouts, workload, sequences),
+        "pipeline_hop_s": updates * passes * _hops_s(model, cluster, layouts, workload, sequences),
+        "gradient_sync_s": updates * _gradient_sync_s(model, cluster, layouts, workload),
+        "optimizer_s": updates * _optimizer_s(model, cluster, layouts, workload),
     }
-    gather_s = updates * micro_batches * _gather_s(model, cluster, parallel, workload, backend)
+    gather_s = updates * micro_batches * _gather_s(model, cluster, layouts, workload)
     computing_s = parts["compute_s"] + parts["logits_s"]
-    parts["exposed_gather_s"] = max(_EXPOSED_GATHERS * gather_s, gather_s - computing_s)
-    return Estimate(
-        latency_s=sum(parts.values()),
-        memory_bytes=work_bytes,
-        breakdown=parts,
-    )
+    parts["exposed_gather_s"] = np.maximum(_EXPOSED_GATHERS * gather_s, gather_s - computing_s)
+    return build_estimate(parallel, latency_s=sum(parts.values()), memory_bytes=work_bytes, breakdown=parts)
 
 
 def _stage_compute_s(
-    model: ModelShape, cluster: ClusterSpec, parallel: ParallelSpec, workload: WorkloadSpec, sequences: int
-) -> float:
+    model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec, sequences: Sizes
+) -> Figures:
     """One micro-batch, forward and backward, through the layers of one pipeline stage."""
     gpu = cluster.machine.gpu
-    once = compute_layer_times(model, gpu, workload, sequences=sequences, tp_size=parallel.tp_size)
+    once = compute_layer_times(model, gpu, workload, sequences=sequences, tp_size=layouts.tp_size)
     kernels_s = 3 * (once.linear_s + once.core_s)
     if workload.recompute == "full":
         kernels_s += once.linear_s + once.core_s
     elif workload.recompute == "selective":
         kernels_s += once.linear_s / 2 if workload.software.fused_attention else once.core_s
     launches_s = (3 + _RECOMPUTED_LAYERS[workload.recompute]) * gpu.efficiency.training_latency_s
-    joined_s: float = (kernels_s**_SHARPNESS + launches_s**_SHARPNESS) ** (1 / _SHARPNESS)
-    return model.num_layers / parallel.pp_size * joined_s
+    joined_s: Figures = (kernels_s**_SHARPNESS + launches_s**_SHARPNESS) ** (1 / _SHARPNESS)
+    return model.num_layers / layouts.pp_size * joined_s
 
 
 def _tensor_parallel_s(
-    model: ModelShape, cluster: ClusterSpec, parallel: ParallelSpec, workload: WorkloadSpec, sequences: int
-) -> float:
+    model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec, sequences: Sizes
+) -> Figures:
     """Two all-reduces a layer and pass (with sequence parallelism the same bytes in two halves); not overlapped."""
-    link = build_link(cluster, num_ranks=parallel.tp_size, stride=1, world_size=parallel.world_size)
+    link = build_link(cluster, num_ranks=layouts.tp_size, stride=1, world_size=layouts.world_size)
     activation = sequences * workload.sequence_tokens * model.hidden_size * workload.element_bytes
     passes = 3 if workload.recompute == "full" else 2
-    return model.num_layers / parallel.pp_size * 2 * passes * all_reduce_s(link, activation)
+    return model.num_layers / layouts.pp_size * 2 * passes * all_reduce_s(link, activation)
 
 
 def _hops_s(
-    model: ModelShape, cluster: ClusterSpec, parallel: ParallelSpec, workload: WorkloadSpec, sequences: int
-) -> float:
+    model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec, sequences: Sizes
+) -> Figures:
     """A micro-batch to the next stage and its gradient back, each rank of the tensor group sending its part."""
-    link = build_link(
-        cluster,
-        num_ranks=min(2, parallel.pp_size),
-        stride=parallel.tp_size * parallel.dp_size,
-        world_size=parallel.world_size,
-    )
+    link = build_stage_link(cluster, layouts)
     activation = sequences * workload.sequence_tokens * model.hidden_size * workload.element_bytes
-    return 2 * workload.pipeline_chunks * point_to_point_s(link, activation / parallel.tp_size)
+    return 2 * workload.pipeline_chunks * point_to_point_s(link, activation / layouts.tp_size)
 
 
-def _gather_s(
-    model: ModelShape, cluster: ClusterSpec, parallel: ParallelSpec, workload: WorkloadSpec, backend: str
-) -> float:
+def _gather_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec) -> Figures:
     """FSDP's collectives of one micro-batch: weights for forward and backward, gradients scattered."""
-    if backend != "fsdp":
-        return 0.0
     link = build_link(
         cluster,
-        num_ranks=parallel.dp_size,
+        num_ranks=layouts.dp_size,
         stride=1,
-        world_size=parallel.world_size,
+        world_size=layouts.world_size,
         shared_rails=workload.software.shared_rails,
     )
-    return 3 * all_gather_s(link, weight_bytes(model, workload))
+    return np.where(layouts.fsdp, 3 * all_gather_s(link, weight_bytes(model, workload)), 0.0)
 
 
-def _gradient_sync_s(
-    model: ModelShape, cluster: ClusterSpec, parallel: ParallelSpec, workload: WorkloadSpec, backend: str
-) -> float:
+def _gradient_sync_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec) -> Figures:
     """Megatron: scatter the summed gradients and gather new weights, or all-reduce where no optimizer is sharded."""
-    if backend == "fsdp":
-        return 0.0
-    link = build_link(cluster, num_ranks=parallel.dp_size, stride=parallel.tp_size, world_size=parallel.world_size)
-    shards = parallel.pp_size * parallel.tp_size
-    gradients = workload.software.gradient_bytes * model.num_parameters / shards
-    if not workload.software.distributed_optimizer:
-        return all_reduce_s(link, gradients)
-    return all_gather_s(link, gradients) + all_gather_s(link, weight_bytes(model, workload) / shards)
+    link = build_link(cluster, num_ranks=layouts.dp_size, stride=layouts.tp_size, world_size=layouts.world_size)
+    gradients = workload.software.gradient_bytes * model.num_parameters / layouts.num_parts
+    sync_s = all_reduce_s(link, gradients)
+    if workload.software.distributed_optimizer:
+        weights = weight_bytes(model, workload) / layouts.num_parts
+        sync_s = all_gather_s(link, gradients) + all_gather_s(link, weights)
+    return np.where(layouts.fsdp, 0.0, sync_s)
 
 
-def _optimizer_s(
-    model: ModelShape, cluster: ClusterSpec, parallel: ParallelSpec, workload: WorkloadSpec, backend: str
-) -> float:
+def _optimizer_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec) -> Figures:
     """Adam reads the gradient and reads and writes its state and the weights, at the memory's speed."""
     gpu = cluster.machine.gpu
-    state = state_bytes(model, parallel, workload, trained=True, backend=backend)
+    state = state_bytes(model, layouts, workload, trained=True)
     moved = 2 * state["optimizer_bytes"] + (state["gradient_bytes"] + 2 * state["weight_bytes"])
     return moved / (gpu.memory_bandwidth_bytes_per_s * gpu.efficiency.training_bandwidth)

@@ -1,0 +1,140 @@
+"""Layouts as arrays: the formulas of the simulators hold for one layout and for many at once.
+
+A size is an int where the caller gave one layout and an array ``[B]`` where it gave B; so is every figure that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_protocols import ConfigError, GenerationSpec, ParallelSpec, TopologyError
+
+__all__ = [
+    "Figures",
+    "GenerationLayouts",
+    "Layouts",
+    "Sizes",
+    "default_backend",
+    "read_generation",
+    "read_layouts",
+]
+
+Sizes = int | NDArray[np.int64]
+"""One size, or one for each layout ``[B]``."""
+
+Figures = float | NDArray[np.floating[Any]] | NDArray[np.int64]
+"""A number of one layout, or of each ``[B]``: seconds, bytes, or a size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """The sizes of ``ParallelSpec``, and whether FSDP trains it (else Megatron)."""
+
+    pp_size: Sizes
+    tp_size: Sizes
+    dp_size: Sizes
+    world_size: Sizes
+    fsdp: bool | NDArray[np.bool_]
+
+    @property
+    def num_parts(self) -> Sizes:
+        """Into how many parts tensor and pipeline parallelism cut the model."""
+        return self.pp_size * self.tp_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationLayouts:
+    """The sizes of ``GenerationSpec``, and in how many rounds a replica generates its sequences."""
+
+    gen_pp_size: Sizes
+    gen_tp_size: Sizes
+    num_waves: Sizes
+
+    @property
+    def replica_size(self) -> Sizes:
+        """Ranks that together hold one whole model: gen_pp * gen_tp."""
+        return self.gen_pp_size * self.gen_tp_size
+
+
+def default_backend(parallel: ParallelSpec) -> str:
+    """``"fsdp"`` where the model is not cut (pp = tp = 1), else ``"megatron"``."""
+    return "fsdp" if parallel.pp_size == parallel.tp_size == 1 else "megatron"
+
+
+def read_layouts(parallel: ParallelSpec | Sequence[ParallelSpec], backend: str | Sequence[str] | None) -> Layouts:
+    """The sizes of one layout or of several; ``backend`` of all of them or of each, by default ``default_backend``."""
+    if isinstance(parallel, ParallelSpec):
+        return Layouts(
+            pp_size=parallel.pp_size,
+            tp_size=parallel.tp_size,
+            dp_size=parallel.dp_size,
+            world_size=parallel.world_size,
+            fsdp=(backend or default_backend(parallel)) == "fsdp",
+        )
+    if backend is None:
+        backend = [default_backend(spec) for spec in parallel]
+    elif isinstance(backend, str):
+        backend = [backend] * len(parallel)
+    _check_count("backend", backend, len(parallel))
+    rows = [
+        (spec.pp_size, spec.tp_size, spec.dp_size, spec.cp_size, name == "fsdp")
+        for spec, name in zip(parallel, backend, strict=True)
+    ]
+    pp, tp, dp, cp, fsdp = np.array(rows, dtype=np.int64).reshape(len(rows), 5).T
+    return Layouts(pp_size=pp, tp_size=tp, dp_size=dp, world_size=pp * tp * cp * dp, fsdp=fsdp.astype(bool))
+
+
+def read_generation(
+    layouts: Layouts, generation: GenerationSpec | Sequence[GenerationSpec], num_waves: int | Sequence[int]
+) -> GenerationLayouts:
+    """The sizes of the generation layout of all ``layouts`` or of each.
+
+    Raises:
+        TopologyError: for replicas that do not share the ranks out, or that do not nest in Megatron's layout.
+    """
+    count = np.size(layouts.pp_size)
+    waves: Sizes
+    if isinstance(num_waves, int):
+        waves = num_waves
+    else:
+        _check_count("num_waves", num_waves, count)
+        waves = np.array(num_waves, dtype=np.int64)
+    gen_pp: Sizes
+    gen_tp: Sizes
+    if isinstance(generation, GenerationSpec):
+        gen_pp, gen_tp = generation.gen_pp_size, generation.gen_tp_size
+    else:
+        _check_count("generation", generation, count)
+        sizes = [(spec.gen_pp_size, spec.gen_tp_size) for spec in generation]
+        gen_pp, gen_tp = np.array(sizes, dtype=np.int64).reshape(count, 2).T
+    found = GenerationLayouts(gen_pp_size=gen_pp, gen_tp_size=gen_tp, num_waves=waves)
+    _check_cuts(layouts, found)
+    return found
+
+
+def _check_count(name: str, given: Sequence[object], count: int) -> None:
+    if len(given) != count:
+        raise ConfigError(f"{name}: {len(given)} given for {count} layouts: give one for all or one for each")
+
+
+def _check_cuts(layouts: Layouts, generation: GenerationLayouts) -> None:
+    nested = (layouts.pp_size % generation.gen_pp_size == 0) & (layouts.tp_size % generation.gen_tp_size == 0)
+    cut = (layouts.world_size % generation.replica_size == 0) & (nested | layouts.fsdp)
+    wrong = np.flatnonzero(np.logical_not(cut))
+    if wrong.size:
+        gen_pp, gen_tp, pp, tp, ranks = (
+            np.broadcast_to(size, np.shape(cut)).flat[wrong[0]]
+            for size in (
+                generation.gen_pp_size, generation.gen_tp_size, layouts.pp_size, layouts.tp_size, layouts.world_size
+            )
+        )  # fmt: skip
+        raise TopologyError(
+            f"generation layout {gen_pp}-{gen_tp} cannot be cut from {ranks} ranks with pp_size={pp} and tp_size={tp}: "
+            "choose gen_pp_size and gen_tp_size whose product divides the ranks and which, unless FSDP trains the "
+            "model, divide pp_size and tp_size"
+        )
