@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from hf_algorithms import load_config
+from hf_algorithms.placement import plan_dataflow
 from hf_algorithms.run import load_inputs
 from hf_engine import load_rollout_backend
+from hf_engine.backends import _offload
 from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu, map_dataflow
 from hf_protocols import Dataflow, GenerationSpec, MachinePlan, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
 from small_runs import Outcome, read_metrics, without_times
@@ -49,6 +51,30 @@ def two_pools() -> MappingPlan:
 def ranks_find_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_offloaded_models_train_like_others(
+    small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory is really given up between calls, though on a CPU; the metrics are the same bit by bit."""
+    outcome = hybridflow("train", small_config)
+    assert outcome.exit_code == 0, outcome.errors
+    run = small_config.parent / "run"
+    expected = without_times(read_metrics(run))
+    plan = MappingPlan.from_json((run / "plan.json").read_text())
+    models = {role: dataclasses.replace(model, offload=model.train is not None) for role, model in plan.models.items()}
+    file = small_config.with_name("offloaded.json")
+    file.write_text(dataclasses.replace(plan, models=models).to_json())
+    freed: list[int] = []
+    give_up = _offload.OffloadedMemory.give_up
+    monkeypatch.setattr(_offload, "_is_on_host", lambda storage: False)
+    monkeypatch.setattr(
+        _offload.OffloadedMemory, "give_up", lambda *given, **parts: freed.append(give_up(*given, **parts)) or freed[-1]
+    )
+    outcome = hybridflow("train", small_config, "--overwrite", "--plan", file)
+    assert outcome.exit_code == 0, outcome.errors
+    assert without_times(read_metrics(run)) == expected
+    assert len([num_bytes for num_bytes in freed if num_bytes]) > 3 * len(expected), "once for each model and call"
 
 
 @pytest.mark.slow  # another test's executor may live in the program of the fast ones
@@ -180,11 +206,11 @@ def test_the_plan_is_the_mappers_for_the_published_dataflow(
         dtype="float32",
         largest_generation=load_rollout_backend("transformers").largest_generation,
     )
-    expected = map_dataflow(
-        Dataflow.preset("ppo"),
-        dict.fromkeys(("actor", "critic", "reference"), inputs.model.shape),
-        ClusterSpec(machines=(MachineSpec(gpu=gpu("l40s"), num_gpus=4),)),
-        workload,
-        backends=("fsdp",),
-    )
-    assert MappingPlan.from_json(outcome.output) == expected
+    models = dict.fromkeys(("actor", "critic", "reference"), inputs.model.shape)
+    machines = ClusterSpec(machines=(MachineSpec(gpu=gpu("l40s"), num_gpus=4),))
+    found = MappingPlan.from_json(outcome.output)
+    assert found == map_dataflow(plan_dataflow(config), models, machines, workload, backends=("fsdp",))
+    # Workers read a few columns beside the published ones (the sampler's log-probs, to compare): some bytes more.
+    published = map_dataflow(Dataflow.preset("ppo"), models, machines, workload, backends=("fsdp",))
+    assert (found.pools, found.models) == (published.pools, published.models)
+    assert found.estimates["iteration_s"] == pytest.approx(published.estimates["iteration_s"], rel=1e-2)

@@ -50,10 +50,13 @@ def fresh_environment() -> dict[str, str]:
 
 @pytest.mark.parametrize("block", re.findall(r"^```toml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 def test_a_configuration_takes_the_pages_block(block: str) -> None:
-    settings = tomllib.loads(SMALL_RUN)
-    for table, keys in tomllib.loads(block).items():
+    settings, shown = tomllib.loads(SMALL_RUN), tomllib.loads(block)
+    assert shown
+    for table, keys in shown.items():
         settings[table] = settings.get(table, {}) | keys
-    parse_config(settings)
+    config = parse_config(settings)
+    for table, keys in shown.items():
+        assert {key: getattr(getattr(config, table), key) for key in keys} == keys
 
 
 @pytest.mark.slow

@@ -15,13 +15,13 @@ __all__ = ["collect_samples", "evaluate", "measure_divergence"]
 
 def evaluate(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> float:
     """Share of prompts whose greedy response the metric counts as right."""
-    batch = _respond(roles, prompts, replace(sampling, greedy=True, n=1))
+    batch = _respond(roles, prompts, _greedily(sampling))
     return float(roles.reward.compute_metric(batch).result()["eval/exact_match"])
 
 
 def collect_samples(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> list[dict[str, Any]]:
     """Greedy responses as texts: prompt, response, answer, score."""
-    batch = _respond(roles, prompts, replace(sampling, greedy=True, n=1))
+    batch = _respond(roles, prompts, _greedily(sampling))
     samples: list[dict[str, Any]] = roles.reward.collect_samples(batch).result()
     return samples
 
@@ -37,3 +37,8 @@ def measure_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingPar
 
 def _respond(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> BatchFuture:
     return prompts.union(roles.actor.generate_sequences(prompts, sampling))
+
+
+def _greedily(sampling: SamplingParams) -> SamplingParams:
+    """At temperature 1: nobody reads these log-probs, and some servers report no others of greedy responses."""
+    return replace(sampling, greedy=True, n=1, temperature=1.0)

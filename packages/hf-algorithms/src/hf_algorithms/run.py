@@ -318,6 +318,7 @@ def _build_spec(
         kwargs = {
             "model": inputs.model.path,
             "backend": model.backend,
+            "offload": model.offload,
             "training": TrainConfig(
                 learning_rate=rate,
                 betas=config.optimizer.betas,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from hf_controller import Worker, WorkerContext
 from hf_engine import TrainConfig, load_train_backend
@@ -14,12 +16,28 @@ if TYPE_CHECKING:
     from hf_engine import TrainBackend
     from hf_engine.backends import LossFunction
 
-__all__ = ["SEQUENCE", "Metrics", "ModelWorker"]
+__all__ = ["SEQUENCE", "Metrics", "ModelWorker", "on_device"]
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 Metrics = dict[str, tuple[float, float]]
 
 SEQUENCE = ("prompt_ids", "response_ids", "response_mask")
 """Columns that every forward pass reads."""
+
+
+def on_device(method: Method) -> Method:
+    """For a worker's method that needs its model: an offloaded one is on its device while it runs."""
+
+    @wraps(method)
+    def call(self: ModelWorker, *args: Any, **kwargs: Any) -> Any:
+        self._train.reload()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self._rest()
+
+    return cast("Method", call)
 
 
 class ModelWorker(Worker):
@@ -29,13 +47,17 @@ class ModelWorker(Worker):
         model: directory or hub name that transformers loads.
         backend: name of a ``hf_engine.train_backends`` entry point.
         training: optimizer, micro-batches, sharding.
+        offload: weights and optimizer rest in host memory between calls.
     """
 
     head: Literal["lm", "value"] = "lm"
     trainable = True
 
-    def __init__(self, context: WorkerContext, *, model: str, backend: str, training: TrainConfig) -> None:
+    def __init__(
+        self, context: WorkerContext, *, model: str, backend: str, training: TrainConfig, offload: bool = False
+    ) -> None:
         super().__init__(context)
+        self._offload = offload
         self._train: TrainBackend = load_train_backend(backend).build(
             model,
             topology=context.topology,
@@ -44,13 +66,16 @@ class ModelWorker(Worker):
             trainable=self.trainable,
             seed=context.seed,
         )
+        self._rest()
 
     @register(protocol=ONE_TO_ALL, returns="object")
+    @on_device
     def load_model(self, directory: str) -> None:
         """Replace the weights by those of a Hugging Face directory; optimizer and learning rate start anew."""
         self._train.load_hf(directory)
 
     @register(protocol=ONE_TO_ALL, returns="object")
+    @on_device
     def export_model(self, directory: str) -> None:
         """Write the weights as a Hugging Face directory, atomically, from rank 0."""
         self._train.export_hf(directory)
@@ -58,6 +83,10 @@ class ModelWorker(Worker):
     def close(self) -> None:
         """Free the backend."""
         self._train.close()
+
+    def _rest(self) -> None:
+        if self._offload:
+            self._train.offload(weights=True)
 
     def _update(self, batch: TensorDict, loss: LossFunction, *, temperature: float = 1.0) -> Metrics:
         """One optimizer step; the loss is a mean over all response tokens of all ranks."""

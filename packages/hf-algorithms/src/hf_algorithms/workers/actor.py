@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker
+from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker, on_device
 from hf_engine import (
     LOGPROB_BOUNDS,
     HybridEngine,
@@ -50,11 +50,14 @@ class ActorWorker(ModelWorker):
         training: TrainConfig,
         rollout: str,
         rollout_options: Mapping[str, Any] = MappingProxyType({}),
+        offload: bool = False,
     ) -> None:
-        super().__init__(context, model=model, backend=backend, training=training)
+        super().__init__(context, model=model, backend=backend, training=training, offload=offload)
         build = load_rollout_backend(rollout).build
         generator = build(model, topology=context.topology, seed=context.seed, **rollout_options)
+        self._train.reload()  # the engine looks at the weights
         self._engine = HybridEngine(self._train, generator, context.topology)
+        self._rest()
         # The dtype by whose bounds an engine is judged whose memory cannot be read.
         self._judged_dtype = None if isinstance(generator, SupportsWeightBuffers) else self._coarser_dtype()
         self._sampled: tuple[int, float] | None = None
@@ -70,6 +73,7 @@ class ActorWorker(ModelWorker):
         writes=("response_ids", "response_mask", "rollout_logprobs", "finish_reason", "weight_version"),
         kind="generation",
     )
+    @on_device
     def generate_sequences(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """``sampling.n`` responses to every prompt, drawn from the current weights.
 
@@ -92,6 +96,7 @@ class ActorWorker(ModelWorker):
         writes=("old_logprobs",),
         kind="inference",
     )
+    @on_device
     def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0) -> TensorDict:
         """``old_logprobs`` of the response tokens, jagged [B, T], under the current weights.
 
@@ -115,6 +120,7 @@ class ActorWorker(ModelWorker):
         reads=(*SEQUENCE, "old_logprobs?", "ref_logprobs?", "advantages?", "weight_version?"),
         kind="training",
     )
+    @on_device
     def update_actor(self, batch: TensorDict, loss: LossFunction, *, temperature: float = 1.0) -> Metrics:
         """One optimizer step on ``loss``.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker
+from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker, on_device
 from hf_protocols import THREE_D, register
 
 if TYPE_CHECKING:
@@ -21,11 +21,13 @@ class CriticWorker(ModelWorker):
     head = "value"
 
     @register(protocol=THREE_D, reads=SEQUENCE, writes=("values",), kind="inference")
+    @on_device
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """``values``, jagged [B, T]: the value before each response token was drawn."""
         return self._train.compute_values(batch)
 
     @register(protocol=THREE_D, returns="metrics", reads=(*SEQUENCE, "values", "returns"), kind="training")
+    @on_device
     def update_critic(self, batch: TensorDict, loss: LossFunction) -> Metrics:
         """One optimizer step on ``loss``."""
         return self._update(batch, loss)
