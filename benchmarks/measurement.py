@@ -22,7 +22,7 @@ def record(subject: str, metrics: dict[str, tuple[float, str]], *, device: str |
         "subject": subject,
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "metrics": {name: {"value": value, "unit": unit} for name, (value, unit) in metrics.items()},
-        "hardware": {"cpu": _processor(), "num_cores": os.cpu_count(), "system": platform.system()}
+        "hardware": {"cpu": describe_processor(), "num_cores": os.cpu_count(), "system": platform.system()}
         | ({"device": device} if device else {}),
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in VERSIONS_OF},
     }
@@ -32,7 +32,7 @@ def record(subject: str, metrics: dict[str, tuple[float, str]], *, device: str |
     print(text)
 
 
-def _processor() -> str:
+def describe_processor() -> str:
     """The processor's name where the system tells it, else its architecture."""
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text().splitlines() if facts.exists() else []
