@@ -16,7 +16,8 @@ from hf_mapper.robustness import MOST_FACTOR, RESOLUTION
 from hf_mapper.scales import SIMULATORS, SimulatorScales
 from hf_protocols import ConfigError, PlanError
 
-NUM_PROBLEMS, PARTS = 120, 4
+# A twentieth of the problems in every run, the others where tests may take minutes.
+PROBLEMS = [range(0, 120, 20), *(pytest.param(range(part, 120, 20), marks=pytest.mark.slow) for part in range(1, 20))]
 SIMULATED = {"training": "simulate_training", "inference": "simulate_inference", "generation": "simulate_generation"}
 MOVED = {"transfer": "fetch_s", "offload": "swap_s"}
 
@@ -29,32 +30,44 @@ def oracle() -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    for name in ("estimate_memory", *SIMULATED.values()):
+        setattr(module, name, remembered(getattr(module, name)))
+    vars(module)["plain"] = {name: getattr(module, name) for name in (*SIMULATED.values(), *MOVED.values())}
     return module
+
+
+def remembered(simulate: Any) -> Any:
+    """``simulate`` with its answers kept: every factor prices the same layouts."""
+    answers: dict[Any, Any] = {}
+
+    def recall(*given: Any, **options: Any) -> Any:
+        key = (given, *((name, str(value)) for name, value in sorted(options.items())))
+        if key not in answers:
+            answers[key] = simulate(*given, **options)
+        return answers[key]
+
+    return recall
 
 
 def scale(oracle: ModuleType, monkeypatch: pytest.MonkeyPatch, simulator: str, factor: float) -> None:
     """Let the oracle price with answers of ``simulator`` that are ``factor`` times too long."""
-    import hf_mapper
-
-    for name in SIMULATED.values():
-        monkeypatch.setattr(oracle, name, getattr(hf_mapper, name))
-    plain = vars(oracle).setdefault("plain", {name: getattr(oracle, name) for name in MOVED.values()})
-    for name, seconds in plain.items():
-        monkeypatch.setattr(oracle, name, seconds)
+    plain = vars(oracle)["plain"]
+    for name, function in plain.items():
+        monkeypatch.setattr(oracle, name, function)
     if simulator in MOVED:
         monkeypatch.setattr(oracle, MOVED[simulator], lambda *given: factor * plain[MOVED[simulator]](*given))
         return
-    original = getattr(hf_mapper, SIMULATED.get(simulator, "simulate_generation"))
+    name = SIMULATED.get(simulator, "simulate_generation")
 
     def scaled(*arguments: Any, **options: Any) -> Any:
-        answer = original(*arguments, **options)
+        answer = plain[name](*arguments, **options)
         if simulator in ("training", "inference"):
             return type(answer)(latency_s=factor * answer.latency_s, memory_bytes=answer.memory_bytes)
         touched = ("transition_s",) if simulator == "transition" else ("prefill_s", "decode_s")
-        parts = {name: value * (factor if name in touched else 1) for name, value in answer.breakdown.items()}
+        parts = {part: value * (factor if part in touched else 1) for part, value in answer.breakdown.items()}
         return type(answer)(latency_s=sum(parts.values()), memory_bytes=answer.memory_bytes, breakdown=parts)
 
-    monkeypatch.setattr(oracle, original.__name__, scaled)
+    monkeypatch.setattr(oracle, name, scaled)
 
 
 def gap(oracle: ModuleType, problem: Any, plan: Any) -> float:
@@ -64,10 +77,10 @@ def gap(oracle: ModuleType, problem: Any, plan: Any) -> float:
     return float(oracle.describe(plan, problem)[0] / best[0] - 1)
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_ends_are_where_brute_force_has_them(part: int, oracle: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked, chance = {"kept": 0, "lost": 0}, random.Random(part)
-    for seed in range(part, NUM_PROBLEMS, PARTS):
+@pytest.mark.parametrize("seeds", PROBLEMS, ids=lambda seeds: f"from-{seeds.start}")
+def test_ends_are_where_brute_force_has_them(seeds: range, oracle: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, chance = {"kept": 0, "lost": 0}, random.Random(seeds.start)
+    for seed in seeds:
         problem = oracle.draw_problem(seed)
         try:
             found = explain_plan(MapperConfig(**problem._asdict()))
