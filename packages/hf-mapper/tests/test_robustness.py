@@ -16,8 +16,8 @@ from hf_mapper.robustness import MOST_FACTOR, RESOLUTION
 from hf_mapper.scales import SIMULATORS, SimulatorScales
 from hf_protocols import ConfigError, PlanError
 
-# A twentieth of the problems in every run, the others where tests may take minutes.
-PROBLEMS = [range(0, 120, 20), *(pytest.param(range(part, 120, 20), marks=pytest.mark.slow) for part in range(1, 20))]
+# A tenth of the problems in every run, the others where tests may take minutes.
+PROBLEMS = [range(0, 60, 10), *(pytest.param(range(part, 60, 10), marks=pytest.mark.slow) for part in range(1, 10))]
 SIMULATED = {"training": "simulate_training", "inference": "simulate_inference", "generation": "simulate_generation"}
 MOVED = {"transfer": "fetch_s", "offload": "swap_s"}
 
