@@ -50,6 +50,7 @@ def build_without_a_compiler(model):
     build(model, CONFIG)[0].close()
 
 
+@pytest.mark.slow
 def test_a_missing_compiler_is_one_clear_error(monkeypatch, tmp_path):
     model = write_tiny_model(tmp_path / "model")
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
