@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hf_controller.algebra import Chunk, Concat, Rename, Repeat, Rows, Select, Union
 from hf_controller.expressions import Expression, Extent, Leaf, Source
 from hf_controller.pruning import known_columns, prune
-from hf_protocols import RowSelection
+from hf_protocols import BatchError, RowSelection
 
 NAMES = ("a", "b", "c", "d")
 NUM_ROWS = 6
@@ -59,7 +59,7 @@ def test_wanted_columns_lie_where_they_lay(batch: Expression, data: st.DataObjec
 @given(batch=batches())
 def test_known_columns_are_the_columns(batch: Expression) -> None:
     known = known_columns(batch)
-    assert known is None or known == set(batch.columns(extents_of(batch)))
+    assert known is None or set(known) == set(batch.columns(extents_of(batch)))
 
 
 def test_a_call_does_not_wait_for_what_it_does_not_read() -> None:
@@ -94,3 +94,56 @@ def test_a_renamed_column_that_nobody_wants_is_not_waited_for() -> None:
     assert prune(renamed, {"w"}).sources() == [unwanted]
     # The old name is gone: whoever reads it is told so, with the whole batch in view.
     assert prune(renamed, {"x"}) is renamed
+
+
+@st.composite
+def mistaken_batches(draw: st.DrawFn) -> Expression:
+    """Known columns under a few selections and new names, some of them wrong, and what may be joined to them."""
+    batch: Expression = Leaf(Source((("a", "b"),), columns=("a", "b"), maker="actor.make"))
+    for _ in range(draw(st.integers(1, 4))):
+        kind = draw(st.sampled_from(["select", "rename", "union", "rows"]))
+        if kind == "select":
+            batch = Select(
+                batch, tuple(draw(st.lists(st.sampled_from(["a", "b", "c", "c?"]), min_size=1, unique=True)))
+            )
+        elif kind == "rename":
+            olds = draw(st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, unique=True))
+            batch = Rename(batch, tuple((old, draw(st.sampled_from(["a", "b", "c"]))) for old in olds))
+        elif kind == "union":
+            batch = Union(batch, Leaf(Source((("a", "c"),), columns=("a", "c"), maker="critic.make")))
+        else:
+            batch = Rows(batch, RowSelection.range(0, NUM_ROWS))
+    return batch
+
+
+@given(batch=mistaken_batches(), wanted=st.sets(st.sampled_from(["a", "b", "c"])))
+def test_a_mistake_in_known_columns_is_found_though_nobody_reads_them(batch: Expression, wanted: set[str]) -> None:
+    mistake = find_mistake(batch)
+    if mistake is None:
+        prune(batch, wanted)
+        return
+    with pytest.raises(BatchError) as found:
+        prune(batch, wanted)
+    assert str(found.value) == mistake
+
+
+def find_mistake(batch: Expression) -> str | None:
+    try:
+        batch.columns(extents_of(batch))
+    except BatchError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda batch: Select(batch, ("a", "nope")), "select asks for nope; the batch has a, b"),
+        (lambda batch: Rename(batch, (("nope", "c"),)), "rename asks for nope; the batch has a, b"),
+        (lambda batch: Rename(batch, (("b", "a"),)), r"rename\(.*\) gives two columns one name among a, b"),
+    ],
+)
+def test_a_mistake_in_columns_that_are_not_known_yet_is_left_to_the_reader_to_name(mistake, message: str) -> None:
+    batch = mistake(Union(Leaf(Source((("a",),))), Leaf(Source((("b",),), columns=("b",)))))
+    with pytest.raises(BatchError, match=message):
+        prune(batch, {"a"}).columns(extents_of(batch))

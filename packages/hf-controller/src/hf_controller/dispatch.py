@@ -82,6 +82,7 @@ def build_calls(
     Raises:
         ProtocolError: for a listed result, or PerRank, elsewhere than with ALL_TO_ALL, or the other way round; for
             metrics as an argument; for the wrong number of items.
+        BatchError: for known columns that do not exist or collide.
     """
     what = f"{call.role}.{call.method}"
     args = tuple(_replace(value, spec, what, ranks, put) for value in call.args)
@@ -115,29 +116,32 @@ def _replace(value: Any, spec: MethodSpec, what: str, ranks: Sequence[int], put:
                 f"{what} has {len(ranks)} ranks and got PerRank of {len(value.items)} items: give one for each rank, "
                 "or change the sizes of the group's topology"
             )
-        return PerRank([_replace_one(item, spec, put, whole=True) for item in value.items])
-    replaced = _replace_one(value, spec, put, whole=False)
+        return PerRank([_replace_one(item, spec, what, put, whole=True) for item in value.items])
+    replaced = _replace_one(value, spec, what, put, whole=False)
     if per_rank and isinstance(replaced, BatchArgument):
         raise ProtocolError(f"{what} is registered with ALL_TO_ALL: give PerRank([...]), one item for each rank")
     return replaced
 
 
-def _prune(expression: Expression, spec: MethodSpec) -> Expression:
+def _prune(expression: Expression, spec: MethodSpec, what: str) -> Expression:
     """What the method reads of a batch: the call waits for nothing else."""
     if spec.reads is None:
         return expression
-    known = known_columns(expression)
+    try:
+        known = known_columns(expression)
+    except BatchError as error:
+        raise BatchError(f"{what}: {error}") from error
     absent = set() if known is None else {name for name in spec.reads if name.endswith("?") and name[:-1] not in known}
     return prune(expression, {name.removesuffix("?") for name in spec.reads if name not in absent})
 
 
-def _replace_one(value: Any, spec: MethodSpec, put: Callable[[Any], BatchFuture], *, whole: bool) -> Any:
+def _replace_one(value: Any, spec: MethodSpec, what: str, put: Callable[[Any], BatchFuture], *, whole: bool) -> Any:
     if isinstance(value, MetricsFuture):
         raise ProtocolError("metrics are no argument of a call: give their .result()")
     if isinstance(value, ObjectFuture):
         return StoredArgument(value.handle)
     if isinstance(value, BatchFuture):
-        return BatchArgument(_prune(value.expression, spec), whole)
+        return BatchArgument(_prune(value.expression, spec, what), whole)
     _refuse_nested(value)
     # A TensorDict is recognised without importing tensordict, which takes seconds.
     tensordict = sys.modules.get("tensordict")

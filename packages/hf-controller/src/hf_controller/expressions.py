@@ -111,6 +111,14 @@ class Expression(ABC):
         """Column names, in order."""
         return self._name_columns(extents)[id(self)]
 
+    def columns_over(self, below: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+        """Column names, given those of the nodes right below this one.
+
+        Raises:
+            BatchError: if they do not fit this node; it names what made the batch.
+        """
+        return _name_makers(self, self._columns, below, {})
+
     def locate(self, rows: RowSelection, columns: Sequence[str], extents: Extents) -> dict[str, list[Segment]]:
         """Where ``rows`` of each of ``columns`` come from, in order; ``columns`` must exist."""
         measures = Measures(self, extents)
@@ -183,7 +191,7 @@ class Expression(ABC):
 
 
 def _name_makers(
-    node: Expression, rule: Callable[[list[Value], Extents], Value], below: list[Value], extents: Extents
+    node: Expression, rule: Callable[[Sequence[Value], Extents], Value], below: Sequence[Value], extents: Extents
 ) -> Value:
     """What ``rule`` answers; its error says where the batch comes from."""
     try:

@@ -1,7 +1,8 @@
 """Cut away the parts of a batch that a call does not read, so that the call does not wait for them.
 
 A reward reads the responses; that values were joined to the same batch must not make it wait for the critic. What a
-call returns is known before it ran where its method was registered with ``writes``.
+call returns is known before it ran where its method was registered with ``writes``. There mistakes in columns are found
+at once, those in columns that the call does not read too; elsewhere whoever reads the batch finds them.
 """
 
 from __future__ import annotations
@@ -9,36 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from hf_controller.algebra import Rename, Select, Union
+from hf_controller.algebra import Concat, Rename, Select, Union
 from hf_controller.expressions import Expression, Leaf
 
 __all__ = ["known_columns", "prune"]
 
-Known = frozenset[str] | None
+Known = tuple[str, ...] | None
 """Columns of a node; None where a call behind it does not say what it writes."""
 
 
 def known_columns(expression: Expression) -> Known:
-    """Columns of a batch whose calls need not have run; None where a method does not say what it writes."""
+    """Columns of a batch whose calls need not have run; None where a method does not say what it writes.
+
+    Raises:
+        BatchError: for columns that are chosen, renamed or joined and do not fit.
+    """
     return expression.fold(_know)[id(expression)]
 
 
 def _know(node: Expression, below: Sequence[Known]) -> Known:
-    match node:
-        case Leaf(source):
-            return None if source.columns is None else frozenset(source.columns)
-        case Union():
-            left, right = below
-            return None if left is None or right is None else left | right
-    known = below[0]
-    if known is None:
-        return None
-    match node:
-        case Select(_, chosen):
-            return known & _bare(chosen)
-        case Rename(_, names):
-            return frozenset(dict(names).get(name, name) for name in known)
-    return known
+    if isinstance(node, Leaf):
+        return node.source.columns
+    known = [columns for columns in below if columns is not None]
+    if len(known) == len(below):
+        return node.columns_over(known)
+    return known[0] if known and isinstance(node, Concat) else None  # its parts have the same columns
 
 
 class _Task(NamedTuple):
@@ -63,7 +59,10 @@ def prune(expression: Expression, wanted: Set[str]) -> Expression:
     """An expression with the same rows, and of its columns at least those in ``wanted``.
 
     One side of a union goes where the other has all that is wanted; that both sides have equally many rows is then
-    checked by the call that reads both.
+    checked by the call that reads both. Columns are chosen and renamed whole where it is not known whether they exist.
+
+    Raises:
+        BatchError: for known columns that are chosen, renamed or joined and do not fit.
     """
     if isinstance(expression, Leaf):
         return expression
@@ -83,6 +82,8 @@ def prune(expression: Expression, wanted: Set[str]) -> Expression:
 def _cut(task: _Task, known: Mapping[int, Known]) -> _Cut:
     node, wanted = task
     match node:
+        case Select() | Rename() if known[id(node)] is None:
+            return _Cut([], lambda _: node)  # whoever reads it says whether its columns exist
         case Select(batch, chosen):
             if not wanted <= _bare(chosen):
                 return _Cut([], lambda _: node)  # whoever reads it says what is missing, and what is there
@@ -109,7 +110,7 @@ def _cut_rename(rename: Rename, batch: Expression, names: Sequence[tuple[str, st
 def _cut_union(union: Union, wanted: frozenset[str], from_right: Known) -> _Cut:
     left, right = wanted, wanted
     if from_right is not None:
-        left, right = wanted - from_right, wanted & from_right
+        left, right = wanted.difference(from_right), wanted.intersection(from_right)
         if not left or not right:
             return _Cut([_Task(union.right if right else union.left, wanted)], lambda below: below[0])
     return _Cut([_Task(union.left, left), _Task(union.right, right)], lambda below: _put_over(union, below))

@@ -21,6 +21,7 @@ from hf_controller.testing._mistakes import (
     fewer_rows_than_ranks_is_an_error_with_both_numbers,
     results_are_held_to_their_registration,
     writing_into_shared_rows_is_an_error,
+    wrong_columns_are_named_though_the_call_reads_others,
     wrong_rows_and_columns_are_named,
 )
 from hf_controller.testing._workers import Stage
@@ -325,6 +326,7 @@ _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
     results_are_held_to_their_registration,
     fewer_rows_than_ranks_is_an_error_with_both_numbers,
     wrong_rows_and_columns_are_named,
+    wrong_columns_are_named_though_the_call_reads_others,
     an_exception_comes_back_as_what_it_is,
     a_failed_input_is_passed_on_as_the_first_failure,
     a_future_inside_a_container_is_refused,

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from tensordict import TensorDict
+
 from hf_controller.failures import RemoteCallError
+from hf_controller.futures import BatchFuture
 from hf_controller.testing._expectations import build_batch, require, require_raises
 from hf_controller.testing._workers import Stage
 from hf_protocols import BatchError, ProtocolError, RewardError
@@ -15,6 +20,7 @@ __all__ = [
     "fewer_rows_than_ranks_is_an_error_with_both_numbers",
     "results_are_held_to_their_registration",
     "writing_into_shared_rows_is_an_error",
+    "wrong_columns_are_named_though_the_call_reads_others",
     "wrong_rows_and_columns_are_named",
 ]
 
@@ -57,6 +63,24 @@ def wrong_rows_and_columns_are_named(stage: Stage) -> None:
         require(there, f"solo.echo: {here}", "names who reads it, and who made it")
     for attempt in (lambda: future.rows([True, False]), lambda: future.rows([-1]), lambda: future.repeat(0)):
         require_raises(BatchError, attempt)
+
+
+def wrong_columns_are_named_though_the_call_reads_others(stage: Stage) -> None:
+    known, unknown = stage.two.step(build_batch(4)), stage.two.echo(build_batch(4))
+    for future, maker, other in ((known, "two.step", "start"), (unknown, "two.echo", "row")):
+        for wrong, message in (
+            (future.select(["x", "nothing"]), "select asks for nothing"),
+            (future.rename({"nothing": "y"}), "rename asks for nothing"),
+            (future.rename({other: "x"}), f"rename({{'{other}': 'x'}}) gives two columns one name"),
+        ):
+            error = str(require_raises(BatchError, partial(_add_one, stage, wrong)))
+            require(error.startswith(f"solo.add: {message}"), True, f"names who reads it: {error}")
+            require(error.endswith(f"; the batch comes from {maker}"), True, f"names who made it: {error}")
+
+
+def _add_one(stage: Stage, batch: BatchFuture) -> TensorDict:
+    result: TensorDict = stage.solo.add(batch, amount=1.0).result()
+    return result
 
 
 def an_exception_comes_back_as_what_it_is(stage: Stage) -> None:
