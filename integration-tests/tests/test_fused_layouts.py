@@ -7,7 +7,7 @@ processes has a layout of two tensor-parallel and two data-parallel ranks and me
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tensordict import TensorDict
 
 from hf_algorithms.losses import SupervisedLoss
 from hf_algorithms.workers import ActorWorker, CriticWorker
-from hf_controller import RayExecutor, ResourcePool, Worker, WorkerContext, WorkerGroup, WorkerSpec
+from hf_controller import InProcessExecutor, RayExecutor, ResourcePool, Worker, WorkerContext, WorkerGroup, WorkerSpec
 from hf_engine import TrainConfig
 from hf_engine.process_groups import build_groups
 from hf_engine.testing import write_tiny_model
@@ -81,12 +81,14 @@ class MeshWorker(Worker):
 class RigidWorker(MeshWorker):
     """A library that keeps its layout in globals."""
 
-    one_layout_per_process = True
+    @classmethod
+    def one_layout_per_process(cls, kwargs: Mapping[str, Any]) -> bool:
+        return True
 
 
 @pytest.fixture(scope="module")
 def executor() -> Iterator[RayExecutor]:
-    with RayExecutor(num_cpus=4, start_timeout_s=180.0, call_timeout_s=120.0, collective_timeout_s=60.0) as executor:
+    with RayExecutor(num_cpus=6, start_timeout_s=180.0, call_timeout_s=120.0, collective_timeout_s=60.0) as executor:
         yield executor
 
 
@@ -216,3 +218,37 @@ def test_a_library_that_keeps_its_layout_in_globals_is_refused(executor: RayExec
         executor.build_groups(ResourcePool([4], device="cpu", name="refused"), specs, fused=True)
     for part in ("rigid", "1-2-2", "1-1-4", "fused=True"):
         assert part in str(refused.value), part
+
+
+def _megatron_specs(model: Path, actor: ParallelSpec, critic: ParallelSpec) -> dict[str, WorkerSpec]:
+    kwargs = {"model": str(model), "backend": "megatron", "training": CONFIG}
+    rollout = {"rollout": "transformers"}
+    return {
+        "actor": WorkerSpec(worker=ActorWorker, topology=Topology(actor, GenerationSpec()), kwargs=kwargs | rollout),
+        "critic": WorkerSpec(worker=CriticWorker, topology=Topology(critic), kwargs=kwargs),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_shipped_megatron_roles_of_different_layouts_are_refused_before_any_process_starts(model: Path) -> None:
+    specs = _megatron_specs(model, ParallelSpec(tp_size=2), ParallelSpec(pp_size=2))
+    with InProcessExecutor() as executor, pytest.raises(ProtocolError) as refused:
+        executor.build_groups(ResourcePool([2], device="cpu", name="refused"), specs, fused=True)
+    for part in ("actor, critic cannot share", "actor is 1-2-1 generation pp-tp 1-1", "critic is 2-1-1", "fused=True"):
+        assert part in str(refused.value), part
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_shipped_megatron_roles_of_one_layout_share_processes_though_only_one_generates(
+    executor: RayExecutor, model: Path
+) -> None:
+    specs = _megatron_specs(model, ParallelSpec(tp_size=2), ParallelSpec(tp_size=2))
+    pool = ResourcePool([2], device="cpu", name="megatron")
+    groups = executor.build_groups(pool, specs, fused=True)
+    batch = _batch()
+    logprobs, values = groups["actor"].compute_logprobs(batch), groups["critic"].compute_values(batch)
+    _assert_rows(logprobs.result()["old_logprobs"], Reference(model, "lm").score(batch))
+    _assert_rows(values.result()["values"], Reference(model, "value").score(batch))
+    executor.release(pool)

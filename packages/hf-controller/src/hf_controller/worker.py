@@ -75,13 +75,18 @@ class Worker:
     needs_process_group: ClassVar[bool] = True
     """False spares a worker that calls no collective the default process group."""
 
-    one_layout_per_process: ClassVar[bool] = False
-    """True refuses ``fused=True`` with a role of another topology: for libraries that keep one layout in globals."""
-
     def __init__(self, context: WorkerContext, **kwargs: Any) -> None:
         if kwargs:
             raise TypeError(f"{type(self).__name__} takes no arguments, got {', '.join(sorted(kwargs))}")
         self.context = context
+
+    @classmethod
+    def one_layout_per_process(cls, kwargs: Mapping[str, Any]) -> bool:
+        """Whether a worker with these arguments uses a library that keeps its training layout in globals.
+
+        ``fused=True`` with a role of another training layout is then refused, before any process starts.
+        """
+        return False
 
     def close(self) -> None:
         """Free what the worker holds; called when its group is closed in order."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -79,6 +79,11 @@ class ModelWorker(Worker):
     def export_model(self, directory: str) -> None:
         """Write the weights as a Hugging Face directory, atomically, from rank 0."""
         self._train.export_hf(directory)
+
+    @classmethod
+    def one_layout_per_process(cls, kwargs: Mapping[str, Any]) -> bool:
+        """Whether the backend's library has room for one layout; imports it."""
+        return "backend" in kwargs and load_train_backend(kwargs["backend"]).one_layout_per_process
 
     def close(self) -> None:
         """Free the backend."""

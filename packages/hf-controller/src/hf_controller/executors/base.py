@@ -200,8 +200,8 @@ def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: b
 
     Raises:
         PoolError: if a topology has another number of ranks than the pool has slots.
-        ProtocolError: if there is no role, or fused roles of different topologies have a worker that keeps its layout
-            in globals.
+        ProtocolError: if there is no role, or fused roles of different training layouts have a worker that keeps its
+            layout in globals.
     """
     check_kind(ProtocolError, "pool", pool, ResourcePool, "a ResourcePool")
     wanted = "{role: WorkerSpec(...)}"
@@ -218,13 +218,15 @@ def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: b
                 f"{role} has {spec.topology.world_size} rank(s) (pp * tp * cp * dp), pool {pool.name!r} has "
                 f"{sum_of}{pool.num_slots} slot(s): make them equal, or give the role a pool of its own"
             )
-    layouts = {role: spec.topology for role, spec in specs.items()}
-    rigid = [role for role, spec in specs.items() if spec.worker.one_layout_per_process]
-    if fused and rigid and len(set(layouts.values())) > 1:
-        described = "; ".join(f"{role} is {_describe_layout(topology)}" for role, topology in layouts.items())
+    layouts = {(spec.topology.train, spec.topology.order) for spec in specs.values()}
+    if not fused or len(layouts) == 1:
+        return
+    rigid = [role for role, spec in specs.items() if spec.worker.one_layout_per_process(spec.kwargs)]
+    if rigid:
+        described = "; ".join(f"{role} is {_describe_layout(spec.topology)}" for role, spec in specs.items())
         raise ProtocolError(
             f"{', '.join(rigid)} cannot share processes with roles of another layout, because the library keeps its "
-            f"layout in globals (pp-tp-dp: {described}): give them one topology, or build them without fused=True"
+            f"layout in globals (pp-tp-dp: {described}): give them one layout, or build them without fused=True"
         )
 
 

@@ -157,6 +157,9 @@ class SamplingParams:
 class TrainBackend(Protocol):
     """A model that is trained and scored on the ranks of a topology. Every method is called on every rank."""
 
+    one_layout_per_process: ClassVar[bool]
+    """Whether its library keeps the layout in globals, so that all models of a process have the same one."""
+
     @classmethod
     def build(
         cls,

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,8 @@ class FsdpBackend:
     Supports data parallelism only: `pp_size = tp_size = cp_size = ep_size = 1`. Dropout is off, so that scored,
     sampled and trained log-probs agree.
     """
+
+    one_layout_per_process: ClassVar[bool] = False
 
     def __init__(self, model: Any, *, topology: Topology, config: TrainConfig, head: Head, trainable: bool) -> None:
         self._config = config

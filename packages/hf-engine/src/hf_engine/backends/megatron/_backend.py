@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,8 @@ class MegatronBackend:
     the same results: the last pipeline stage computes them and sends them to the others. `TrainConfig.shard` is
     FSDP's and has no meaning here. Dropout is off.
     """
+
+    one_layout_per_process: ClassVar[bool] = True
 
     def __init__(
         self,
