@@ -329,3 +329,30 @@ def test_a_future_of_another_executor_is_refused():
             with pytest.raises(ProtocolError, match=here_and_there):
                 join(foreign)
         assert here.echo(own.concat(here.echo(own))).num_rows == 4
+
+
+class Ending(Worker):
+    needs_process_group = False
+
+    def __init__(self, context, *, ends=False):
+        super().__init__(context)
+        if ends:
+            raise SystemExit(3)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_a_method_interrupts_the_program():
+    with InProcessExecutor() as executor:
+        group = build(executor, Ending)
+        with pytest.raises(KeyboardInterrupt):
+            group.interrupt()
+
+
+def test_a_constructor_that_would_end_the_program_ends_in_one_error():
+    with InProcessExecutor() as executor:
+        spec = WorkerSpec(worker=Ending, topology=ONE, kwargs={"ends": True})
+        with pytest.raises(RemoteCallError, match=r"^model\.__init__ on rank 0 failed: SystemExit: 3\n"):
+            executor.build_groups(ResourcePool([1], device="cpu"), {"model": spec})

@@ -281,7 +281,9 @@ def test_a_topology_of_another_size_than_the_pool_is_refused(ray_executor):
 
 def test_fused_roles_of_a_library_with_one_layout_have_one_layout(ray_executor):
     class Rigid(Fragile):
-        one_layout_per_process = True
+        @classmethod
+        def one_layout_per_process(cls, kwargs):
+            return True
 
     specs = {
         "rigid": WorkerSpec(worker=Rigid, topology=TWO),
@@ -304,6 +306,15 @@ def test_results_of_a_released_pool_are_lost_and_say_so(ray_executor, ray_stage)
             time.sleep(0.5)
     with pytest.raises(WorkerError, match="an earlier call's result is lost"):
         ray_stage.two.echo(future).result()
+
+
+def test_a_rank_that_interrupts_itself_fails_its_call_in_one_error(ray_stage):
+    """Ray would say that the task was cancelled, and not why."""
+    batch = TensorDict({"x": torch.zeros(4)}, batch_size=[4])
+    with pytest.raises(RemoteCallError, match=r"^two\.fail on rank 1 failed: KeyboardInterrupt\n") as raised:
+        ray_stage.two.fail(batch, "interrupt").result()
+    assert "in fail" in raised.value.remote_traceback
+    assert ray_stage.two.echo(batch).num_rows == 4
 
 
 def test_what_a_method_returns_must_be_picklable(ray_executor, ray_stage):

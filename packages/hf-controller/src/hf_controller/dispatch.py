@@ -158,12 +158,36 @@ def _refuse_nested(value: Any) -> None:
             raise ProtocolError(STAYS_HERE)
 
 
+def _refuse_unsplit(call: Call, spec: MethodSpec, topology: Topology) -> None:
+    given = [*enumerate(call.args, 1), *call.kwargs.items()]
+    raw = next(((name, value) for name, value in given if _has_rows(value)), None)
+    if raw is None or spec.protocol == ALL_TO_ALL:
+        return
+    selections = spec.protocol.distribute(topology, topology.world_size)
+    if any(0 < len(rows) < topology.world_size for rows in selections):
+        name, value = raw
+        raise ProtocolError(
+            f"{call.role}.{call.method} splits rows by {spec.protocol.name} and got a {type(value).__name__} as "
+            f"argument {name}, which every rank would get whole: give TensorDict({{'name': value}}, batch_size=[rows]) "
+            "to have its rows split, or {'name': value} to have it reach every rank whole"
+        )
+
+
+def _has_rows(value: Any) -> bool:
+    """Whether it is an array of at least one dimension, or a list of such arrays or of batches."""
+    if isinstance(value, list | tuple):
+        return any(hasattr(item, "dtype") and bool(item.shape) for item in value)
+    return hasattr(value, "dtype") and bool(getattr(value, "shape", ()))
+
+
 def check_rows(call: Call, spec: MethodSpec, topology: Topology) -> None:
     """Refuse at once what the ranks would refuse, as far as the rows are known: batches that were put.
 
     Raises:
         BatchError: for fewer rows than chunks, or columns that do not exist.
+        ProtocolError: for rows that are no batch, where batches are split: every rank would get all of them.
     """
+    _refuse_unsplit(call, spec, topology)
     for value in (*call.args, *call.kwargs.values()):
         if not isinstance(value, BatchArgument) or value.whole:
             continue

@@ -77,8 +77,9 @@ class Failure:
         where = f"{self.role}.{self.method} on rank {self.rank}"
         error = _unpickle_own(self.pickled)
         if error is None:
+            cause = f"{self.cause_type}: {self.message}" if self.message else self.cause_type
             error = RemoteCallError(
-                f"{where} failed: {self.cause_type}: {self.message}",
+                f"{where} failed: {cause}",
                 role=self.role,
                 method=self.method,
                 rank=self.rank,

@@ -106,7 +106,7 @@ class RankHost:
             outcome = self._run(call, progress)
         except UpstreamFailure as error:
             outcome, upstream = error.failure, True
-        except Exception as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
+        except BaseException as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
             outcome = Failure.of(error, role=call.role, method=call.method, rank=self._rank)
         return outcome, self._report(call, outcome, progress, upstream=upstream)
 

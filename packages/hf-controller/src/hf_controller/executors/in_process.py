@@ -85,6 +85,12 @@ class _LocalCall:
         return [box.value for box in self.handles]
 
 
+def _raise_interrupt(failure: Failure) -> None:
+    """Raise what came from outside: Ctrl-C is pressed for the whole program, and a method runs on its thread here."""
+    if failure.exception is not None and not isinstance(failure.exception, Exception | SystemExit):
+        raise failure.exception
+
+
 class InProcessExecutor(Executor):
     """Runs every call at once, on the thread that makes it: a breakpoint in a worker's method stops there.
 
@@ -210,7 +216,7 @@ class InProcessExecutor(Executor):
             try:
                 with self._as_rank(rank, pool.num_slots):
                     workers[role] = spec.worker(context, **spec.kwargs)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 close_workers(workers, rank)
                 raise Failure.of(error, role=role, method="__init__", rank=rank).to_error() from error
         return RankHost(pool=pool.name, name=name, rank=rank, workers=workers, specs=specs, store=self._store)
@@ -223,7 +229,9 @@ class InProcessExecutor(Executor):
         for rank, call in calls.items():
             with self._as_rank(rank, group.world_size):
                 outcomes[rank], reports[rank] = self._hosts[group][rank].run(call)
-            if reports[rank].failure is not None:
+            failure = reports[rank].failure
+            if failure is not None:
+                _raise_interrupt(failure)
                 break
         self.trace.note(reports.values())
         collected = spec.protocol.collect(group.topology).ranks

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from tensordict import TensorDict
 
 from hf_controller.failures import RemoteCallError
 from hf_controller.futures import BatchFuture
-from hf_controller.testing._expectations import build_batch, require, require_raises
+from hf_controller.testing._expectations import build_batch, require, require_batch, require_raises
 from hf_controller.testing._workers import Stage
 from hf_protocols import BatchError, ProtocolError, RewardError
 
@@ -19,6 +20,8 @@ __all__ = [
     "an_unknown_method_names_the_known_ones",
     "fewer_rows_than_ranks_is_an_error_with_both_numbers",
     "results_are_held_to_their_registration",
+    "rows_that_are_no_batch_are_refused_where_they_would_be_split",
+    "what_ends_a_program_ends_a_call_in_one_error",
     "writing_into_shared_rows_is_an_error",
     "wrong_columns_are_named_though_the_call_reads_others",
     "wrong_rows_and_columns_are_named",
@@ -83,6 +86,21 @@ def _add_one(stage: Stage, batch: BatchFuture) -> TensorDict:
     return result
 
 
+def rows_that_are_no_batch_are_refused_where_they_would_be_split(stage: Stage) -> None:
+    """Every rank would get all of them."""
+    rows = torch.arange(4)
+    for group in (stage.three, stage.two):
+        for raw in (rows, [rows, rows], (build_batch(1),)):
+            error = str(require_raises(ProtocolError, partial(group.echo, raw)))
+            require(f"{group.role}.echo splits rows by DP_PROTO" in error, True, f"names the call: {error}")
+            require("TensorDict({" in error and "{'name': value}" in error, True, f"names both ways out: {error}")
+    require_raises(ProtocolError, lambda: stage.two.add(build_batch(4), amount=rows))
+    whole = stage.two.add(build_batch(4), amount=torch.tensor(1.0)).result()
+    require_batch(whole, TensorDict({"y": build_batch(4)["x"] * 2 + 1}, batch_size=[4]), "a number for all ranks")
+    require(stage.two.answer(rows).result()["value"].tolist(), [0, 1, 2, 3], "a tensor for the one rank")
+    require(stage.solo.answer({"rows": rows}).result()["value"]["rows"].tolist(), [0, 1, 2, 3], "a tensor in a dict")
+
+
 def an_exception_comes_back_as_what_it_is(stage: Stage) -> None:
     error = require_raises(RewardError, stage.two.fail(build_batch(4), "ours").result)
     require(str(error), "no reward today", "message")
@@ -91,6 +109,14 @@ def an_exception_comes_back_as_what_it_is(stage: Stage) -> None:
     other = require_raises(RemoteCallError, stage.two.fail(build_batch(4), "other").result)
     require((other.role, other.method, other.rank, other.cause_type), ("two", "fail", 1, "KeyError"), "attributes")
     require("in fail" in other.remote_traceback, True, other.remote_traceback)
+
+
+def what_ends_a_program_ends_a_call_in_one_error(stage: Stage) -> None:
+    error = require_raises(RemoteCallError, stage.two.fail(build_batch(4), "exit").result)
+    require((error.role, error.method, error.rank, error.cause_type), ("two", "fail", 1, "SystemExit"), "attributes")
+    require(str(error), "two.fail on rank 1 failed: SystemExit: 3", "message")
+    require("in fail" in error.remote_traceback, True, error.remote_traceback)
+    require(stage.two.echo(build_batch(4)).num_rows, 4, "rows of a call afterwards")
 
 
 def a_failed_input_is_passed_on_as_the_first_failure(stage: Stage) -> None:

@@ -183,9 +183,10 @@ class ProbeWorker(Worker):
 
     @register(protocol=DP)
     def fail(self, batch: TensorDict, kind: str) -> TensorDict:
-        """Raise on the highest rank, an exception of ours or another."""
+        """Raise on the highest rank: an exception of ours, another, or one that ends programs."""
+        errors = {"ours": RewardError("no reward today"), "exit": SystemExit(3), "interrupt": KeyboardInterrupt()}
         if self.context.rank == self.context.world_size - 1:
-            raise RewardError("no reward today") if kind == "ours" else KeyError("lost")
+            raise errors.get(kind, KeyError("lost"))
         return batch.clone()
 
     @register(protocol=DP, returns="metrics")

@@ -145,7 +145,7 @@ class HostActor:
             for role, spec in specs.items():
                 self._role = role
                 self._workers[role] = self._construct_worker(role, spec, construction, device)
-        except Exception as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
+        except BaseException as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
             self._unbuilt = Failure.of(error, role=self._role, method="__init__", rank=self._rank)
             return self._unbuilt
         from hf_controller.rank_host import RankHost
