@@ -7,7 +7,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hf_controller import InProcessExecutor, RayExecutor, RemoteCallError, ResourcePool, Worker, WorkerSpec, rebuild
+from hf_controller import (
+    InProcessExecutor,
+    RayExecutor,
+    RemoteCallError,
+    ResourcePool,
+    Worker,
+    WorkerSpec,
+    connect,
+    rebuild,
+)
 from hf_protocols import (
     DP,
     ONE_TO_ALL,
@@ -356,3 +365,27 @@ def test_a_constructor_that_would_end_the_program_ends_in_one_error():
         spec = WorkerSpec(worker=Ending, topology=ONE, kwargs={"ends": True})
         with pytest.raises(RemoteCallError, match=r"^model\.__init__ on rank 0 failed: SystemExit: 3\n"):
             executor.build_groups(ResourcePool([1], device="cpu"), {"model": spec})
+
+
+@pytest.mark.parametrize("device", [5, "", "gpu", "meta", "cuda:x"])
+def test_a_device_that_is_none_is_refused(device):
+    with pytest.raises(ConfigError, match=rf"^device={device!r}: give \"cpu\", \"cuda\" or \"cuda:0\""):
+        InProcessExecutor(device=device)
+
+
+def test_only_groups_are_connected():
+    with InProcessExecutor() as executor:
+        group = build(executor, Ending)
+        for other in (3, None, "critic"):
+            with pytest.raises(ProtocolError, match=f"^connect: second={other!r}: give a WorkerGroup$"):
+                connect(group, other)
+            with pytest.raises(ProtocolError, match=f"^connect: first={other!r}: give a WorkerGroup$"):
+                connect(other, group)
+        with pytest.raises(ProtocolError, match=r"^connect: name=3: give a string$"):
+            connect(group, group, name=3)
+
+
+def test_a_seed_fits_the_generators():
+    assert WorkerSpec(worker=Ending, topology=ONE, seed=2**64 - 1).seed == 2**64 - 1
+    with pytest.raises(ProtocolError, match=r"^WorkerSpec of Ending: seed=18446744073709551616 must be below 2\*\*64$"):
+        WorkerSpec(worker=Ending, topology=ONE, seed=2**64)

@@ -40,3 +40,15 @@ def test_pools_follow_a_plan():
 def test_a_pool_is_of_one_kind():
     with pytest.raises(PoolError, match=r"mixes host slots and GPUs \(cpu, h100\)"):
         build_pools(plan("cpu", "h100"))
+
+
+@pytest.mark.parametrize("name", [5, None, ""])
+def test_a_pool_has_a_name(name):
+    with pytest.raises(PoolError, match=r"^a pool's name=(5|None): give a name$"):
+        ResourcePool([1], name=name)
+
+
+@pytest.mark.parametrize("given", [{}, None, "plan.json"])
+def test_pools_are_built_from_a_plan(given):
+    with pytest.raises(PoolError, match=r"^build_pools: plan=.*: give a MappingPlan, such as MappingPlan.from_json"):
+        build_pools(given)

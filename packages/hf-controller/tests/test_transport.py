@@ -96,3 +96,29 @@ def test_what_cannot_travel_is_named(value, message):
 def test_a_batch_has_rows():
     with pytest.raises(BatchError, match=r"got \[2, 3\]"):
         encode_batch(TensorDict({"x": torch.zeros(2, 3)}, batch_size=[2, 3]), LocalStore())
+
+
+@pytest.mark.parametrize(
+    ("convert", "message"),
+    [
+        (lambda x: x.to_sparse(), r"column 'x' is sparse_coo: make it dense, with .to_dense\(\)"),
+        (lambda x: x.to_sparse_csr(), r"column 'x' is sparse_csr: make it dense, with .to_dense\(\)"),
+        (lambda x: x.to("meta"), "column 'x' is on the device meta and has no values: compute it first"),
+        (lambda x: x.to(torch.complex32), r"column 'x' is complex32, .*: make it another type, with .to\(dtype\)"),
+        (
+            lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+            r"column 'x' is quantized: make it numbers, with .dequantize\(\)",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_shared_memory_cannot_hold_is_refused(convert, message):
+    with pytest.raises(BatchError, match=f"^{message}"):
+        encode_batch(TensorDict({"x": convert(torch.eye(3))}, batch_size=[3]), LocalStore())
+
+
+def test_a_conjugated_view_travels_as_its_values():
+    store = LocalStore()
+    column = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    shard = encode_batch(TensorDict({"x": column}, batch_size=[2]), store)
+    assert as_tensor(shard.arrays.value[0], "complex64").tolist() == [1 - 2j, 3 + 1j]

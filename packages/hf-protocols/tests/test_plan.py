@@ -175,3 +175,53 @@ def test_what_to_json_refuses_is_not_read(name: str) -> None:
     text = MappingPlan(pools=PLAN.pools, models=PLAN.models, estimates={"iteration_s": 7.25}).to_json()
     with pytest.raises(PlanError, match=f"^{name} is no number of JSON"):
         MappingPlan.from_json(text.replace("7.25", name))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("pools",), {}, "pools={}: give a list"),
+        (("pools",), "x", "pools='x': give a list"),
+        (("pools", 0), 3, r"pools\[0\]=3: give an object"),
+        (("pools", 0, "machines"), "ab", r"pools\[0\].machines='ab': give a list"),
+        (("pools", 0, "machines", 0), 3, r"pools\[0\].machines\[0\]=3: give an object"),
+        (("pools", 0, "size"), 1, r"pools\[0\] has the key 'size', which is none of name, machines"),
+        (("models",), [1], r"models=\[1\]: give an object"),
+        (("models", "actor"), 3, "models.actor=3: give an object"),
+        (("models", "actor", "gpu"), 1, "models.actor has the key 'gpu', which is none of pool, backend, train"),
+        (("models", "actor", "train"), "2-4-2", "models.actor.train='2-4-2': give an object"),
+        (
+            ("models", "actor", "train"),
+            {"sp_size": 1},
+            "models.actor.train has the key 'sp_size', which is none of",
+        ),
+        (("models", "actor", "generation"), [1], r"models.actor.generation=\[1\]: give an object"),
+        (("models", "actor"), {"pool": "main"}, "models.actor lacks backend"),
+        (("estimates",), 3, "estimates=3: give an object"),
+        (("extra",), 1, "the plan has the key 'extra', which is none of pools, models, estimates"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_place(path: tuple[str | int, ...], value: object, message: str) -> None:
+    body = json.loads(PLAN.to_json())
+    inner: Any = body
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(PlanError, match=f"^this is no mapping plan: {message}"):
+        MappingPlan.from_json(json.dumps(body))
+
+
+def test_plans_are_made_of_plans() -> None:
+    wrong: Any = 3
+    with pytest.raises(PlanError, match=r"^a plan's pools=3: give PoolPlans"):
+        MappingPlan(pools=wrong, models={})
+    with pytest.raises(PlanError, match=r"^a plan's pools=.*: give PoolPlans"):
+        MappingPlan(pools=(wrong,), models={})
+    with pytest.raises(PlanError, match=r"^a plan's models=3: give a mapping of roles to ModelPlans"):
+        MappingPlan(pools=PLAN.pools, models=wrong)
+    with pytest.raises(PlanError, match=r"^a plan's models=.*: give a mapping of roles to ModelPlans"):
+        MappingPlan(pools=PLAN.pools, models={"actor": wrong})
+    with pytest.raises(PlanError, match=r"^a plan's estimates=3: give a mapping"):
+        MappingPlan(pools=PLAN.pools, models={}, estimates=wrong)
+    with pytest.raises(PlanError, match=r"^the machines of pool 'main'=3: give MachinePlans"):
+        PoolPlan(name="main", machines=wrong)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_protocols import RowSelection
+from hf_protocols import BatchError, RowSelection
 
 exact = settings(max_examples=200, deadline=None, derandomize=True)
 row_lists = st.lists(st.integers(0, 30), max_size=40)
@@ -89,3 +90,26 @@ def test_positions_beyond_the_end_are_refused() -> None:
 def test_rows_repeat_at_least_once() -> None:
     with pytest.raises(ValueError, match="cannot be repeated 0 times: give 1 or more"):
         RowSelection.range(0, 2).repeat(0)
+
+
+@pytest.mark.parametrize("intervals", ["ab", 3, None, [1, 2], ((1,),), ((0, 1, 2),), (("a", "b"),), ((0.5, 2),)])
+def test_what_are_no_intervals_is_refused(intervals: Any) -> None:
+    with pytest.raises(BatchError, match=r"^RowSelection\(.*\): give pairs \(start, stop\) of whole numbers"):
+        RowSelection(intervals)
+
+
+@pytest.mark.parametrize("rows", [3, None, ["a"], [1.5], [None]])
+def test_what_are_no_row_numbers_is_refused(rows: Any) -> None:
+    with pytest.raises(BatchError, match=r"give (row numbers, such as|pairs)"):
+        RowSelection.from_rows(rows)
+
+
+def test_wrong_kinds_of_arguments_are_refused() -> None:
+    rows: Any = RowSelection.range(0, 3)
+    with pytest.raises(BatchError, match=r"^take: positions=\[1\]: give a RowSelection$"):
+        rows.take([1])
+    with pytest.raises(BatchError, match=r"^a RowSelection \+ other=\[1\]: give a RowSelection$"):
+        rows + [1]  # noqa: RUF005 - a list is what is refused
+    for times in ("2", 1.5, None):
+        with pytest.raises(BatchError, match=r"^repeat: times=.*: give a whole number$"):
+            rows.repeat(times)

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -333,3 +334,22 @@ def test_rows_to_split_are_counted(wrong: object) -> None:
 def test_a_word_is_no_list_of_items() -> None:
     with pytest.raises(ProtocolError, match=r"^PerRank's items='abc': give a list with one item for each rank"):
         PerRank("abc")
+
+
+ROWS = RowSelection.range(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "message"),
+    [
+        (None, [ROWS], "route: held=None: give a mapping of producer ranks to RowSelections"),
+        ([ROWS], [ROWS], "route: held=.*: give a mapping of producer ranks to RowSelections"),
+        ({0: [1]}, [ROWS], r"route: held\[0\]=\[1\]: give a RowSelection"),
+        ({0: ROWS}, None, "route: wanted=None: give a list of RowSelections"),
+        ({0: ROWS}, ROWS, "route: wanted=.*: give a list of RowSelections"),
+        ({0: ROWS}, [[1]], r"route: wanted\[0\]=\[1\]: give a RowSelection"),
+    ],
+)
+def test_route_refuses_other_kinds(held: Any, wanted: Any, message: str) -> None:
+    with pytest.raises(ProtocolError, match=f"^{message}"):
+        route(held, wanted)

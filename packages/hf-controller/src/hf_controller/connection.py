@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_protocols import ProtocolError
+from hf_protocols.arguments import check_kind
 
 if TYPE_CHECKING:
     from hf_controller.worker_group import WorkerGroup
@@ -51,6 +52,11 @@ def connect(first: WorkerGroup, second: WorkerGroup, *, name: str | None = None)
         HybridFlowError: what went wrong on a rank.
         WorkerTimeoutError: if the ranks do not meet in time.
     """
+    from hf_controller.worker_group import WorkerGroup
+
+    for side, group in (("first", first), ("second", second)):
+        check_kind(ProtocolError, f"connect: {side}", group, WorkerGroup, "a WorkerGroup")
+    check_kind(ProtocolError, "connect: name", name, str | None, "a string")
     if first.executor is not second.executor:
         raise ProtocolError(f"{first.role} and {second.role} belong to different executors: build both with one")
     name = name or f"{first.role}-{second.role}"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 from hf_protocols import MappingPlan, PoolError
+from hf_protocols.arguments import check_kind
 
 __all__ = ["Device", "ResourcePool", "build_pools"]
 
@@ -23,11 +24,12 @@ class ResourcePool:
         name: the pool's name in traces and errors.
 
     Raises:
-        PoolError: for what is no list of whole numbers, without machines, for a machine without slots, or an unknown
-            device.
+        PoolError: for what is no list of whole numbers, without machines, for a machine without slots, an unknown
+            device, or what is no name.
     """
 
     def __init__(self, slots: Sequence[int], *, device: Device = "cuda", name: str = "pool") -> None:
+        check_kind(PoolError, "a pool's name", name or None, str, "a name")
         if device not in get_args(Device):
             raise PoolError(f"pool {name!r} has device={device!r}: give one of {', '.join(get_args(Device))}")
         self.slots = _read_slots(slots, name)
@@ -61,8 +63,9 @@ def build_pools(plan: MappingPlan) -> dict[str, ResourcePool]:
     """The pools of a mapping plan by name; a machine of gpu_kind ``"cpu"`` has host slots.
 
     Raises:
-        PoolError: if a pool mixes host slots and GPUs.
+        PoolError: for what is no plan; if a pool mixes host slots and GPUs.
     """
+    check_kind(PoolError, "build_pools: plan", plan, MappingPlan, "a MappingPlan, such as MappingPlan.from_json(text)")
     pools = {}
     for pool in plan.pools:
         on_host = {machine.gpu_kind == "cpu" for machine in pool.machines}

@@ -221,9 +221,10 @@ def _split_jagged(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor | N
             f"column {name!r} is a {type(value).__name__}; a batch has tensors only: "
             "encode text as a jagged uint8 column, and flatten nested TensorDicts"
         )
+    _check_storable(name, value)
     value = value.detach()
     if not value.is_nested:
-        return value.cpu().contiguous(), None
+        return value.cpu().resolve_conj().resolve_neg().contiguous(), None
     if value.layout is not torch.jagged or getattr(value, "_ragged_idx", 1) != 1:
         raise BatchError(
             f"column {name!r} is a nested tensor that is not jagged in dim 1: "
@@ -236,6 +237,21 @@ def _split_jagged(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor | N
     offsets = value.offsets().cpu()
     values = value.values()[int(offsets[0]) : int(offsets[-1])]
     return values.cpu().contiguous(), offsets.diff().to(torch.int32)
+
+
+def _check_storable(name: str, value: torch.Tensor) -> None:
+    """Refuse what are no values of a type in one piece of memory."""
+    import torch
+
+    if value.is_meta:
+        raise BatchError(f"column {name!r} is on the device meta and has no values: compute it first")
+    if not value.is_nested and value.layout is not torch.strided:
+        layout = str(value.layout).removeprefix("torch.")
+        raise BatchError(f"column {name!r} is {layout}: make it dense, with .to_dense()")
+    if value.is_quantized:
+        raise BatchError(f"column {name!r} is quantized: make it numbers, with .dequantize()")
+    if value.dtype is torch.complex32:
+        raise BatchError(f"column {name!r} is complex32, which numpy lacks: make it another type, with .to(dtype)")
 
 
 def _append_once(arrays: list[torch.Tensor], row_lengths: torch.Tensor, begin: int) -> int:

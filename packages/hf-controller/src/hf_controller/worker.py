@@ -144,6 +144,8 @@ class WorkerSpec:
         check_kind(ProtocolError, f"{what}kwargs", self.kwargs, Mapping, "a mapping of names to values")
         check_kind(ProtocolError, f"{what}environment", self.environment, Mapping, "a mapping of names to strings")
         check_count(ProtocolError, f"{what}seed", self.seed, least=0)
+        if self.seed >= 2**64:
+            raise ProtocolError(f"{what}seed={self.seed} must be below 2**64")
         check_kind(ProtocolError, f"{what}balance_tokens", self.balance_tokens, bool, "True or False")
         for name, value in self.environment.items():
             check_kind(ProtocolError, f"{what}environment[{name!r}]", value, str, "a string")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from hf_protocols.arguments import check_count, check_kind
-from hf_protocols.errors import HybridFlowError, PlanError
+from hf_protocols.errors import PlanError
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 
 __all__ = ["SCHEMA_VERSION", "MachinePlan", "MappingPlan", "ModelPlan", "PoolPlan"]
+
+Spec = TypeVar("Spec")
+
+Reader = Callable[[str, Any], Any]
+"""(where the value stands in the plan, the value) -> what a dataclass holds of it."""
 
 SCHEMA_VERSION = 1
 """Version of the plan's JSON; a release reads its own version only."""
@@ -38,7 +44,8 @@ class PoolPlan:
 
     def __post_init__(self) -> None:
         check_kind(PlanError, "a pool's name", self.name, str, "a name")
-        object.__setattr__(self, "machines", tuple(self.machines))
+        machines = _check_all(f"the machines of pool {self.name!r}", self.machines, MachinePlan, "MachinePlans")
+        object.__setattr__(self, "machines", machines)
         if not self.machines:
             raise PlanError(f"pool {self.name!r} has no machines: give it at least one")
 
@@ -94,7 +101,11 @@ class MappingPlan:
     estimates: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pools", tuple(self.pools))
+        object.__setattr__(self, "pools", _check_all("a plan's pools", self.pools, PoolPlan, "PoolPlans"))
+        wanted = "a mapping of roles to ModelPlans"
+        check_kind(PlanError, "a plan's models", self.models, Mapping, wanted)
+        _check_all("a plan's models", self.models.values(), ModelPlan, wanted)
+        check_kind(PlanError, "a plan's estimates", self.estimates, Mapping, "a mapping")
         object.__setattr__(self, "models", dict(self.models))
         names = [pool.name for pool in self.pools]
         if len(set(names)) < len(names):
@@ -145,38 +156,77 @@ class MappingPlan:
             TopologyError: for sizes that do not divide.
         """
         try:
+            check_kind(PlanError, f"{_NO_PLAN}: text", text, str | bytes, "what to_json wrote")
             body = json.loads(text, parse_constant=_refuse_constant)
             if not isinstance(body, dict):
-                raise PlanError("this is no mapping plan: the JSON is no object")
+                raise PlanError(f"{_NO_PLAN}: the JSON is no object")
             version = body.pop("schema_version", None)
             if type(version) is not int or version != SCHEMA_VERSION:
                 raise PlanError(
                     f"this plan has schema_version {version!r}, this release reads {SCHEMA_VERSION}: make the plan anew"
                 )
-            return cls(
-                pools=tuple(_read_pool(**pool) for pool in body.pop("pools")),
-                models={role: _read_model(**model) for role, model in body.pop("models").items()},
-                **body,
-            )
-        except HybridFlowError:
-            raise
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
-            raise PlanError(f"this is no mapping plan: {type(error).__name__}: {error}") from error
+            return _read(cls, "the plan", body, pools=_read_pools, models=_read_models, estimates=_as_object)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{_NO_PLAN}: {error}") from error
+
+
+_NO_PLAN = "this is no mapping plan"
+
+
+def _check_all(name: str, values: object, kind: type[Spec], wanted: str) -> tuple[Spec, ...]:
+    checked = tuple(values) if isinstance(values, Iterable) else None
+    if checked is None or not all(isinstance(each, kind) for each in checked):
+        raise PlanError(f"{name}={values!r}: give {wanted}")
+    return checked
 
 
 def _refuse_constant(name: str) -> float:
     raise PlanError(f"{name} is no number of JSON: make the plan anew")
 
 
-def _read_pool(*, name: str, machines: list[dict[str, Any]]) -> PoolPlan:
-    return PoolPlan(name=name, machines=tuple(MachinePlan(**machine) for machine in machines))
+def _read(kind: type[Spec], place: str, value: Any, **readers: Reader) -> Spec:
+    """A dataclass from the object of JSON at ``place``; ``readers`` make what its fields hold."""
+    known = {each.name: each for each in fields(cast("Any", kind))}
+    given = _as_object(place, value)
+    for key in given:
+        if key not in known:
+            raise PlanError(f"{_NO_PLAN}: {place} has the key {key!r}, which is none of {', '.join(known)}")
+    required = [name for name, each in known.items() if each.default is each.default_factory is MISSING]
+    lacking = [name for name in required if name not in given]
+    if lacking:
+        raise PlanError(f"{_NO_PLAN}: {place} lacks {', '.join(lacking)}")
+    path = "" if place == "the plan" else f"{place}."
+    read = {key: readers[key](f"{path}{key}", each) if key in readers else each for key, each in given.items()}
+    return kind(**read)
 
 
-def _read_model(
-    *, train: dict[str, int] | None = None, generation: dict[str, int] | None = None, **rest: Any
-) -> ModelPlan:
-    return ModelPlan(
-        train=None if train is None else ParallelSpec(**train),
-        generation=None if generation is None else GenerationSpec(**generation),
-        **rest,
-    )
+def _as_object(place: str, value: Any) -> dict[str, Any]:
+    check_kind(PlanError, f"{_NO_PLAN}: {place}", value, dict, "an object of JSON")
+    return cast("dict[str, Any]", value)
+
+
+def _read_list(place: str, value: Any, read: Reader) -> tuple[Any, ...]:
+    check_kind(PlanError, f"{_NO_PLAN}: {place}", value, list, "a list")
+    return tuple(read(f"{place}[{index}]", each) for index, each in enumerate(value))
+
+
+def _read_pools(place: str, value: Any) -> tuple[PoolPlan, ...]:
+    return _read_list(place, value, partial(_read, PoolPlan, machines=_read_machines))
+
+
+def _read_machines(place: str, value: Any) -> tuple[MachinePlan, ...]:
+    return _read_list(place, value, partial(_read, MachinePlan))
+
+
+def _read_models(place: str, value: Any) -> dict[str, ModelPlan]:
+    sizes: dict[str, Reader] = {
+        "train": partial(_read_sizes, ParallelSpec),
+        "generation": partial(_read_sizes, GenerationSpec),
+    }
+    return {
+        role: _read(ModelPlan, f"{place}.{role}", model, **sizes) for role, model in _as_object(place, value).items()
+    }
+
+
+def _read_sizes(kind: type[Spec], place: str, value: Any) -> Spec | None:
+    return None if value is None else _read(kind, place, value)

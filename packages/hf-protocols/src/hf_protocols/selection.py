@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, starmap
 
+from hf_protocols.arguments import check_kind
+from hf_protocols.errors import BatchError
+
 __all__ = ["RowSelection"]
 
 
@@ -20,23 +23,24 @@ class RowSelection:
     (``RowSelection.from_rows([0, 0, 1])``), as it does after a repeat.
 
     Raises:
-        ValueError: for an interval that is empty, reversed or starts below zero.
+        BatchError: for an interval that is empty, reversed or starts below zero; for what are no intervals.
     """
 
     intervals: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        merged: list[tuple[int, int]] = []
-        last_start, last_stop = 0, -1
-        for start, stop in self.intervals:
-            if start < 0 or stop <= start:
-                raise ValueError(f"interval ({start}, {stop}) is empty, reversed or negative: give 0 <= start < stop")
-            if start == last_stop:
-                last_stop = stop
-                merged[-1] = (last_start, stop)
-            else:
-                last_start, last_stop = start, stop
-                merged.append((start, stop))
+        try:
+            merged = _merge(self.intervals)
+            are_whole = hasattr(sum(chain.from_iterable(merged)), "__index__")
+        except BatchError:
+            raise
+        except (TypeError, ValueError):
+            are_whole = False
+        if not are_whole:
+            raise BatchError(
+                f"RowSelection({self.intervals!r}): give pairs (start, stop) of whole numbers; of row numbers, "
+                "RowSelection.from_rows([0, 2])"
+            )
         object.__setattr__(self, "intervals", tuple(merged))
 
     @classmethod
@@ -47,7 +51,11 @@ class RowSelection:
     @classmethod
     def from_rows(cls, rows: Iterable[int]) -> RowSelection:
         """The given row numbers, in the given order."""
-        return cls(tuple((row, row + 1) for row in rows))
+        try:
+            intervals = tuple((row, row + 1) for row in rows)
+        except TypeError:
+            raise BatchError(f"RowSelection.from_rows({rows!r}): give row numbers, such as [0, 2]") from None
+        return cls(intervals)
 
     def __len__(self) -> int:
         return self._num_rows
@@ -56,6 +64,7 @@ class RowSelection:
         return chain.from_iterable(starmap(range, self.intervals))
 
     def __add__(self, other: RowSelection) -> RowSelection:
+        check_kind(BatchError, "a RowSelection + other", other, RowSelection, "a RowSelection")
         return RowSelection(self.intervals + other.intervals)
 
     def take(self, positions: RowSelection) -> RowSelection:
@@ -64,6 +73,7 @@ class RowSelection:
         Raises:
             IndexError: for a position beyond the end.
         """
+        check_kind(BatchError, "take: positions", positions, RowSelection, "a RowSelection")
         ends, intervals = self._ends, self.intervals
         taken: list[tuple[int, int]] = []
         for start, stop in positions.intervals:
@@ -82,10 +92,11 @@ class RowSelection:
         """The rows after every row became ``times`` consecutive ones: row r is then r*times ... r*times+times-1.
 
         Raises:
-            ValueError: if ``times`` is below one.
+            BatchError: if ``times`` is below one, or no whole number.
         """
+        check_kind(BatchError, "repeat: times", times, int, "a whole number")
         if times < 1:
-            raise ValueError(f"rows cannot be repeated {times} times: give 1 or more")
+            raise BatchError(f"rows cannot be repeated {times} times: give 1 or more")
         return RowSelection(tuple((start * times, stop * times) for start, stop in self.intervals))
 
     def __reduce__(self) -> tuple[Callable[[array[int]], RowSelection], tuple[array[int]]]:
@@ -103,6 +114,22 @@ class RowSelection:
     def _ends(self) -> list[int]:
         """Number of rows up to and including each interval."""
         return list(accumulate(stop - start for start, stop in self.intervals))
+
+
+def _merge(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The intervals, those that touch as one."""
+    merged: list[tuple[int, int]] = []
+    last_start, last_stop = 0, -1
+    for start, stop in intervals:
+        if start < 0 or stop <= start:
+            raise BatchError(f"interval ({start}, {stop}) is empty, reversed or negative: give 0 <= start < stop")
+        if start == last_stop:
+            last_stop = stop
+            merged[-1] = (last_start, stop)
+        else:
+            last_start, last_stop = start, stop
+            merged.append((start, stop))
+    return merged
 
 
 def _from_borders(borders: array[int]) -> RowSelection:

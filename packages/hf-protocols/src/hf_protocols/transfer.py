@@ -278,8 +278,14 @@ def route(held: Mapping[int, RowSelection], wanted: Sequence[RowSelection]) -> R
         wanted: for every consumer rank the logical rows it wants, in its order.
 
     Raises:
-        ProtocolError: if a row is held twice, or is wanted and held by nobody.
+        ProtocolError: if a row is held twice, or is wanted and held by nobody; for values of other kinds.
     """
+    check_kind(ProtocolError, "route: held", held, Mapping, "a mapping of producer ranks to RowSelections")
+    check_kind(ProtocolError, "route: wanted", wanted, Sequence, "a list of RowSelections")
+    for name, items in (("held", held.items()), ("wanted", enumerate(wanted))):
+        for rank, rows in items:
+            if not isinstance(rows, RowSelection):
+                raise ProtocolError(f"route: {name}[{rank!r}]={rows!r}: give a RowSelection")
     num_intervals = sum(len(rows.intervals) for rows in held.values())
     num_rows = max((max(chain.from_iterable(rows.intervals)) for rows in held.values() if rows), default=0)
     scattered = num_rows <= 4 * num_intervals

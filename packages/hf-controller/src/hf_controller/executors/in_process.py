@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from hf_controller.trace import CallReport, Trace
 from hf_controller.transport import take_slices
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec
 from hf_controller.worker_group import WorkerGroup
-from hf_protocols import MethodSpec, PoolError, ProtocolError
+from hf_protocols import ConfigError, MethodSpec, PoolError, ProtocolError
 
 if TYPE_CHECKING:
     from hf_controller.rank_host import RankHost
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from hf_controller.transport import Shard, SliceRequest
 
 __all__ = ["InProcessExecutor", "LocalStore"]
+
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,10 +104,15 @@ class InProcessExecutor(Executor):
 
     Args:
         device: where the workers' tensors live, for example ``"cuda:0"``; None: the pool's kind.
+
+    Raises:
+        ConfigError: for a device that is none.
     """
 
     def __init__(self, *, device: str | None = None) -> None:
         super().__init__()
+        if device is not None and not _DEVICE.fullmatch(str(device)):
+            raise ConfigError(f'device={device!r}: give "cpu", "cuda" or "cuda:0", or None for the pool\'s kind')
         self.call_timeout_s = 600.0
         self.trace = Trace()
         self._store = LocalStore()
