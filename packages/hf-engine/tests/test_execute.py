@@ -269,6 +269,52 @@ def test_a_missing_peer_is_a_typed_error_within_the_deadline():
         ranks.run(wait_for_a_peer_that_does_not_come)
 
 
+def mistake_on_rank_1(rank):
+    """What rank 1 alone is given, and what every rank says of it; the others learn who and why."""
+    plan = plan_reshard(fsdp_layout(SHARDED, range(2)), replicated_layout(SHARDED, range(2)))
+    full = numbered_weights(SHARDED)
+    held, wanted = cut_weights(plan.source, rank, full), empty_weights(plan.target, rank)
+    lacking = {name: parts for name, parts in held.items() if name != "norm"}
+    doubled = {name: [part.double() for part in parts] for name, parts in wanted.items()}
+    yield held, wanted, -1, {}, r"version=-1 must be a whole number"
+    yield lacking, wanted, 3, {}, r"the source tensors of rank 1 .*missing \['norm'\]"
+    yield (
+        held,
+        doubled,
+        3,
+        {},
+        r"the target tensors of rank 1 .*'embed' has dtypes \['float64'\], the layout",
+    )
+    yield held, {**wanted, "head": [None]}, 3, {}, r"'head' is \[None\]: give one tensor per box"
+    yield None, wanted, 3, {}, "the source tensors of rank 1 are None: give a mapping"
+    yield held, wanted, 3, {"refusal": OSError("no room")}, "no room"
+
+
+def refuse_together():
+    rank, moved = dist.get_rank(), dist.batch_isend_irecv
+    plan = plan_reshard(fsdp_layout(SHARDED, range(2)), replicated_layout(SHARDED, range(2)))
+    executor, full = ReshardExecutor(plan), numbered_weights(SHARDED)
+    held = cut_weights(plan.source, rank, full)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "batch_isend_irecv", lambda operations: pytest.fail("weights moved"))
+        for source, target, version, more, message in mistake_on_rank_1(rank):
+            if rank == 0:
+                source, target, version, more = held, empty_weights(plan.target, 0), 3, {}
+                message = f"rank 1 refused: .*{message}.*; the other ranks moved no weights"
+            with pytest.raises((ReshardError, OSError), match=message):
+                executor.run(source, target, version=version, **more)
+        with pytest.raises(ReshardError, match=r"different plans or bucket_bytes; rank .* has bucket_"):
+            ReshardExecutor(plan, bucket_bytes=64 << rank).run(held, empty_weights(plan.target, rank))
+    assert dist.batch_isend_irecv is moved
+    weights = empty_weights(plan.target, rank)
+    executor.run(held, weights, version=3)
+    assert_same(weights, cut_weights(plan.target, rank, full))
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_all_before_anything_moves(ranks2):
+    ranks2.run(refuse_together)
+
+
 def test_tensors_that_do_not_match_the_layout_are_refused():
     layout = replicated_layout({"a": (2, 3), "b": (4,)}, [0])
     check_weights(layout, 0, {"a": torch.zeros(2, 3), "b": [torch.zeros(4)]}, "target")

@@ -290,6 +290,36 @@ def test_weights_that_should_have_changed_and_did_not_are_noticed(ranks2, tmp_pa
     assert ranks2.run(steps_that_change_nothing, write_tiny_model(tmp_path)) == [[False, False, True, False]] * 2
 
 
+def make_a_mistake_on_rank_1(model):
+    """Both ranks raise at once, by what rank 1 says; then they generate."""
+    rank = dist.get_rank()
+    topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
+    train, rollout, engine = build_engine(model, model, training_weights="keep")
+    mistakes = {
+        r"the target tensors of rank 1 do not match": lambda patch: patch.setattr(rollout, "weight_buffers", dict),
+        r"local_weights of rank 1 lost": lambda patch: patch.setattr(train, "local_weights", lose_weights),
+    }
+    for message, make in mistakes.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                make(patch)
+            wanted = ("" if rank else "rank 1 refused: ") + message
+            with pytest.raises((ReshardError, OSError), match=wanted), engine.generation():
+                pass
+    with pytest.raises((BackendError, ReshardError), match="training_weights='mvoe': give"):
+        HybridEngine(train, rollout, topology, training_weights="mvoe" if rank else None)
+    with engine.generation():
+        return engine.weight_version
+
+
+def lose_weights():
+    raise OSError("local_weights of rank 1 lost")
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_all(ranks2, tmp_path):
+    assert ranks2.run(make_a_mistake_on_rank_1, write_tiny_model(tmp_path)) == [0, 0]
+
+
 def enter_after_a_refusal(model):
     train, _, engine = build_engine(model, model)
     with engine.generation():

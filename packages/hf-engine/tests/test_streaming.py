@@ -63,6 +63,30 @@ def stream_shards(gen_tp_size, bucket_bytes):
         stream.run(incomplete, lambda shards: None, version=3)
 
 
+def take_nothing_on_rank_1(refused):
+    """Rank 1's engine refuses a group: both know before the next one moves."""
+    rank = dist.get_rank()
+    source = fsdp_layout(model_shapes(MODEL), range(2))
+    plan = plan_reshard(source, generation_layout(MODEL, Topology(ParallelSpec(dp_size=2), GenerationSpec())))
+    stream, taken = ShardStream(plan, bucket_bytes=2048), []
+
+    def take(shards):
+        if rank == 1 and len(taken) == refused % len(stream._groups):
+            raise OSError("the engine is full")
+        taken.append(shards)
+
+    error, message = (OSError, "full") if rank else (ReshardError, "rank 1 refused: the engine is full")
+    with pytest.raises(error, match=message):
+        stream.run(cut(source, rank, 0), take, version=1)
+    return len(taken)
+
+
+def test_what_one_rank_does_not_take_is_an_error_on_all(ranks2):
+    assert ranks2.run(take_nothing_on_rank_1, 0) == [1, 0]
+    last, taken = ranks2.run(take_nothing_on_rank_1, -1)
+    assert last == taken + 1
+
+
 @pytest.mark.parametrize("bucket_bytes", [64, 2048, 1 << 20])
 @pytest.mark.parametrize("gen_tp_size", [1, 2])
 def test_every_shard_arrives_within_the_bound(ranks2, gen_tp_size, bucket_bytes):

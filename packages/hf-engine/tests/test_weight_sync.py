@@ -109,6 +109,34 @@ def refuse_sides_that_do_not_fit():
         WeightSync(fsdp_layout({"w": (8,)}, range(2 if side == "source" else 1)), side=side)
 
 
+def mistakes_on_one_rank():
+    """Rank 3's own; the ranks of both sides hear of it within no deadline."""
+    rank = dist.get_rank()
+    alone = rank == 3
+    layout = (fsdp_layout if rank < 2 else replicated_layout)({"w": (8, 4)}, range(2))
+    side = "source" if rank < 2 else "target"
+    for message, change in {
+        'rank 3: side=\'taget\': give "source" or "target"': {"side": "taget"},
+        "rank 3: layout=None: give a WeightLayout": {"layout": None},
+        r"bucket_bytes of \[1024, 67108864\]": {"bucket_bytes": 1024},
+    }.items():
+        with pytest.raises(ReshardError, match=message):
+            WeightSync(**({"layout": layout, "side": side} | (change if alone else {})))
+    sync = WeightSync(layout, side=side)
+    given = {"w": torch.zeros(4, 4) if rank < 2 else torch.zeros(8, 4 + alone)}
+    with pytest.raises(ReshardError, match=r"(^|rank 3 refused: )the target tensors of rank 3 .*\(8, 5\)"):
+        sync.send(given, version=1) if rank < 2 else sync.receive(given)
+    given = {"w": torch.ones(4, 4) if rank < 2 else torch.zeros(8, 4)}
+    with pytest.raises(ReshardError, match=r"(^|rank 3 refused: )send is for the source side"):
+        sync.send(given, version=1) if rank < 2 or alone else sync.receive(given)
+    sync.send(given, version=1) if rank < 2 else sync.receive(given)
+    return float(given["w"].sum())
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_both_sides(ranks4):
+    assert ranks4.run(mistakes_on_one_rank) == [16.0, 16.0, 32.0, 32.0]
+
+
 def test_senders_of_different_versions_and_sides_that_do_not_fit_are_refused(ranks4):
     ranks4.run(send_different_versions)
     ranks4.run(send_different_versions_to_different_ranks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -19,12 +19,20 @@ from hf_engine.backends._base import (
     TrainBackend,
 )
 from hf_engine.process_groups import build_groups, local_device, wait_for_device
+from hf_engine.resharding.agreement import agree
 from hf_engine.resharding.digest import compute_digest
-from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, ReshardExecutor, Weights, as_parts, check_weights
+from hf_engine.resharding.execute import (
+    DEFAULT_BUCKET_BYTES,
+    ReshardExecutor,
+    Weights,
+    as_parts,
+    check_bucket_bytes,
+    check_weights,
+)
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
 from hf_engine.resharding.streaming import ShardStream
-from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.errors import BackendError, HybridFlowError, ReshardError
 from hf_protocols.topology import Topology
 
 if TYPE_CHECKING:
@@ -106,29 +114,10 @@ class HybridEngine:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         training_weights: Literal["move", "keep"] | None = None,
     ) -> None:
-        if not isinstance(rollout, SupportsWeightBuffers | SupportsShardLoading):
-            raise BackendError(
-                f"{type(rollout).__name__} neither exposes its weights (weight_buffers) nor loads shards (load_shards)"
-            )
-        if training_weights not in (None, "move", "keep"):
-            raise BackendError(f'training_weights={training_weights!r}: give "move", "keep" or None')
-        source, target = train.weight_layout(), rollout.weight_layout()
         groups = topology.groups("micro_dp") if topology.generation else ()
-        plan = plan_reshard(source, target, near=[groups, _machines(topology.world_size)])
-        if plan.ranks != tuple(range(topology.world_size)):
-            raise BackendError(
-                f"the two backends are on the ranks {plan.ranks}, the topology has {topology.world_size}"
-            )
-        if training_weights == "move" and source.dtype != target.dtype:
-            raise BackendError(
-                f"training weights are {source.dtype}, generation weights {target.dtype}: the one cannot lie inside "
-                'the other; use training_weights="keep"'
-            )
-        if training_weights == "move" and not isinstance(rollout, SupportsWeightBuffers):
-            raise BackendError(
-                f"{type(rollout).__name__} keeps its weights itself: the training weights cannot lie inside them; use "
-                'training_weights="keep"'
-            )
+        near = [groups, _machines(topology.world_size)]
+        plan = _agreed_plan(train, rollout, topology, near, training_weights, bucket_bytes)
+        source, target = plan.source, plan.target
         self._train = train
         self._rollout = rollout
         self._plan = plan
@@ -138,7 +127,6 @@ class HybridEngine:
         group, device = _group_of(plan, topology, groups), local_device()
         if isinstance(rollout, SupportsWeightBuffers):
             rank = dist.get_rank()
-            check_weights(plan.target, rank, rollout.weight_buffers(), "generation")
             self._executor = ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device)
             if training_weights == "move" or (training_weights is None and source.dtype == target.dtype):
                 buffers = as_parts(rollout.weight_buffers())
@@ -146,6 +134,7 @@ class HybridEngine:
                 rollout.release()
         else:
             self._stream = ShardStream(plan, group=group, bucket_bytes=bucket_bytes, device=device)
+            assert isinstance(rollout, SupportsShardLoading), "refused with the plan"
             self._engine_bytes = rollout.engine_bytes
             self._released_bytes = rollout.release()
         self._weight_version = rollout.weight_version
@@ -251,24 +240,81 @@ class HybridEngine:
         self._is_current = False
         changes = self._train.weight_changes
         version = self._weight_version + (changes != self._weight_changes)
-        weights = self._train.local_weights()
         digest = self._digest
-        if changes != self._weight_changes or digest is None:
-            digest = hash(tuple(compute_digest(part) for parts in as_parts(weights).values() for part in parts))
-        received = self._send(weights, version)
+        weights: Weights = {}
+        refusal: Exception | None = None
+        try:
+            weights = self._train.local_weights()
+            if changes != self._weight_changes or digest is None:
+                digest = hash(tuple(compute_digest(part) for parts in as_parts(weights).values() for part in parts))
+            if isinstance(self._rollout, SupportsShardLoading):
+                self._rollout.begin_weights()
+        except Exception as error:  # noqa: BLE001 - the other ranks of the transfer are told, and wait no longer
+            refusal = error
+        received = self._send(weights, version, refusal)
         wait_for_device()
         self._weight_version, self._weight_changes, self._digest = version, changes, digest
         self._rollout.commit_weights(version)
         self._is_current = True
         return received
 
-    def _send(self, weights: Weights, version: int) -> int:
+    def _send(self, weights: Weights, version: int, refusal: Exception | None) -> int:
         if isinstance(self._rollout, SupportsWeightBuffers):
             buffers = self._rollout.weight_buffers()
-            return self._executor.run(weights, buffers, version=version, mover=self._mover).recv_bytes
+            return self._executor.run(weights, buffers, version=version, mover=self._mover, refusal=refusal).recv_bytes
         assert isinstance(self._rollout, SupportsShardLoading), "the constructor has refused any other"
-        self._rollout.begin_weights()
-        return self._stream.run(weights, self._rollout.load_shards, version=version)
+        return self._stream.run(weights, self._rollout.load_shards, version=version, refusal=refusal)
+
+
+def _agreed_plan(
+    train: TrainBackend,
+    rollout: RolloutBackend,
+    topology: Topology,
+    near: Sequence[Collection[Sequence[int]]],
+    training_weights: str | None,
+    bucket_bytes: int,
+) -> ReshardPlan:
+    """The plan between two backends that fit each other; where they do not on one rank, an error on all."""
+    refusal: HybridFlowError | None = None
+    try:
+        plan = _plan_between(train, rollout, topology, near, training_weights)
+        check_bucket_bytes(bucket_bytes, plan.target)
+    except HybridFlowError as error:
+        refusal = error
+    agree(refusal, 0, None, local_device(), range(dist.get_world_size()))
+    return plan
+
+
+def _plan_between(
+    train: TrainBackend,
+    rollout: RolloutBackend,
+    topology: Topology,
+    near: Sequence[Collection[Sequence[int]]],
+    training_weights: str | None,
+) -> ReshardPlan:
+    if not isinstance(rollout, SupportsWeightBuffers | SupportsShardLoading):
+        raise BackendError(
+            f"{type(rollout).__name__} neither exposes its weights (weight_buffers) nor loads shards (load_shards)"
+        )
+    if training_weights not in (None, "move", "keep"):
+        raise BackendError(f'training_weights={training_weights!r}: give "move", "keep" or None')
+    source, target = train.weight_layout(), rollout.weight_layout()
+    plan = plan_reshard(source, target, near=near)
+    if plan.ranks != tuple(range(topology.world_size)):
+        raise BackendError(f"the two backends are on the ranks {plan.ranks}, the topology has {topology.world_size}")
+    if training_weights == "move" and source.dtype != target.dtype:
+        raise BackendError(
+            f"training weights are {source.dtype}, generation weights {target.dtype}: the one cannot lie inside "
+            'the other; use training_weights="keep"'
+        )
+    if training_weights == "move" and not isinstance(rollout, SupportsWeightBuffers):
+        raise BackendError(
+            f"{type(rollout).__name__} keeps its weights itself: the training weights cannot lie inside them; use "
+            'training_weights="keep"'
+        )
+    if isinstance(rollout, SupportsWeightBuffers):
+        check_weights(target, dist.get_rank(), rollout.weight_buffers(), "generation")
+    return plan
 
 
 def _machines(world_size: int) -> Sequence[range]:

@@ -34,7 +34,8 @@ class WeightSync:
         device: where these live.
 
     Raises:
-        ReshardError: if a side has no ranks, or other ranks than its layout, or the layouts are not of one model.
+        ReshardError: on every rank, if a side has no ranks, or other ranks than its layout, the layouts are not of one
+            model, or any rank was given an argument of a wrong kind.
     """
 
     def __init__(
@@ -48,8 +49,7 @@ class WeightSync:
     ) -> None:
         self._side = side
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        sides: list[Any] = [None] * len(members)
-        dist.all_gather_object(sides, side, group=group)
+        sides = _agreed_sides(side, layout, bucket_bytes, group)
         source, target = (
             _share(layout if side == name else None, [i for i, other in enumerate(sides) if other == name], name, group)
             for name in ("source", "target")
@@ -74,8 +74,7 @@ class WeightSync:
         Raises:
             ReshardError: on the target side, for tensors that do not match, or a transfer that fails.
         """
-        self._require("source", "send")
-        return self._executor.run(weights, {}, version=version)
+        return self._executor.run(weights, {}, version=version, refusal=self._misplaced("source", "send"))
 
     def receive(self, buffers: Weights) -> int:
         """Receives weights into this rank's tensors, be it none; the version that the source's ranks sent.
@@ -85,15 +84,31 @@ class WeightSync:
                 senders of different versions, or a layout under which nobody receives anything. The buffers
                 are not complete then: do not commit them.
         """
-        self._require("target", "receive")
-        version = self._executor.run({}, buffers).version
+        version = self._executor.run({}, buffers, refusal=self._misplaced("target", "receive")).version
         if version is None:
             raise ReshardError("no weights were sent: the layout of the target side holds none on any of its ranks")
         return version
 
-    def _require(self, side: str, method: str) -> None:
-        if self._side != side:
-            raise ReshardError(f"{method} is for the {side} side, this rank was made with side={self._side!r}")
+    def _misplaced(self, side: str, method: str) -> ReshardError | None:
+        if self._side == side:
+            return None
+        return ReshardError(f"{method} is for the {side} side, this rank was made with side={self._side!r}")
+
+
+def _agreed_sides(side: str, layout: WeightLayout, bucket_bytes: int, group: dist.ProcessGroup | None) -> list[str]:
+    """The side of every rank of the group; one rank's mistake is an error on all."""
+    mistake = None
+    if side not in ("source", "target"):
+        mistake = f'side={side!r}: give "source" or "target"'
+    elif not isinstance(layout, WeightLayout):
+        mistake = f"layout={layout!r}: give a WeightLayout, such as a backend's weight_layout()"
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, (side, bucket_bytes, mistake), group=group)
+    if mistakes := [f"rank {rank}: {mistake}" for rank, (_, _, mistake) in enumerate(told) if mistake]:
+        raise ReshardError("; ".join(mistakes))
+    if len(sizes := {size for _, size, _ in told}) > 1:
+        raise ReshardError(f"the ranks were given bucket_bytes of {sorted(sizes)}: give all the same")
+    return [each for each, _, _ in told]
 
 
 def _share(

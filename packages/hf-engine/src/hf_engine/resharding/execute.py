@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from hf_engine.resharding.agreement import HIGHEST, agree, spread
+from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan
@@ -23,6 +26,7 @@ __all__ = [
     "Transfer",
     "Weights",
     "as_parts",
+    "check_bucket_bytes",
     "check_weights",
     "execute_reshard",
 ]
@@ -38,8 +42,6 @@ Buffers = list[list[torch.Tensor]]
 
 _Parts = dict[str, list[torch.Tensor]]
 
-_REFUSED = 2**31 - 1
-"""In the place of a version: this rank refuses what it received. Versions are smaller, and go as 32 bits."""
 _UNKNOWN = -1
 """In the place of a version: this rank was not told one."""
 
@@ -86,8 +88,7 @@ class ReshardExecutor:
         buffers: Buffers | None = None,
     ) -> None:
         item_bytes = plan.target.element_bytes
-        if bucket_bytes < 4 * item_bytes:
-            raise ReshardError(f"bucket_bytes={bucket_bytes} does not hold four {plan.target.dtype} elements")
+        check_bucket_bytes(bucket_bytes, plan.target)
         self._plan = plan
         self._group = group
         self._members = tuple(ranks if ranks is not None else dist.get_process_group_ranks(group or dist.group.WORLD))
@@ -103,6 +104,8 @@ class ReshardExecutor:
         self._first, self._last = self._spans_of_names()
         self._dtype = getattr(torch, plan.target.dtype)
         self._device = device
+        self._bucket_bytes = bucket_bytes
+        self._fingerprint = zlib.crc32(f"{bucket_bytes} {len(rounds)} {plan.target.dtype}".encode()) % HIGHEST
         sizes = [max((getattr(s, f"{way}_bytes") for s in self._steps), default=0) for way in ("send", "recv")]
         self._buffers = [] if buffers is None else buffers
         _enlarge(self._buffers, min(2, len(self._steps)), sizes, device)
@@ -114,7 +117,13 @@ class ReshardExecutor:
 
     @torch.no_grad()
     def run(
-        self, source: Weights, target: Weights, *, version: int | None = None, mover: ShardMover | None = None
+        self,
+        source: Weights,
+        target: Weights,
+        *,
+        version: int | None = None,
+        mover: ShardMover | None = None,
+        refusal: Exception | None = None,
     ) -> Transfer:
         """Fills this rank's target tensors from everybody's source tensors. Collective over the group.
 
@@ -124,19 +133,21 @@ class ReshardExecutor:
             version: of the source's weights, at least 0 and below 2^31 - 1. What arrives with another one is refused;
                 None, for a rank that only receives, takes the senders' if they agree.
             mover: moves this rank's training shard into the target instead of copying it.
+            refusal: why this rank cannot take part: raised here, and told to the others. It is not run then.
 
         Raises:
-            ReshardError: for a version that is none, tensors that do not match the layout, a transfer that fails on the
-                way, bytes that differ from what was sent, or weights of another version.
+            ReshardError: for a version that is none, or tensors that do not match the layout, on every rank and before
+                anything moves; for a transfer that fails on the way, bytes that differ from what was sent, or weights
+                of another version.
         """
-        _check_version(version)
-        check_weights(self._plan.source, self._rank, source, "source")
-        check_weights(self._plan.target, self._rank, target, "target")
-        held, wanted = as_parts(source), as_parts(target)
-        seals = Seals()
         try:
+            self.agree(refusal or self._find_mistake(source, target, version))
+            held, wanted = as_parts(source), as_parts(target)
+            seals = Seals()
             self._exchange(held, wanted, seals, _UNKNOWN if version is None else version, mover)
         except RuntimeError as error:
+            if error is refusal:
+                raise
             raise ReshardError(f"the transfer of weights failed on rank {self._rank}: {error}") from error
         if self._steps:
             version = self._check_seals(seals, version)
@@ -145,6 +156,32 @@ class ReshardExecutor:
             seal_bytes=seals.count * SEAL_BYTES,
             version=version,
         )
+
+    def agree(self, refusal: Exception | None) -> None:
+        """Refuses on every rank of the group what any refuses, so that none waits for it. Collective.
+
+        Nobody is asked where no weights move: then no rank waits for another either.
+
+        Raises:
+            ReshardError: naming the ranks that refused, and why; on those that did, their own refusal. And on all for
+                executors of different plans or bucket_bytes.
+        """
+        if refusal is not None and not self._steps:
+            raise refusal
+        if self._steps and not agree(refusal, self._fingerprint, self._group, self._device, self._members):
+            raise ReshardError(
+                f"the ranks were given different plans or bucket_bytes; rank {self._rank} has bucket_bytes="
+                f"{self._bucket_bytes} and {len(self._steps)} rounds: give all the same"
+            )
+
+    def _find_mistake(self, source: Weights, target: Weights, version: int | None) -> ReshardError | None:
+        try:
+            _check_version(version)
+            check_weights(self._plan.source, self._rank, source, "source")
+            check_weights(self._plan.target, self._rank, target, "target")
+        except ReshardError as error:
+            return error
+        return None
 
     def _exchange(self, held: _Parts, wanted: _Parts, seals: Seals, version: int, mover: ShardMover | None) -> None:
         """Runs the steps, one of them ahead: what arrived is copied while the next round is on its way."""
@@ -204,7 +241,9 @@ class ReshardExecutor:
         expected = version if version is not None else next(iter(versions.values()), _UNKNOWN)
         damaged = [self._members[peer] for peer in seals.damaged()]
         wrong = {rank: found for rank, found in versions.items() if found != expected}
-        lowest, highest = self._spread(_REFUSED if damaged or wrong else expected)
+        verdict = HIGHEST if damaged or wrong else expected
+        # An unknown version is neither the lowest nor the highest unless all are.
+        lowest, highest = spread(HIGHEST if verdict == _UNKNOWN else verdict, verdict, self._group, self._device)
         if damaged:
             raise ReshardError(
                 f"rank {self._rank} received other bytes than the ranks {damaged} sent: the digests differ; "
@@ -215,7 +254,7 @@ class ReshardExecutor:
                 f"rank {self._rank} expected weights of version {expected} and received {wrong} (version by sender): "
                 "all ranks must send after the same number of changes"
             )
-        if highest == _REFUSED:
+        if highest == HIGHEST:
             raise ReshardError(f"another rank refused what it received; rank {self._rank} received what was sent")
         if lowest < highest:
             raise ReshardError(
@@ -223,15 +262,6 @@ class ReshardExecutor:
                 "all ranks must send after the same number of changes"
             )
         return None if highest == _UNKNOWN else highest
-
-    def _spread(self, version: int) -> tuple[int, int]:
-        """Lowest and highest of all ranks' versions, without those that are unknown unless all are."""
-        spread = torch.tensor(
-            [-_REFUSED if version == _UNKNOWN else -version, version], dtype=torch.int32, device=self._device
-        )
-        dist.all_reduce(spread, op=dist.ReduceOp.MAX, group=self._group)
-        lowest, highest = spread.tolist()
-        return -lowest, highest
 
     def _check_peers(self) -> None:
         reached = {
@@ -260,31 +290,55 @@ def execute_reshard(
     return ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device).run(source, target).recv_bytes
 
 
+def check_bucket_bytes(bucket_bytes: int, layout: WeightLayout) -> None:
+    """Refuses buckets that do not hold an element for each of two rounds in flight, out and in."""
+    check_count(ReshardError, "bucket_bytes", bucket_bytes)
+    if bucket_bytes < 4 * layout.element_bytes:
+        raise ReshardError(f"bucket_bytes={bucket_bytes} does not hold four {layout.dtype} elements")
+
+
 def check_weights(layout: WeightLayout, rank: int, weights: Weights, what: str) -> None:
     """Compares a rank's tensors with its boxes.
 
     Raises:
-        ReshardError: naming every tensor that is missing, extra or mis-shaped.
+        ReshardError: naming every tensor that is missing, extra, mis-shaped or of another dtype.
     """
+    where = f"the {what} tensors of rank {rank}"
+    if not isinstance(weights, Mapping):
+        raise ReshardError(f"{where} are {weights!r}: give a mapping from names to tensors")
     expected = layout.boxes_of(rank)
     problems = []
     if missing := sorted(name for name in expected if name not in weights):
         problems.append(f"missing {missing}")
-    if extra := sorted(name for name in weights if name not in expected):
+    if extra := sorted(map(str, (name for name in weights if name not in expected))):
         problems.append(f"extra {extra}")
-    for name, boxes in expected.items():
-        shapes = [tuple(tensor.shape) for tensor in _as_list(weights.get(name, ()))]
-        if name in weights and shapes != [box.shape for box in boxes]:
-            problems.append(f"{name!r} has shapes {shapes}, the layout says {[box.shape for box in boxes]}")
+    problems += [
+        problem
+        for name, boxes in expected.items()
+        if name in weights and (problem := _mismatch(name, weights[name], boxes, layout.dtype))
+    ]
     if problems:
-        raise ReshardError(f"the {what} tensors of rank {rank} do not match the layout: {'; '.join(problems)}")
+        raise ReshardError(f"{where} do not match the layout: {'; '.join(problems)}")
+
+
+def _mismatch(name: str, tensors: object, boxes: Sequence[Box], dtype: str) -> str:
+    """What is wrong with a parameter's tensors; empty if nothing is."""
+    given = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
+    parts = [part for part in given if isinstance(part, torch.Tensor)]
+    if len(parts) < len(given):
+        return f"{name!r} is {tensors!r}: give one tensor per box"
+    shapes = [tuple(part.shape) for part in parts]
+    if shapes != [box.shape for box in boxes]:
+        return f"{name!r} has shapes {shapes}, the layout says {[box.shape for box in boxes]}"
+    dtypes = [str(part.dtype).removeprefix("torch.") for part in parts]
+    return f"{name!r} has dtypes {dtypes}, the layout says {dtype}" if {*dtypes} - {dtype} else ""
 
 
 def _check_version(version: int | None) -> None:
     if version is not None:
         check_count(ReshardError, "version", version, least=0)
-        if version >= _REFUSED:
-            raise ReshardError(f"version={version} must be below {_REFUSED}: count the changes of the weights")
+        if version >= HIGHEST:
+            raise ReshardError(f"version={version} must be below {HIGHEST}: count the changes of the weights")
 
 
 def as_parts(weights: Weights) -> dict[str, list[torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,12 @@ class ShardStream:
         return self._executors[0].buffer_bytes + max(sizes) * self._plan.target.element_bytes
 
     def run(
-        self, source: Weights, take: Callable[[Mapping[str, Sequence[torch.Tensor]]], None], *, version: int
+        self,
+        source: Weights,
+        take: Callable[[Mapping[str, Sequence[torch.Tensor]]], None],
+        *,
+        version: int,
+        refusal: Exception | None = None,
     ) -> int:
         """Sends this rank's weights and hands over its shards, group by group. Collective over the group.
 
@@ -77,14 +83,16 @@ class ShardStream:
             source: this rank's tensors in the source layout; read only.
             take: called with this rank's tensors of a group, one per box, which are its own from then on.
             version: of the weights.
+            refusal: as in `ReshardExecutor.run`.
 
         Returns:
             Bytes of weights received.
 
         Raises:
-            ReshardError: as `ReshardExecutor.run`; groups that were taken before were complete.
+            ReshardError: as `ReshardExecutor.run`, and where another rank's `take` refused; groups that were taken
+                before were complete.
         """
-        check_weights(self._plan.source, self._rank, source, "source")
+        refusal = refusal or _refusal_of(lambda: check_weights(self._plan.source, self._rank, source, "source"))
         held = self._plan.target.boxes_of(self._rank)
         received = 0
         for names, executor in zip(self._groups, self._executors, strict=True):
@@ -93,7 +101,17 @@ class ShardStream:
                 for name in names
                 if name in held
             }
-            part = {name: source[name] for name in names if name in source}
-            received += executor.run(part, target, version=version).recv_bytes
-            take(target)
+            part = {} if refusal else {name: source[name] for name in names if name in source}
+            received += executor.run(part, target, version=version, refusal=refusal).recv_bytes
+            refusal = _refusal_of(partial(take, target))
+        self._executors[-1].agree(refusal)
         return received
+
+
+def _refusal_of(action: Callable[[], None]) -> Exception | None:
+    """What the action raises: told to the other ranks first."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - whatever it is, others wait for this rank
+        return error
+    return None

@@ -1,0 +1,53 @@
+"""What ranks agree on before weights move: the mistake of one is an error on all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from hf_protocols.errors import ReshardError
+
+__all__ = ["HIGHEST", "agree", "spread"]
+
+HIGHEST = 2**31 - 1
+"""In the place of a number: this rank refuses. Numbers are smaller, and go as 32 bits."""
+
+
+def spread(lowest: int, highest: int, group: dist.ProcessGroup | None, device: torch.device | str) -> tuple[int, int]:
+    """Lowest and highest of all ranks' numbers, in one reduction of eight bytes."""
+    both = torch.tensor([-lowest, highest], dtype=torch.int32, device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    negated, highest = both.tolist()
+    return -negated, highest
+
+
+def agree(
+    refusal: Exception | None,
+    number: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    ranks: Sequence[int],
+) -> bool:
+    """Refuses on every rank of the group what any refuses; whether their numbers are equal. Collective.
+
+    Args:
+        refusal: what is wrong on this rank.
+        number: that must be the same on all ranks, at least 0 and below `HIGHEST`.
+        group: the ranks that act together next.
+        device: where the group communicates.
+        ranks: what the group's ranks are called, in its order.
+
+    Raises:
+        ReshardError: naming the ranks that refused, and why; a rank that did raises its own refusal.
+    """
+    lowest, highest = spread(number, number if refusal is None else HIGHEST, group, device)
+    if highest < HIGHEST:
+        return lowest == highest
+    told: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, refusal and (str(refusal) or repr(refusal)), group=group)
+    if refusal is not None:
+        raise refusal
+    refused = "; ".join(f"rank {rank} refused: {reason}" for rank, reason in zip(ranks, told, strict=True) if reason)
+    raise ReshardError(f"{refused}; the other ranks moved no weights")
