@@ -303,7 +303,7 @@ def make_a_mistake_on_rank_1(model):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 make(patch)
-            wanted = ("" if rank else "rank 1 refused: ") + message
+            wanted = ("" if rank else "rank 1 refused: .*") + message
             with pytest.raises((ReshardError, OSError), match=wanted), engine.generation():
                 pass
     with pytest.raises((BackendError, ReshardError), match="training_weights='mvoe': give"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hf_engine.backends._jagged import Ragged, require_columns, to_jagged
+from hf_engine.backends._jagged import Ragged, read_ids, require_columns, to_jagged
 from hf_protocols import BatchError
 
 
@@ -32,6 +32,36 @@ def test_columns_over_shared_offsets_are_aligned():
     first, second = (to_jagged(values, offsets) for values in (torch.ones(3), torch.arange(3.0)))
     assert [row.tolist() for row in (first + second).unbind()] == [[1.0], [2.0, 3.0]]
     assert first.to_padded_tensor(0).shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "the column 'ids' is of shape \\(2, 3\\), not jagged: give rows without padding"),
+        ([[1.0], [2.0]], "is of torch.float32: give token ids of torch.int64"),
+        ([[True], [False]], "is of torch.bool: give token ids"),
+        ([[1, 2], [3, 10]], "row 1 of 'ids' holds the token id 10, the model's are 0 to 9"),
+        ([[1, -1], [3]], "row 0 of 'ids' holds the token id -1"),
+    ],
+)
+def test_columns_without_token_ids_are_refused(rows, message):
+    column = torch.zeros(2, 3, dtype=torch.int64)
+    if rows is not None:
+        column = torch.nested.nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+    with pytest.raises(BatchError, match=message):
+        read_ids(TensorDict({"ids": column}, batch_size=[2]), "ids", 10)
+
+
+def test_what_lies_between_rows_is_no_token():
+    column = torch.nested.nested_tensor_from_jagged(
+        torch.tensor([99, 1, 2, 99, 3]), offsets=torch.tensor([1, 4, 5]), lengths=torch.tensor([2, 1])
+    )
+    assert read_ids(TensorDict({"ids": column}, batch_size=[2]), "ids", 10).lengths.tolist() == [2, 1]
+
+
+def test_no_batch_is_no_batch():
+    with pytest.raises(BatchError, match=r"batch=None: give a TensorDict with the columns \['ids'\]"):
+        require_columns(None, ("ids",))
 
 
 def test_missing_columns_are_named():

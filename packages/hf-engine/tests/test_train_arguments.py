@@ -53,6 +53,83 @@ def test_a_loss_without_gradient_is_refused(ranks2, tmp_path, backend):
     assert ranks2.run(train_on_losses_without_gradient, model, backend) == [[], []]
 
 
+def name_no_directory(model, backend_name, absent):
+    backend = load_train_backend(backend_name).build(
+        model, topology=topology_of_all_ranks(), config=TrainConfig(learning_rate=1e-2)
+    )
+    for method in ("export_hf", "save_checkpoint", "load_hf", "load_checkpoint"):
+        with pytest.raises(BackendError, match="directory=None: give the path of a directory"):
+            getattr(backend, method)(None)
+    with pytest.raises(BackendError) as failed:
+        backend.load_hf(absent)
+    backend.close()
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_what_is_no_directory_is_named(ranks1, tmp_path, backend):
+    model = write_tiny_model(tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    (message,) = ranks1.run(name_no_directory, model, backend, str(tmp_path / "absent"))
+    assert "absent" in message and ("does not exist" in message or "No such file" in message)
+    assert "hub" not in message or "download a hub model first" in message
+
+
+def make_mistakes_on_rank_1(model, backend_name, sizes):
+    """Each rank raises at once: rank 1 its own error, the others one that names it; then all take a step."""
+    alone, topology = dist.get_rank() == 1, Topology(ParallelSpec.parse(sizes))
+    backend = load_train_backend(backend_name).build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
+    batch = local_rows(4) if topology.train.dp_size > 1 else build_batch(4, vocab_size=64)
+    before = backend.weight_changes
+
+    def forget_a_column(outputs, micro_batch):
+        return (outputs["logprobs"] * micro_batch["advantages"]).sum(), {}
+
+    padded = torch.zeros(len(batch), 3, dtype=torch.int64)
+    strangers = [
+        torch.nested.nested_tensor([torch.tensor(row)] * len(batch), layout=torch.jagged) for row in ([1, 64], [-1])
+    ]
+    mistakes = {
+        r"row 0 of 'response_ids' holds the token id 64, the model's are 0 to 63": {"response_ids": strangers[0]},
+        r"row 0 of 'prompt_ids' holds the token id -1": {"prompt_ids": strangers[1]},
+        r"the column 'prompt_ids' is of shape \(.*, 3\), not jagged: give": {"prompt_ids": padded},
+        r"the column 'prompt_ids' is of torch.float32: give": {"prompt_ids": strangers[0].float()},
+    }
+    other = "" if alone else "rank 1 refused: .*"
+    for message, columns in mistakes.items():
+        given = batch.clone().update(columns) if alone else batch
+        with pytest.raises(BatchError, match=other + message):
+            backend.train_step(given, negative_logprobs, 10.0)
+    with pytest.raises(BatchError, match=other + "batch=None: give a TensorDict with the columns"):
+        backend.compute_logprobs(None if alone else batch)
+    with pytest.raises((BackendError, BatchError), match=other + "denominator=None must be"):
+        backend.train_step(batch, negative_logprobs, None if alone else 10.0)
+    with pytest.raises((KeyError, BackendError), match=other + ".*advantages"):
+        backend.train_step(batch, forget_a_column if alone else negative_logprobs, 10.0)
+    assert (backend.optimizer_steps, backend.weight_changes) == (0, before)
+    backend.train_step(batch, negative_logprobs, 10.0)
+    weights = gather_weights(backend, topology)
+    backend.close()
+    straight = load_train_backend(backend_name).build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
+    straight.train_step(batch, negative_logprobs, 10.0)
+    expected = gather_weights(straight, topology)
+    straight.close()
+    return [name for name, tensor in expected.items() if not torch.equal(weights[name], tensor)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes"),
+    [
+        ("fsdp", "1-1-2"),
+        ("megatron", "1-2-1"),
+        pytest.param("megatron", "1-1-2", marks=pytest.mark.slow),
+        pytest.param("megatron", "2-1-1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mistake_on_one_rank_is_an_error_on_all(ranks2, tmp_path, backend, sizes):
+    model = write_tiny_model(tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    assert ranks2.run(make_mistakes_on_rank_1, model, backend, sizes) == [[], []]
+
+
 def use_batches_without_rows(model, backend_name):
     """Nothing to score is no error; nothing to learn from is one, on every rank, and the next step is taken."""
     backend = load_train_backend(backend_name).build(

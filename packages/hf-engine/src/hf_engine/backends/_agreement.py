@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import isfinite
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.process_groups import local_device
+from hf_engine.resharding.agreement import refuse_together
 from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError, ReshardError
 
 __all__ = ["agree_on_micro_batches", "lost_peers_are_errors", "refuse_non_finite", "together"]
@@ -70,39 +71,45 @@ def together(action: str, group: dist.ProcessGroup | None, *refusals: type[Excep
 
 
 def agree_on_micro_batches(
-    sequences: SequenceBatch,
+    prepare: Callable[[], SequenceBatch],
     max_tokens: int,
     group: dist.ProcessGroup,
     device: torch.device,
     *,
     needs_rows: bool,
-) -> list[MicroBatch]:
-    """This rank's micro-batches, and as many dummies as keep it in step with the rank that has most; at least one.
+) -> tuple[SequenceBatch, list[MicroBatch]]:
+    """This rank's rows and micro-batches, with as many dummies as keep it in step with the rank that has most.
+
+    At least one micro-batch, on every rank.
 
     Args:
-        sequences: this rank's rows.
+        prepare: checks the arguments and reads this rank's rows.
         max_tokens: bound on the tokens of a micro-batch, padding included.
-        group: the data-parallel ranks.
+        group: the ranks that act together: the data-parallel ones, or more.
         device: where the group communicates.
         needs_rows: refuses a batch of which no rank has a row.
 
     Raises:
-        BatchError: on every rank, if any refuses its rows, or none has one and one is needed.
+        HybridFlowError: on every rank, if any refuses its arguments or rows: its own refusal there, on the others a
+            BatchError that names the rank and says why. Or if none has a row and one is needed.
     """
-    refusal: BatchError | None = None
+    refusal: Exception | None = None
     micro_batches: list[MicroBatch] = []
     try:
+        sequences = prepare()
         micro_batches = sequences.micro_batches(max_tokens)
-    except BatchError as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
         refusal = error
     agreed = torch.tensor([len(micro_batches), refusal is not None], device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
     num_micro_batches, refused = agreed.tolist()
     if refused:
-        raise refusal or BatchError("another data-parallel rank refused its rows; its own error says why")
+        ranks = dist.get_process_group_ranks(group)
+        refuse_together(refusal, group, ranks, BatchError, "the other ranks computed nothing")
     if needs_rows and not num_micro_batches:
         raise BatchError("the batch has no rows on any data-parallel rank: there is nothing to take a step on")
-    return micro_batches + [MicroBatch.dummy() for _ in range(max(1, num_micro_batches) - len(micro_batches))]
+    dummies = [MicroBatch.dummy() for _ in range(max(1, num_micro_batches) - len(micro_batches))]
+    return sequences, micro_batches + dummies
 
 
 def refuse_non_finite(loss: float, grad_norm: float, steps: int) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from hf_engine.backends._agreement import together
-from hf_engine.backends._directories import write_directory
+from hf_engine.backends._directories import check_directory, write_directory
 from hf_engine.backends._optimizer import ShardedAdamW
 from hf_protocols.errors import BackendError
 
@@ -51,6 +51,7 @@ def load_sharded(
         BackendError: if the directory holds no checkpoint, or one of another model.
     """
     with together("load", group, BackendError):
+        check_directory(directory)
         if not (Path(directory) / ".metadata").is_file():
             raise BackendError(f"{directory} holds no sharded checkpoint (no .metadata in it)")
     state = _state(model, optimizer)

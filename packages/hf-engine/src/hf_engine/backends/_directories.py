@@ -10,8 +10,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hf_engine.backends._agreement import together
+from hf_protocols.arguments import check_kind
+from hf_protocols.errors import BackendError
 
-__all__ = ["write_directory"]
+__all__ = ["check_directory", "write_directory"]
+
+
+def check_directory(directory: object) -> None:
+    """Refuses what names no directory."""
+    check_kind(BackendError, "directory", directory, str | Path, "the path of a directory")
 
 
 def write_directory(directory: str | Path, write: Callable[[Path], None], group: dist.ProcessGroup) -> None:
@@ -25,10 +32,11 @@ def write_directory(directory: str | Path, write: Callable[[Path], None], group:
     Raises:
         BackendError: on every rank, if the operating system refused a step on any; what was there is still there.
     """
-    target = Path(directory).absolute()
-    filling = target.with_name(f".{target.name}.filling")
     is_first = dist.get_rank(group) == 0
-    with together("write", group, OSError):
+    with together("write", group, OSError, BackendError):
+        check_directory(directory)
+        target = Path(directory).absolute()
+        filling = target.with_name(f".{target.name}.filling")
         if is_first:
             _prepare(filling)
     with together("write", group, OSError):

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_protocols.arguments import check_kind
 from hf_protocols.errors import BatchError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["Ragged", "require_columns", "to_jagged"]
+__all__ = ["Ragged", "read_ids", "require_columns", "to_jagged"]
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,49 @@ def require_columns(batch: TensorDict, names: Sequence[str]) -> None:
     """Refuses a batch without these columns.
 
     Raises:
-        BatchError: naming what is missing and what is there.
+        BatchError: naming what is missing and what is there; for what is no batch.
     """
+    from tensordict import TensorDictBase
+
+    check_kind(BatchError, "batch", batch, TensorDictBase, f"a TensorDict with the columns {list(names)}")
     present = set(map(str, batch.keys()))
     if missing := [name for name in names if name not in present]:
         raise BatchError(f"the batch lacks the columns {missing}; it has {sorted(present)}")
+
+
+def read_ids(batch: TensorDict, name: str, vocab_size: int | None = None) -> Ragged:
+    """The rows of a column of token ids.
+
+    Args:
+        batch: has the column.
+        name: of the column.
+        vocab_size: ids are below it; None where nobody knows.
+
+    Raises:
+        BatchError: for a column that is padded or holds no ids, or an id outside the vocabulary, naming its row.
+    """
+    column = batch[name]
+    if not isinstance(column, torch.Tensor) or not column.is_nested or column.layout != torch.jagged:
+        what = f"of shape {tuple(column.shape)}" if isinstance(column, torch.Tensor) else repr(column)
+        raise BatchError(
+            f"the column {name!r} is {what}, not jagged: give rows without padding, "
+            "torch.nested.nested_tensor(rows, layout=torch.jagged)"
+        )
+    if column.dtype not in (torch.int64, torch.int32):
+        raise BatchError(f"the column {name!r} is of {column.dtype}: give token ids of torch.int64")
+    ids = Ragged(column)
+    if vocab_size is not None and ((ids.values < 0) | (ids.values >= vocab_size)).any():
+        _refuse_strangers(ids, name, vocab_size)
+    return ids
+
+
+def _refuse_strangers(ids: Ragged, name: str, vocab_size: int) -> None:
+    """Looks again at each row: what lies between them is nobody's."""
+    for row, (start, length) in enumerate(zip(ids.starts.tolist(), ids.lengths.tolist(), strict=True)):
+        values = ids.values[start : start + length]
+        strangers = values[(values < 0) | (values >= vocab_size)]
+        if len(strangers):
+            raise BatchError(
+                f"row {row} of {name!r} holds the token id {int(strangers[0])}, the model's are 0 to {vocab_size - 1}: "
+                "use the model's own tokenizer"
+            )

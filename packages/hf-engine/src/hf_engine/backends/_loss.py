@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 
 from hf_engine.backends._base import LossFunction
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
+from hf_engine.resharding.agreement import refuse_together
 from hf_protocols.errors import BackendError
 
 __all__ = ["StepLoss"]
@@ -31,19 +33,39 @@ class StepLoss:
         """Sum of the micro-batches' losses so far."""
         self.metrics: dict[str, tuple[float, float]] = {}
         """(sum, count) by name."""
+        self._refusal: Exception | None = None
 
     def of(self, micro_batch: MicroBatch, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a micro-batch, a scalar; a dummy's is zero and keeps the backward pass in step.
 
+        So is it once the loss function failed: other ranks wait for this one in every micro-batch, and hear of it from
+        `agree`.
+
         Args:
             micro_batch: rows of the batch, or a dummy.
             outputs: [b, T] each, by name.
+        """
+        if len(micro_batch.rows) and self._refusal is None:
+            try:
+                return self._evaluate(micro_batch, outputs)
+            except Exception as error:  # noqa: BLE001 - the caller's code may raise anything
+                self._refusal = error
+        return torch.stack([output.sum() * 0.0 for output in outputs.values()]).sum()
+
+    def agree(self, group: dist.ProcessGroup) -> None:
+        """Refuses the step on every rank of the group if the loss function failed on any. Collective.
 
         Raises:
-            BackendError: for a loss from which no gradient can be taken.
+            BackendError: for a loss from which no gradient can be taken, or that failed on another rank, which it
+                names. Where the function itself raised, its own error.
         """
-        if not len(micro_batch.rows):
-            return torch.stack([output.sum() * 0.0 for output in outputs.values()]).sum()
+        failed = torch.tensor([self._refusal is not None], dtype=torch.int32, device=self._device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+        if failed.item():
+            ranks = dist.get_process_group_ranks(group)
+            refuse_together(self._refusal, group, ranks, BackendError, "no rank took the step")
+
+    def _evaluate(self, micro_batch: MicroBatch, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         columns = {name: c.to(self._device) for name, c in self._sequences.padded_columns(micro_batch).items()}
         size = [len(micro_batch.rows)]
         loss_sum, metrics = self._loss_fn(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_engine.backends._jagged import Ragged, require_columns, to_jagged
+from hf_engine.backends._jagged import Ragged, read_ids, require_columns, to_jagged
 from hf_protocols.errors import BatchError
 
 if TYPE_CHECKING:
@@ -61,15 +61,19 @@ class MicroBatch:
 class SequenceBatch:
     """A batch of prompts and responses, cut into micro-batches.
 
+    Args:
+        batch: has the columns `prompt_ids` and `response_ids`.
+        vocab_size: of the model that they are for.
+
     Raises:
-        BatchError: for a missing column.
+        BatchError: for a missing column, or one that does not hold token ids of the model, row by row.
     """
 
-    def __init__(self, batch: TensorDict) -> None:
+    def __init__(self, batch: TensorDict, vocab_size: int | None = None) -> None:
         require_columns(batch, ("prompt_ids", "response_ids"))
         self._batch = batch
-        self._prompts = Ragged(batch["prompt_ids"])
-        self._responses = Ragged(batch["response_ids"])
+        self._prompts = read_ids(batch, "prompt_ids", vocab_size)
+        self._responses = read_ids(batch, "response_ids", vocab_size)
 
     def micro_batches(self, max_tokens: int) -> list[MicroBatch]:
         """Every row in one micro-batch of at most `max_tokens` tokens, padding included.

@@ -6,9 +6,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hf_protocols.arguments import check_kind
 from hf_protocols.errors import BackendError
 
-__all__ = ["find_model", "read_end_of_sequence_ids"]
+__all__ = ["check_model", "find_model", "read_end_of_sequence_ids"]
+
+
+def check_model(model: object) -> None:
+    """Refuses what names no model: neither text nor a path, or a path that no name on the hub looks like.
+
+    Raises:
+        BackendError: for another kind.
+        FileNotFoundError: if there is no such directory.
+    """
+    check_kind(BackendError, "model", model, str | Path, "a directory in Hugging Face format, or a name on the hub")
+    is_path = isinstance(model, Path) or str(model).startswith(("/", ".", "~")) or str(model).count("/") > 1
+    if is_path and not Path(str(model)).is_dir():
+        raise FileNotFoundError("the directory does not exist; give one in Hugging Face format")
 
 
 def find_model(model: str | Path) -> Path:
@@ -20,6 +34,10 @@ def find_model(model: str | Path) -> Path:
     directory = Path(model)
     if directory.is_dir():
         return directory
+    try:
+        check_model(model)
+    except FileNotFoundError as error:
+        raise BackendError(f"there is no model in {str(model)!r}: {error}") from error
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError

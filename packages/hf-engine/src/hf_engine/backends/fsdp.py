@@ -28,10 +28,11 @@ from hf_engine.backends._agreement import (
 )
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._checkpoint import load_sharded, save_sharded
-from hf_engine.backends._directories import write_directory
+from hf_engine.backends._directories import check_directory, write_directory
 from hf_engine.backends._fsdp_model import check_same_shapes, find_head_name, head_only_at, read_tensor, shard_model
 from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
+from hf_engine.backends._model_directory import check_model
 from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends._optimizer import ShardedAdamW
 from hf_engine.backends._token_logprobs import compute_token_logprobs
@@ -152,16 +153,18 @@ class FsdpBackend:
         """One optimizer step; see `TrainBackend.train_step`."""
         optimizer = self._require_optimizer("train_step")
         self._offloaded.require_all("train_step")
-        check_number(BackendError, "denominator", denominator)
-        check_number(BackendError, "temperature", temperature)
-        sequences = SequenceBatch(batch)
-        micro_batches = self._agreed_micro_batches(sequences, needs_rows=True)
+        sequences, micro_batches = self._agreed_micro_batches(batch, temperature, denominator, needs_rows=True)
         loss = StepLoss(loss_fn, sequences, self._device)
         with self._accumulating(optimizer):
             for number, micro_batch in enumerate(micro_batches, 1):
                 self._reduce_after_backward(number == len(micro_batches))
                 outputs = self._forward(micro_batch, temperature=temperature, entropy=entropy)
                 torch.autograd.backward(loss.of(micro_batch, outputs) / denominator)
+        try:
+            loss.agree(self._group)
+        except Exception:
+            optimizer.zero_grad()
+            raise
         grad_norm = self._agreed_grad_norm(optimizer, loss.total)
         learning_rate = optimizer.next_learning_rate
         optimizer.step(grad_norm)
@@ -186,7 +189,8 @@ class FsdpBackend:
         """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
         self._offloaded.require_all("load_hf")
         with together("load", self._group, BackendError):
-            loaded, has_head = _load_model(directory, self._dtype, self._head)
+            check_directory(directory)
+            loaded, has_head = _load_model(Path(directory), self._dtype, self._head)
             full = dict(loaded.named_parameters())
             check_same_shapes(self.weight_layout().shapes, full, directory)
         if not has_head:
@@ -204,6 +208,8 @@ class FsdpBackend:
     def export_hf(self, directory: str | Path) -> None:
         """Writes config and safetensors from rank 0; see `TrainBackend.export_hf`."""
         self._offloaded.require_weights("export_hf")
+        with together("write", self._group, BackendError):
+            check_directory(directory)
         layout = self.weight_layout()
         whole = replicated_layout(layout.shapes, self._ranks[:1], dtype=layout.dtype)
         is_writer = dist.get_rank(self._group) == 0
@@ -267,11 +273,10 @@ class FsdpBackend:
     @lost_peers_are_errors("scoring")
     def _score(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
         self._offloaded.require_weights("scoring")
-        check_number(BackendError, "temperature", temperature)
-        sequences = SequenceBatch(batch)
+        sequences, micro_batches = self._agreed_micro_batches(batch, temperature, 1.0, needs_rows=False)
         parts: dict[str, list[tuple[MicroBatch, torch.Tensor]]] = defaultdict(list)
         with torch.no_grad():
-            for micro_batch in self._agreed_micro_batches(sequences, needs_rows=False):
+            for micro_batch in micro_batches:
                 outputs = self._forward(micro_batch, temperature=temperature, entropy=entropy)
                 for name, output in outputs.items():
                     parts[name].append((micro_batch, output))
@@ -333,9 +338,17 @@ class FsdpBackend:
             self._root.set_requires_gradient_sync(reduces)
             self._root.set_reshard_after_backward(reduces)
 
-    def _agreed_micro_batches(self, sequences: SequenceBatch, *, needs_rows: bool) -> list[MicroBatch]:
+    def _agreed_micro_batches(
+        self, batch: TensorDict, temperature: float, denominator: float, *, needs_rows: bool
+    ) -> tuple[SequenceBatch, list[MicroBatch]]:
+
+        def prepare() -> SequenceBatch:
+            check_number(BackendError, "denominator", denominator)
+            check_number(BackendError, "temperature", temperature)
+            return SequenceBatch(batch, self._model.get_input_embeddings().weight.shape[0])
+
         max_tokens = self._config.micro_batch_tokens
-        return agree_on_micro_batches(sequences, max_tokens, self._group, self._device, needs_rows=needs_rows)
+        return agree_on_micro_batches(prepare, max_tokens, self._group, self._device, needs_rows=needs_rows)
 
     def _agreed_grad_norm(self, optimizer: ShardedAdamW, loss: float) -> float:
         """The global gradient norm; refuses the step on every rank if it or the loss is not finite on any."""
@@ -361,6 +374,7 @@ class FsdpBackend:
 def _load_model(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[Any, bool]:
     """Loads a causal language model; for a value head, says whether the directory had one. True for `"lm"`."""
     try:
+        check_model(model)
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     except (OSError, ValueError, SafetensorError) as error:
         raise BackendError(f"transformers cannot load a causal language model from {str(model)!r}: {error}") from error

@@ -18,7 +18,8 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._decoding import LENGTH, Decoding
-from hf_engine.backends._jagged import Ragged, require_columns
+from hf_engine.backends._jagged import Ragged, read_ids, require_columns
+from hf_engine.backends._model_directory import check_model
 from hf_engine.backends._responses import build_responses, check_prompts, end_of_sequence_ids
 from hf_engine.backends._sampling import draw_uniforms
 from hf_engine.backends._stop_strings import load_stop_strings
@@ -77,6 +78,7 @@ class TransformersBackend:
                 f"gen_tp_size={generation.gen_tp_size} are not supported; set both to 1 or choose another backend"
             )
         try:
+            check_model(model)
             loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         except (OSError, ValueError, SafetensorError) as error:
             raise BackendError(
@@ -130,7 +132,7 @@ class TransformersBackend:
         if not self._has_weights:
             raise BackendError("the weights were released; resume, send them anew and commit before generating")
         require_columns(batch, ("prompt_ids", "row_id"))
-        prompts = Ragged(batch["prompt_ids"])
+        prompts = read_ids(batch, "prompt_ids", self._model.get_input_embeddings().weight.shape[0])
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         check_prompts(prompts.lengths.tolist(), positions, sampling)
         strings = load_stop_strings(self._model.name_or_path, sampling)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from hf_protocols.errors import ReshardError
+from hf_protocols.errors import HybridFlowError, ReshardError
 
-__all__ = ["HIGHEST", "agree", "spread"]
+__all__ = ["HIGHEST", "agree", "refuse_together", "spread"]
 
 HIGHEST = 2**31 - 1
 """In the place of a number: this rank refuses. Numbers are smaller, and go as 32 bits."""
@@ -45,9 +46,21 @@ def agree(
     lowest, highest = spread(number, number if refusal is None else HIGHEST, group, device)
     if highest < HIGHEST:
         return lowest == highest
+    refuse_together(refusal, group, ranks, ReshardError, "the other ranks moved no weights")
+
+
+def refuse_together(
+    refusal: Exception | None,
+    group: dist.ProcessGroup | None,
+    ranks: Sequence[int],
+    error: type[HybridFlowError],
+    outcome: str,
+) -> NoReturn:
+    """Raises on every rank of a group that knows that one refused: its own refusal, or who else's. Collective."""
+    reason = str(refusal) if isinstance(refusal, HybridFlowError) else f"{type(refusal).__name__}: {refusal}"
     told: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, refusal and (str(refusal) or repr(refusal)), group=group)
+    dist.all_gather_object(told, None if refusal is None else reason, group=group)
     if refusal is not None:
         raise refusal
     refused = "; ".join(f"rank {rank} refused: {reason}" for rank, reason in zip(ranks, told, strict=True) if reason)
-    raise ReshardError(f"{refused}; the other ranks moved no weights")
+    raise error(f"{refused}; {outcome}")

@@ -133,18 +133,16 @@ class MegatronBackend:
         """One optimizer step; see `TrainBackend.train_step`. `loss_fn` runs on the last pipeline stage."""
         optimizer = self._require_optimizer("train_step")
         self._stage.offloaded.require_all("train_step")
-        check_number(BackendError, "denominator", denominator)
-        check_number(BackendError, "temperature", temperature)
-        sequences = SequenceBatch(batch)
+        self._stage.module.zero_grad_buffer()
+        sequences, micro_batches = self._agreed_micro_batches(batch, temperature, denominator, needs_rows=True)
         loss = StepLoss(loss_fn, sequences, self._device)
 
         def compute_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
             outputs = self._stage.decoder.outputs(hidden, micro_batch, temperature=temperature, entropy=entropy)
             return loss.of(micro_batch, outputs) / denominator
 
-        self._stage.module.zero_grad_buffer()
-        micro_batches = self._agreed_micro_batches(sequences, needs_rows=True)
         run_backward(self._stage.module, micro_batches, compute_loss, window=self._window, device=self._device)
+        loss.agree(self._world)
         total, metrics = self._from_last_stage((loss.total, loss.metrics))
         grad_norm = self._agreed_grad_norm(optimizer, total)
         learning_rate = optimizer.next_learning_rate
@@ -210,14 +208,12 @@ class MegatronBackend:
     @lost_peers_are_errors("scoring")
     def _score(self, batch: TensorDict, names: Sequence[str], temperature: float, entropy: bool) -> TensorDict:
         self._stage.offloaded.require_weights("scoring")
-        check_number(BackendError, "temperature", temperature)
-        sequences = SequenceBatch(batch)
+        sequences, micro_batches = self._agreed_micro_batches(batch, temperature, 1.0, needs_rows=False)
 
         def compute(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, dict[str, torch.Tensor]]:
             outputs = self._stage.decoder.outputs(hidden, micro_batch, temperature=temperature, entropy=entropy)
             return micro_batch, outputs
 
-        micro_batches = self._agreed_micro_batches(sequences, needs_rows=False)
         results = run_forward(self._stage.decoder, micro_batches, compute, window=self._window, device=self._device)
         columns = {}
         for name in names:
@@ -241,9 +237,17 @@ class MegatronBackend:
         dist.broadcast_object_list(box, src=self._groups.last_stage_rank, group=self._groups.pp, device=self._device)
         return box[0]
 
-    def _agreed_micro_batches(self, sequences: SequenceBatch, *, needs_rows: bool) -> list[MicroBatch]:
+    def _agreed_micro_batches(
+        self, batch: TensorDict, temperature: float, denominator: float, *, needs_rows: bool
+    ) -> tuple[SequenceBatch, list[MicroBatch]]:
+
+        def prepare() -> SequenceBatch:
+            check_number(BackendError, "denominator", denominator)
+            check_number(BackendError, "temperature", temperature)
+            return SequenceBatch(batch, self._stage.decoder.real_vocab_size)
+
         max_tokens = self._config.micro_batch_tokens
-        return agree_on_micro_batches(sequences, max_tokens, self._groups.dp, self._device, needs_rows=needs_rows)
+        return agree_on_micro_batches(prepare, max_tokens, self._world, self._device, needs_rows=needs_rows)
 
     def _agreed_grad_norm(self, optimizer: DistributedAdamW, loss: float) -> float:
         """The global gradient norm; refuses the step on every rank if it or the loss is not finite on any."""

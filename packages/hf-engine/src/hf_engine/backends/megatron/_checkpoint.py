@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_engine.backends._agreement import together
+from hf_engine.backends._directories import check_directory
 from hf_engine.backends.megatron._names import Piece
 from hf_engine.backends.megatron._optimizer import DistributedAdamW
 from hf_engine.backends.megatron._stage import Stage
@@ -69,6 +70,7 @@ def load_sharded(directory: str | Path, stage: Stage) -> None:
             then), or files fail on the way.
     """
     with together("load", None, BackendError):
+        check_directory(directory)
         stored = _Stored(Path(directory))
         stored.check(stage, _kinds(stage.optimizer))
     with together("load", None, OSError, SafetensorError):

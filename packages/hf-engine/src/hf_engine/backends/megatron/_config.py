@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hf_engine.backends._base import TrainConfig
+from hf_engine.backends._directories import check_directory
 from hf_engine.backends.megatron._core import TransformerConfig, quiet
 from hf_engine.resharding.tensor_parallel import fused_qkv_rows, split_layers
 from hf_protocols.errors import BackendError, ConfigError, ReshardError
@@ -53,6 +54,7 @@ class ModelConfig:
         Raises:
             BackendError: for what is no directory, or a model that megatron-core's layers do not express exactly.
         """
+        check_directory(directory)
         try:
             config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
             shape = ModelShape.from_config(config)

@@ -196,14 +196,14 @@ class ServerBackend:
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
-        from hf_engine.backends._jagged import Ragged, require_columns
+        from hf_engine.backends._jagged import read_ids, require_columns
         from hf_engine.backends._responses import build_responses, check_prompts
         from hf_engine.backends._sampling import draw_seeds
         from hf_engine.backends._stop_strings import load_stop_strings
 
         self._require_ready(sampling)
         require_columns(batch, ("prompt_ids", "row_id"))
-        check_prompts(Ragged(batch["prompt_ids"]).lengths.tolist(), self._max_positions, sampling)
+        check_prompts(read_ids(batch, "prompt_ids").lengths.tolist(), self._max_positions, sampling)
         strings = load_stop_strings(self._directory, sampling)
         samples = self._server.generate(
             [row.tolist() for row in batch["prompt_ids"].unbind() for _ in range(sampling.n)],

@@ -211,7 +211,7 @@ class SglangBackend:
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
-        from hf_engine.backends._jagged import Ragged, require_columns
+        from hf_engine.backends._jagged import read_ids, require_columns
         from hf_engine.backends._responses import build_responses, check_prompts
         from hf_engine.backends._sampling import draw_uniforms
         from hf_engine.backends._stop_strings import load_stop_strings
@@ -221,7 +221,7 @@ class SglangBackend:
         if self._is_released:
             raise BackendError("the KV cache was released; resume before generating")
         require_columns(batch, ("prompt_ids", "row_id"))
-        lengths = Ragged(batch["prompt_ids"]).lengths.tolist()
+        lengths = read_ids(batch, "prompt_ids").lengths.tolist()
         check_prompts(lengths, self._max_positions, sampling)
         self._check_cache(lengths, sampling)
         strings = load_stop_strings(self._model.directory, sampling)

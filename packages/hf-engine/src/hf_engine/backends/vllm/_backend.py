@@ -147,7 +147,7 @@ class VllmBackend:
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
-        from hf_engine.backends._jagged import Ragged, require_columns
+        from hf_engine.backends._jagged import read_ids, require_columns
         from hf_engine.backends._responses import build_responses, check_prompts
         from hf_engine.backends._stop_strings import load_stop_strings
 
@@ -157,7 +157,7 @@ class VllmBackend:
         if self._is_released:
             raise BackendError("the KV cache was released; resume before generating")
         require_columns(batch, ("prompt_ids", "row_id"))
-        check_prompts(Ragged(batch["prompt_ids"]).lengths.tolist(), engine.max_positions, sampling)
+        check_prompts(read_ids(batch, "prompt_ids").lengths.tolist(), engine.max_positions, sampling)
         strings = load_stop_strings(engine.model, sampling)
         stops = sorted(engine.stop_token_ids | set(sampling.stop_token_ids))
         responses = engine.run(batch, sampling, stops, strings)
