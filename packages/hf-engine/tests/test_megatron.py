@@ -104,7 +104,14 @@ def conformance(model, directory, topology, head, eps=1e-8):
         directory=Path(directory),
         head=head,
         config=TrainConfig(
-            learning_rate=3e-3, eps=eps, weight_decay=0.01, max_grad_norm=0.5, warmup_steps=2, micro_batch_tokens=64
+            learning_rate=3e-3,
+            eps=eps,
+            weight_decay=0.01,
+            max_grad_norm=0.5,
+            warmup_steps=2,
+            schedule="linear",
+            total_steps=8,
+            micro_batch_tokens=64,
         ),
     )
 

@@ -49,7 +49,7 @@ class TrainConfig:
     """
 
     learning_rate: float
-    """After warm-up; constant."""
+    """After warm-up, before it decays."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of AdamW's first and second moment."""
     eps: float = 1e-8
@@ -60,6 +60,12 @@ class TrainConfig:
     """Global norm to which gradients are clipped; infinity turns clipping off."""
     warmup_steps: int = 0
     """Step k of the first ones takes k / warmup_steps of the learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up: as it is, or down a line or half a cosine to its floor."""
+    total_steps: int = 0
+    """Optimizer steps, warm-up included, after which a schedule has reached its floor; needed unless it is constant."""
+    floor: float = 0.0
+    """Share of the learning rate at which a schedule ends and stays."""
     micro_batch_tokens: int = 8192
     """Bound on rows x padded (prompt + response) length of one forward pass."""
     dtype: str = "float32"
@@ -80,6 +86,7 @@ class TrainConfig:
         if self.max_grad_norm != inf:
             check_number(ConfigError, "max_grad_norm", self.max_grad_norm)
         check_count(ConfigError, "warmup_steps", self.warmup_steps, least=0)
+        self._check_schedule()
         check_count(ConfigError, "micro_batch_tokens", self.micro_batch_tokens)
         check_kind(ConfigError, "betas", self.betas, tuple | list, "two numbers, (0.9, 0.95)")
         for beta in self.betas:
@@ -91,6 +98,19 @@ class TrainConfig:
         for name, known in (("dtype", ("float32", "bfloat16")), ("shard", ("root", "layer"))):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give {' or '.join(known)}")
+
+    def _check_schedule(self) -> None:
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ConfigError(f"schedule={self.schedule!r}: give constant or linear or cosine")
+        check_count(ConfigError, "total_steps", self.total_steps, least=0)
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"schedule={self.schedule!r} with total_steps={self.total_steps}: give the steps of the whole run, "
+                f"above warmup_steps={self.warmup_steps}"
+            )
+        check_number(ConfigError, "floor", self.floor, may_be_zero=True)
+        if self.floor > 1:
+            raise ConfigError(f"floor={self.floor} must be at most 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +273,6 @@ class TrainBackend(Protocol):
 
         Raises:
             BatchError: on every rank, if none has a row.
-            BatchError: on every rank, if none has a row.
             NonFiniteLossError: on every rank, before the step, if loss or gradient norm is not finite on any.
             BackendError: for a loss without gradient; if another rank died or did not come within the deadline of the
                 process groups, which is that of the default group.
@@ -261,7 +280,7 @@ class TrainBackend(Protocol):
         ...
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Uses another learning rate from the next step on; warm-up still applies."""
+        """Uses another learning rate from the next step on; warm-up and schedule still apply."""
         ...
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:

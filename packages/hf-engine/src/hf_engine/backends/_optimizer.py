@@ -1,4 +1,4 @@
-"""AdamW over sharded parameters: global gradient norm, clipping, warm-up."""
+"""AdamW over sharded parameters: global gradient norm, clipping, learning rate."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hf_engine.backends._base import TrainConfig
-from hf_protocols.arguments import check_number
-from hf_protocols.errors import BackendError
+from hf_engine.backends._learning_rate import LearningRate
 
 __all__ = ["ShardedAdamW"]
 
@@ -25,7 +24,7 @@ class ShardedAdamW:
     def __init__(self, parameters: Iterable[torch.nn.Parameter], config: TrainConfig) -> None:
         self._parameters = list(parameters)
         self._config = config
-        self._learning_rate = config.learning_rate
+        self.learning_rate = LearningRate(config)
         self.steps = 0
         """Steps taken."""
         self.adamw = torch.optim.AdamW(
@@ -44,13 +43,7 @@ class ShardedAdamW:
     @property
     def next_learning_rate(self) -> float:
         """The learning rate of the next step."""
-        warmed = min(1.0, (self.steps + 1) / self._config.warmup_steps) if self._config.warmup_steps else 1.0
-        return self._learning_rate * warmed
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Uses another learning rate from the next step on; warm-up still applies."""
-        check_number(BackendError, "learning_rate", learning_rate, may_be_zero=True)
-        self._learning_rate = learning_rate
+        return self.learning_rate.at(self.steps)
 
     def squared_grad_norm(self) -> float:
         """Sum of squares of this rank's gradient shards; the sum over ranks is the squared global norm."""

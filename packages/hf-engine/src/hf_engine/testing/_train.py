@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from hf_engine.backends._base import Head, Metrics, TrainBackend, TrainConfig
 from hf_engine.resharding.execute import execute_reshard
@@ -26,8 +27,17 @@ if TYPE_CHECKING:
 __all__ = ["check_train_backend", "gather_weights"]
 
 _CONFIG = TrainConfig(
-    learning_rate=3e-3, betas=(0.9, 0.95), weight_decay=0.01, max_grad_norm=0.5, warmup_steps=2, micro_batch_tokens=64
+    learning_rate=3e-3,
+    betas=(0.9, 0.95),
+    weight_decay=0.01,
+    max_grad_norm=0.5,
+    warmup_steps=2,
+    schedule="cosine",
+    total_steps=8,
+    floor=0.1,
+    micro_batch_tokens=64,
 )
+_NUM_STEPS = 5
 
 
 def check_train_backend(
@@ -45,9 +55,9 @@ def check_train_backend(
     """Checks one backend on one topology. Called on every rank.
 
     The laws: log-probs (at two temperatures), entropies or values are those of `reference`; five AdamW steps end at
-    the parameters of the same steps in one process, whatever the token budget; a non-finite loss is refused on
-    every rank and leaves the weights alone; what was offloaded is refused, and comes back bit by bit; a checkpoint and
-    an export bring the same numbers back.
+    the parameters of the same steps in one process, under torch's schedulers, whatever the token budget; a non-finite
+    loss is refused on every rank and leaves the weights alone; what was offloaded is refused, and comes back bit by
+    bit; a checkpoint and an export bring the same numbers back, a checkpoint the place in the schedule, too.
 
     Args:
         build: builds the backend afresh, with the reference's weights.
@@ -107,6 +117,7 @@ class _Laws:
         self._rows = list(THREE_D.distribute(topology, len(batch))[dist.get_rank()])
         self._local = select_rows(batch, self._rows)
         self._num_tokens = float(batch["response_mask"].values().sum())
+        self._rates = _scheduled_rates(config, _NUM_STEPS + 1)
 
     def check_scores(self, backend: TrainBackend, when: str, reference: torch.nn.Module | None = None) -> None:
         reference = reference or self._reference
@@ -150,12 +161,11 @@ class _Laws:
             eps=self._config.eps,
             weight_decay=self._config.weight_decay,
         )
-        for step in range(1, 6):
-            warmed = min(1.0, step / max(1, self._config.warmup_steps)) * self._config.learning_rate
-            expected_norm = self._reference_step(reference, optimizer, warmed)
+        for step, rate in enumerate(self._rates[:_NUM_STEPS], 1):
+            expected_norm = self._reference_step(reference, optimizer, rate)
             metrics = backend.train_step(self._local, self._loss, self._num_tokens)
             _close(metrics["grad_norm"], expected_norm, 1e-3 * expected_norm, f"gradient norm of step {step}")
-            _close(metrics["learning_rate"], warmed, 1e-12, f"learning rate of step {step}")
+            _close(metrics["learning_rate"], rate, 1e-12, f"learning rate of step {step}")
             counted = backend.sum_over_data([metrics["tokens"][0]])[0] if "tokens" in metrics else 0.0
             assert counted == self._num_tokens, (
                 f"{counted} tokens reached the loss, {self._num_tokens} are in the batch"
@@ -195,7 +205,8 @@ class _Laws:
         assert backend.optimizer_steps == 5, f"{backend.optimizer_steps} optimizer steps in a checkpoint of five"
         assert backend.weight_changes == changes + 2, "a step and a load are two changes of the weights"
         self.check_scores(backend, "from the checkpoint", trained)
-        backend.train_step(self._local, self._loss, self._num_tokens)
+        metrics = backend.train_step(self._local, self._loss, self._num_tokens)
+        _close(metrics["learning_rate"], self._rates[_NUM_STEPS], 1e-12, "learning rate after the checkpoint")
         again = gather_weights(backend, self._topology)
         off = max(float((onwards[name] - again[name]).abs().max()) for name in onwards)
         assert off <= self._tolerance, f"a step from the checkpoint ends {off} off: optimizer state was lost"
@@ -204,9 +215,8 @@ class _Laws:
         backend.load_hf(directory / "export")
         assert backend.optimizer_steps == 0, "load_hf starts the optimizer anew"
         self.check_scores(backend, "from the export", trained)
-        first = self._config.learning_rate / max(1, self._config.warmup_steps)
         metrics = backend.train_step(self._local, self._loss, self._num_tokens)
-        _close(metrics["learning_rate"], first, 1e-12, "learning rate of the first step after load_hf")
+        _close(metrics["learning_rate"], self._rates[0], 1e-12, "learning rate of the first step after load_hf")
 
     def _expected(self, reference: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Reference outputs and response ids of this rank's rows."""
@@ -244,6 +254,27 @@ class _Laws:
         assert [len(row) for row in found] == [len(row) for row in expected], f"{what}: rows are not aligned"
         off = max(float((row - wanted).abs().max()) for row, wanted in zip(found, expected, strict=True))
         assert off <= self._tolerance, f"{what}: {off} off"
+
+
+def _scheduled_rates(config: TrainConfig, num_steps: int) -> list[float]:
+    """The learning rates of the first steps, by torch's schedulers."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.learning_rate)
+    decay_steps = max(1, config.total_steps - config.warmup_steps)
+    warmup: LRScheduler = LinearLR(
+        optimizer, start_factor=1 / max(1, config.warmup_steps), total_iters=max(1, config.warmup_steps - 1)
+    )
+    decays: dict[str, Callable[[], LRScheduler]] = {
+        "constant": lambda: ConstantLR(optimizer, factor=1.0),
+        "linear": lambda: LinearLR(optimizer, start_factor=1.0, end_factor=config.floor, total_iters=decay_steps),
+        "cosine": lambda: CosineAnnealingLR(optimizer, decay_steps, eta_min=config.floor * config.learning_rate),
+    }
+    scheduler = SequentialLR(optimizer, [warmup, decays[config.schedule]()], milestones=[config.warmup_steps])
+    rates = []
+    for _ in range(num_steps):
+        rates.append(float(scheduler.get_last_lr()[0]))
+        optimizer.step()
+        scheduler.step()
+    return rates
 
 
 def _close(pair: tuple[float, float], expected: float, tolerance: float, what: str) -> None:

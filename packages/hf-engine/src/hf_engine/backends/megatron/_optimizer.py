@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from hf_engine.backends._base import TrainConfig
+from hf_engine.backends._learning_rate import LearningRate
 from hf_engine.backends.megatron._core import OptimizerConfig, get_megatron_optimizer, quiet
-from hf_protocols.arguments import check_number
-from hf_protocols.errors import BackendError
 
 __all__ = ["DistributedAdamW", "Shard"]
 
@@ -37,7 +36,7 @@ class DistributedAdamW:
 
     def __init__(self, model: Any, config: TrainConfig, dtype: torch.dtype) -> None:
         self._config = config
-        self._learning_rate = config.learning_rate
+        self.learning_rate = LearningRate(config)
         self.steps = 0
         """Steps taken."""
         options = OptimizerConfig(
@@ -66,13 +65,7 @@ class DistributedAdamW:
     @property
     def next_learning_rate(self) -> float:
         """The learning rate of the next step."""
-        warmed = min(1.0, (self.steps + 1) / self._config.warmup_steps) if self._config.warmup_steps else 1.0
-        return self._learning_rate * warmed
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Uses another learning rate from the next step on; warm-up still applies."""
-        check_number(BackendError, "learning_rate", learning_rate, may_be_zero=True)
-        self._learning_rate = learning_rate
+        return self.learning_rate.at(self.steps)
 
     def take_gradients(self) -> float:
         """Takes the summed gradients of the model; their global norm, every element counted once. Collective."""
@@ -110,7 +103,7 @@ class DistributedAdamW:
     @torch.no_grad()
     def restart(self) -> None:
         """As built: no steps, no moments, the configured learning rate."""
-        self._learning_rate = self._config.learning_rate
+        self.learning_rate.reset()
         for inner in self._inner():
             for parameter in _parameters_of(inner):
                 inner.optimizer.state[parameter]["exp_avg"].zero_()

@@ -1,0 +1,43 @@
+"""The learning rate of every optimizer step: warm-up, then a schedule. Pure."""
+
+from __future__ import annotations
+
+from math import cos, pi
+
+from hf_engine.backends._base import TrainConfig
+from hf_protocols.arguments import check_number
+from hf_protocols.errors import BackendError
+
+__all__ = ["LearningRate"]
+
+
+class LearningRate:
+    """The rate that a `TrainConfig` gives every step; a function of the step's number, so a resumed run goes on in it.
+
+    After the warm-up it is that of transformers' `get_scheduler`. In the warm-up it is one step ahead: the first step
+    moves the weights already.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self._whole = config.learning_rate
+
+    def set(self, learning_rate: float) -> None:
+        """Uses another whole rate; warm-up and schedule take their shares of it."""
+        check_number(BackendError, "learning_rate", learning_rate, may_be_zero=True)
+        self._whole = learning_rate
+
+    def reset(self) -> None:
+        """Uses the configured rate again."""
+        self._whole = self._config.learning_rate
+
+    def at(self, step: int) -> float:
+        """The rate of step number `step`, counted from 0."""
+        config = self._config
+        if step < config.warmup_steps:
+            return self._whole * (step + 1) / config.warmup_steps
+        if config.schedule == "constant":
+            return self._whole
+        done = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
+        left = 1.0 - done if config.schedule == "linear" else (1.0 + cos(pi * done)) / 2
+        return self._whole * (config.floor + (1.0 - config.floor) * left)
