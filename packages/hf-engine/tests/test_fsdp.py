@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 from hf_engine import TrainConfig, load_train_backend
@@ -17,6 +18,7 @@ from hf_protocols import BackendError, BatchError, ParallelSpec, Topology
 
 VOCAB_SIZE = 64
 CONFIG = TrainConfig(learning_rate=1e-2, micro_batch_tokens=64)
+SCHEDULED = replace(CONFIG, warmup_steps=1, schedule="linear", total_steps=6)
 
 
 def topology_of_all_ranks():
@@ -153,24 +155,29 @@ def test_a_step_that_failed_on_its_way_leaves_nothing(ranks2, models, dtype, sha
 
 
 def save_after_three_steps(model, directory):
-    backend = build(model, head="value")
+    """The weights there, and after two more steps."""
+    backend = build(model, SCHEDULED, head="value")
     backend.load_hf(model)
-    batch = local_rows(6)
     for _ in range(3):
-        backend.train_step(batch, squared_values, 10.0)
+        backend.train_step(local_rows(6), squared_values, 10.0)
     backend.save_checkpoint(Path(directory) / "checkpoint")
     backend.export_hf(Path(directory) / "export")
-    return gather_weights(backend, topology_of_all_ranks())
-
-
-def step_from_checkpoint(model, directory, num_steps):
-    backend = build(model, head="value")
-    backend.load_checkpoint(Path(directory) / "checkpoint")
-    assert backend.optimizer_steps == 3
-    loaded = gather_weights(backend, topology_of_all_ranks())
-    for _ in range(num_steps):
+    saved = gather_weights(backend, topology_of_all_ranks())
+    for _ in range(2):
         backend.train_step(local_rows(6), squared_values, 10.0)
-    return loaded, gather_weights(backend, topology_of_all_ranks())
+    return saved, gather_weights(backend, topology_of_all_ranks())
+
+
+def step_from_checkpoint(model, directory, again):
+    """Saves what it loads, and takes two steps; their learning rates, and the weights before and after."""
+    backend = build(model, SCHEDULED, head="value")
+    backend.load_checkpoint(directory)
+    assert backend.optimizer_steps == 3
+    backend.save_checkpoint(again)
+    loaded = gather_weights(backend, topology_of_all_ranks())
+    metrics = [backend.train_step(local_rows(6), squared_values, 10.0) for _ in range(2)]
+    rates = [each["learning_rate"][0] for each in metrics]
+    return rates, loaded, gather_weights(backend, topology_of_all_ranks())
 
 
 def local_rows(num_rows):
@@ -182,14 +189,41 @@ def squared_values(outputs, micro_batch):
     return ((outputs["values"] - 1.0) ** 2 * micro_batch["response_mask"]).sum(), {}
 
 
-def test_a_checkpoint_of_two_ranks_loads_on_one(ranks1, ranks2, models, tmp_path):
-    saved, _ = ranks2.run(save_after_three_steps, models["tied"], tmp_path)
-    (loaded, onwards), *_ = ranks1.run(step_from_checkpoint, models["tied"], tmp_path, 2)
-    (_, expected), _ = ranks2.run(step_from_checkpoint, models["tied"], tmp_path, 2)
-    for name, tensor in saved.items():
-        assert torch.equal(loaded[name], tensor), name
-        torch.testing.assert_close(onwards[name], expected[name], atol=1e-4, rtol=0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "export"]
+def test_a_checkpoint_goes_from_two_ranks_to_one_and_back(ranks1, ranks2, models, tmp_path):
+    """Weights, moments and steps bit by bit, and further steps as if the run had never ended."""
+    (saved, onwards), _ = ranks2.run(save_after_three_steps, models["tied"], tmp_path)
+    paths = [tmp_path / name for name in ("checkpoint", "on one", "on two")]
+    for ranks, source, again in ((ranks1, paths[0], paths[1]), (ranks2, paths[1], paths[2])):
+        rates, loaded, continued = ranks.run(step_from_checkpoint, models["tied"], source, again)[0]
+        assert rates == pytest.approx([0.6e-2, 0.4e-2])
+        for name, tensor in saved.items():
+            assert torch.equal(loaded[name], tensor), name
+            torch.testing.assert_close(continued[name], onwards[name], atol=1e-4, rtol=0)
+    first, *others = [whole_state(path, tmp_path / "whole.pt") for path in paths]
+    assert first["steps"] == 3
+    for name in saved:
+        moments = first["optimizer"]["state"][name]
+        assert moments["step"] == 3
+        assert moments["exp_avg"].any()
+        assert moments["exp_avg_sq"].any()
+    assert all(same(first, other) for other in others)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["checkpoint", "export", "on one", "on two", "whole.pt"]
+    )
+
+
+def whole_state(directory, file):
+    """What a sharded checkpoint holds, put together by torch without a process group."""
+    dcp_to_torch_save(directory, file)
+    return torch.load(file, weights_only=False)
+
+
+def same(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def load_value_export(model, directory):
@@ -201,7 +235,7 @@ def load_value_export(model, directory):
 
 
 def test_a_value_head_comes_back_from_its_export(ranks1, ranks2, models, tmp_path):
-    saved, _ = ranks2.run(save_after_three_steps, models["untied"], tmp_path)
+    (saved, _), _ = ranks2.run(save_after_three_steps, models["untied"], tmp_path)
     ((at_start, loaded, built),) = ranks1.run(load_value_export, models["untied"], tmp_path)
     assert not at_start["lm_head.weight"].any()
     assert saved["lm_head.weight"].any()

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_engine import TrainConfig, load_train_backend
@@ -14,6 +17,7 @@ from hf_protocols.standard import THREE_D
 
 VOCAB_SIZE = 70  # padded to 128 rows: two ranks hold 64 and 6 real ones
 CONFIG = TrainConfig(learning_rate=1e-2, micro_batch_tokens=40)
+SCHEDULED = replace(CONFIG, schedule="cosine", total_steps=6)
 EXPERTS = ("qwen3_moe", "mixtral")
 SIZES = {
     "num_attention_heads": 4,
@@ -199,7 +203,7 @@ def test_recomputed_activations_change_nothing(ranks2, models, tmp_path):
 
 
 def save_after_two_steps(model, directory, topology, frozen_too):
-    backend = build(model, topology)
+    backend = build(model, topology, SCHEDULED)
     for _ in range(2):
         backend.train_step(local_rows(topology), negative_logprobs, 10.0)
     backend.save_checkpoint(Path(directory) / "checkpoint")
@@ -215,11 +219,13 @@ def save_after_two_steps(model, directory, topology, frozen_too):
 
 
 def step_from_checkpoint(model, directory, topology):
-    backend = build(model, topology)
+    backend = build(model, topology, SCHEDULED)
     backend.load_checkpoint(Path(directory) / "checkpoint")
     assert backend.optimizer_steps == 2
+    backend.save_checkpoint(Path(directory) / "again")
     loaded = gather_weights(backend, topology)
-    backend.train_step(local_rows(topology), negative_logprobs, 10.0)
+    metrics = backend.train_step(local_rows(topology), negative_logprobs, 10.0)
+    assert metrics["learning_rate"] == pytest.approx((0.75e-2, 1.0))
     onwards = gather_weights(backend, topology)
     with pytest.raises(BackendError, match=r"saved from a frozen model: it lacks exp_avg, exp_avg_sq"):
         backend.load_checkpoint(Path(directory) / "frozen")
@@ -246,6 +252,32 @@ def test_a_checkpoint_loads_under_another_layout(ranks2, models, tmp_path, model
     for name, tensor in saved.items():
         assert torch.equal(loaded[name], tensor), name
         torch.testing.assert_close(continued[name], onwards[name], atol=1e-4, rtol=0)
+    state, again = (whole_state(tmp_path / folder) for folder in ("checkpoint", "again"))
+    assert len(state) == 3 * len(saved)
+    assert all(state[f"exp_avg_sq/{name}"].any() for name in saved if ".experts." not in name)
+    assert state.keys() == again.keys()
+    for key, tensor in state.items():
+        assert torch.equal(tensor, again[key]), key
+    for name, tensor in saved.items():
+        assert torch.equal(state[f"weight/{name}"], tensor), name
+
+
+def whole_state(directory):
+    """Weights and moments by kind and name, put together from the files; every element is in one of them."""
+    description = json.loads((directory / "checkpoint.json").read_text())
+    assert description["steps"] == 2
+    whole = {
+        f"{kind}/{name}": torch.full(shape, torch.nan)
+        for kind in description["kinds"]
+        for name, shape in description["shapes"].items()
+    }
+    for path in directory.glob("*.safetensors"):
+        for key, part in load_file(path).items():
+            name, _, offset = key.rpartition("@")
+            start = [int(number) for number in offset.split(",") if number]
+            whole[name][tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
 
 
 def train_and_export(model, directory, topology):

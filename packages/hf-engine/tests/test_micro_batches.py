@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from hf_engine.backends._agreement import agree_on_micro_batches
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch, plan_micro_batches
 from hf_protocols import BatchError
 
@@ -30,6 +32,21 @@ def test_similar_lengths_go_together():
 def test_a_row_above_the_budget_is_named():
     with pytest.raises(BatchError, match=r"row 1 has 30 prompt \+ 5 response = 35 tokens, above micro_batch_tokens=32"):
         plan_micro_batches([2, 30], [2, 5], 32)
+
+
+def agree(rows_by_rank, max_tokens):
+    """Rows of each micro-batch of this rank."""
+    rows = rows_by_rank[dist.get_rank()]
+    columns = {"prompt_ids": jagged([[1] * length for length in rows]), "response_ids": jagged([[2]] * len(rows))}
+    sequences = SequenceBatch(TensorDict(columns, batch_size=[len(rows)]))
+    agreed = agree_on_micro_batches(sequences, max_tokens, dist.group.WORLD, torch.device("cpu"), needs_rows=True)
+    return [micro_batch.rows.tolist() for micro_batch in agreed]
+
+
+def test_ranks_agree_on_the_largest_count_and_short_ones_run_dummies(ranks2):
+    """Six rows of 10 tokens are three pairs of 20; the other rank's one row is one micro-batch, and two dummies."""
+    assert ranks2.run(agree, [[9] * 6, [9]], 20) == [[[0, 1], [2, 3], [4, 5]], [[0], [], []]]
+    assert ranks2.run(agree, [[9] * 6, [9]], 1000) == [[[0, 1, 2, 3, 4, 5]], [[0]]]
 
 
 def jagged(rows, dtype=torch.int64):
