@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from itertools import product
+from math import prod
 
 import numpy as np
 import pytest
@@ -110,28 +111,38 @@ def test_published_models_come_within_a_thousandth_of_the_formula(preset, train,
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_comes_within_a_thousandth_of_the_formula(preset):
-    """Norms and routers are replicated, end stages unequal; a tied embedding on both is not in the formula."""
+    """Norms and routers are replicated, end stages unequal; M counts a tied embedding as often as it is stored."""
     model = ModelShape.preset(preset)
-    for train, generation in [("1-2-2", "1-1")] if model.tie_embeddings else [("1-2-2", "1-1"), ("2-2-1", "1-2")]:
+    layouts = [("1-2-2", "1-1"), ("2-2-1", "1-2")] + [("2-2-1", "2-1")] * model.tie_embeddings
+    for train, generation in layouts:
         topology = Topology(ParallelSpec.parse(train), GenerationSpec.parse(generation))
         planned = plan_transition(model, topology)
-        cost = compute_transition_cost(planned.parameter_bytes, topology)
+        assert planned.parameter_bytes == 2 * model.num_parameters
+        trained, generated = (stored_bytes(model, int(sizes[0])) for sizes in (train, generation))
         mean = sum(planned.recv_bytes.values()) / topology.world_size
-        assert mean == pytest.approx(cost.recv_bytes, rel=1e-3)
+        expected = generated / topology.generation.replica_size - trained / (topology.world_size / int(train[4]))
+        assert mean == pytest.approx(expected, rel=1e-3), (train, generation)
+        if trained == generated:
+            assert expected == compute_transition_cost(trained, topology).recv_bytes
         assert planned.redundant_bytes == 0
+        assert all(planned.recv_bytes[rank] == brute_force_recv(planned.plan, rank) for rank in planned.plan.ranks)
+
+
+def stored_bytes(model, num_stages):
+    """Of one model cut into stages: the first and the last have an embedding each, tied or not."""
+    second = model.vocab_size * model.hidden_size if model.tie_embeddings and num_stages > 1 else 0
+    return 2 * (model.num_parameters + second)
 
 
 def brute_force_recv(plan, rank):
     """What a rank needs minus what it holds, by corners of boxes alone."""
-    needed = 0
+    source, needed = plan.source.boxes_of(rank), 0
     for name, wanted in plan.target.boxes_of(rank).items():
         for box in wanted:
-            missing = np.prod(box.shape)
-            for held in plan.source.boxes_of(rank).get(name, ()):
-                low = np.maximum(box.offset, held.offset)
-                high = np.minimum(box.stop, held.stop)
-                missing -= np.prod(np.maximum(high - low, 0))
-            needed += int(missing)
+            needed += prod(box.shape)
+            for held in source.get(name, ()):
+                corners = zip(box.offset, box.shape, held.offset, held.shape, strict=True)
+                needed -= prod(max(0, min(a + n, b + m) - max(a, b)) for a, n, b, m in corners)
     return needed * 2
 
 
@@ -194,6 +205,45 @@ def test_figure_8_moves_a_quarter_of_the_model_and_the_vanilla_groups_three_quar
     vanilla = plan_transition(UNIFORM, topology, "hybridflow-v")
     assert vanilla.recv_bytes[0] == whole * 3 / 4
     assert [rank for rank, extra in vanilla.redundant_bytes_by_rank.items() if extra] == [1, 2, 5, 6]
+
+
+@pytest.mark.parametrize(("sizes", "generation"), [((2, 2, 1), "1-2"), ((1, 4, 1), "1-1"), ((1, 1, 2), "1-2")])
+@pytest.mark.parametrize("order", ["megatron", "contiguous"])
+def test_context_parallel_ranks_are_further_replicas(sizes, generation, order):
+    """Every rank needs, holds and gets what it would in a topology of its own context-parallel coordinate."""
+    pp, tp, dp = sizes
+    generation = GenerationSpec.parse(generation)
+    topology = Topology(ParallelSpec(pp_size=pp, tp_size=tp, dp_size=dp, cp_size=2), generation, order)
+    alone = Topology(ParallelSpec(pp_size=pp, tp_size=tp, dp_size=2 * dp), generation, order)
+    planned, expected = (plan_transition(SMALL_HEADS, each) for each in (topology, alone))
+    assert planned.redundant_bytes == expected.redundant_bytes
+    for name in ("recv_bytes", "kept_bytes", "peak_param_bytes"):
+        assert sorted(getattr(planned, name).values()) == sorted(getattr(expected, name).values()), name
+    for rank in range(topology.world_size):
+        assert planned.recv_bytes[rank] == brute_force_recv(planned.plan, rank)
+        have, need = elements(planned.plan.source, rank), elements(planned.generation, rank)
+        at = topology.coordinate(rank)
+        twins = [r for r in range(topology.world_size) if topology.coordinate(r).pp == at.pp]
+        twins = [r for r in twins if topology.coordinate(r).tp == at.tp]
+        assert len(twins) == 2 * dp
+        for twin in twins:
+            same = elements(planned.plan.source, twin)
+            assert all(np.array_equal(have[name], same[name]) for name in have)
+        assert 2 * sum(int((need[name] & ~have[name]).sum()) for name in need) == planned.recv_bytes[rank]
+    if topology.is_nested:
+        assert set(planned.groups) == {tuple(sorted(g)) for g in topology.groups("micro_dp") if len(g) > 1}
+
+
+def test_a_plan_says_who_exchanges_what():
+    planned = plan_transition(SMALL_HEADS, topology_of(1, 4, 2, 1, 2))
+    assert planned.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    received = dict.fromkeys(range(8), 0)
+    for message in planned.messages:
+        assert message.source not in message.destinations
+        for rank in message.destinations:
+            assert {message.source, rank} in [set(group) for group in planned.groups]
+            received[rank] += 2 * prod(message.box.shape)
+    assert planned.recv_bytes == received
 
 
 def test_near_senders_come_first():

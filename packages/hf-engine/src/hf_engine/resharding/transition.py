@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import BoxNumbers, WeightLayout, fsdp_layout
 from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
-from hf_engine.resharding.plan import ReshardPlan, plan_reshard
+from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
 from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Topology
@@ -42,11 +42,14 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class TransitionPlan:
-    """What a transition costs every rank; all figures in bytes of the weights' dtype."""
+    """What a transition costs every rank, by layouts alone; all figures in bytes of the weights' dtype.
+
+    What an engine that was built holds beside is in `HybridEngine.memory`, a `TransitionMemory`.
+    """
 
     method: Method
     parameter_bytes: int
-    """M: the whole model."""
+    """M: the whole model; a tied embedding counts once, also where the first and the last stage both hold it."""
     plan: ReshardPlan
     """The messages: to the generation layout, or to whole models for the methods that gather them."""
     generation: WeightLayout
@@ -68,6 +71,16 @@ class TransitionPlan:
     def kept_bytes(self) -> Mapping[int, int]:
         """By rank: bytes of what it needs that it holds already."""
         return self.plan.kept_bytes
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """What goes from whom to whom, in the order of names; a box that all of a group lack is an all-gather's."""
+        return self.plan.messages
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks that exchange weights with each other only; `exchanges` says how much, and by which collectives."""
+        return tuple(exchange.ranks for exchange in self.exchanges)
 
     @cached_property
     def redundant_bytes_by_rank(self) -> Mapping[int, int]:
