@@ -9,6 +9,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine.backends import _offload
 from hf_engine.backends.transformers import TransformersBackend
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.moving import storage_bytes
@@ -359,3 +360,26 @@ def keep_between_dtypes(model):
 
 def test_masters_of_another_dtype_stay_where_they_are(ranks2, tmp_path):
     ranks2.run(keep_between_dtypes, write_tiny_model(tmp_path))
+
+
+def offload_while_generating(model):
+    """As on a device: the memory of the training weights and of AdamW's moments is given up, not only refused."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_offload, "_is_on_host", lambda storage: False)
+        train, rollout, engine = build_engine(model, model, training_weights="offload")
+        step(train)
+        trained, views = bits(train.local_weights()), train.local_weights().values()
+        memory, shard = engine.memory, storage_bytes(train.local_weights().values())
+        for _ in range(2):  # the second finds nothing changed
+            with engine.generation():
+                assert storage_bytes(views) == storage_bytes(train._optimizer.moments()) == 0
+                assert storage_bytes(rollout.weight_buffers().values()) == memory.generation_bytes > 0
+                engine.generate(build_prompts(4, vocab_size=VOCAB_SIZE), GREEDY)
+            assert all(torch.equal(train.local_weights()[name], value) for name, value in trained.items())
+        assert (memory.training, memory.training_bytes, memory.host_bytes) == ("offloaded", 0, shard)
+        step(train)
+        engine.close()
+
+
+def test_the_training_shard_may_wait_on_the_host(ranks2, tmp_path):
+    ranks2.run(offload_while_generating, write_tiny_model(tmp_path))

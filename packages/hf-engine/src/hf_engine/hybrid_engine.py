@@ -67,12 +67,13 @@ class TransitionMemory:
     """What an engine that keeps its weights itself holds: the generation shard and the KV cache. 0 for others."""
     released_bytes: int
     """What of these bytes was given back when generation last ended; 0 where nothing can be freed."""
-    training: Literal["moved", "kept"]
-    """Whether the training shard lies inside the generation shard, or stays beside it."""
+    training: Literal["moved", "kept", "offloaded"]
+    """Whether the training shard lies inside the generation shard, stays beside it, or waits on the host."""
     training_bytes: int
-    """Device bytes of the training shard beside the generation shard: 0 when it is moved."""
+    """Device bytes of the training shard beside the generation shard: 0 when it is moved or offloaded."""
     host_bytes: int
-    """Host copies of the parts of the training shard that lie outside the generation shard, when it is moved."""
+    """On the host: the training shard when it is offloaded; when it is moved copies of what lies outside the generation
+    shard, allocated once."""
     staging_bytes: int
     """Communication buffers, kept for the engine's lifetime, and the shards on their way into an engine that keeps
     its weights itself."""
@@ -97,7 +98,7 @@ class HybridEngine:
         bucket_bytes: bound on the communication buffers, and on the shards that are on their way at once.
         training_weights: `"move"` as above, the default where dtypes are equal and the rollout backend exposes its
             weights; `"keep"` leaves both copies where they are, so that entering generation again without a change
-            costs nothing.
+            costs nothing; `"offload"` keeps them on the host during generation, the optimizer's state with them.
 
     Raises:
         BackendError: if the rollout backend does neither, has another topology, or `"move"` is asked for between
@@ -112,7 +113,7 @@ class HybridEngine:
         topology: Topology,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        training_weights: Literal["move", "keep"] | None = None,
+        training_weights: Literal["move", "keep", "offload"] | None = None,
     ) -> None:
         groups = topology.groups("micro_dp") if topology.generation else ()
         near = [groups, _machines(topology.world_size)]
@@ -121,6 +122,7 @@ class HybridEngine:
         self._train = train
         self._rollout = rollout
         self._plan = plan
+        self._offloads = training_weights == "offload"
         self._mover: ShardMover | None = None
         self._released_bytes = 0
         self._engine_bytes = 0
@@ -155,14 +157,15 @@ class HybridEngine:
         """What this rank holds while it generates."""
         rank = dist.get_rank()
         moved, fed = self._mover is not None, not isinstance(self._rollout, SupportsWeightBuffers)
-        held = self._plan.target.held_bytes(rank)
+        held, trained = self._plan.target.held_bytes(rank), self._plan.source.held_bytes(rank)
+        outside = self._mover.host_bytes if self._mover is not None else 0
         return TransitionMemory(
             generation_bytes=0 if fed else held,
             engine_bytes=self._engine_bytes,
             released_bytes=held if moved else self._released_bytes,
-            training="moved" if moved else "kept",
-            training_bytes=0 if moved else self._plan.source.held_bytes(rank),
-            host_bytes=self._mover.host_bytes if self._mover is not None else 0,
+            training="moved" if moved else "offloaded" if self._offloads else "kept",
+            training_bytes=0 if moved or self._offloads else trained,
+            host_bytes=trained if self._offloads else outside,
             staging_bytes=self._stream.staging_bytes if fed else self._executor.buffer_bytes,
         )
 
@@ -180,9 +183,9 @@ class HybridEngine:
     def generation(self) -> Iterator[None]:
         """Brings the current training weights into the rollout backend. Collective over all ranks.
 
-        Where the training weights are moved they cannot be used inside the block: the training backend refuses what
-        needs them. They are back when it ends, however it ends. Where both are kept nothing moves if the training
-        weights did not change since the last time.
+        Where the training weights are moved or offloaded they cannot be used inside the block: the training backend
+        refuses what needs them. They are back when it ends, however it ends. Where both are kept nothing moves if the
+        training weights did not change since the last time.
 
         Raises:
             ReshardError: if a transfer fails; the training weights are intact.
@@ -203,6 +206,8 @@ class HybridEngine:
                 recv_bytes=received,
                 is_unchanged=changed and digest is not None and digest == self._digest and self._holds_weights,
             )
+            if self._offloads:
+                self._train.offload(weights=True)
             if isinstance(self._rollout, SupportsShardLoading):
                 self._rollout.resume()
             self._is_generating = True
@@ -214,6 +219,8 @@ class HybridEngine:
                 self._rollout.release()
             elif isinstance(self._rollout, SupportsShardLoading):
                 self._released_bytes = self._rollout.release()
+            if self._offloads:
+                self._train.reload()
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws responses from the current weights; see `RolloutBackend.generate`.
@@ -296,8 +303,8 @@ def _plan_between(
         raise BackendError(
             f"{type(rollout).__name__} neither exposes its weights (weight_buffers) nor loads shards (load_shards)"
         )
-    if training_weights not in (None, "move", "keep"):
-        raise BackendError(f'training_weights={training_weights!r}: give "move", "keep" or None')
+    if training_weights not in (None, "move", "keep", "offload"):
+        raise BackendError(f'training_weights={training_weights!r}: give "move", "keep", "offload" or None')
     source, target = train.weight_layout(), rollout.weight_layout()
     plan = plan_reshard(source, target, near=near)
     if plan.ranks != tuple(range(topology.world_size)):
@@ -305,12 +312,12 @@ def _plan_between(
     if training_weights == "move" and source.dtype != target.dtype:
         raise BackendError(
             f"training weights are {source.dtype}, generation weights {target.dtype}: the one cannot lie inside "
-            'the other; use training_weights="keep"'
+            'the other; use training_weights="keep" or "offload"'
         )
     if training_weights == "move" and not isinstance(rollout, SupportsWeightBuffers):
         raise BackendError(
             f"{type(rollout).__name__} keeps its weights itself: the training weights cannot lie inside them; use "
-            'training_weights="keep"'
+            'training_weights="keep" or "offload"'
         )
     if isinstance(rollout, SupportsWeightBuffers):
         check_weights(target, dist.get_rank(), rollout.weight_buffers(), "generation")

@@ -54,11 +54,15 @@ class ShardMover:
         }
         self._train_bytes = {key: self._storage(key).nbytes() for key in self._groups}
         self._done: set[str] = set()
-        self._emptied: dict[int, torch.Tensor | None] = {}
+        self._emptied: set[int] = set()
+        self._copies: dict[int, torch.Tensor] = {}
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that wait on the host during generation: storages that do not lie inside the generation shard."""
+        """Bytes that wait on the host during generation: storages that do not lie inside the generation shard.
+
+        Their copies are allocated in the first transition and kept.
+        """
         return sum(num_bytes for key, num_bytes in self._train_bytes.items() if key not in self._moved)
 
     def prepare(self, names: Iterable[str]) -> None:
@@ -76,11 +80,11 @@ class ShardMover:
             if key in self._emptied or not members <= self._done:
                 continue
             storage = self._storage(key)
-            if key in self._moved:
-                self._emptied[key] = None
-            else:
-                view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                self._emptied[key] = view.to("cpu", copy=True)
+            if key not in self._moved:
+                if key not in self._copies:
+                    self._copies[key] = torch.empty(self._train_bytes[key], dtype=torch.uint8)
+                self._copies[key].copy_(_bytes_of(storage))
+            self._emptied.add(key)
             storage.resize_(0)
 
     def restore(self) -> None:
@@ -100,9 +104,9 @@ class ShardMover:
     def _refill(self, key: int, names: set[str]) -> None:
         storage = self._storage(key)
         storage.resize_(self._train_bytes[key])
-        copy = self._emptied.pop(key)
-        if copy is not None:
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(copy)
+        self._emptied.remove(key)
+        if key not in self._moved:
+            _bytes_of(storage).copy_(self._copies[key])
             return
         for name in names:
             for inside, destination in self._kept[name]:
@@ -126,6 +130,10 @@ class ShardMover:
         """Whether the storage holds nothing but these parameters: padding would be lost."""
         views = [t for name in names for t in self._train[name] if t.untyped_storage()._cdata == key]
         return sum(view.numel() * view.element_size() for view in views) == self._storage(key).nbytes()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _storage_groups(tensors: _Tensors) -> dict[int, set[str]]:
