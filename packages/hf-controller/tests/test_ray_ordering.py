@@ -111,7 +111,7 @@ def test_results_that_do_not_fit_in_memory_are_spilled_and_read_back(ray_stage):
 
 
 @pytest.mark.slow
-def test_results_that_were_evicted_and_cannot_be_read_back_are_lost_and_say_so(ray_executor):
+def test_results_whose_spilled_files_are_deleted_are_lost_and_say_so(ray_executor):
     """On pools of its own: Ray may look for what is lost for as long as a call wants it."""
     spec = WorkerSpec(worker=ProbeWorker, topology=Topology(ParallelSpec()))
     pools = [ResourcePool([1], device="cpu", name=name) for name in ("maker", "reader")]

@@ -43,10 +43,9 @@ class Rows(_OfOne):
         return (self.chosen,)
 
     def _num_rows(self, below: Sequence[int], extents: Extents) -> int:
-        beyond = max((stop for _, stop in self.chosen.intervals), default=0)
-        if beyond > below[0]:
+        if self.chosen.end > below[0]:
             raise BatchError(
-                f"row {beyond - 1} was asked of a batch of {below[0]} rows: rows go from 0 to its size - 1"
+                f"row {self.chosen.end - 1} was asked of a batch of {below[0]} rows: rows go from 0 to its size - 1"
             )
         return len(self.chosen)
 

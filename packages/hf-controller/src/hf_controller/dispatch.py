@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hf_controller.expressions import Expression, Extent, choose_columns
 from hf_controller.futures import STAYS_HERE, BatchFuture, CallFuture, ListFuture, MetricsFuture, ObjectFuture
-from hf_controller.pruning import known_columns, prune
+from hf_controller.pruning import prune
 from hf_protocols import ALL_TO_ALL, BatchError, MethodSpec, PerRank, ProtocolError, Topology
 
 __all__ = ["BatchArgument", "Call", "StoredArgument", "build_calls", "check_rows", "compute_called_ranks"]
@@ -128,11 +128,9 @@ def _prune(expression: Expression, spec: MethodSpec, what: str) -> Expression:
     if spec.reads is None:
         return expression
     try:
-        known = known_columns(expression)
+        return prune(expression, spec.reads)
     except BatchError as error:
         raise BatchError(f"{what}: {error}") from error
-    absent = set() if known is None else {name for name in spec.reads if name.endswith("?") and name[:-1] not in known}
-    return prune(expression, {name.removesuffix("?") for name in spec.reads if name not in absent})
 
 
 def _replace_one(value: Any, spec: MethodSpec, what: str, put: Callable[[Any], BatchFuture], *, whole: bool) -> Any:

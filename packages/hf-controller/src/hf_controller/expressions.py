@@ -150,7 +150,13 @@ class Expression(ABC):
         stack: list[Expression] = [self]
         while stack:
             node = stack[-1]
-            missing = [child for child in node.children() if id(child) not in order]
+            missing: list[Expression] = []
+            for child in node.children():
+                if id(child) not in order:
+                    if missing or child.children():
+                        missing.append(child)
+                    else:
+                        order[id(child)] = child
             if missing:
                 stack += reversed(missing)
             else:

@@ -7,25 +7,25 @@ at once, those in columns that the call does not read too; elsewhere whoever rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from hf_controller.algebra import Concat, Rename, Select, Union
 from hf_controller.expressions import Expression, Leaf
 
-__all__ = ["known_columns", "prune"]
+__all__ = ["know_columns", "prune"]
 
 Known = tuple[str, ...] | None
 """Columns of a node; None where a call behind it does not say what it writes."""
 
 
-def known_columns(expression: Expression) -> Known:
-    """Columns of a batch whose calls need not have run; None where a method does not say what it writes.
+def know_columns(expression: Expression) -> dict[int, Known]:
+    """By each node's id its columns, though calls need not have run; None where a method does not say what it writes.
 
     Raises:
         BatchError: for columns that are chosen, renamed or joined and do not fit.
     """
-    return expression.fold(_know)[id(expression)]
+    return expression.fold(_know)
 
 
 def _know(node: Expression, below: Sequence[Known]) -> Known:
@@ -55,8 +55,10 @@ class _Cut(NamedTuple):
     build: Callable[[Sequence[Expression]], Expression]
 
 
-def prune(expression: Expression, wanted: Set[str]) -> Expression:
-    """An expression with the same rows, and of its columns at least those in ``wanted``.
+def prune(expression: Expression, reads: Collection[str]) -> Expression:
+    """An expression with the same rows, and of its columns at least those that a call reads.
+
+    A name that ends in ``?`` is one that the call can do without, so that it is not looked for where it is not.
 
     One side of a union goes where the other has all that is wanted; that both sides have equally many rows is then
     checked by the call that reads both. Columns are chosen and renamed whole where it is not known whether they exist.
@@ -66,9 +68,12 @@ def prune(expression: Expression, wanted: Set[str]) -> Expression:
     """
     if isinstance(expression, Leaf):
         return expression
-    known = expression.fold(_know)
+    known = know_columns(expression)
+    there = known[id(expression)]
+    absent = set() if there is None else {name for name in reads if name.endswith("?") and name[:-1] not in there}
+    first = _Task(expression, _bare([name for name in reads if name not in absent]))
     pruned: dict[tuple[int, frozenset[str]], Expression] = {}
-    stack = [_Task(expression, frozenset(wanted))]
+    stack = [first]
     while stack:
         below, build = _cut(stack[-1], known)
         missing = [task for task in below if task.key not in pruned]
@@ -76,14 +81,14 @@ def prune(expression: Expression, wanted: Set[str]) -> Expression:
             stack += missing
         else:
             pruned[stack.pop().key] = build([pruned[task.key] for task in below])
-    return pruned[id(expression), frozenset(wanted)]
+    return pruned[first.key]
 
 
 def _cut(task: _Task, known: Mapping[int, Known]) -> _Cut:
     node, wanted = task
+    if known[id(node)] is None and isinstance(node, Select | Rename):
+        return _Cut([], lambda _: node)  # whoever reads it says whether its columns exist
     match node:
-        case Select() | Rename() if known[id(node)] is None:
-            return _Cut([], lambda _: node)  # whoever reads it says whether its columns exist
         case Select(batch, chosen):
             if not wanted <= _bare(chosen):
                 return _Cut([], lambda _: node)  # whoever reads it says what is missing, and what is there

@@ -31,7 +31,8 @@ class RowSelection:
     def __post_init__(self) -> None:
         try:
             merged = _merge(self.intervals)
-            are_whole = hasattr(sum(chain.from_iterable(merged)), "__index__")
+            num_rows = sum([stop - start for start, stop in merged])
+            are_whole = hasattr(num_rows, "__index__")
         except BatchError:
             raise
         except (TypeError, ValueError):
@@ -42,6 +43,7 @@ class RowSelection:
                 "RowSelection.from_rows([0, 2])"
             )
         object.__setattr__(self, "intervals", tuple(merged))
+        object.__setattr__(self, "_num_rows", num_rows)
 
     @classmethod
     def range(cls, start: int, stop: int) -> RowSelection:
@@ -52,13 +54,14 @@ class RowSelection:
     def from_rows(cls, rows: Iterable[int]) -> RowSelection:
         """The given row numbers, in the given order."""
         try:
-            intervals = tuple((row, row + 1) for row in rows)
+            intervals = tuple([(row, row + 1) for row in rows])
         except TypeError:
             raise BatchError(f"RowSelection.from_rows({rows!r}): give row numbers, such as [0, 2]") from None
         return cls(intervals)
 
     def __len__(self) -> int:
-        return self._num_rows
+        num_rows: int = self.__dict__["_num_rows"]
+        return num_rows
 
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(starmap(range, self.intervals))
@@ -101,14 +104,15 @@ class RowSelection:
 
     def __reduce__(self) -> tuple[Callable[[array[int]], RowSelection], tuple[array[int]]]:
         """Pickle as bare borders or rows, at most 4 bytes a row below row 2**32: selections travel with every call."""
-        code = "q" if any(stop >= 2**32 for _, stop in self.intervals) else "I"
+        code = "q" if self.end >= 2**32 else "I"
         if len(self) < 2 * len(self.intervals):
             return RowSelection.from_rows, (array(code, self),)
         return _from_borders, (array(code, chain.from_iterable(self.intervals)),)
 
     @cached_property
-    def _num_rows(self) -> int:
-        return sum([stop - start for start, stop in self.intervals])
+    def end(self) -> int:
+        """One more than the highest row number; 0 without rows."""
+        return max([stop for _, stop in self.intervals], default=0)
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -119,16 +123,17 @@ class RowSelection:
 def _merge(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The intervals, those that touch as one."""
     merged: list[tuple[int, int]] = []
-    last_start, last_stop = 0, -1
+    first, last = 0, -1
     for start, stop in intervals:
         if start < 0 or stop <= start:
             raise BatchError(f"interval ({start}, {stop}) is empty, reversed or negative: give 0 <= start < stop")
-        if start == last_stop:
-            last_stop = stop
-            merged[-1] = (last_start, stop)
-        else:
-            last_start, last_stop = start, stop
-            merged.append((start, stop))
+        if start != last:
+            if last >= 0:
+                merged.append((first, last))
+            first = start
+        last = stop
+    if last >= 0:
+        merged.append((first, last))
     return merged
 
 

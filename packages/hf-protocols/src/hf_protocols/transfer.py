@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Collection as Sized
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from hf_protocols.arguments import check_count, check_kind
@@ -287,7 +287,7 @@ def route(held: Mapping[int, RowSelection], wanted: Sequence[RowSelection]) -> R
             if not isinstance(rows, RowSelection):
                 raise ProtocolError(f"route: {name}[{rank!r}]={rows!r}: give a RowSelection")
     num_intervals = sum(len(rows.intervals) for rows in held.values())
-    num_rows = max((max(chain.from_iterable(rows.intervals)) for rows in held.values() if rows), default=0)
+    num_rows = max((rows.end for rows in held.values()), default=0)
     scattered = num_rows <= 4 * num_intervals
     index = _HeldRows(held, num_rows) if scattered else _HeldIntervals(held)
     return Route(tuple([tuple(index.find(rows)) for rows in wanted]))
