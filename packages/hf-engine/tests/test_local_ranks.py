@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -24,7 +25,11 @@ def die():
     os._exit(3)
 
 
-def test_failures_carry_their_traceback_and_the_ranks_come_back():
+def come_late():
+    time.sleep(1.0)
+
+
+def test_failures_carry_their_traceback_and_the_ranks_come_back(capfd):
     with LocalRanks(2, timeout_s=5) as ranks:
         assert ranks.run(add_ranks, 2) == [(5.0, 1)] * 2
         with pytest.raises(RuntimeError, match=r"rank 1:\nTraceback(.|\n)*fail_on_rank_one(.|\n)*this rank is broken"):
@@ -32,3 +37,6 @@ def test_failures_carry_their_traceback_and_the_ranks_come_back():
         with pytest.raises(RuntimeError, match="the process of rank 0 died"):
             ranks.run(die)
         assert ranks.run(add_ranks, 0) == [(1.0, 1)] * 2
+        with pytest.raises(RuntimeError, match="rank 0 did not answer in time"):
+            ranks.run(come_late, deadline_s=0.1)
+        assert "BrokenPipe" not in capfd.readouterr().err, "who comes late has nobody to tell"

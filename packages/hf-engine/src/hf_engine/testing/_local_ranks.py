@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -62,7 +63,8 @@ class LocalRanks:
             self._start()
         request = pickle.dumps((_locate(function), args))
         for connection in self._connections:
-            connection.send_bytes(request)
+            with suppress(BrokenPipeError, ConnectionResetError):  # of a process that died; `_receive` says so
+                connection.send_bytes(request)
         results, failures = [], []
         stop = time.monotonic() + deadline_s
         for rank, connection in enumerate(self._connections):
@@ -161,7 +163,10 @@ def _serve(rank: int, world_size: int, store: str, timeout_s: float, connection:
             answer = pickle.dumps((True, _resolve(location, loaded)(*args)))
         except Exception:  # noqa: BLE001 - whatever happens on a rank is reported to the caller
             answer = pickle.dumps((False, traceback.format_exc()))
-        connection.send_bytes(answer)
+        try:
+            connection.send_bytes(answer)
+        except (BrokenPipeError, ConnectionResetError):
+            break  # nobody waits any more: the deadline is over
     dist.destroy_process_group()
     # What the interpreter would tidy up on its way out takes seconds with large libraries loaded.
     os._exit(0)
