@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from math import prod
 
 import pytest
 
@@ -30,6 +33,32 @@ def test_json_has_every_rank(capsys):
     assert row["redundant_bytes"] == 0
     assert sum(row["by_rank"]["recv_bytes"]) / 16 == row["recv_bytes"]["mean"]
     assert [exchange["ranks"] for exchange in row["exchanges"]][:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_experts_context_and_machines_are_planned(capsys):
+    mixture = ["plan", "--model", "mixtral-8x7b", "--train", "1-2-4", "--gen", "1-2", "--json"]
+    mixture += ["--ranks-per-machine", "4"]
+    received = {}
+    for name, more in {"dense": [], "ep": ["--ep-size", "4"], "cp": ["--cp-size", "2"]}.items():
+        main([*mixture, *more])
+        found = json.loads(capsys.readouterr().out)
+        assert found["ranks"] == (16 if name == "cp" else 8)
+        received[name] = found["methods"]["hybridflow"]["recv_bytes"]["mean"]
+        assert ("refused" in found["methods"]["hybridflow-v"]) == (name == "ep")
+    # Sizes that are equal in training and generation move nothing; experts come from the other three of four ranks.
+    assert received["dense"] == received["cp"] == 0
+    shape = ModelShape.preset("mixtral-8x7b")
+    experts = sum(prod(size) for name, size in shape.parameters().items() if ".experts." in name)
+    assert received["ep"] == pytest.approx(2 * experts / 2 * 3 / 4)
+
+
+def test_a_reader_that_has_enough_is_no_error(monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        main([*LLAMA, "--json"])
+    assert capsys.readouterr().err == ""
 
 
 def test_a_method_that_is_not_defined_is_a_row_that_says_so(capsys):
@@ -89,6 +118,11 @@ def test_fsdp_under_tensor_parallelism_is_refused(tmp_path, command, capsys):
         (["plan", "--model", "llama-2-7b", "--train", "1-2-1", "--gen", "two"], "pp-tp, such as"),
         ([*LLAMA, "--method", "magic"], "invalid choice: 'magic'"),
         ([*LLAMA, "--dtype-bytes", "3"], "invalid choice: 3"),
+        ([*LLAMA, "--ep-size", "2", "--method", "hybridflow"], "num_experts=0 do not share out over ep_size=2"),
+        ([*LLAMA, "--ep-size", "0"], "ep_size=0"),
+        ([*LLAMA, "--cp-size", "-1"], "cp_size=-1"),
+        ([*LLAMA, "--cp-size", "x"], "argument --cp-size: invalid int value: 'x'"),
+        ([*LLAMA, "--ranks-per-machine", "0"], "ranks_per_machine=0 must be"),
         (["plan", "--train", "1-2-1", "--gen", "1-1"], "required: --model"),
         (["prove"], "invalid choice: 'prove'"),
         ([], "required: command"),

@@ -57,6 +57,43 @@ def test_unknown_dtypes_scalars_and_no_ranks_are_refused():
         fsdp_layout({"w": (4,)}, [])
 
 
+@pytest.mark.parametrize("make", [fsdp_layout, replicated_layout, spread_layout])
+@pytest.mark.parametrize(
+    ("shapes", "ranks", "message"),
+    [
+        ({"w": (4,)}, 4, r"ranks=4: give the ranks in order, such as range\(4\)"),
+        ({"w": (4,)}, "01", r"a rank='0' must be a whole number of at least 0"),
+        ({"w": (4,)}, [0, 0], r"ranks=\[0, 0\]: name every rank once"),
+        ({"w": (4,)}, [0, -1], "a rank=-1 must be a whole number of at least 0"),
+        ({"w": (4,)}, [True], "a rank=True must be"),
+        ({"w": (4,)}, [], r"ranks=\[\]: give at least one rank"),
+        ("w", [0], "shapes='w': give full shapes by name"),
+        ({"w": 4}, [0], r"the shape of 'w'=4: give a tuple of whole numbers, such as \(4,\)"),
+        ({"w": (4, -1)}, [0], r"the shape of 'w'=\(4, -1\): give a tuple"),
+        ({"w": (2.5,)}, [0], r"the shape of 'w'=\(2.5,\): give a tuple"),
+    ],
+)
+def test_wrong_kinds_are_named(make, shapes, ranks, message):
+    with pytest.raises(ReshardError, match=message):
+        make(shapes, ranks)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"boxes": [0]}, r"boxes=\[0\]: give a mapping from ranks"),
+        ({"boxes": {-1: {}}}, "a rank=-1 must be"),
+        ({"boxes": {0: "w"}}, "rank 0 holds 'w': give a mapping from names to tuples of Box"),
+        ({"boxes": {0: {"w": [0]}}}, r"rank 0: boxes of 'w'=\[0\]: give a tuple of Box"),
+        ({"boxes": {}, "dtype": None}, "dtype=None: give one of"),
+        ({"boxes": {}, "dtype": []}, r"dtype=\[\]: give one of"),
+    ],
+)
+def test_wrong_kinds_in_a_layout_are_named(given, message):
+    with pytest.raises(ReshardError, match=message):
+        WeightLayout(**{"shapes": {"w": (4,)}} | given)
+
+
 def test_a_spread_model_lies_once_over_all_ranks():
     shapes = {"a": (6,), "large": (10, 4), "b": (5,), "c": (4, 2), "middle": (20,)}
     layout = spread_layout(shapes, range(3), dtype="bfloat16")

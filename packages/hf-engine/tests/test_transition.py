@@ -9,7 +9,9 @@ from math import prod
 import numpy as np
 import pytest
 
-from hf_engine.resharding.transition import plan_transition
+from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
+from hf_engine.resharding.plan import plan_reshard
+from hf_engine.resharding.transition import plan_transition, training_layout
 from hf_engine.testing._shapes import tiny_shape, uniform_shape
 from hf_protocols._presets import PRESETS
 from hf_protocols.errors import ReshardError, TopologyError
@@ -277,3 +279,42 @@ def test_hybridflow_v_needs_a_training_replica():
         plan_transition(SMALL, topology_of(1, 1, 4, 1, 2), "hybridflow-v")
     with pytest.raises(TopologyError, match="GenerationSpec"):
         plan_transition(SMALL, Topology(ParallelSpec(dp_size=2)))
+
+
+def test_wrong_kinds_are_named():
+    topology = topology_of(1, 2, 1, 1, 1)
+    for given, message in (
+        (("llama-2-7b", topology), "model='llama-2-7b': give a ModelShape, such as ModelShape.preset"),
+        ((UNIFORM, "1-2-1"), "topology='1-2-1': give a Topology"),
+        ((UNIFORM, topology, ["hybridflow"]), r"method=\['hybridflow'\]: give one of hybridflow"),
+    ):
+        with pytest.raises(ReshardError, match=message):
+            plan_transition(*given)
+    for given, message in (
+        ({"ranks_per_machine": 0}, "ranks_per_machine=0 must be a whole number of at least 1"),
+        ({"ranks_per_machine": 8.0}, "ranks_per_machine=8.0 must be"),
+        ({"dtype_bytes": [2]}, r"dtype_bytes=\[2\]: give one of 2, 4, 8"),
+        ({"sharding": "fsdq"}, "sharding='fsdq': give one of megatron, fsdp"),
+    ):
+        with pytest.raises(ReshardError, match=message):
+            plan_transition(UNIFORM, topology, **given)
+    with pytest.raises(ReshardError, match="sharding='fsdq': give one of"):
+        training_layout(UNIFORM, topology, "fsdq")
+    for layout in (megatron_layout, generation_layout):
+        with pytest.raises(ReshardError, match="model=None: give a ModelShape"):
+            layout(None, topology)
+    with pytest.raises(ReshardError, match="source='a': give a WeightLayout"):
+        plan_reshard("a", training_layout(UNIFORM, topology, "megatron"))
+
+
+@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"cp_size": 2, "dp_size": 1}])
+def test_methods_that_a_parallelism_has_no_place_in_say_so(sizes):
+    topology = Topology(ParallelSpec(**{"dp_size": 2} | sizes), GenerationSpec())
+    with pytest.raises(ReshardError, match=r"FSDP shards over data-parallel ranks.* [ce]p_size=2.*: give 1-1-2"):
+        plan_transition(UNIFORM, topology, sharding="fsdp")
+
+
+def test_a_training_replica_with_some_of_the_experts_is_no_case_of_hybridflow_v():
+    topology = Topology(ParallelSpec(dp_size=2, ep_size=2), GenerationSpec())
+    with pytest.raises(ReshardError, match=r"hybridflow-v gathers inside a training replica.* ep_size=2 hold some"):
+        plan_transition(uniform_shape(), topology, "hybridflow-v")

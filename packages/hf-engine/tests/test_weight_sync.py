@@ -116,7 +116,7 @@ def mistakes_on_one_rank():
     layout = (fsdp_layout if rank < 2 else replicated_layout)({"w": (8, 4)}, range(2))
     side = "source" if rank < 2 else "target"
     for message, change in {
-        'rank 3: side=\'taget\': give "source" or "target"': {"side": "taget"},
+        'rank 3: side=\'left\': give "source" or "target"': {"side": "left"},
         "rank 3: layout=None: give a WeightLayout": {"layout": None},
         r"bucket_bytes of \[1024, 67108864\]": {"bucket_bytes": 1024},
     }.items():

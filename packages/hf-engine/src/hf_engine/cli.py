@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -24,7 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command; a user's mistake is one line on stderr and exit code 2."""
     options = _parser().parse_args(arguments)
     try:
-        print(options.run(options))
+        print(options.run(options), flush=True)
+    except BrokenPipeError:
+        # Whoever reads, such as `head`, has enough; what is still buffered goes nowhere on the way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (HybridFlowError, OSError) as error:
         print(f"hf-engine {options.command}: {error}", file=sys.stderr)
         sys.exit(2)
@@ -45,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="bytes and memory of a transition, by method")
     plan.add_argument("--method", choices=get_args(Method), help="one method only; all three by default")
     plan.add_argument("--dtype-bytes", type=int, default=2, choices=(2, 4, 8), help="bytes of one weight (default 2)")
+    plan.add_argument(
+        "--ranks-per-machine", type=int, default=8, help="who receives prefers senders on its machine (default 8)"
+    )
     plan.set_defaults(run=_plan)
     check = commands.add_parser("check", help="prove a conversion on real weights, there and back, bit by bit")
     check.set_defaults(run=_check)
@@ -52,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         what = "preset, config.json or directory" if command is plan else "directory in Hugging Face format"
         command.add_argument("--model", required=True, help=what)
         command.add_argument("--train", required=True, help="training sizes pp-tp-dp, such as 1-8-2")
+        command.add_argument("--cp-size", type=int, default=1, help="context-parallel ranks, on top of --train")
+        command.add_argument("--ep-size", type=int, default=1, help="expert-parallel ranks, which divide dp * cp")
         command.add_argument("--gen", required=True, help="generation sizes pp-tp, such as 1-2")
         command.add_argument("--sharding", default="megatron", choices=("megatron", "fsdp"), help="default megatron")
         command.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -59,7 +69,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _topology(options: argparse.Namespace) -> Topology:
-    topology = Topology(ParallelSpec.parse(options.train), GenerationSpec.parse(options.gen))
+    train = replace(ParallelSpec.parse(options.train), cp_size=options.cp_size, ep_size=options.ep_size)
+    topology = Topology(train, GenerationSpec.parse(options.gen))
     if topology.world_size > _MAX_RANKS:
         raise TopologyError(
             f"--train {options.train} has {topology.world_size} ranks: plans are made for up to {_MAX_RANKS} of them"
@@ -82,6 +93,7 @@ def _plan(options: argparse.Namespace) -> str:
         # One reason for all is the layout's, and no method's.
         raise ReshardError("; ".join(dict.fromkeys(row["refused"] for row in rows.values())))
     facts = {"model": model.name, "train": options.train, "gen": options.gen, "ranks": topology.world_size}
+    facts |= {"cp_size": options.cp_size, "ep_size": options.ep_size}
     facts["parameter_bytes"] = model.num_parameters * options.dtype_bytes
     if options.json:
         return json.dumps(facts | {"methods": rows}, indent=2)
@@ -91,7 +103,14 @@ def _plan(options: argparse.Namespace) -> str:
 def _costs(model: ModelShape, topology: Topology, method: Method, options: argparse.Namespace) -> dict[str, Any]:
     from hf_engine.resharding.transition import plan_transition
 
-    planned = plan_transition(model, topology, method, dtype_bytes=options.dtype_bytes, sharding=options.sharding)
+    planned = plan_transition(
+        model,
+        topology,
+        method,
+        dtype_bytes=options.dtype_bytes,
+        sharding=options.sharding,
+        ranks_per_machine=options.ranks_per_machine,
+    )
     by_rank = {
         "recv_bytes": planned.recv_bytes,
         "send_bytes": planned.send_bytes,
@@ -110,7 +129,7 @@ def _costs(model: ModelShape, topology: Topology, method: Method, options: argpa
 def _table(facts: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [
         f"{facts['model']}: {_size(facts['parameter_bytes'])} of weights on {facts['ranks']} ranks",
-        f"training {facts['train']} (pp-tp-dp), generation {facts['gen']} (pp-tp)",
+        f"training {facts['train']} (pp-tp-dp{_others(facts)}), generation {facts['gen']} (pp-tp)",
         "",
         f"{'per rank':<14}{'received':>12}{'worst':>12}{'peak':>12}{'redundant':>12}  exchanges",
     ]
@@ -128,6 +147,11 @@ def _table(facts: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> s
         lines.append(f"{method:<14}{cells}  {_exchanges(row['exchanges'])}")
     lines += ["", "received: mean over ranks; peak and redundancy: the worst rank; M is the model in this dtype"]
     return "\n".join(lines)
+
+
+def _others(facts: Mapping[str, Any]) -> str:
+    """The sizes that --train does not hold, where there are any."""
+    return "".join(f", {name[:2]} {facts[name]}" for name in ("cp_size", "ep_size") if facts[name] > 1)
 
 
 def _exchanges(exchanges: Sequence[Mapping[str, Any]]) -> str:

@@ -9,8 +9,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import prod
+from numbers import Integral
 
 from hf_engine.resharding.boxes import Box
+from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import ReshardError
 
 __all__ = ["DTYPE_BYTES", "BoxNumbers", "WeightLayout", "fsdp_layout", "replicated_layout", "spread_layout"]
@@ -56,11 +58,18 @@ class WeightLayout:
     """dtype of the tensors, by torch's name; bytes of a transfer are counted in the target's."""
 
     def __post_init__(self) -> None:
+        check_kind(ReshardError, "dtype", self.dtype, str, f"one of {', '.join(DTYPE_BYTES)}")
         if self.dtype not in DTYPE_BYTES:
             raise ReshardError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        _full_shapes(self.shapes)
+        check_kind(ReshardError, "boxes", self.boxes, Mapping, "a mapping from ranks to what they hold")
         # Ranks share mappings and parameters of one shape share boxes: thousands of ranks cost a few checks.
         checked: set[tuple[object, ...]] = set()
+        for rank in self.boxes:
+            check_count(ReshardError, "a rank", rank, least=0)
         for rank, held in {id(held): (rank, held) for rank, held in self.boxes.items()}.values():
+            if not isinstance(held, Mapping):
+                raise ReshardError(f"rank {rank} holds {held!r}: give a mapping from names to tuples of Box")
             for name, boxes in held.items():
                 key = (self.shapes.get(name), id(boxes))
                 if key not in checked:
@@ -70,6 +79,9 @@ class WeightLayout:
     def _check_boxes(self, rank: int, name: str, boxes: tuple[Box, ...]) -> None:
         if name not in self.shapes:
             raise ReshardError(f"rank {rank} holds {name!r}, which has no shape in this layout")
+        check_kind(ReshardError, f"rank {rank}: boxes of {name!r}", boxes, tuple, "a tuple of Box")
+        for box in boxes:
+            check_kind(ReshardError, f"rank {rank}: box of {name!r}", box, Box, "a Box")
         whole = Box.whole(self.shapes[name])
         for box in boxes:
             if len(box.shape) != len(whole.shape) or not whole.contains(box):
@@ -121,11 +133,9 @@ def fsdp_layout(shapes: Mapping[str, Sequence[int]], ranks: Iterable[int], *, dt
         ranks: the data-parallel ranks in shard order.
         dtype: dtype of the shards.
     """
-    members = tuple(ranks)
-    full = {name: tuple(shape) for name, shape in shapes.items()}
-    scalars = [name for name, shape in full.items() if not shape]
-    if scalars or not members:
-        raise ReshardError(f"FSDP shards dimension 0 over at least one rank; {len(members)} ranks, scalars {scalars}")
+    members, full = _members(ranks), _full_shapes(shapes)
+    if scalars := [name for name, shape in full.items() if not shape]:
+        raise ReshardError(f"FSDP shards dimension 0, which the scalars {scalars} do not have")
     boxes = {}
     for index, rank in enumerate(members):
         chunks = {shape: (_chunk(shape, index, len(members)),) for shape in set(full.values())}
@@ -137,15 +147,15 @@ def replicated_layout(
     shapes: Mapping[str, Sequence[int]], ranks: Iterable[int], *, dtype: str = "float32"
 ) -> WeightLayout:
     """Every rank holds every parameter whole."""
-    full = {name: tuple(shape) for name, shape in shapes.items()}
+    members, full = _members(ranks), _full_shapes(shapes)
     whole = {name: (Box.whole(shape),) for name, shape in full.items()}
-    return WeightLayout(shapes=full, boxes=dict.fromkeys(ranks, whole), dtype=dtype)
+    return WeightLayout(shapes=full, boxes=dict.fromkeys(members, whole), dtype=dtype)
 
 
 def spread_layout(shapes: Mapping[str, Sequence[int]], ranks: Iterable[int], *, dtype: str = "float32") -> WeightLayout:
     """Every parameter whole on one rank, about as many elements on each: for ranks that write a model together."""
-    full = {name: tuple(shape) for name, shape in shapes.items()}
-    taken = dict.fromkeys(ranks, 0)
+    members, full = _members(ranks), _full_shapes(shapes)
+    taken = dict.fromkeys(members, 0)
     owners = {}
     for name in sorted(full, key=lambda name: -prod(full[name])):
         owners[name] = min(taken, key=lambda rank: taken[rank])
@@ -154,6 +164,28 @@ def spread_layout(shapes: Mapping[str, Sequence[int]], ranks: Iterable[int], *, 
         rank: {name: (Box.whole(shape),) for name, shape in full.items() if owners[name] == rank} for rank in taken
     }
     return WeightLayout(shapes=full, boxes=boxes, dtype=dtype)
+
+
+def _members(ranks: Iterable[int]) -> tuple[int, ...]:
+    check_kind(ReshardError, "ranks", ranks, Iterable, "the ranks in order, such as range(4)")
+    members = tuple(ranks)
+    for rank in members:
+        check_count(ReshardError, "a rank", rank, least=0)
+    if not members:
+        raise ReshardError("ranks=[]: give at least one rank")
+    if len(set(members)) < len(members):
+        raise ReshardError(f"ranks={list(members)}: name every rank once")
+    return members
+
+
+def _full_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    check_kind(ReshardError, "shapes", shapes, Mapping, 'full shapes by name, {"w": (4, 8)}')
+    for name, shape in shapes.items():
+        what, wanted = f"the shape of {name!r}", "a tuple of whole numbers, such as (4,)"
+        check_kind(ReshardError, what, shape, Sequence, wanted)
+        if not all(isinstance(size, Integral) and size >= 0 for size in shape):
+            raise ReshardError(f"{what}={shape!r}: give {wanted}")
+    return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 def _chunk(shape: tuple[int, ...], index: int, num_chunks: int) -> Box:

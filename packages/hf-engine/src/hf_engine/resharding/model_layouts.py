@@ -16,16 +16,25 @@ from hf_engine.resharding.tensor_parallel import (
     padded_vocab_size,
     split_layers,
 )
+from hf_protocols.arguments import check_kind
 from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Topology
 
-__all__ = ["generation_layout", "megatron_layout", "model_shapes"]
+__all__ = ["check_model_and_topology", "generation_layout", "megatron_layout", "model_shapes"]
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 _Boxes = Mapping[str, tuple[Box, ...]]
+
+
+def check_model_and_topology(model: object, topology: object) -> None:
+    """Refuses other kinds in their places, such as the names that a command line has for them."""
+    wanted = 'a ModelShape, such as ModelShape.preset("llama-2-7b") or ModelShape.from_config(directory)'
+    check_kind(ReshardError, "model", model, ModelShape, wanted)
+    wanted = 'a Topology, such as Topology(ParallelSpec.parse("1-8-2"), GenerationSpec.parse("1-2"))'
+    check_kind(ReshardError, "topology", topology, Topology, wanted)
 
 
 def model_shapes(model: ModelShape, head: Literal["lm", "value"] = "lm") -> dict[str, tuple[int, ...]]:
@@ -62,6 +71,7 @@ def megatron_layout(
     Raises:
         ReshardError: for sizes that do not share out: heads, key-value heads, experts, layers.
     """
+    check_model_and_topology(model, topology)
     train = topology.train
     experts = _split_experts(model, train.ep_size)
     stages = split_layers(model.num_layers, train.pp_size, layers_per_stage)
@@ -109,6 +119,7 @@ def generation_layout(
         ReshardError: for heads or layers that do not share out.
         TopologyError: for a topology without generation.
     """
+    check_model_and_topology(model, topology)
     generation = topology.generation
     if generation is None:
         topology.groups("gen_tp")  # raises, and says what to give

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from hf_engine.resharding.boxes import Box, partition_box
 from hf_engine.resharding.layouts import BoxNumbers, WeightLayout
+from hf_protocols.arguments import check_kind
 from hf_protocols.errors import ReshardError
 
 __all__ = ["Keepsake", "Message", "ReshardPlan", "Shipment", "plan_reshard"]
@@ -171,6 +172,8 @@ def plan_reshard(
     Raises:
         ReshardError: if the two layouts differ in names or shapes, or the source holds a needed element nowhere.
     """
+    for name, layout in (("source", source), ("target", target)):
+        check_kind(ReshardError, name, layout, WeightLayout, "a WeightLayout, such as a backend's weight_layout()")
     _check_same_parameters(source, target)
     senders = _Senders(near)
     holders_of, needing_of = _BoxRanks(source), _BoxRanks(target)

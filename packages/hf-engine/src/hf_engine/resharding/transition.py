@@ -14,8 +14,9 @@ from typing import Literal, get_args
 
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import BoxNumbers, WeightLayout, fsdp_layout
-from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
+from hf_engine.resharding.model_layouts import check_model_and_topology, generation_layout, megatron_layout
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
+from hf_protocols.arguments import check_count
 from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Topology
@@ -151,7 +152,9 @@ def plan_transition(
         ReshardError: for a method that is not defined for the layout, or sizes that do not share out.
         TopologyError: for a topology without generation.
     """
+    check_model_and_topology(model, topology)
     _check(topology, method, dtype_bytes, sharding)
+    check_count(ReshardError, "ranks_per_machine", ranks_per_machine)
     topology = replace(topology, grouping="vanilla" if method == "hybridflow-v" else "hybridflow")
     dtype = _DTYPES[dtype_bytes]
     generation = generation_layout(model, topology, dtype=dtype)
@@ -179,9 +182,10 @@ def training_layout(
     """Which boxes every rank holds in training.
 
     Raises:
-        ReshardError: for FSDP under tensor or pipeline parallelism, or sizes that do not share out.
+        ReshardError: for FSDP under any parallelism but data parallelism, or sizes that do not share out.
     """
-    _check_fsdp(topology, sharding)
+    check_model_and_topology(model, topology)
+    _check_sharding(topology, sharding)
     if sharding == "fsdp":
         return fsdp_layout(model.parameters(), range(topology.world_size), dtype=dtype)
     return megatron_layout(model, topology, dtype=dtype)
@@ -191,11 +195,14 @@ def _check(topology: Topology, method: str, dtype_bytes: int, sharding: str) -> 
     topology.groups("gen_tp")  # raises without generation
     if method not in get_args(Method):
         raise ReshardError(f"method={method!r}: give one of {', '.join(get_args(Method))}")
-    if sharding not in get_args(Sharding):
-        raise ReshardError(f"sharding={sharding!r}: give one of {', '.join(get_args(Sharding))}")
-    if dtype_bytes not in _DTYPES:
+    if type(dtype_bytes) is not int or dtype_bytes not in _DTYPES:
         raise ReshardError(f"dtype_bytes={dtype_bytes}: give one of {', '.join(map(str, _DTYPES))}")
-    _check_fsdp(topology, sharding)
+    _check_sharding(topology, sharding)
+    if method == "hybridflow-v" and topology.train.ep_size > 1:
+        raise ReshardError(
+            f"hybridflow-v gathers inside a training replica of pp * tp ranks, which under ep_size="
+            f"{topology.train.ep_size} hold some of the experts only: use hybridflow or ds-chat"
+        )
     if method == "hybridflow-v" and (sharding == "fsdp" or not topology.is_nested):
         raise ReshardError(
             "hybridflow-v gathers inside a training replica of pp * tp ranks and keeps a shard that nests in it "
@@ -203,12 +210,15 @@ def _check(topology: Topology, method: str, dtype_bytes: int, sharding: str) -> 
         )
 
 
-def _check_fsdp(topology: Topology, sharding: str) -> None:
-    train = topology.train
-    if sharding == "fsdp" and train.pp_size * train.tp_size > 1:
+def _check_sharding(topology: Topology, sharding: str) -> None:
+    if sharding not in get_args(Sharding):
+        raise ReshardError(f"sharding={sharding!r}: give one of {', '.join(get_args(Sharding))}")
+    sizes = {name: size for name, size in vars(topology.train).items() if size > 1 and name != "dp_size"}
+    if sharding == "fsdp" and sizes:
+        found = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ReshardError(
-            f"FSDP shards over data-parallel ranks, the topology has pp_size={train.pp_size}, "
-            f"tp_size={train.tp_size}: give 1-1-{topology.world_size}, or sharding=megatron"
+            f"FSDP shards over data-parallel ranks only, the topology has {found}: "
+            f"give 1-1-{topology.world_size}, or sharding=megatron"
         )
 
 
