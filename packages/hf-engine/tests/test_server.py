@@ -17,6 +17,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine.backends.sglang._session import find_segments
 from hf_engine.testing import LocalRanks, check_rollout_backend, write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, greedy_response, rows_of, select_rows
 from hf_engine.testing._local_server import LocalServer
@@ -245,5 +246,9 @@ def test_what_does_not_fit_is_refused(alone, started, tmp_path):
 
 
 def test_a_killed_server_is_one_typed_error(alone, started):
-    """Last: the session's server is gone afterwards."""
+    """Last: the session's server is gone afterwards, and so is its shared memory."""
+    segments = find_segments(started.server.pid)
+    assert segments
     alone.run(lose_the_server, started.model, started.server.url, started.server.pid, deadline_s=200)
+    started.server.close()
+    assert not [path for path in segments if Path(path).exists()]

@@ -97,7 +97,8 @@ def test_a_killed_rank_takes_its_engine_with_it():
 MAPPING = """
 import multiprocessing.shared_memory, os, subprocess, sys
 memory = multiprocessing.shared_memory.SharedMemory(create=True, size=4096)
-print(memory.name, flush=True)
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+print(memory.name, "sem." + semaphore._semlock.name.removeprefix("/"), flush=True)
 if len(sys.argv) == 1:
     subprocess.run([sys.executable, __file__, "again"])
 sys.stdin.read()
@@ -109,9 +110,8 @@ def test_a_session_ends_with_its_shared_memory(tmp_path):
     script.write_text(MAPPING)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, str(script)], text=True, start_new_session=True, **pipes)
-    names = [process.stdout.readline().strip() for _ in range(2)]
-    paths = [f"/dev/shm/{name}" for name in names]
-    assert set(paths) <= find_segments(process.pid)
+    paths = {f"/dev/shm/{name}" for _ in range(2) for name in process.stdout.readline().split()}
+    assert len(paths) == 4 and find_segments(process.pid) == paths
     end_session(process.pid)
     process.wait()
     assert not any(Path(path).exists() for path in paths)

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Literal
 
 from hf_engine.backends.sglang._plugins import PLATFORM
-from hf_engine.backends.sglang._session import end_session
+from hf_engine.backends.sglang._session import end_session, find_segments
 
 __all__ = ["LocalServer"]
 
@@ -65,6 +65,7 @@ class LocalServer:
         self._start_timeout_s = start_timeout_s
         self._directory = tempfile.TemporaryDirectory(prefix="local-server-")
         self._log = Path(self._directory.name) / "log"
+        self._segments: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -88,10 +89,12 @@ class LocalServer:
             )
         stop = time.monotonic() + self._start_timeout_s
         while not self._is_up():
+            self._segments |= find_segments(self.pid)
             if self._process.poll() is not None or time.monotonic() > stop:
                 self.close()
                 raise RuntimeError(f"{' '.join(self._command)} did not start: {self._log.read_text()[-4000:]}")
             time.sleep(0.5)
+        self._segments |= find_segments(self.pid)
         return self
 
     def __exit__(
@@ -101,8 +104,8 @@ class LocalServer:
         self._directory.cleanup()
 
     def close(self) -> None:
-        """Ends it with all of its children."""
-        end_session(self._process.pid)
+        """Ends it with all of its children, and removes the shared memory of those that were killed before."""
+        end_session(self._process.pid, self._segments)
         self._process.wait()
 
     def _is_up(self) -> bool:

@@ -10,17 +10,22 @@ from pathlib import Path
 
 __all__ = ["end_session", "find_segments"]
 
-_SHARED = "/dev/shm/"
+_SHARED = "/dev/shm"
+_INODE = 4
+"""Column of /proc/PID/maps."""
 
 
 def find_segments(session: int) -> set[str]:
-    """Files of shared memory that processes of the session have mapped."""
-    found = set()
+    """Files of shared memory that processes of the session have mapped.
+
+    They are told by their inodes: a semaphore is mapped under a name that it loses before it gets its own.
+    """
+    mapped = set()
     for pid in _members(session):
         with suppress(OSError):  # it ended, or is nobody's to read
             maps = Path(f"/proc/{pid}/maps").read_text()
-            found |= {line[line.index(_SHARED) :] for line in maps.splitlines() if _SHARED in line}
-    return {path for path in found if not path.endswith("(deleted)")}
+            mapped |= {int(line.split()[_INODE]) for line in maps.splitlines() if f"{_SHARED}/" in line}
+    return {entry.path for entry in os.scandir(_SHARED) if entry.inode() in mapped} if mapped else set()
 
 
 def end_session(session: int, segments: Iterable[str] = ()) -> None:
