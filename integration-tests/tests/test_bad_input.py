@@ -68,6 +68,17 @@ def test_a_bad_value_is_named(
     assert_one_message(outcome, code, *parts)
 
 
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize(
+    ("option", "part"), [("cache_byte=9", "did you mean 'cache_bytes'?"), ("cache_bytes=9.5", "= 9.5: ")]
+)
+def test_a_wrong_option_of_the_rollout_backend_is_named_before_anything_starts(
+    small_config: Path, hybridflow: Callable[..., Outcome], command: str, option: str, part: str
+) -> None:
+    outcome = hybridflow(command, small_config, "--set", f"rollout.options.{option}")
+    assert_one_message(outcome, 2, f"rollout.options.{option.partition('=')[0]}", part)
+
+
 @pytest.mark.parametrize(
     ("line", "parts"),
     [

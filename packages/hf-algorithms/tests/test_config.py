@@ -43,6 +43,28 @@ def test_an_option_that_the_rollout_backend_does_not_take_is_named(name: str, hi
         check_rollout_options(config.rollout)
 
 
+@pytest.mark.parametrize(
+    ("backend", "option", "wanted"),
+    [
+        ("transformers", {"cache_bytes": "1 GiB"}, "cache_bytes = '1 GiB': .*integer"),
+        ("transformers", {"cache_bytes": True}, "cache_bytes = True: .*integer"),
+        ("transformers", {"dtype": "bf16"}, "dtype = 'bf16': .*'float32', 'bfloat16' or 'float16'"),
+        ("server", {"urls": "http://127.0.0.1:1"}, "urls = 'http://127.0.0.1:1': .*Sequence"),
+        ("server", {"urls": ["http://127.0.0.1:1"], "weights_directory": 3}, "weights_directory = 3: .*string"),
+        ("server", {"urls": [], "timeout_s": "60"}, "timeout_s = '60': .*number"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused(backend: str, option: dict[str, object], wanted: str) -> None:
+    config = parse_config({**MINIMAL, "rollout": {"backend": backend, "options": option}})
+    with pytest.raises(ConfigError, match=rf"rollout\.options\.{wanted}"):
+        check_rollout_options(config.rollout)
+
+
+def test_options_of_the_right_kind_are_taken() -> None:
+    options = {"urls": ["http://127.0.0.1:1"], "timeout_s": 60, "reproducible": False}
+    check_rollout_options(parse_config({**MINIMAL, "rollout": {"backend": "server", "options": options}}).rollout)
+
+
 def test_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:
     path = write(tmp_path, '[data]\ntrain = "a.jsonl"\n[run]\nseed = 1\n')
     config = load_config(path, ["run.seed=7", "data.train=b.jsonl", "optimizer.betas=[0.8, 0.9]"])

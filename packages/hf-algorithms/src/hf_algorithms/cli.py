@@ -72,13 +72,14 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     from rich.console import Console
 
     from hf_algorithms.config import load_config
-    from hf_algorithms.placement import require_mapper
+    from hf_algorithms.placement import check_rollout_options, require_mapper
     from hf_algorithms.run import load_inputs, plan_run
 
     require_mapper()
     from hf_mapper import render_plan
 
     settings = load_config(config, overrides)
+    check_rollout_options(settings.rollout)
     with tempfile.TemporaryDirectory() as directory:
         found = plan_run(settings, load_inputs(settings, Path(directory)))
     if as_json:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import psutil
+from pydantic import TypeAdapter, ValidationError
 
 from hf_algorithms.dataflow import derive_dataflow
 from hf_algorithms.recipes import RECIPES
@@ -50,18 +52,25 @@ def require_mapper() -> None:
 
 
 def check_rollout_options(rollout: RolloutConfig) -> None:
-    """Refuse options that the rollout backend does not take, before anything starts.
+    """Refuse options that the rollout backend does not take, or takes as another kind, before anything starts.
 
     Raises:
-        ConfigError: naming the nearest option that there is.
+        ConfigError: naming the nearest option that there is, or the kind that is wanted.
     """
-    parameters = inspect.signature(load_rollout_backend(rollout.backend).build).parameters
-    known = [name for name in parameters if name not in ("model", "topology", "seed")]
-    for name in rollout.options:
+    build = load_rollout_backend(rollout.backend).build
+    kinds: dict[str, Any] = {}
+    with suppress(NameError):  # a backend elsewhere may name types that it imports for checkers only
+        kinds = get_type_hints(build)
+    known = [name for name in inspect.signature(build).parameters if name not in ("model", "topology", "seed")]
+    for name, value in rollout.options.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
             raise ConfigError(f"rollout.options.{name}: backend {rollout.backend!r} has no such option; {hint}")
+        try:
+            TypeAdapter(kinds.get(name, Any)).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ConfigError(f"rollout.options.{name} = {value!r}: {error.errors()[0]['msg']}") from None
 
 
 def plan_dataflow(config: Config) -> Dataflow:

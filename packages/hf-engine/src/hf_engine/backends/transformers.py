@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._decoding import LENGTH, Decoding
+from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._jagged import Ragged, read_ids, require_columns
 from hf_engine.backends._model_directory import check_model
 from hf_engine.backends._responses import build_responses, check_prompts, end_of_sequence_ids
@@ -56,7 +57,7 @@ class TransformersBackend:
         *,
         topology: Topology,
         seed: int = 0,
-        dtype: str = "float32",
+        dtype: RolloutDtype = "float32",
         cache_bytes: int = 4 << 30,
     ) -> TransformersBackend:
         """Loads a causal language model of transformers in evaluation mode.
@@ -65,12 +66,13 @@ class TransformersBackend:
             model: directory or hub name.
             topology: ranks and generation sizes.
             seed: nothing is drawn here; samples derive from `SamplingParams.seed`.
-            dtype: dtype of weights and computation, by torch's name.
+            dtype: of weights and computation, whatever the training dtype: shards are cast on their way.
             cache_bytes: bound on keys and values; more rows than fit are generated in turns.
 
         Raises:
             BackendError: for a generation layout other than 1-1, or a model that transformers cannot load.
         """
+        check_dtype(dtype)
         generation = topology.generation
         if generation is not None and generation != cls.largest_generation:
             raise BackendError(

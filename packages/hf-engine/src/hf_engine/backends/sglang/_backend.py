@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._memory import choose_cache_bytes
 from hf_engine.backends._replica import Replica
 from hf_engine.backends.sglang._library import build_environment, check_version
@@ -82,7 +83,7 @@ class SglangBackend:
         *,
         topology: Topology,
         seed: int = 0,
-        dtype: str = "float32",
+        dtype: RolloutDtype = "float32",
         cache_bytes: int | None = None,
         cache_fraction: float | None = None,
         max_positions: int | None = None,
@@ -98,7 +99,7 @@ class SglangBackend:
             model: directory or hub name.
             topology: ranks and generation sizes.
             seed: SGLang's own; samples derive from `SamplingParams.seed`.
-            dtype: dtype of weights and computation, by torch's name.
+            dtype: of weights and computation, whatever the training dtype: shards are cast on their way.
             cache_bytes: keys and values of one rank; by default 0.3 of the memory of a device, 256 MiB of a host's.
             cache_fraction: instead, as a share of the device's memory (the host's, without a device), below 1.
             max_positions: prompt and response together, where fewer than the model's are enough.
@@ -112,6 +113,7 @@ class SglangBackend:
             BackendError: for a layout or a model that does not run, too small a cache, or an engine that does not
                 start.
         """
+        check_dtype(dtype)
         cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
         topology = _require_topology(topology)
         found_model = EngineModel(model)

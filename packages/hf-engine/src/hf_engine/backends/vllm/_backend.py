@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._memory import choose_cache_bytes
 from hf_engine.backends.vllm._library import check_version, embedded
 from hf_engine.resharding.execute import check_weights
@@ -55,7 +56,7 @@ class VllmBackend:
         *,
         topology: Topology,
         seed: int = 0,
-        dtype: str = "float32",
+        dtype: RolloutDtype = "float32",
         cache_bytes: int | None = None,
         cache_fraction: float | None = None,
         max_positions: int | None = None,
@@ -66,7 +67,7 @@ class VllmBackend:
             model: directory or hub name.
             topology: ranks and generation sizes.
             seed: vLLM's own; samples derive from `SamplingParams.seed`.
-            dtype: dtype of weights and computation, by torch's name.
+            dtype: of weights and computation, whatever the training dtype: shards are cast on their way.
             cache_bytes: keys and values of one rank; by default 0.3 of the memory of a device, 256 MiB of a host's.
             cache_fraction: instead, as a share of the device's memory (the host's, without a device), below 1.
             max_positions: prompt and response together, where fewer than the model's are enough: the cache must hold
@@ -84,6 +85,7 @@ class VllmBackend:
             )
         if topology.generation is None:
             topology = replace(topology, generation=GenerationSpec())
+        check_dtype(dtype)
         cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
         with embedded():
             from hf_engine.backends.vllm._engine import Engine, plan_layout

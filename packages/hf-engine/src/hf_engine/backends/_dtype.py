@@ -1,0 +1,22 @@
+"""The dtypes that a rollout engine may compute in, whatever the training backend's: shards are cast on their way."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from hf_protocols.errors import BackendError
+
+__all__ = ["RolloutDtype", "check_dtype"]
+
+RolloutDtype = Literal["float32", "bfloat16", "float16"]
+
+
+def check_dtype(dtype: object) -> None:
+    """Refuse what no engine computes in.
+
+    Raises:
+        BackendError: naming the dtypes that there are.
+    """
+    known = get_args(RolloutDtype)
+    if dtype not in known:
+        raise BackendError(f"dtype={dtype!r}: give one of {', '.join(map(repr, known))}")
