@@ -28,15 +28,15 @@ test-slow: env ## run the tests that take minutes or many processes
 test-vllm: env ## set up .venv-vllm and test the vLLM backend with a real engine
 	scripts/env.sh vllm
 	.venv-vllm/bin/pytest packages/hf-engine/tests/test_vllm.py packages/hf-engine/tests/test_server.py \
-		packages/hf-engine/tests/test_matrix.py \
-		integration-tests/tests/test_engine_run.py -m "vllm and not slow"
+		packages/hf-engine/tests/test_rollout_dtype.py packages/hf-engine/tests/test_matrix.py \
+		integration-tests/tests/test_engine_run.py integration-tests/tests/test_server_run.py -m "vllm and not slow"
 	.venv-vllm/bin/pytest integration-tests/tests/test_swap_page.py -m vllm
 
 test-sglang: env ## set up .venv-sglang and test the SGLang backend with real engines
 	scripts/env.sh sglang
 	.venv-sglang/bin/pytest packages/hf-engine/tests/test_sglang.py packages/hf-engine/tests/test_server.py \
-		packages/hf-engine/tests/test_matrix.py \
-		integration-tests/tests/test_engine_run.py -m "sglang and not slow"
+		packages/hf-engine/tests/test_rollout_dtype.py packages/hf-engine/tests/test_matrix.py \
+		integration-tests/tests/test_engine_run.py integration-tests/tests/test_server_run.py -m "sglang and not slow"
 	.venv-sglang/bin/pytest integration-tests/tests/test_swap_page.py -m sglang
 
 test-matrix: env ## test every training layout with every engine, and keep the dated result

@@ -34,6 +34,10 @@ def test_a_run_is_the_same_with_another_engine(
     expected = without_times(read_metrics(tmp_path / "run"))
     output = tmp_path / engine
     changed += ["--set", f"run.output_dir={output}", "--set", f"rollout.backend={engine}"]
+    too_small = ("--set", "rollout.options.cache_bytes=9", "--set", f"run.output_dir={tmp_path / 'refused'}")
+    refused = hybridflow("train", small_config, *changed, *too_small)
+    assert refused.exit_code == 1 and "cache_bytes=9" in refused.errors, refused.errors
+    changed += ["--set", "rollout.options.cache_bytes=16777216"]
     if gen_tp_size == 2:
         plan = json.loads((tmp_path / "run" / "plan.json").read_text())
         actor = plan["models"]["actor"]
