@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.testing import write_tiny_model
-from hf_engine.testing._cases import build_batch, build_prompts, rows_of
+from hf_engine.testing._cases import build_prompts, rows_of
+from hf_engine.testing._training import train_step
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
 
 VOCAB_SIZE = 64
@@ -30,7 +31,7 @@ def generate_in_bfloat16(name, options, model, directory):
     rollout = load_rollout_backend(name).build(model, topology=ONE, dtype="bfloat16", **options)
     engine = HybridEngine(train, rollout, ONE)
     assert (engine.plan.source.dtype, engine.plan.target.dtype) == ("float32", "bfloat16")
-    train.train_step(build_batch(6, vocab_size=VOCAB_SIZE), likelihood, 18.0)
+    train_step(train, ONE, vocab_size=VOCAB_SIZE)
     prompts = build_prompts(4, vocab_size=VOCAB_SIZE)
     with engine.generation():
         responses = engine.generate(prompts, SamplingParams(max_new_tokens=8))
@@ -45,10 +46,6 @@ def generate_in_bfloat16(name, options, model, directory):
             strict=True,
         )
     ]
-
-
-def likelihood(outputs, micro_batch):
-    return -(outputs["logprobs"] * micro_batch["response_mask"]).sum(), {}
 
 
 def mean_gap(samples, directory, dtype):

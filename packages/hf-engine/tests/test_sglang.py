@@ -19,8 +19,9 @@ from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_ba
 from hf_engine.backends.sglang import _session
 from hf_engine.resharding.boxes import Box
 from hf_engine.testing import LocalRanks, check_rollout_backend, write_tiny_model
-from hf_engine.testing._cases import build_batch, build_prompts, greedy_response, rows_of, select_rows
-from hf_protocols import THREE_D, BackendError, GenerationSpec, NonFiniteLossError, ParallelSpec, ReshardError, Topology
+from hf_engine.testing._cases import build_prompts, rows_of
+from hf_engine.testing._training import check_greedy_samples, count_lacking_bytes, train_step
+from hf_protocols import BackendError, GenerationSpec, NonFiniteLossError, ParallelSpec, ReshardError, Topology
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -180,18 +181,6 @@ def send(backend, weights, version):
     backend.commit_weights(version)
 
 
-def lacking_bytes(plan, rank):
-    """What a rank wants and does not hold, element by element."""
-    lacking = 0
-    for name, shape in plan.target.shapes.items():
-        wanted, held = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-        for layout, mask in ((plan.target, wanted), (plan.source, held)):
-            for box in layout.boxes_of(rank).get(name, ()):
-                mask[box.slices_in(Box.whole(shape))] = True
-        lacking += int((wanted & ~held).sum()) * 4
-    return lacking
-
-
 def train_and_generate(backend, topology, train_model, rollout, directory):
     """The engine starts from other weights than the training backend."""
     config = TrainConfig(learning_rate=3e-2, max_grad_norm=10.0)
@@ -208,32 +197,18 @@ def train_and_generate(backend, topology, train_model, rollout, directory):
     prompts, version = build_prompts(4, vocab_size=VOCAB_SIZE), rollout.weight_version
     for index in range(3):
         if index != 1:
-            train_step(train, topology)
+            train_step(train, topology, vocab_size=VOCAB_SIZE)
         with engine.generation():
             responses = engine.generate(prompts, GREEDY)
         assert engine.last_transition.recv_bytes == (engine.plan.recv_bytes[rank] if index != 1 else 0)
+        assert [len(row) for row in rows_of(responses["response_ids"])] == [6] * 4
         train.export_hf(Path(directory) / str(index))
-        exported = reference_of(Path(directory) / str(index))
-        for prompt, found in zip(rows_of(prompts["prompt_ids"]), rows_of(responses["response_ids"]), strict=True):
-            assert torch.equal(found, greedy_response(exported, prompt, 6, frozenset()))
+        check_greedy_samples(train, reference_of(Path(directory) / str(index)), prompts, responses)
         assert responses["weight_version"].tolist() == [engine.weight_version] * 4
-        trained = rows_of(train.compute_logprobs(prompts.update(responses.select("response_ids")))["logprobs"])
-        for ours, theirs in zip(rows_of(responses["rollout_logprobs"]), trained, strict=True):
-            assert float((ours - theirs).abs().max()) < 1e-4
     assert engine.weight_version == version + 2
-    assert engine.plan.recv_bytes[rank] == lacking_bytes(engine.plan, rank)
+    assert engine.plan.recv_bytes[rank] == count_lacking_bytes(engine.plan, rank)
     train.close()
     return engine.plan.recv_bytes[rank]
-
-
-def train_step(train, topology):
-    batch = build_batch(6, vocab_size=VOCAB_SIZE)
-    rows = list(THREE_D.distribute(topology, 6)[dist.get_rank()])
-
-    def loss(outputs, micro_batch):
-        return -(outputs["logprobs"] * micro_batch["response_mask"]).sum(), {}
-
-    train.train_step(select_rows(batch, rows), loss, 18.0)
 
 
 def refuse_on_two(model):

@@ -15,11 +15,10 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
-from hf_engine.resharding.boxes import Box
 from hf_engine.testing import LocalRanks, check_rollout_backend, write_tiny_model
-from hf_engine.testing._cases import build_batch, build_prompts, greedy_response, rows_of, select_rows
+from hf_engine.testing._cases import build_prompts, rows_of
+from hf_engine.testing._training import check_greedy_samples, count_lacking_bytes, train_step
 from hf_protocols import (
-    THREE_D,
     BackendError,
     BackendUnavailableError,
     GenerationSpec,
@@ -78,6 +77,10 @@ def build(model, topology, **options):
     return load_rollout_backend("vllm").build(model, topology=topology, **{"cache_bytes": CACHE_BYTES, **options})
 
 
+def reference_of(model):
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
 def conform(model, topology, num_rows=6):
     backends = []
 
@@ -85,22 +88,10 @@ def conform(model, topology, num_rows=6):
         backends.append(build(model, topology))
         return backends[0]
 
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    reference = reference_of(model)
     sizes = {"vocab_size": VOCAB_SIZE, "max_positions": MAX_POSITIONS, "num_rows": num_rows}
     check_rollout_backend(start, reference, topology=topology, **sizes)
     backends[0].close()
-
-
-def lacking_bytes(plan, rank):
-    """What a rank wants and does not hold, element by element."""
-    lacking = 0
-    for name, shape in plan.target.shapes.items():
-        wanted, held = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
-        for layout, mask in ((plan.target, wanted), (plan.source, held)):
-            for box in layout.boxes_of(rank).get(name, ()):
-                mask[box.slices_in(Box.whole(shape))] = True
-        lacking += int((wanted & ~held).sum()) * 4
-    return lacking
 
 
 def train_and_generate(backend, topology, train_model, rollout_model, directory):
@@ -120,35 +111,21 @@ def train_and_generate(backend, topology, train_model, rollout_model, directory)
     prompts = build_prompts(4, vocab_size=VOCAB_SIZE)
     for index in range(3):
         if index != 1:
-            train_step(train, topology)
+            train_step(train, topology, vocab_size=VOCAB_SIZE)
         with engine.generation():
             responses = engine.generate(prompts, GREEDY)
         transition = engine.last_transition
         assert transition.recv_bytes == (engine.plan.recv_bytes[rank] if index != 1 else 0)
+        assert [len(row) for row in rows_of(responses["response_ids"])] == [6] * 4
         train.export_hf(Path(directory) / str(index))
-        exported = AutoModelForCausalLM.from_pretrained(Path(directory) / str(index), dtype=torch.float32).eval()
-        for prompt, found in zip(rows_of(prompts["prompt_ids"]), rows_of(responses["response_ids"]), strict=True):
-            assert torch.equal(found, greedy_response(exported, prompt, 6, frozenset()))
+        check_greedy_samples(train, reference_of(Path(directory) / str(index)), prompts, responses)
         assert responses["weight_version"].tolist() == [engine.weight_version] * 4
-        trained = rows_of(train.compute_logprobs(prompts.update(responses.select("response_ids")))["logprobs"])
-        for ours, theirs in zip(rows_of(responses["rollout_logprobs"]), trained, strict=True):
-            assert float((ours - theirs).abs().max()) < 1e-4
     # Named after rank 0's process.
     assert not list(Path("/dev/shm").glob(f"hf-engine-{os.getpid()}-*"))
     assert engine.weight_version == 2
-    assert engine.plan.recv_bytes[rank] == lacking_bytes(engine.plan, rank)
+    assert engine.plan.recv_bytes[rank] == count_lacking_bytes(engine.plan, rank)
     engine.close()
     return engine.plan.recv_bytes[rank]
-
-
-def train_step(train, topology):
-    batch = build_batch(6, vocab_size=VOCAB_SIZE)
-    rows = list(THREE_D.distribute(topology, 6)[dist.get_rank()])
-
-    def loss(outputs, micro_batch):
-        return -(outputs["logprobs"] * micro_batch["response_mask"]).sum(), {}
-
-    train.train_step(select_rows(batch, rows), loss, 18.0)
 
 
 def refuse(models, directory):

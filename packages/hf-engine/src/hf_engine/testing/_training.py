@@ -1,0 +1,61 @@
+"""Training beside generation, and what whole forward passes of transformers say about the samples."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hf_engine.resharding.boxes import Box
+from hf_engine.testing._cases import build_batch, greedy_response, rows_of, select_rows
+from hf_protocols import THREE_D, Topology
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from hf_engine.resharding.plan import ReshardPlan
+
+__all__ = ["check_greedy_samples", "count_lacking_bytes", "train_step"]
+
+
+def train_step(train: Any, topology: Topology, *, vocab_size: int) -> None:
+    """One optimizer step on this rank's rows of a small batch."""
+    batch = build_batch(6, vocab_size=vocab_size)
+    rows = list(THREE_D.distribute(topology, 6)[dist.get_rank()])
+
+    def loss(outputs: Any, micro_batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        return -(outputs["logprobs"] * micro_batch["response_mask"]).sum(), {}
+
+    train.train_step(select_rows(batch, rows), loss, 18.0)
+
+
+def check_greedy_samples(train: Any, exported: Any, prompts: TensorDict, responses: TensorDict) -> None:
+    """Greedy responses are those of the training weights.
+
+    Args:
+        train: the training backend.
+        exported: its export, as transformers loads it.
+        prompts: what was asked.
+        responses: what was answered.
+
+    Raises:
+        AssertionError: for other tokens, or log-probs that the training backend does not find.
+    """
+    for prompt, found in zip(rows_of(prompts["prompt_ids"]), rows_of(responses["response_ids"]), strict=True):
+        assert torch.equal(found, greedy_response(exported, prompt, len(found), frozenset()))
+    trained = rows_of(train.compute_logprobs(prompts.update(responses.select("response_ids")))["logprobs"])
+    for ours, theirs in zip(rows_of(responses["rollout_logprobs"]), trained, strict=True):
+        assert float((ours - theirs).abs().max()) < 1e-4
+
+
+def count_lacking_bytes(plan: ReshardPlan, rank: int) -> int:
+    """What a rank wants in float32 and does not hold, element by element."""
+    lacking = 0
+    for name, shape in plan.target.shapes.items():
+        wanted, held = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+        for layout, mask in ((plan.target, wanted), (plan.source, held)):
+            for box in layout.boxes_of(rank).get(name, ()):
+                mask[box.slices_in(Box.whole(shape))] = True
+        lacking += int((wanted & ~held).sum()) * 4
+    return lacking
