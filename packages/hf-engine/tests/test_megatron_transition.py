@@ -238,7 +238,9 @@ def test_equal_shards_are_one_all_gather_per_micro_dp_group_and_bucket(ranks4, w
             else:
                 calls = dict.fromkeys(("send", "recv_"), (size - 1) * buckets)
             verdict = {"allreduce_": 2}
-            assert traffic.calls == (calls | verdict if buckets else {}), "the ranks agree before and after, and nothing else"
+            assert traffic.calls == (calls | verdict if buckets else {}), (
+                "the ranks agree before and after, and nothing else"
+            )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:5])
