@@ -142,6 +142,41 @@ def test_a_watchdog_ends_what_a_killed_program_leaves_behind():
     assert shared_memory() - before == set()
 
 
+UNCLOSED_PROGRAM = """
+import gc, sys, time
+from hf_controller import RayExecutor
+
+executor = RayExecutor(num_cpus=1, object_store_bytes=100 * 2**20)
+print("ready", flush=True)
+sys.stdin.readline()
+del executor
+gc.collect()
+time.sleep(0.5)  # nobody may end a program that lost its executor, either
+print("done", flush=True)
+if sys.argv[1] == "1":
+    raise RuntimeError("this program is wrong")
+"""
+
+
+def test_programs_that_do_not_close_their_executor_end_with_their_own_exit_codes():
+    before = shared_memory()
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-c", UNCLOSED_PROGRAM]
+    programs = [subprocess.Popen([*command, str(code)], text=True, **pipes) for code in (0, 1)]
+    try:
+        trees = [wait_until_ready(program) for program in programs]
+        ends = [program.communicate("\n", timeout=60) for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    assert [program.returncode for program in programs] == [0, 1], ends
+    assert [output for output, _ in ends] == ["done\n"] * 2
+    assert ["RuntimeError: this program is wrong" in errors for _, errors in ends] == [False, True]
+    for tree in trees:
+        wait_until_gone(tree, within_s=10.0)
+    assert shared_memory() - before == set()
+
+
 def test_an_address_without_a_cluster_is_refused():
     program = "from hf_controller import RayExecutor; RayExecutor(address='127.0.0.1:9')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)

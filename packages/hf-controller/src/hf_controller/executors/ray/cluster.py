@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -36,6 +37,8 @@ class Cluster:
         if ray.is_initialized():
             raise PoolError("Ray already runs in this process: close the other executor, or call ray.shutdown() first")
         self._watchdog: Watchdog | None = None
+        # A program may end, or drop its executor, without closing it.
+        atexit.register(self.stop)
         _set_environment()
         options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
         if address == "local":
@@ -55,6 +58,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Leave the cluster; a local one ends with all its processes."""
+        atexit.unregister(self.stop)
         ray.shutdown()
         if self._watchdog is not None:
             self._watchdog.dismiss()
