@@ -136,3 +136,14 @@ def test_in_process_groups_are_built_again():
         assert new["one"].add(2).result() == [2.0]
         with pytest.raises(PoolError, match="released"):
             old["one"].add(2)
+
+
+def test_pools_with_groups_of_the_same_role_are_not_rebuilt_together():
+    pools = [ResourcePool([1], device="cpu", name=name) for name in ("first", "second")]
+    spec = WorkerSpec(worker=Counter, topology=Topology(ParallelSpec()))
+    with InProcessExecutor() as executor:
+        old = [executor.build_groups(pool, {"one": spec})["one"] for pool in pools]
+        with pytest.raises(PoolError, match=r"pools 'first', 'second' have a group one, .*: rebuild .* one by one"):
+            rebuild(executor, pools)
+        assert [group.add(2).result() for group in old] == [[2.0], [2.0]]
+        assert set(rebuild(executor, pools[1:])) == {"one"}

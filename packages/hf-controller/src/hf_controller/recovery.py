@@ -35,7 +35,8 @@ def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, Work
         The new groups by role.
 
     Raises:
-        PoolError: for a pool without groups, or if the cluster no longer has the slots.
+        PoolError: for a pool without groups, pools that have groups of the same role, or if the cluster no longer has
+            the slots.
         HybridFlowError: what a worker's constructor raised.
         WorkerTimeoutError: if a worker is not constructed in time.
     """
@@ -44,6 +45,13 @@ def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, Work
     empty = [pool.name for pool, sets in standing.items() if not sets]
     if empty:
         raise PoolError(f"no group is on pool {', '.join(map(repr, empty))}: use build_groups(...)")
+    roles = [role for sets in standing.values() for specs in sets for role in specs]
+    twice = sorted({role for role in roles if roles.count(role) > 1})
+    if twice:
+        raise PoolError(
+            f"several of the pools {', '.join(repr(pool.name) for pool in standing)} have a group {', '.join(twice)}, "
+            "and new groups are told apart by role: rebuild these pools one by one"
+        )
     for pool in standing:
         executor.release(pool)
     groups: dict[str, WorkerGroup] = {}
