@@ -184,9 +184,11 @@ def test_an_address_without_a_cluster_is_refused():
 
 
 CLOSED_PROGRAM = """
+import sys, time
+from pathlib import Path
 import ray, torch
 from tensordict import TensorDict
-from hf_protocols import DP, ParallelSpec, PoolError, Topology, register
+from hf_protocols import DP, ONE_TO_ALL, ParallelSpec, PoolError, Topology, WorkerError, register
 from hf_controller import RayExecutor, ResourcePool, Worker, WorkerSpec
 
 class Doubler(Worker):
@@ -196,12 +198,23 @@ class Doubler(Worker):
     def double(self, batch):
         return TensorDict({"x": 2 * batch["x"]}, batch_size=[len(batch)])
 
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def save_and_fail(self, path):
+        time.sleep(1)
+        Path(path).write_text("saved")
+        raise KeyError("lost")
+
 batch = TensorDict({"x": torch.arange(2)}, batch_size=[2])
-with RayExecutor(num_cpus=1, object_store_bytes=100 * 2**20) as executor:
-    spec = WorkerSpec(worker=Doubler, topology=Topology(ParallelSpec(dp_size=1)))
-    group = executor.build_groups(ResourcePool([1], device="cpu"), {"doubler": spec})["doubler"]
-    seen, unseen = group.double(batch), group.double(batch)
-    seen.wait()
+try:
+    with RayExecutor(num_cpus=1, object_store_bytes=100 * 2**20) as executor:
+        spec = WorkerSpec(worker=Doubler, topology=Topology(ParallelSpec(dp_size=1)))
+        group = executor.build_groups(ResourcePool([1], device="cpu"), {"doubler": spec})["doubler"]
+        seen, unseen = group.double(batch), group.double(batch)
+        seen.wait()
+        group.save_and_fail(sys.argv[1])
+except WorkerError as error:
+    print(error)
+assert Path(sys.argv[1]).exists(), "the block did not wait for its last call"
 for use in (seen.result, unseen.result, unseen.wait, lambda: unseen.num_rows, lambda: executor.put(batch),
             lambda: group.double(batch), lambda: group.double(seen)):
     try:
@@ -216,6 +229,36 @@ print("refused")
 """
 
 
-def test_a_closed_executor_serves_nobody_and_starts_no_other_cluster():
-    done = subprocess.run([sys.executable, "-c", CLOSED_PROGRAM], capture_output=True, text=True, timeout=120)
-    assert done.stdout == "refused\n", done.stderr
+def test_a_block_ends_with_its_last_calls_and_a_closed_executor_serves_nobody_and_starts_no_other_cluster(tmp_path):
+    command = [sys.executable, "-c", CLOSED_PROGRAM, str(tmp_path / "saved")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "doubler.save_and_fail on rank 0 failed: KeyError: 'lost'\nrefused\n", done.stderr
+
+
+TOLD_PROGRAM = """
+import time
+from hf_protocols import ONE_TO_ALL, ParallelSpec, Topology, WorkerTimeoutError, register
+from hf_controller import RayExecutor, ResourcePool, Worker, WorkerSpec
+
+class Sleeper(Worker):
+    needs_process_group = False
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def sleep_on(self):
+        time.sleep(600)
+
+with RayExecutor(num_cpus=1, object_store_bytes=100 * 2**20) as executor:
+    spec = WorkerSpec(worker=Sleeper, topology=Topology(ParallelSpec(dp_size=1)))
+    group = executor.build_groups(ResourcePool([1], device="cpu"), {"sleeper": spec})["sleeper"]
+    try:
+        group.sleep_on().wait(timeout_s=1)
+    except WorkerTimeoutError:
+        print("late")
+print("closed")
+"""
+
+
+@pytest.mark.slow
+def test_a_block_does_not_wait_for_a_call_that_it_was_told_is_late():
+    done = subprocess.run([sys.executable, "-c", TOLD_PROGRAM], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "late\nclosed\n", done.stderr

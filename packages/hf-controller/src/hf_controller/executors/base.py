@@ -31,6 +31,10 @@ __all__ = ["Executor", "check_specs"]
 class Executor(ABC):
     """Builds worker groups on pools and runs their calls. A context manager: leaving it closes everything.
 
+    Where the block ends without an exception, the last call on every slot ends first, and so do those before it: its
+    result is waited for as usual, and its failure raised, unless the program was told already that it failed or is
+    late. After an exception, and in :meth:`close`, calls that are not over end at once.
+
     Attributes:
         trace: the spans of all calls.
         call_timeout_s: how long a result is waited for by default, and how long a rank waits for its turn.

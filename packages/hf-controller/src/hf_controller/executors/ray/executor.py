@@ -42,11 +42,12 @@ _MIN_STORE_BYTES = 75 * 2**20
 
 @dataclasses.dataclass
 class _Occupied:
-    """A pool in use: its slots, its processes, and the answer of the call that was made last on each slot."""
+    """A pool in use: its slots, its processes, and on each slot the call that was made last, with its answer."""
 
     placed: PlacedPool
     host_sets: list[HostSet] = dataclasses.field(default_factory=list)
     last_answers: dict[int, Any] = dataclasses.field(default_factory=dict)
+    last_calls: dict[int, RayCall] = dataclasses.field(default_factory=dict)
 
 
 class RayExecutor(Executor):
@@ -188,7 +189,18 @@ class RayExecutor(Executor):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an exception ranks may hang in a collective, so nobody is asked to finish.
-        self._close(orderly=kind is None)
+        orderly = False
+        try:
+            if kind is None and not self._closed:
+                self._finish_calls()
+                orderly = True
+        finally:
+            self._close(orderly=orderly)
+
+    def _finish_calls(self) -> None:
+        for occupied in self._occupied.values():
+            for call in dict.fromkeys(occupied.last_calls.values()):
+                call.finish()
 
     def _start(self, pool: ResourcePool, packed: PackedRoles) -> HostSet:
         host_set = HostSet(
@@ -262,7 +274,7 @@ class RayExecutor(Executor):
         occupied.last_answers |= answers
         self.trace.watch(answers.values())
         collected = spec.protocol.collect(group.topology).ranks
-        return RayCall(
+        made = RayCall(
             role=group.role,
             method=calls[next(iter(calls))].method,
             processes={rank: host_set.processes[rank] for rank in calls},
@@ -277,6 +289,8 @@ class RayExecutor(Executor):
             store=self._store,
             trace=self.trace,
         )
+        occupied.last_calls |= dict.fromkeys(calls, made.without_results())
+        return made
 
     def _list_processes(self) -> list[HostProcess]:
         return [process for host_set in self._list_host_sets() for process in host_set.processes]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from hf_controller.executors.ray.inquirer import Inquirer
+from hf_controller.failures import Failure
 
-__all__ = ["HostProcess", "Location", "describe_processes", "find_location"]
+__all__ = ["HostProcess", "Location", "describe_death", "describe_processes", "find_location", "in_one_line"]
 
 
 class Location(NamedTuple):
@@ -68,6 +69,38 @@ class HostProcess:
     def describe_location(self) -> str:
         """Where it is, as far as it ever said."""
         return str(self.find_location() or "a process that never started")
+
+
+def describe_death(
+    error: RayError, process: HostProcess, *, role: str, method: str, rank: int, others: Sequence[HostProcess] = ()
+) -> Failure:
+    """What became of ``role.method`` on ``rank``, because ``process`` is gone, and ``others`` with it.
+
+    An error that Ray raised inside a process that lives is described as its cause.
+    """
+    cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
+    if cause is not None:
+        message = str(cause)
+    else:
+        also = f"; gone as well: {', '.join(other.label for other in others)}" if others else ""
+        where = f"its last call: {process.last_call}; it was {process.describe_location()}"
+        message = f"process {process.label} is gone: {in_one_line(error)} ({where}){also}"
+        if method != "__init__":  # else its pool's groups never stood, and a note says what to do
+            pools = ", ".join(dict.fromkeys(repr(each.pool) for each in (process, *others)))
+            message += f"; rebuild(executor, [pool]) builds the groups of pool {pools} again"
+    return Failure(
+        role=role,
+        method=method,
+        rank=rank,
+        cause_type=type(cause or error).__name__,
+        message=message,
+        remote_traceback="" if cause is None else str(error),
+    )
+
+
+def in_one_line(error: RayError) -> str:
+    """Its text, whose lines Ray breaks."""
+    return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
 def describe_processes(processes: Mapping[int, HostProcess], inquirer: Inquirer, timeout_s: float) -> dict[int, str]:

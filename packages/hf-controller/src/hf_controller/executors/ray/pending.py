@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from hf_controller.executors.ray.host_process import HostProcess, describe_processes
+from hf_controller.executors.ray.host_process import HostProcess, describe_death, describe_processes, in_one_line
 from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.store import ValueHandle, describe_unread
 from hf_controller.executors.ray.waiting import Waiter
@@ -25,6 +27,16 @@ if TYPE_CHECKING:
 __all__ = ["RayCall", "take_ready"]
 
 _ANSWER_TIMEOUT_S = 5.0
+
+
+@dataclass
+class _Seen:
+    """What the controller knows of a call, and whether it told the program that the call failed or is late."""
+
+    reports: dict[int, CallReport] = field(default_factory=dict)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    failure: Failure | None = None
+    error_raised: bool = False
 
 
 class RayCall:
@@ -78,9 +90,25 @@ class RayCall:
         self._inquirer = inquirer
         self._store = store
         self._trace = trace
-        self._done: dict[int, CallReport] = {}
-        self._outcomes: dict[int, Outcome] = {}
-        self._failure: Failure | None = None
+        self._seen = _Seen()
+
+    def without_results(self) -> RayCall:
+        """The same call for who waits for its end, and keeps none of its results."""
+        call = copy.copy(self)
+        call.handles = []
+        return call
+
+    def finish(self) -> None:
+        """Wait for every rank of a call that is not over, unless somebody was told that it failed or is late.
+
+        Raises:
+            HybridFlowError: as :meth:`wait` does.
+        """
+        answers = list(self._answers.values())
+        if not self._seen.error_raised and len(ray.wait(answers, num_returns=len(answers), timeout=0)[0]) < len(
+            answers
+        ):
+            self.wait(None)
 
     def wait(self, timeout_s: float | None) -> list[int]:
         """Wait for every rank; the rows that each collected rank returned.
@@ -91,24 +119,26 @@ class RayCall:
         """
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + timeout_s
-        if not self._done and self._failure is None:
+        if not self._seen.reports and self._seen.failure is None:
             self._note_answers(self._answers, self._waiter.get_all(list(self._answers.values()), timeout_s))
-        while self._failure is None and len(self._done) < len(self._answers):
-            pending = {handle: rank for rank, handle in self._answers.items() if rank not in self._done}
+        while self._seen.failure is None and len(self._seen.reports) < len(self._answers):
+            pending = {handle: rank for rank, handle in self._answers.items() if rank not in self._seen.reports}
             left_s = max(0.0, deadline_s - time.monotonic())
             ready = self._waiter.wait_some(list(pending), left_s)
             if not ready:
+                self._seen.error_raised = True
                 raise self._to_timeout(sorted(pending.values()), timeout_s)
             self._read_answers({pending[handle]: handle for handle in ready})
-        if self._failure is not None:
-            raise self._failure.to_error()
-        return [self._done[rank].num_rows for rank in self._collected]
+        if self._seen.failure is not None:
+            self._seen.error_raised = True
+            raise self._seen.failure.to_error()
+        return [self._seen.reports[rank].num_rows for rank in self._collected]
 
     def outcomes(self, timeout_s: float | None) -> list[Outcome]:
         """After waiting, what the collected ranks left beside batches."""
         self.wait(timeout_s)
         if not isinstance(self.handles[0], ValueHandle):
-            return [self._outcomes[rank] for rank in self._collected]
+            return [self._seen.outcomes[rank] for rank in self._collected]
         try:
             return self._store.get(self.handles, self._timeout_s if timeout_s is None else timeout_s)
         except WorkerError:
@@ -123,7 +153,7 @@ class RayCall:
         try:
             answers = ray.get(list(ready.values()))
         except RayError:
-            self._failure = self._find_death() or next(
+            self._seen.failure = self._find_death() or next(
                 self._describe_loss(rank, error) for rank, error in _lost_reports(ready)
             )
             return
@@ -134,13 +164,13 @@ class RayCall:
             return
         answers = [unpack_answer(answer) for answer in packed]
         for rank, (outcome, report) in zip(ranks, answers, strict=True):
-            self._outcomes[rank], self._done[rank] = outcome, report
+            self._seen.outcomes[rank], self._seen.reports[rank] = outcome, report
             self._trace.note_watched(self._answers[rank], report)
         failed = [report for _, report in answers if report.failure is not None]
         if failed:
             # A dead peer makes the others fail in their collective: then the death is the cause to report.
             death = None if failed[0].upstream else self._find_death()
-            self._failure = death or failed[0].failure
+            self._seen.failure = death or failed[0].failure
 
     def _find_death(self) -> Failure | None:
         processes = list(self._everyone())
@@ -167,29 +197,14 @@ class RayCall:
             method=self._method,
             rank=rank,
             cause_type=type(error).__name__,
-            message=f"an earlier call's result is lost: {_in_one_line(error)}",
+            message=f"an earlier call's result is lost: {in_one_line(error)}",
             remote_traceback="",
         )
 
     def _describe_death(
         self, rank: int, error: RayError, process: HostProcess, others: Sequence[HostProcess] = ()
     ) -> Failure:
-        cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
-        also = f"; gone as well: {', '.join(other.label for other in others)}" if others else ""
-        pools = ", ".join(dict.fromkeys(repr(each.pool) for each in (process, *others)))
-        reason = _in_one_line(error)
-        where = f"its last call: {process.last_call}; it was {process.describe_location()}"
-        gone = f"process {process.label} is gone: {reason} ({where}){also}"
-        return Failure(
-            role=self._role,
-            method=self._method,
-            rank=rank,
-            cause_type=type(cause or error).__name__,
-            message=f"{gone}; rebuild(executor, [pool]) builds the groups of pool {pools} again"
-            if cause is None
-            else str(cause),
-            remote_traceback="" if cause is None else str(error),
-        )
+        return describe_death(error, process, role=self._role, method=self._method, rank=rank, others=others)
 
     def _to_timeout(self, ranks: Sequence[int], timeout_s: float) -> HybridFlowError:
         head = f"{self._what} is not done after {timeout_s:g} s on rank(s) {', '.join(map(str, ranks))}"
@@ -206,10 +221,6 @@ class RayCall:
             if everyone[i] not in late and ": computing for " in text.partition("\n")[0]
         ]
         return WorkerTimeoutError("\n".join(lines))
-
-
-def _in_one_line(error: RayError) -> str:
-    return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
 def _lost_reports(handles: Mapping[int, Any]) -> Iterator[tuple[int, RayError]]:
