@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
-from hf_controller import InProcessExecutor, ResourcePool, WorkerSpec, connect
+from hf_controller import InProcessExecutor, RayExecutor, ResourcePool, Worker, WorkerSpec, connect, rebuild
 from hf_controller.testing import SoloWorker
-from hf_protocols import ParallelSpec, ProtocolError, Topology
+from hf_protocols import ONE_TO_ALL, ParallelSpec, ProtocolError, Topology, WorkerError, register
 
 
 def test_two_groups_meet_in_collectives_and_keep_their_own(ray_stage):
@@ -50,3 +53,46 @@ def test_ranks_find_what_torchrun_would_set(ray_stage):
     expected = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "PROBE": "set"}
     found = ray_stage.two.environment().result()
     assert found == [{"RANK": str(rank), "LOCAL_RANK": str(rank), **expected} for rank in range(2)]
+
+
+class Side(Worker):
+    """A group of one rank that says what it has."""
+
+    needs_process_group = False
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def footprint(self):
+        """Files and threads of this process; its connections."""
+        counts = [len(os.listdir(f"/proc/self/{folder}")) for folder in ("fd", "task")]
+        return counts, sorted(self.context.connections)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def pid(self):
+        return os.getpid()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_what_survives_a_rebuild_connects_again_and_keeps_nothing_of_the_old_connection(
+    ray_executor: RayExecutor,
+) -> None:
+    spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
+    pools = [ResourcePool([1], device="cpu", name=name) for name in ("left", "right")]
+    left, right = (ray_executor.build_groups(pool, {pool.name: spec}, wait=False)[pool.name] for pool in pools)
+    try:
+        connect(left, right)  # the first one loads libraries
+        right = rebuild(ray_executor, pools[1:])["right"]
+        before = left.footprint().result()
+        assert before[0][1] == []
+        for survivor_opens in (True, False):
+            connect(*((left, right) if survivor_opens else (right, left)), name="pair")
+            assert left.footprint().result()[0][1] == ["pair"]
+            os.kill(right.pid().result()[0], signal.SIGKILL)
+            with pytest.raises(WorkerError, match=r"process right/0 is gone: .*rebuild\(executor, \[pool\]\)"):
+                connect(right, left, name="lost")
+            right = rebuild(ray_executor, pools[1:])["right"]
+            assert left.footprint().result() == before
+        connect(right, left, name="lost")
+    finally:
+        for pool in pools:
+            ray_executor.release(pool)

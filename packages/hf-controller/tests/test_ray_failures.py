@@ -79,6 +79,8 @@ class Unbuildable(Worker):
             raise ConfigError("no such model")
         if how == "hang":
             time.sleep(60)
+        if how == "die":
+            os._exit(3)
         raise KeyError("lost")
 
     @register(protocol=DP)
@@ -175,6 +177,22 @@ def test_a_constructor_that_raises_is_reported_and_frees_the_pool(ray_executor):
         assert "unbuildable.__init__ on rank 0" in error.value.__notes__[0]
         with pytest.raises(PoolError, match="released"):
             group.never(1)
+
+
+@pytest.mark.slow
+def test_a_constructor_that_ends_its_process_is_described_like_any_other_death(ray_executor):
+    spec = WorkerSpec(worker=Unbuildable, topology=ONE, kwargs={"how": "die"})
+    lone = ResourcePool([1], device="cpu", name="lone")
+    with pytest.raises(
+        RemoteCallError, match=r"unbuildable.__init__ on rank 0 failed: .*process unbuildable/0 is gone"
+    ) as death:
+        ray_executor.build_groups(lone, {"unbuildable": spec})
+    assert "\n" not in str(death.value)
+    assert ", log /" in str(death.value)
+    assert death.value.remote_traceback == ""
+    (note,) = death.value.__notes__
+    assert note.startswith("on pool 'lone' was ended: unbuildable; ")
+    assert note.endswith("build_groups(...) builds on it again")
 
 
 def test_a_group_that_cannot_be_built_leaves_the_others_of_its_pool_alone(ray_executor, pool):

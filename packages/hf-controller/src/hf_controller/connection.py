@@ -37,7 +37,9 @@ class Connection:
 def connect(first: WorkerGroup, second: WorkerGroup, *, name: str | None = None) -> str:
     """Join the ranks of two disjoint groups in one process group, and wait until they met.
 
-    Their workers find it in ``self.context.connections[name]``. Joint ranks count ``first``'s ranks, then ``second``'s.
+    Their workers find it in ``self.context.connections[name]``. When one group ends, in :func:`rebuild` say, the other
+    leaves the connection, and its name is free; so it is after an error. Joint ranks count ``first``'s ranks, then
+    ``second``'s.
 
     Args:
         first: a group.

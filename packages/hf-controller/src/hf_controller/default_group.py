@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["Rendezvous", "join_default_group", "join_joint_group", "open_rendezvous", "seed_generators"]
+__all__ = [
+    "Rendezvous",
+    "join_default_group",
+    "join_joint_group",
+    "leave_joint_group",
+    "open_rendezvous",
+    "seed_generators",
+]
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # of linux/sockios.h
@@ -116,6 +123,13 @@ def join_joint_group(
         )
     c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
     return group
+
+
+def leave_joint_group(group: Any) -> None:
+    """Let go of a joint group, with its threads and sockets; it needs no other rank for that."""
+    from torch import distributed
+
+    distributed.destroy_process_group(group)
 
 
 def seed_generators(seed: int) -> None:

@@ -20,6 +20,7 @@ from hf_controller.default_group import (
     Rendezvous,
     join_default_group,
     join_joint_group,
+    leave_joint_group,
     open_rendezvous,
     seed_generators,
 )
@@ -183,10 +184,17 @@ class HostActor:
             return Failure.of(error, role=joining.role, method="connect", rank=self._rank)
         finally:
             self._host.enter("idle")
+        self._rendezvous_stores.pop(rendezvous, None)  # the group has it, and takes it along
         self._workers[joining.role].context.connections[joining.name] = Connection(
             name=joining.name, group=group, rank=rank, world_size=world_size, ranks=joining.ranks
         )
         return None
+
+    def disconnect(self, role: str, name: str) -> None:
+        """Leave a connection whose other side is gone, if this rank ever joined it."""
+        connection = self._workers[role].context.connections.pop(name, None)
+        if connection is not None:
+            leave_joint_group(connection.group)
 
     # One variable argument, which Ray binds in half the time of three, for every rank of every call.
     def run(self, *message: Any) -> Any:

@@ -166,7 +166,11 @@ class RayExecutor(Executor):
         undone = await_answers(asked, "connect", self._start_timeout_s, self._waiter, self._inquirer)
         if undone is not None:
             host.close_rendezvous.remote(rendezvous)  # wakes the ranks that still wait there
+            for group, host_set in zip((first, second), host_sets, strict=True):
+                host_set.disconnect(group.role, name)
             raise undone.error
+        for group, host_set, other in zip((first, second), host_sets, reversed(host_sets), strict=True):
+            host_set.keep_connection(group.role, name, other)
 
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
         """What each rank is at; see :meth:`Executor.describe`."""
@@ -221,6 +225,9 @@ class RayExecutor(Executor):
         occupied = self._occupied[pool]
         left = [host_set for host_set in occupied.host_sets if host_set not in host_sets]
         _end_processes(occupied, host_sets, orderly=orderly)
+        for host_set in self._list_host_sets():
+            if host_set not in host_sets:
+                host_set.disconnect_all(host_sets)
         self._host_sets = {group: each for group, each in self._host_sets.items() if each not in host_sets}
         occupied.host_sets = left
         if not left:

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from hf_controller.executors.ray.actor import Construction, HostActor, Joining
-from hf_controller.executors.ray.host_process import HostProcess, describe_processes
+from hf_controller.executors.ray.host_process import HostProcess, describe_death, describe_processes
 from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.placement import PlacedPool
 from hf_controller.executors.ray.shipping import PackedRoles
@@ -52,7 +52,7 @@ class HostSet:
         start_timeout_s: float,
     ) -> None:
         pool, roles = placed.pool, packed.roles
-        self._connections: set[tuple[str, str]] = set()
+        self._connections: dict[tuple[str, str], HostSet] = {}
         self.name = "+".join(roles)
         self.roles = dict(roles)
         prefix = f"{self.name}-{uuid.uuid4().hex[:12]}"
@@ -93,8 +93,23 @@ class HostSet:
 
     def connect(self, joining: Joining, rendezvous: Any) -> dict[Any, HostProcess]:
         """Start joining another group: the process of every rank by the handle of its answer."""
-        self._connections.add((joining.role, joining.name))
         return {process.actor.connect.remote(joining, rendezvous): process for process in self.processes}
+
+    def keep_connection(self, role: str, name: str, other: HostSet) -> None:
+        """Note that every rank has joined those of ``other``."""
+        self._connections[role, name] = other
+
+    def disconnect(self, role: str, name: str) -> None:
+        """Have every rank leave a connection, if it is in it, once its earlier calls are over; the name is free."""
+        self._connections.pop((role, name), None)
+        for actor in self.actors:
+            actor.disconnect.remote(role, name)
+
+    def disconnect_all(self, others: Sequence[HostSet]) -> None:
+        """Leave the connections with ``others``."""
+        for (role, name), other in list(self._connections.items()):
+            if other in others:
+                self.disconnect(role, name)
 
     def close(self, timeout_s: float) -> None:
         """Ask every worker to close, as far as they answer in time."""
@@ -158,7 +173,7 @@ def await_answers(
             late = [asked[handle] for handle in pending]
             return Undone(_to_timeout(late, method, timeout_s, inquirer), late)
         for handle in ready:
-            failure = _failure(handle, asked[handle].label, method)
+            failure = _failure(handle, asked[handle], method)
             if failure is not None:
                 return Undone(failure.to_error(), [asked[handle]])
         pending = [handle for handle in pending if handle not in ready]
@@ -174,10 +189,10 @@ def _to_timeout(
     return WorkerTimeoutError("\n".join([head, *(f"{missing[i].label}: {text}" for i, text in described.items())]))
 
 
-def _failure(handle: Any, label: str, method: str) -> Failure | None:
+def _failure(handle: Any, process: HostProcess, method: str) -> Failure | None:
     try:
         failure: Failure | None = ray.get(handle)
     except RayError as error:
-        role, _, rank = label.rpartition("/")
-        return Failure.of(error, role=role, method=method, rank=int(rank))
+        role, _, rank = process.label.rpartition("/")
+        return describe_death(error, process, role=role, method=method, rank=int(rank))
     return failure
