@@ -5,7 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec
-from hf_controller.dispatch import BatchArgument, Call, build_calls, compute_called_ranks
+from hf_controller.dispatch import BatchArgument, Call, build_calls, check_rows, compute_called_ranks
 from hf_controller.futures import as_selection
 from hf_controller.worker_group import WorkerGroup
 from hf_protocols import (
@@ -40,8 +40,8 @@ def call(*args, **kwargs) -> Call:
 @pytest.mark.parametrize(
     ("protocol", "ranks"), [(DP, (0, 1, 2, 3)), (RANK_ZERO, (0,)), (THREE_D, (0, 1, 2, 3)), (ALL_TO_ALL, (0, 1, 2, 3))]
 )
-def test_the_ranks_of_a_call_are_those_that_get_rows_or_are_collected(protocol, ranks):
-    assert compute_called_ranks(spec_of(protocol), Topology(ParallelSpec(tp_size=2, dp_size=2))) == ranks
+def test_all_ranks_are_called_unless_the_protocol_says_otherwise(protocol, ranks):
+    assert compute_called_ranks(protocol, Topology(ParallelSpec(tp_size=2, dp_size=2))) == ranks
 
 
 def test_a_protocol_that_forgets_ranks_is_refused():
@@ -50,8 +50,11 @@ def test_a_protocol_that_forgets_ranks_is_refused():
         distribute=lambda topology, num_rows, weights=None: [RowSelection.range(0, num_rows)],
         collect=lambda topology: Collection(ranks=(0,), combine="concat"),
     )
+    with InProcessExecutor() as executor:
+        batch = executor.put(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
+        stored = build_calls(call(batch), spec_of(forgetful), (0, 1), executor.put)[0]
     with pytest.raises(ProtocolError, match="'MINE' distributes to 1 ranks, the topology has 2"):
-        compute_called_ranks(spec_of(forgetful), Topology(ParallelSpec(dp_size=2)))
+        check_rows(stored, spec_of(forgetful), Topology(ParallelSpec(dp_size=2)))
 
 
 def test_one_call_serves_all_ranks_unless_each_has_its_own_item():

@@ -225,3 +225,8 @@ def test_plans_are_made_of_plans() -> None:
         MappingPlan(pools=PLAN.pools, models={}, estimates=wrong)
     with pytest.raises(PlanError, match=r"^the machines of pool 'main'=3: give MachinePlans"):
         PoolPlan(name="main", machines=wrong)
+
+
+def test_a_key_that_stands_twice_is_refused() -> None:
+    with pytest.raises(PlanError, match="the key 'pools' stands twice"):
+        MappingPlan.from_json('{"schema_version": 1, "pools": [], "models": {}, "pools": []}')

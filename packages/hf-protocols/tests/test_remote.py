@@ -101,3 +101,9 @@ def test_a_method_says_what_kind_of_work_it_is() -> None:
     assert spec.kind == "training"
     with pytest.raises(ProtocolError, match=r"kind='forward': give one of generation, inference, training, function"):
         register(protocol=DP, kind="forward")
+
+
+def test_only_a_method_is_registered() -> None:
+    for value in (property(lambda self: 1), 5, int):
+        with pytest.raises(ProtocolError, match="@register marks a method, got"):
+            register(protocol=RANK_ZERO)(value)

@@ -397,3 +397,8 @@ def test_ranks_and_coordinates_are_whole_numbers(wrong: object) -> None:
         topology.coordinate(wrong)  # type: ignore[arg-type]
     with pytest.raises(TopologyError, match=r"^tp=.*: give a whole number"):
         topology.rank(tp=wrong)  # type: ignore[arg-type]
+
+
+def test_a_truth_value_is_no_rank() -> None:
+    with pytest.raises(TopologyError, match="rank=True: give a whole number"):
+        Topology(ParallelSpec(dp_size=2)).coordinate(True)

@@ -353,3 +353,11 @@ ROWS = RowSelection.range(0, 3)
 def test_route_refuses_other_kinds(held: Any, wanted: Any, message: str) -> None:
     with pytest.raises(ProtocolError, match=f"^{message}"):
         route(held, wanted)
+
+
+def test_rows_go_to_ranks_that_are_called() -> None:
+    spread = TransferProtocol("spread", DP.distribute, RANK_ZERO.collect, called="collected")
+    with pytest.raises(ProtocolError, match=r"'spread' with 4 rows: rank 1 gets row \[2\], and is not called"):
+        spread.distribute(Topology(ParallelSpec(dp_size=2)), 4)
+    with pytest.raises(ProtocolError, match="called='some': give"):
+        TransferProtocol("wrong", DP.distribute, DP.collect, called="some")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from hf_controller.expressions import Expression, Extent, choose_columns
 from hf_controller.futures import STAYS_HERE, BatchFuture, CallFuture, ListFuture, MetricsFuture, ObjectFuture
 from hf_controller.pruning import prune
-from hf_protocols import ALL_TO_ALL, BatchError, MethodSpec, PerRank, ProtocolError, Topology
+from hf_protocols import ALL_TO_ALL, BatchError, MethodSpec, PerRank, ProtocolError, Topology, TransferProtocol
 
 __all__ = ["BatchArgument", "Call", "StoredArgument", "build_calls", "check_rows", "compute_called_ranks"]
 
@@ -57,14 +57,9 @@ class Call(NamedTuple):
     labels: Mapping[str, Any]
 
 
-def compute_called_ranks(spec: MethodSpec, topology: Topology) -> tuple[int, ...]:
-    """The ranks that take part in a call: those that get rows of a large batch, and those that are collected."""
-    world = range(topology.world_size)
-    if spec.protocol == ALL_TO_ALL:
-        return tuple(world)
-    selections = spec.protocol.distribute(topology, topology.world_size)
-    collected = spec.protocol.collect(topology).ranks
-    return tuple(rank for rank in world if selections[rank] or rank in collected)
+def compute_called_ranks(protocol: TransferProtocol, topology: Topology) -> tuple[int, ...]:
+    """The ranks that take part in a call, however many rows it has: that is often known only after it is made."""
+    return tuple(range(topology.world_size)) if protocol.called == "all" else protocol.collect(topology).ranks
 
 
 def build_calls(
@@ -161,14 +156,22 @@ def _refuse_unsplit(call: Call, spec: MethodSpec, topology: Topology) -> None:
     raw = next(((name, value) for name, value in given if _has_rows(value)), None)
     if raw is None or spec.protocol == ALL_TO_ALL:
         return
-    selections = spec.protocol.distribute(topology, topology.world_size)
-    if any(0 < len(rows) < topology.world_size for rows in selections):
+    if _splits(spec.protocol, topology):
         name, value = raw
         raise ProtocolError(
             f"{call.role}.{call.method} splits rows by {spec.protocol.name} and got a {type(value).__name__} as "
             f"argument {name}, which every rank would get whole: give TensorDict({{'name': value}}, batch_size=[rows]) "
             "to have its rows split, or {'name': value} to have it reach every rank whole"
         )
+
+
+def _splits(protocol: TransferProtocol, topology: Topology) -> bool:
+    """Whether ranks get different rows of a large batch."""
+    num_rows = 1024 * topology.world_size
+    try:
+        return any(0 < len(rows) < num_rows for rows in protocol.distribute(topology, num_rows))
+    except BatchError:  # so many rows cannot be shared out
+        return True
 
 
 def _has_rows(value: Any) -> bool:
@@ -197,5 +200,5 @@ def check_rows(call: Call, spec: MethodSpec, topology: Topology) -> None:
             choose_columns(spec.reads, value.expression.columns(extents), f"{call.role}.{call.method}")
         try:
             spec.protocol.distribute(topology, value.expression.num_rows(extents))
-        except BatchError as error:
-            raise BatchError(f"{call.role}.{call.method}: {error}") from error
+        except (BatchError, ProtocolError) as error:
+            raise type(error)(f"{call.role}.{call.method}: {error}") from error

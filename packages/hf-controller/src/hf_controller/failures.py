@@ -63,7 +63,7 @@ class Failure:
             method=method,
             rank=rank,
             cause_type=type(error).__name__,
-            message=str(error),
+            message=_message_of(error),
             remote_traceback="".join(traceback.format_exception(error)),
             pickled=_pickle_own(error),
             exception=error,
@@ -89,6 +89,13 @@ class Failure:
         if self.remote_traceback:
             error.add_note(f"{where}, traceback there:\n{self.remote_traceback.rstrip()}")
         return error
+
+
+def _message_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as raised:  # noqa: BLE001 - a user's exception may fail in any way
+        return f"(its message cannot be shown: str() raised {type(raised).__name__})"
 
 
 class UpstreamFailure(Exception):  # noqa: N818 - it carries another call's failure and is never shown itself

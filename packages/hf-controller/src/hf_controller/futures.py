@@ -291,10 +291,15 @@ def as_selection(index: Iterable[int] | slice | RowSelection) -> RowSelection:
             f"rows({index!r}): give row numbers as a list, range, slice, tensor or array; of one row, rows([{rows!r}])"
         )
     rows = list(rows)
-    wrong = next((row for row in rows if isinstance(row, bool) or not hasattr(row, "__index__") or row < 0), None)
+    wrong = next((row for row in rows if _is_flag(row) or not hasattr(row, "__index__") or row < 0), None)
     if wrong is not None:
         raise BatchError(f"rows(...) got {wrong!r}: give row numbers >= 0 (of a mask, those of its true entries)")
     return RowSelection.from_rows(map(int, rows))
+
+
+def _is_flag(row: Any) -> bool:
+    """Whether it is an entry of a mask."""
+    return isinstance(row, bool) or str(getattr(row, "dtype", "")).endswith("bool")
 
 
 def _range_of(index: slice) -> range:

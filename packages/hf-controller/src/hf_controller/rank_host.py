@@ -19,7 +19,7 @@ from hf_controller.results import Outcome, publish
 from hf_controller.trace import CallReport, Span
 from hf_controller.transport import ObjectStore, Shard
 from hf_controller.worker import Worker, WorkerSpec, takes_pieces
-from hf_protocols import BatchError, MethodSpec, RowSelection, registered_methods
+from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection, registered_methods
 
 __all__ = ["RankHost", "Stage", "close_workers"]
 
@@ -128,8 +128,8 @@ class RankHost:
         if any(isinstance(value, BatchArgument | StoredArgument) for value in (*call.args, *call.kwargs.values())):
             try:
                 inputs = self._read_inputs(call, spec, takes_pieces(method), progress)
-            except BatchError as error:
-                raise BatchError(f"{call.role}.{call.method}: {error}") from error
+            except (BatchError, ProtocolError) as error:
+                raise type(error)(f"{call.role}.{call.method}: {error}") from error
         else:
             inputs = _Inputs(call.args, call.kwargs)
             progress.ready_s = progress.fetched_s = time.time()

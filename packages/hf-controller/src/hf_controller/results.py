@@ -83,12 +83,18 @@ def reduce_metrics(per_rank: Sequence[Metrics]) -> dict[str, float]:
 
 def _check_metrics(returned: Any, what: str) -> dict[str, tuple[float, float]]:
     try:
-        return {str(name): (float(value), float(count)) for name, (value, count) in returned.items()}
+        return {str(name): (_as_number(value), _as_number(count)) for name, (value, count) in returned.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise ProtocolError(
             f"{what} is registered with returns='metrics', that is a dict of name to (sum, count), "
             f"and returned {returned!r}"
         ) from error
+
+
+def _as_number(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError(f"{value!r} is no number")
+    return float(value)
 
 
 def _check_rows(num_rows: int, num_inputs: int, spec: MethodSpec, what: str) -> None:

@@ -149,7 +149,7 @@ def encode_batch(
     names = [str(name) for name in batch.keys()]  # noqa: SIM118 - a TensorDict iterates its rows
     check_columns(BatchError, "a batch's columns", names, may_lack=False)
     for name in names:
-        values, row_lengths = _split_jagged(name, batch.get(name))
+        values, row_lengths = _split_jagged(name, _get_column(batch, name))
         arrays.append(values)
         if row_lengths is not None:
             lengths[name] = row_lengths
@@ -172,6 +172,16 @@ def encode_batch(
         selection=selection,
         input_rows=input_rows,
     )
+
+
+def _get_column(batch: TensorDict, name: str) -> Any:
+    try:
+        return batch.get(name)
+    except RuntimeError as error:  # a lazy stack of rows of different shapes
+        raise BatchError(
+            f"column {name} has rows of different shapes, which make no tensor: give rows of different lengths as a "
+            "jagged nested tensor"
+        ) from error
 
 
 def take_slices(arrays: Sequence[Any], request: SliceRequest) -> SliceReply:

@@ -13,7 +13,7 @@ from hf_controller.trace import SubSpan
 from hf_protocols import Coordinate, ProtocolError, Topology, registered_methods
 from hf_protocols.arguments import check_count, check_kind
 
-__all__ = ["Worker", "WorkerContext", "WorkerSpec", "as_pieces", "takes_pieces"]
+__all__ = ["Worker", "WorkerContext", "WorkerSpec", "as_pieces", "construct_worker", "takes_pieces"]
 
 _PIECES = "__hybridflow_pieces__"
 
@@ -90,6 +90,20 @@ class Worker:
 
     def close(self) -> None:
         """Free what the worker holds; called when its group is closed in order."""
+
+
+def construct_worker(spec: WorkerSpec, context: WorkerContext) -> Worker:
+    """The worker of one rank.
+
+    Raises:
+        ProtocolError: if its constructor does not call Worker's.
+    """
+    worker = spec.worker(context, **spec.kwargs)
+    if getattr(worker, "context", None) is not context:
+        raise ProtocolError(
+            f"{type(worker).__name__}.__init__ leaves the worker without its context: call super().__init__(context)"
+        )
+    return worker
 
 
 def as_pieces(method: Method) -> Method:

@@ -157,7 +157,7 @@ class MappingPlan:
         """
         try:
             check_kind(PlanError, f"{_NO_PLAN}: text", text, str | bytes, "what to_json wrote")
-            body = json.loads(text, parse_constant=_refuse_constant)
+            body = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_twice)
             if not isinstance(body, dict):
                 raise PlanError(f"{_NO_PLAN}: the JSON is no object")
             version = body.pop("schema_version", None)
@@ -182,6 +182,15 @@ def _check_all(name: str, values: object, kind: type[Spec], wanted: str) -> tupl
 
 def _refuse_constant(name: str) -> float:
     raise PlanError(f"{name} is no number of JSON: make the plan anew")
+
+
+def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    body = dict(pairs)
+    if len(body) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise PlanError(f"{_NO_PLAN}: the key {twice!r} stands twice in one object")
+    return body
 
 
 def _read(kind: type[Spec], place: str, value: Any, **readers: Reader) -> Spec:

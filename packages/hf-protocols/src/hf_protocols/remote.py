@@ -78,6 +78,9 @@ def register(
     )
 
     def mark(method: Method) -> Method:
+        given: Any = method
+        if not callable(given) or isinstance(given, type):
+            raise ProtocolError(f"@register marks a method, got {given!r}: put it right above a `def`")
         setattr(method, _ATTRIBUTE, spec)
         return method
 

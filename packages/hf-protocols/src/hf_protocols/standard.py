@@ -109,7 +109,7 @@ def _each_dp_and_pp(topology: Topology) -> Collection:
 ONE_TO_ALL = TransferProtocol("ONE_TO_ALL", _everything, _list_every_rank)
 """All rows to every rank; a list of every rank's result. Model set-up, checkpoints."""
 
-RANK_ZERO = TransferProtocol("RANK_ZERO", _to_rank_zero, _rank_zero)
+RANK_ZERO = TransferProtocol("RANK_ZERO", _to_rank_zero, _rank_zero, called="collected")
 """All rows to rank 0, nothing elsewhere; rank 0's result. Advantages over a whole batch."""
 
 ALL_TO_ALL = TransferProtocol("ALL_TO_ALL", _one_item_each, _list_every_rank)

@@ -183,7 +183,7 @@ class Topology:
         Raises:
             TopologyError: for a rank outside 0 ... world_size - 1.
         """
-        check_kind(TopologyError, "rank", rank, int, "a whole number")
+        check_kind(TopologyError, "rank", rank, type(None) if isinstance(rank, bool) else int, "a whole number")
         if not 0 <= rank < self.world_size:
             raise TopologyError(f"rank {rank} is not among the {self.world_size} ranks of this topology")
         return self._coordinates[rank]

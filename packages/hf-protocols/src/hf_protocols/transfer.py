@@ -76,10 +76,16 @@ class TransferProtocol:
     name: str
     distribute: Distribute
     collect: Collect
+    called: Literal["all", "collected"] = "all"
+    """Who takes part in a call, however many rows it has; without rows a rank gets an empty batch."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "distribute", _Distribute(self.name, _own_function(self.distribute)))
-        object.__setattr__(self, "collect", _Collect(self.name, _own_function(self.collect)))
+        if self.called not in ("all", "collected"):
+            raise ProtocolError(f'protocol {self.name!r}: called={self.called!r}: give "all" or "collected"')
+        collect = _Collect(self.name, _own_function(self.collect))
+        only_to = collect if self.called == "collected" else None
+        object.__setattr__(self, "distribute", _Distribute(self.name, _own_function(self.distribute), only_to))
+        object.__setattr__(self, "collect", collect)
 
     def __repr__(self) -> str:
         return f"TransferProtocol({self.name!r})"
@@ -91,6 +97,7 @@ class _Distribute:
 
     protocol: str
     function: Distribute
+    only_to: _Collect | None
 
     def __call__(self, topology: Topology, num_rows: int, weights: Sequence[float] | None = None) -> list[RowSelection]:
         answer = _ask(self.protocol, "distribute", self.function, topology, num_rows, weights)
@@ -104,6 +111,14 @@ class _Distribute:
                 f"protocol {self.protocol!r} distributes to {len(answer)} ranks, the topology has "
                 f"{topology.world_size}: answer one RowSelection for each rank"
             )
+        called = range(topology.world_size) if self.only_to is None else self.only_to(topology).ranks
+        for rank, rows in enumerate(answer):
+            if rows.end > num_rows or (rows and rank not in called):
+                wrong = [row for row in rows if row >= num_rows or rank not in called][:1]
+                why = "which does not exist" if rows.end > num_rows else 'and is not called: give called="all"'
+                raise ProtocolError(
+                    f"protocol {self.protocol!r} with {num_rows} rows: rank {rank} gets row {wrong}, {why}"
+                )
         return list(answer)
 
 

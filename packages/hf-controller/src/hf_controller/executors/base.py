@@ -145,7 +145,7 @@ class Executor(ABC):
         )
         ranks = group.called_ranks.get(method)
         if ranks is None:
-            ranks = group.called_ranks[method] = compute_called_ranks(spec, group.topology)
+            ranks = group.called_ranks[method] = compute_called_ranks(spec.protocol, group.topology)
         for value in (*args, *kwargs.values()):
             for item in value.items if isinstance(value, PerRank) else [value]:
                 refuse_foreign(item, self._store, f"{group.role}.{method}")

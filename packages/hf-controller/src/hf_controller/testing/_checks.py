@@ -16,10 +16,13 @@ from hf_controller.testing._expectations import build_batch, require, require_ba
 from hf_controller.testing._mistakes import (
     a_failed_input_is_passed_on_as_the_first_failure,
     a_future_inside_a_container_is_refused,
+    a_protocol_that_gives_rows_beyond_the_batch_is_named,
     an_exception_comes_back_as_what_it_is,
+    an_exception_that_cannot_be_shown_is_an_error_all_the_same,
     an_unknown_method_names_the_known_ones,
     fewer_rows_than_ranks_is_an_error_with_both_numbers,
     results_are_held_to_their_registration,
+    rows_of_different_shapes_are_no_column,
     rows_that_are_no_batch_are_refused_where_they_would_be_split,
     what_ends_a_program_ends_a_call_in_one_error,
     writing_into_shared_rows_is_an_error,
@@ -51,6 +54,17 @@ def a_users_protocol_places_rows_and_keeps_their_order(stage: Stage) -> None:
         result = group.echo_round_robin(group.echo(build_batch(7)).select(["row", "tokens"])).result()
         require(result["rank"].tolist(), [row % size for row in range(7)], "rank of each row")
         require_batch(result.select("row", "tokens"), build_batch(7).select("row", "tokens"))
+
+
+def a_users_protocol_reaches_every_rank_that_gets_rows(stage: Stage) -> None:
+    for rows, seen in ((10, [4, 6]), (3, [3, 0])):
+        for batch in (build_batch(rows), stage.two.echo(build_batch(rows))):
+            require(stage.two.see_block(batch).result(), {"rows": seen[0]}, "rows of the collected rank")
+            require(stage.two.saw().result(), seen, "rows of each rank")
+    batch = build_batch(10)
+    result = stage.two.echo_two_chunks(batch).result()
+    require(result["rank"].tolist(), [0, 0, 0, 1, 1, 1, 0, 0, 1, 1], "rank of each row")
+    require_batch(result.select("row", "tokens"), batch.select("row", "tokens"))
 
 
 def every_kind_of_column_survives_the_way(stage: Stage) -> None:
@@ -305,6 +319,7 @@ def skewed_token_counts_meet_in_a_collective(stage: Stage) -> None:
 _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
     rows_reach_the_ranks_that_the_protocol_names,
     a_users_protocol_places_rows_and_keeps_their_order,
+    a_users_protocol_reaches_every_rank_that_gets_rows,
     every_kind_of_column_survives_the_way,
     rows_move_between_groups_whose_chunks_do_not_align,
     one_rank_of_a_replica_answers_for_it,
@@ -330,6 +345,9 @@ _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
     results_are_held_to_their_registration,
     fewer_rows_than_ranks_is_an_error_with_both_numbers,
     wrong_rows_and_columns_are_named,
+    rows_of_different_shapes_are_no_column,
+    a_protocol_that_gives_rows_beyond_the_batch_is_named,
+    an_exception_that_cannot_be_shown_is_an_error_all_the_same,
     wrong_columns_are_named_though_the_call_reads_others,
     an_exception_comes_back_as_what_it_is,
     a_failed_input_is_passed_on_as_the_first_failure,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 from hf_controller.failures import RemoteCallError
 from hf_controller.futures import BatchFuture
@@ -16,10 +16,13 @@ from hf_protocols import BatchError, ProtocolError, RewardError
 __all__ = [
     "a_failed_input_is_passed_on_as_the_first_failure",
     "a_future_inside_a_container_is_refused",
+    "a_protocol_that_gives_rows_beyond_the_batch_is_named",
     "an_exception_comes_back_as_what_it_is",
+    "an_exception_that_cannot_be_shown_is_an_error_all_the_same",
     "an_unknown_method_names_the_known_ones",
     "fewer_rows_than_ranks_is_an_error_with_both_numbers",
     "results_are_held_to_their_registration",
+    "rows_of_different_shapes_are_no_column",
     "rows_that_are_no_batch_are_refused_where_they_would_be_split",
     "what_ends_a_program_ends_a_call_in_one_error",
     "writing_into_shared_rows_is_an_error",
@@ -37,8 +40,16 @@ def writing_into_shared_rows_is_an_error(stage: Stage) -> None:
     require(seen, written, "what others see of rank 0's write")
 
 
+_WRONG_RESULTS = (
+    ("lose_a_row", BatchError),
+    ("write_other", BatchError),
+    ("return_dict", ProtocolError),
+    ("count_in_words", ProtocolError),
+)
+
+
 def results_are_held_to_their_registration(stage: Stage) -> None:
-    for method, kind in (("lose_a_row", BatchError), ("write_other", BatchError), ("return_dict", ProtocolError)):
+    for method, kind in _WRONG_RESULTS:
         error = require_raises(kind, getattr(stage.two, method)(build_batch(4)).result)
         require(f"two.{method}" in str(error), True, str(error))
 
@@ -64,8 +75,28 @@ def wrong_rows_and_columns_are_named(stage: Stage) -> None:
         require(here.endswith("; the batch comes from two.echo"), True, f"names who made the batch: {here}")
         there = str(require_raises(BatchError, stage.solo.echo(wrong).result))
         require(there, f"solo.echo: {here}", "names who reads it, and who made it")
-    for attempt in (lambda: future.rows([True, False]), lambda: future.rows([-1]), lambda: future.repeat(0)):
+    mask = torch.tensor([True, False])
+    for attempt in (
+        lambda: future.rows([True, False]),
+        lambda: future.rows(list(mask)),
+        lambda: future.rows([-1]),
+        lambda: future.repeat(0),
+    ):
         require_raises(BatchError, attempt)
+
+
+def rows_of_different_shapes_are_no_column(stage: Stage) -> None:
+    rows = lazy_stack([TensorDict({"x": torch.zeros(size)}, batch_size=[]) for size in (2, 3)])
+    error = str(require_raises(BatchError, lambda: stage.two.echo(rows)))
+    require("column x has rows of different shapes" in error, True, error)
+
+
+def a_protocol_that_gives_rows_beyond_the_batch_is_named(stage: Stage) -> None:
+    said = "two.echo_beyond: protocol 'one row too many' with 4 rows: rank 1 gets row [4], which does not exist"
+    error = require_raises(ProtocolError, lambda: stage.two.echo_beyond(build_batch(4)))
+    require(str(error), said, "error of a stored batch")
+    error = require_raises(ProtocolError, stage.two.echo_beyond(stage.two.echo(build_batch(4))).result)
+    require(str(error), said, "error of a result")
 
 
 def wrong_columns_are_named_though_the_call_reads_others(stage: Stage) -> None:
@@ -117,6 +148,11 @@ def what_ends_a_program_ends_a_call_in_one_error(stage: Stage) -> None:
     require(str(error), "two.fail on rank 1 failed: SystemExit: 3", "message")
     require("in fail" in error.remote_traceback, True, error.remote_traceback)
     require(stage.two.echo(build_batch(4)).num_rows, 4, "rows of a call afterwards")
+
+
+def an_exception_that_cannot_be_shown_is_an_error_all_the_same(stage: Stage) -> None:
+    error = require_raises(RemoteCallError, stage.two.fail(build_batch(4), "mute").result)
+    require("its message cannot be shown: str() raised RuntimeError" in str(error), True, str(error))
 
 
 def a_failed_input_is_passed_on_as_the_first_failure(stage: Stage) -> None:

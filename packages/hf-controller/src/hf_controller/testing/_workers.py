@@ -30,6 +30,7 @@ from hf_protocols import (
     Topology,
     TransferProtocol,
     register,
+    split_rows,
 )
 
 __all__ = ["ProbeWorker", "SoloWorker", "Stage"]
@@ -48,11 +49,43 @@ ROUND_ROBIN = TransferProtocol("round robin", _every_other_row, _last_rank_first
 """A protocol as a user would write it."""
 
 
+def _blocks_of_four(topology: Topology, num_rows: int, weights: Sequence[float] | None = None) -> list[RowSelection]:
+    starts = [min(num_rows, 4 * rank) for rank in range(topology.world_size)]
+    ends = [*starts[1:], num_rows]
+    return [RowSelection.range(start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def _two_chunks_each(topology: Topology, num_rows: int, weights: Sequence[float] | None = None) -> list[RowSelection]:
+    size = topology.world_size
+    chunks = split_rows(num_rows, 2 * size)
+    return [chunks[rank] + chunks[rank + size] for rank in range(size)]
+
+
+def _one_row_too_many(topology: Topology, num_rows: int, weights: Sequence[float] | None = None) -> list[RowSelection]:
+    return split_rows(num_rows + 1, topology.world_size)
+
+
+BEYOND = TransferProtocol("one row too many", _one_row_too_many, DP.collect)
+"""A mistake."""
+
+BLOCKS = TransferProtocol("blocks of four", _blocks_of_four, RANK_ZERO.collect)
+"""Of few rows the last ranks get none, and are not collected."""
+
+TWO_CHUNKS = TransferProtocol("two chunks each", _two_chunks_each, DP.collect)
+"""As many rows as ranks are too few."""
+
+
+class _MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
 class ProbeWorker(Worker):
     """Answers what it was given, so that a check sees where rows went."""
 
     def __init__(self, context: WorkerContext, *, scale: float = 1.0) -> None:
         super().__init__(context)
+        self.seen = 0
         self.scale = scale
         self.buffer = torch.zeros(2)
         self.drawn = float(torch.rand(()))
@@ -66,6 +99,22 @@ class ProbeWorker(Worker):
     def echo_round_robin(self, batch: TensorDict) -> TensorDict:
         """The same, by a protocol that is none of the eight."""
         return self.echo(batch)
+
+    @register(protocol=TWO_CHUNKS)
+    def echo_two_chunks(self, batch: TensorDict) -> TensorDict:
+        """The same, of two chunks."""
+        return self.echo(batch)
+
+    @register(protocol=BLOCKS, returns="metrics")
+    def see_block(self, batch: TensorDict) -> dict[str, tuple[float, float]]:
+        """Remember how many rows this rank had."""
+        self.seen = len(batch)
+        return {"rows": (len(batch), 1)}
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def saw(self) -> int:
+        """Rows of the last block."""
+        return self.seen
 
     @register(protocol=DP, reads=["x", "missing?"], writes=["y"])
     def add(self, batch: TensorDict, amount: float = 0.0) -> TensorDict:
@@ -176,6 +225,16 @@ class ProbeWorker(Worker):
         """A mistake: another column than promised."""
         return TensorDict({"other": batch["x"]}, batch_size=batch.batch_size)
 
+    @register(protocol=BEYOND)
+    def echo_beyond(self, batch: TensorDict) -> TensorDict:
+        """A mistake of the protocol."""
+        return self.echo(batch)
+
+    @register(protocol=DP, returns="metrics")
+    def count_in_words(self, batch: TensorDict) -> dict[str, str]:
+        """A mistake: two characters are no sum and count."""
+        return {"rows": "12"}
+
     @register(protocol=DP)
     def return_dict(self, batch: TensorDict) -> dict[str, torch.Tensor]:
         """A mistake: no TensorDict."""
@@ -184,7 +243,12 @@ class ProbeWorker(Worker):
     @register(protocol=DP)
     def fail(self, batch: TensorDict, kind: str) -> TensorDict:
         """Raise on the highest rank: an exception of ours, another, or one that ends programs."""
-        errors = {"ours": RewardError("no reward today"), "exit": SystemExit(3), "interrupt": KeyboardInterrupt()}
+        errors = {
+            "ours": RewardError("no reward today"),
+            "exit": SystemExit(3),
+            "interrupt": KeyboardInterrupt(),
+            "mute": _MuteError(),
+        }
         if self.context.rank == self.context.world_size - 1:
             raise errors.get(kind, KeyError("lost"))
         return batch.clone()

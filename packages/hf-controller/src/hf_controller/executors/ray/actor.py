@@ -31,7 +31,7 @@ from hf_controller.failures import Failure
 from hf_controller.results import Value
 from hf_controller.trace import CallReport, refuse
 from hf_controller.transport import Shard
-from hf_controller.worker import Worker, WorkerContext, WorkerSpec
+from hf_controller.worker import Worker, WorkerContext, WorkerSpec, construct_worker
 
 if TYPE_CHECKING:
     from hf_controller.results import Outcome
@@ -280,7 +280,7 @@ class HostActor:
             seed=spec.seed,
             pool=construction.pool,
         )
-        return spec.worker(context, **spec.kwargs)
+        return construct_worker(spec, context)
 
 
 def _torchrun_environment(rank: int, construction: Construction, rendezvous: Rendezvous | None) -> dict[str, str]:
