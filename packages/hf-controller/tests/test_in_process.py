@@ -389,3 +389,29 @@ def test_a_seed_fits_the_generators():
     assert WorkerSpec(worker=Ending, topology=ONE, seed=2**64 - 1).seed == 2**64 - 1
     with pytest.raises(ProtocolError, match=r"^WorkerSpec of Ending: seed=18446744073709551616 must be below 2\*\*64$"):
         WorkerSpec(worker=Ending, topology=ONE, seed=2**64)
+
+
+class Rootless(Worker):
+    needs_process_group = False
+
+    def __init__(self, context):
+        pass
+
+    @register(protocol=DP)
+    def never(self, batch):
+        return batch
+
+
+def test_a_constructor_that_forgets_its_base_class_is_told_so():
+    with InProcessExecutor() as executor, pytest.raises(ProtocolError, match=r"Rootless\.__init__ leaves the worker"):
+        build(executor, Rootless)
+
+
+def test_building_groups_leaves_the_programs_random_numbers_alone():
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    with InProcessExecutor() as executor:
+        build(executor, Stubborn)
+        assert torch.equal(torch.get_rng_state(), state)
+        with pytest.raises(PoolError, match="release: pool='x': give the ResourcePool"):
+            executor.release("x")

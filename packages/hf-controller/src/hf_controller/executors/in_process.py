@@ -6,18 +6,20 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_controller.default_group import join_default_group, seed_generators
-from hf_controller.dispatch import Call
+from hf_controller.dispatch import BatchArgument, Call, StoredArgument
 from hf_controller.executors.base import Executor, check_specs
+from hf_controller.executors.rank_copies import RandomStream, copy_object
 from hf_controller.failures import Failure
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.trace import CallReport, Trace
 from hf_controller.transport import take_slices
-from hf_controller.worker import Worker, WorkerContext, WorkerSpec
+from hf_controller.worker import Worker, WorkerContext, WorkerSpec, construct_worker
 from hf_controller.worker_group import WorkerGroup
 from hf_protocols import ConfigError, MethodSpec, PoolError, ProtocolError
+from hf_protocols.arguments import check_kind
 
 if TYPE_CHECKING:
     from hf_controller.rank_host import RankHost
@@ -53,8 +55,8 @@ class LocalStore:
         return _Box([array.copy() for array in value])
 
     def get(self, handles: Sequence[_Box], timeout_s: float) -> list[Any]:
-        """The values themselves."""
-        return [handle.value for handle in handles]
+        """The values themselves; of an object that a method returned, a copy."""
+        return [_copy_outcome(handle.value) for handle in handles]
 
     def wait(self, handles: Sequence[_Box], timeout_s: float) -> None:
         """Everything is there already."""
@@ -85,7 +87,52 @@ class _LocalCall:
 
     def outcomes(self, timeout_s: float | None) -> list[Outcome]:
         self.wait(timeout_s)
-        return [box.value for box in self.handles]
+        return [_copy_outcome(box.value) for box in self.handles]
+
+
+def _copy_outcome(outcome: Any) -> Any:
+    from hf_controller.results import Value
+
+    return Value(copy_object(outcome.value)) if isinstance(outcome, Value) else outcome
+
+
+def _copy_arguments(call: Call) -> Call:
+    """The call with plain arguments of its own.
+
+    Raises:
+        ProtocolError: for one that cannot be copied.
+    """
+    given = {f"number {number}": value for number, value in enumerate(call.args, 1)} | dict(call.kwargs)
+    copies = []
+    for name, value in given.items():
+        try:
+            stays = isinstance(value, BatchArgument | StoredArgument)
+            copies.append(value if stays else copy_object(value))
+        except Exception as error:
+            raise ProtocolError(
+                f"{call.role}.{call.method}: the argument {name}, a {type(value).__name__}, cannot be copied for a "
+                f"rank ({error})"
+            ) from error
+    positional = len(call.args)
+    return call._replace(
+        args=tuple(copies[:positional]), kwargs=dict(zip(call.kwargs, copies[positional:], strict=True))
+    )
+
+
+class _LocalRank(NamedTuple):
+    """One rank: its workers, and by role the random numbers that they draw; fused roles draw from one stream."""
+
+    host: RankHost
+    streams: Mapping[str, RandomStream]
+
+    def run(self, call: Call) -> tuple[Outcome, CallReport]:
+        with self.streams[call.role].drawn():
+            outcome, report = self.host.run(call)
+        try:
+            return _copy_outcome(outcome), report
+        except Exception as error:  # noqa: BLE001 - an object's own copying may raise anything
+            failure = Failure.of(error, role=call.role, method=call.method, rank=report.span.rank)
+            return failure, report._replace(failure=failure)
 
 
 def _raise_interrupt(failure: Failure) -> None:
@@ -117,13 +164,13 @@ class InProcessExecutor(Executor):
         self.trace = Trace()
         self._store = LocalStore()
         self._device = device
-        self._hosts: dict[WorkerGroup, list[RankHost]] = {}
+        self._hosts: dict[WorkerGroup, list[_LocalRank]] = {}
         self._owns_default_group = False
 
     def build_groups(
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False, wait: bool = True
     ) -> dict[str, WorkerGroup]:
-        """Build one group per role; see :meth:`Executor.build_groups`. Everything is fused and ready at once here."""
+        """Build one group per role; see :meth:`Executor.build_groups`. All is in one process, ready at once."""
         self._check_open()
         check_specs(pool, specs, fused=fused)
         self._check_new(pool, specs)
@@ -133,14 +180,14 @@ class InProcessExecutor(Executor):
         if pool.num_slots == 1 and joining:
             self._join_default_group(pool, joining)
         name = "+".join(specs)
-        hosts: list[RankHost] = []
+        hosts: list[_LocalRank] = []
         try:
             for rank in range(pool.num_slots):
-                host = self._build_host(pool, specs, name, rank)
+                host = self._build_rank(pool, specs, name, rank, fused=fused)
                 hosts.append(host)
         except BaseException:
-            for host in hosts:
-                host.close()
+            for each in hosts:
+                each.host.close()
             self._leave_default_group()
             raise
         self._hosts.update(dict.fromkeys(groups.values(), hosts))
@@ -151,10 +198,11 @@ class InProcessExecutor(Executor):
 
     def release(self, pool: ResourcePool) -> None:
         """Close every group on ``pool``."""
-        hosts = {id(host): host for group, each in self._hosts.items() if group.pool is pool for host in each}
+        check_kind(PoolError, "release: pool", pool, ResourcePool, "the ResourcePool that the groups were built on")
+        ranks = {id(rank): rank for group, each in self._hosts.items() if group.pool is pool for rank in each}
         self._hosts = {group: each for group, each in self._hosts.items() if group.pool is not pool}
-        for host in hosts.values():
-            host.close()
+        for rank in ranks.values():
+            rank.host.close()
         self._leave_default_group()
 
     def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
@@ -206,35 +254,41 @@ class InProcessExecutor(Executor):
             distributed.destroy_process_group()
             self._owns_default_group = False
 
-    def _build_host(self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], name: str, rank: int) -> RankHost:
+    def _build_rank(
+        self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], name: str, rank: int, *, fused: bool
+    ) -> _LocalRank:
         from hf_controller.rank_host import RankHost, close_workers
 
+        device = self._device_of(pool)
+        shared = RandomStream(device)
+        streams = {role: shared if fused else RandomStream(device) for role in specs}
         workers: dict[str, Worker] = {}
         for role, spec in specs.items():
-            seed_generators(spec.seed)
             context = WorkerContext(
                 role=role,
                 rank=rank,
                 world_size=pool.num_slots,
                 topology=spec.topology,
-                device=self._device_of(pool),
+                device=device,
                 seed=spec.seed,
                 pool=pool.name,
             )
             try:
-                with self._as_rank(rank, pool.num_slots):
-                    workers[role] = spec.worker(context, **spec.kwargs)
+                with streams[role].drawn(), self._as_rank(rank, pool.num_slots):
+                    seed_generators(spec.seed)
+                    workers[role] = construct_worker(spec, context)
             except (Exception, SystemExit) as error:
                 close_workers(workers, rank)
                 raise Failure.of(error, role=role, method="__init__", rank=rank).to_error() from error
-        return RankHost(pool=pool.name, name=name, rank=rank, workers=workers, specs=specs, store=self._store)
+        host = RankHost(pool=pool.name, name=name, rank=rank, workers=workers, specs=specs, store=self._store)
+        return _LocalRank(host, streams)
 
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> _LocalCall:
         if group not in self._hosts:
             raise PoolError(f"group {group.role!r} is closed: its pool {group.pool.name!r} was released")
         outcomes: dict[int, Outcome] = {}
         reports: dict[int, CallReport] = {}
-        for rank, call in calls.items():
+        for rank, call in {rank: _copy_arguments(call) for rank, call in calls.items()}.items():
             with self._as_rank(rank, group.world_size):
                 outcomes[rank], reports[rank] = self._hosts[group][rank].run(call)
             failure = reports[rank].failure

@@ -24,6 +24,7 @@ from hf_controller.testing._mistakes import (
     results_are_held_to_their_registration,
     rows_of_different_shapes_are_no_column,
     rows_that_are_no_batch_are_refused_where_they_would_be_split,
+    what_a_method_returns_can_travel,
     what_ends_a_program_ends_a_call_in_one_error,
     writing_into_shared_rows_is_an_error,
     wrong_columns_are_named_though_the_call_reads_others,
@@ -236,6 +237,26 @@ def a_result_is_what_was_returned(stage: Stage) -> None:
     require(future.result()["lent"].tolist(), [0.0] * 4, "column after its worker wrote on")
 
 
+def every_rank_has_random_numbers_of_its_own(stage: Stage) -> None:
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    for count in (2, 1):
+        first, second = stage.three.draw(count).result()[:2]
+        require(first, second, f"{count} draws of ranks of one seed and equally many calls")
+    require(torch.equal(torch.get_rng_state(), state), True, "the program's own stream is untouched")
+
+
+def every_rank_has_objects_of_its_own(stage: Stage) -> None:
+    given = {"seen": []}
+    require(stage.two.append_rank(given).result(), [[0], [1]], "a list that each rank appends to")
+    require(given, {"seen": []}, "the caller's own")
+    earlier, later = stage.two.remember("a"), stage.two.remember("b")
+    require(later.result()[0][-2:], ["a", "b"], "what a worker remembers")
+    require(earlier.result()[0][-1:], ["a"], "an object after its worker changed it")
+    heard = stage.two.hear(earlier).result()
+    require([words[-1] for _, words in heard], ["a", "a"], "the object as an argument")
+
+
 def every_call_leaves_a_span_per_rank(stage: Stage) -> None:
     stage.executor.trace.drain()
     stage.two.timed(stage.two.echo(build_batch(4))).result()
@@ -339,6 +360,9 @@ _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
     equal_seeds_construct_equal_workers,
     ranks_know_where_they_run,
     a_result_is_what_was_returned,
+    every_rank_has_random_numbers_of_its_own,
+    every_rank_has_objects_of_its_own,
+    what_a_method_returns_can_travel,
     rows_that_are_no_batch_are_refused_where_they_would_be_split,
     what_ends_a_program_ends_a_call_in_one_error,
     writing_into_shared_rows_is_an_error,

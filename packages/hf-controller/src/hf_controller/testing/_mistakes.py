@@ -24,6 +24,7 @@ __all__ = [
     "results_are_held_to_their_registration",
     "rows_of_different_shapes_are_no_column",
     "rows_that_are_no_batch_are_refused_where_they_would_be_split",
+    "what_a_method_returns_can_travel",
     "what_ends_a_program_ends_a_call_in_one_error",
     "writing_into_shared_rows_is_an_error",
     "wrong_columns_are_named_though_the_call_reads_others",
@@ -153,6 +154,13 @@ def what_ends_a_program_ends_a_call_in_one_error(stage: Stage) -> None:
 def an_exception_that_cannot_be_shown_is_an_error_all_the_same(stage: Stage) -> None:
     error = require_raises(RemoteCallError, stage.two.fail(build_batch(4), "mute").result)
     require("its message cannot be shown: str() raised RuntimeError" in str(error), True, str(error))
+
+
+def what_a_method_returns_can_travel(stage: Stage) -> None:
+    error = require_raises(RemoteCallError, stage.two.make_unpicklable().result)
+    require(
+        str(error).startswith("two.make_unpicklable on rank 0 failed: ") and "pickle" in str(error), True, str(error)
+    )
 
 
 def a_failed_input_is_passed_on_as_the_first_failure(stage: Stage) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -86,6 +88,7 @@ class ProbeWorker(Worker):
     def __init__(self, context: WorkerContext, *, scale: float = 1.0) -> None:
         super().__init__(context)
         self.seen = 0
+        self.words: list[str] = []
         self.scale = scale
         self.buffer = torch.zeros(2)
         self.drawn = float(torch.rand(()))
@@ -192,6 +195,23 @@ class ProbeWorker(Worker):
     def where(self) -> tuple[int, int, str]:
         """Rank, world size and role."""
         return self.context.rank, self.context.world_size, self.context.role
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def draw(self, count: int) -> tuple[list[float], float, float]:
+        """Random numbers of the three global generators."""
+        return torch.rand(count).tolist(), random.random(), float(np.random.rand())
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def append_rank(self, given: dict[str, list[int]]) -> list[int]:
+        """Write into an argument."""
+        given["seen"].append(self.context.rank)
+        return given["seen"]
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def remember(self, word: str) -> list[str]:
+        """The worker's own list."""
+        self.words.append(word)
+        return self.words
 
     @register(protocol=ALL_TO_ALL, returns="object")
     def hear(self, value: Any) -> tuple[int, Any]:

@@ -1,0 +1,71 @@
+"""What a rank has of its own in a process of its own, for ranks that share one: random numbers and objects."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["RandomStream", "copy_object"]
+
+
+class RandomStream:
+    """Python's, torch's and numpy's global random numbers as one rank draws them.
+
+    Args:
+        device: the rank's device, whose generator belongs to the stream too.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._states: dict[str, Any] | None = None
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Within it the global generators go on where this rank left them; afterwards they are as before."""
+        outside = self._save()
+        if self._states is not None:
+            _restore(self._states)
+        try:
+            yield
+        finally:
+            self._states = self._save()
+            _restore(outside)
+
+    def _save(self) -> dict[str, Any]:
+        import torch
+
+        states: dict[str, Any] = {"python": random.getstate(), "cpu": torch.get_rng_state()}
+        if "numpy" in sys.modules:
+            states["numpy"] = sys.modules["numpy"].random.get_state()
+        if self._device != "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            states[self._device] = torch.cuda.get_rng_state(self._device)
+        return states
+
+
+def _restore(states: dict[str, Any]) -> None:
+    import torch
+
+    for name, state in states.items():
+        if name == "python":
+            random.setstate(state)
+        elif name == "numpy":
+            sys.modules["numpy"].random.set_state(state)
+        elif name == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, name)
+
+
+def copy_object(value: Any) -> Any:
+    """A copy that shares nothing that can be changed with ``value``; raises what its copying and pickling raise."""
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - a value's own copying may raise anything; a tensor inside a graph can be pickled
+        return pickle.loads(pickle.dumps(value))
