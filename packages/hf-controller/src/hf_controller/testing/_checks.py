@@ -247,7 +247,7 @@ def every_rank_has_random_numbers_of_its_own(stage: Stage) -> None:
 
 
 def every_rank_has_objects_of_its_own(stage: Stage) -> None:
-    given = {"seen": []}
+    given: dict[str, list[int]] = {"seen": []}
     require(stage.two.append_rank(given).result(), [[0], [1]], "a list that each rank appends to")
     require(given, {"seen": []}, "the caller's own")
     earlier, later = stage.two.remember("a"), stage.two.remember("b")
