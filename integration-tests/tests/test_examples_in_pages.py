@@ -46,7 +46,7 @@ PRINTING = [
 
 
 def test_the_page_on_the_data_plane_shows_what_its_blocks_print() -> None:
-    assert sum("data-plane" in str(case.id) for case in PRINTING) == 2
+    assert sum("data-plane" in str(case.id) for case in PRINTING) == 3
 
 
 @pytest.mark.parametrize(("block", "shown"), PRINTING)
