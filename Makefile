@@ -56,7 +56,7 @@ fmt: env ## format, and repair what the linter can
 	$(BIN)/ruff format .
 
 docs: env ## build the documentation into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: env ## run every benchmark; results go to benchmarks/results; fails where one misses a target
 	@failed=; for file in benchmarks/bench_*.py; do echo "$$file"; $(BIN)/python "$$file" || failed+=" $$file"; done; \
