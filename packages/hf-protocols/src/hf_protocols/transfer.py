@@ -363,28 +363,30 @@ class _HeldRows:
 
     def find(self, wanted: RowSelection) -> Iterator[Piece]:
         """The pieces of ``wanted``; neighbours from one producer become one piece."""
+        bits, mask = self._local_bits, (1 << self._local_bits) - 1
+        places = self._find_places(wanted)
+        owners = [place >> bits for place in places]
         producers, one_row = self._producers, self._one_row
-        for number, rows in self._find_runs(wanted):
-            yield Piece(producers[number], one_row[rows[0]] if len(rows) == 1 else RowSelection.from_rows(rows))
-
-    def _find_runs(self, wanted: RowSelection) -> Iterator[tuple[int, list[int]]]:
-        """Neighbours from one producer: its number and its local rows."""
-        places, num_rows, bits = self._places, len(self._places), self._local_bits
-        mask = (1 << bits) - 1
-        owner = None
-        taken: list[int] = []
-        for row in wanted:
-            place = places[row] if row < num_rows else -1
-            if place >> bits == owner:
-                taken.append(place & mask)
+        first = 0
+        # Most pieces are a single row, so this is all that is done for most rows.
+        for last, (owner, after) in enumerate(pairwise([*owners, -1])):
+            if owner == after:
                 continue
-            if place < 0:
-                raise _held_by_none(row)
-            if owner is not None:
-                yield owner, taken
-            owner, taken = place >> bits, [place & mask]
-        if owner is not None:
-            yield owner, taken
+            if first == last:
+                yield Piece(producers[owner], one_row[places[last] & mask])
+            else:
+                rows = [place & mask for place in places[first : last + 1]]
+                yield Piece(producers[owner], RowSelection.from_rows(rows))
+            first = last + 1
+
+    def _find_places(self, wanted: RowSelection) -> list[int]:
+        rows, num_rows = list(wanted), len(self._places)
+        if wanted.end > num_rows:
+            raise _held_by_none(next(row for row in rows if row >= num_rows))
+        places = list(map(self._places.__getitem__, rows))
+        if -1 in places:
+            raise _held_by_none(rows[places.index(-1)])
+        return places
 
 
 class _OneRowSelections(dict[int, RowSelection]):
