@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,8 +40,8 @@ def agree(rows_by_rank, max_tokens):
     """Rows of each micro-batch of this rank."""
     rows = rows_by_rank[dist.get_rank()]
     columns = {"prompt_ids": jagged([[1] * length for length in rows]), "response_ids": jagged([[2]] * len(rows))}
-    sequences = SequenceBatch(TensorDict(columns, batch_size=[len(rows)]))
-    agreed = agree_on_micro_batches(sequences, max_tokens, dist.group.WORLD, torch.device("cpu"), needs_rows=True)
+    prepare = partial(SequenceBatch, TensorDict(columns, batch_size=[len(rows)]))
+    _, agreed = agree_on_micro_batches(prepare, max_tokens, dist.group.WORLD, torch.device("cpu"), needs_rows=True)
     return [micro_batch.rows.tolist() for micro_batch in agreed]
 
 
