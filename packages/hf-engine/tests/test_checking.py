@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_engine.resharding import checking
 from hf_engine.resharding.checking import check_conversion
-from hf_engine.resharding.layouts import fsdp_layout
+from hf_engine.resharding.layouts import fsdp_layout, replicated_layout
 from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
 from hf_engine.testing import write_tiny_model
 from hf_protocols.errors import ReshardError
@@ -121,3 +121,13 @@ def test_a_plan_that_loses_a_piece_does_not_pass(model, monkeypatch):
     monkeypatch.setattr(checking, "plan_reshard", lossy)
     with pytest.raises(ReshardError, match="holds other bits"):
         check_conversion(model, *layouts(model))
+
+
+def test_bits_that_moved_within_a_tensor_are_found():
+    """A sum of the bits is the same for both; the comparison is of every one."""
+    whole = torch.eye(64, dtype=torch.float64)
+    layout = replicated_layout({"weight": (64, 64)}, [0])
+    checking._compare(whole, "weight", layout, {0: [whole.clone()]})
+    for moved in (whole.flip(0), whole.roll(3, 0), -whole):
+        with pytest.raises(ReshardError, match="rank 0 holds other bits of 'weight'"):
+            checking._compare(whole, "weight", layout, {0: [moved]})

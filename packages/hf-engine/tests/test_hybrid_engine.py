@@ -309,6 +309,9 @@ def make_a_mistake_on_rank_1(model):
                 pass
     with pytest.raises((BackendError, ReshardError), match="training_weights='mvoe': give"):
         HybridEngine(train, rollout, topology, training_weights="mvoe" if rank else None)
+    mine = "move" if rank else "keep"
+    with pytest.raises(BackendError, match=f"different training_weights or bucket_bytes; this one has '{mine}'"):
+        HybridEngine(train, rollout, topology, training_weights=mine)
     with engine.generation():
         return engine.weight_version
 
@@ -319,6 +322,26 @@ def lose_weights():
 
 def test_a_mistake_on_one_rank_is_an_error_on_all(ranks2, tmp_path):
     assert ranks2.run(make_a_mistake_on_rank_1, write_tiny_model(tmp_path)) == [0, 0]
+
+
+def fuse_two_projections(model):
+    """As engines do that compute both at once: two of the generation tensors lie in one storage."""
+    topology = Topology(ParallelSpec(), GenerationSpec())
+    train, rollout, _ = build_engine(model, model, training_weights="keep")
+    buffers = dict(rollout.weight_buffers())
+    first, second = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
+    buffers[first], buffers[second] = torch.stack([buffers[first], buffers[second]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout, "weight_buffers", lambda: buffers)
+        with pytest.raises(BackendError, match=f"'{first}' and '{second}' share one storage.*=.keep."):
+            HybridEngine(train, rollout, topology)
+        kept = HybridEngine(train, rollout, topology, training_weights="keep")
+        with kept.generation():
+            return [name for name in (first, second) if not torch.equal(buffers[name], train.local_weights()[name])]
+
+
+def test_training_weights_do_not_move_into_a_shared_storage(ranks1, tmp_path):
+    assert ranks1.run(fuse_two_projections, write_tiny_model(tmp_path)) == [[]]
 
 
 def enter_after_a_refusal(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from hf_engine.backends._base import (
     TrainBackend,
 )
 from hf_engine.process_groups import build_groups, local_device, wait_for_device
-from hf_engine.resharding.agreement import agree
+from hf_engine.resharding.agreement import HIGHEST, agree
 from hf_engine.resharding.digest import compute_digest
 from hf_engine.resharding.execute import (
     DEFAULT_BUCKET_BYTES,
@@ -288,7 +289,12 @@ def _agreed_plan(
         check_bucket_bytes(bucket_bytes, plan.target)
     except HybridFlowError as error:
         refusal = error
-    agree(refusal, 0, None, local_device(), range(dist.get_world_size()))
+    given = zlib.crc32(repr((training_weights, bucket_bytes)).encode()) % HIGHEST
+    if not agree(refusal, given, None, local_device(), range(dist.get_world_size())):
+        raise BackendError(
+            f"the ranks were given different training_weights or bucket_bytes; this one has {training_weights!r} and "
+            f"{bucket_bytes}: give all ranks the same"
+        )
     return plan
 
 
@@ -321,7 +327,22 @@ def _plan_between(
         )
     if isinstance(rollout, SupportsWeightBuffers):
         check_weights(target, dist.get_rank(), rollout.weight_buffers(), "generation")
+        if training_weights == "move" or (training_weights is None and source.dtype == target.dtype):
+            _check_storages(rollout.weight_buffers())
     return plan
+
+
+def _check_storages(buffers: Weights) -> None:
+    """Training weights lie in the generation tensors one by one, so none may hold what is another's."""
+    owner: dict[int, str] = {}
+    for name, parts in as_parts(buffers).items():
+        for part in parts:
+            storage = part.untyped_storage()
+            if storage.nbytes() and (other := owner.setdefault(storage.data_ptr(), name)) != name:
+                raise BackendError(
+                    f"the generation tensors of {other!r} and {name!r} share one storage, so training weights "
+                    'cannot lie inside them: give each its own, or use training_weights="keep" or "offload"'
+                )
 
 
 def _machines(world_size: int) -> Sequence[range]:
