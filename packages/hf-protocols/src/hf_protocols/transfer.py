@@ -380,13 +380,11 @@ class _HeldRows:
             first = last + 1
 
     def _find_places(self, wanted: RowSelection) -> list[int]:
-        rows, num_rows = list(wanted), len(self._places)
-        if wanted.end > num_rows:
-            raise _held_by_none(next(row for row in rows if row >= num_rows))
-        places = list(map(self._places.__getitem__, rows))
-        if -1 in places:
-            raise _held_by_none(rows[places.index(-1)])
-        return places
+        places, num_rows = self._places, len(self._places)
+        found = [places[row] if row < num_rows else -1 for row in wanted]
+        if -1 in found:
+            raise _held_by_none([*wanted][found.index(-1)])
+        return found
 
 
 class _OneRowSelections(dict[int, RowSelection]):
