@@ -73,6 +73,9 @@ class BatchFuture:
     def __reduce__(self) -> tuple[Any, ...]:
         raise ProtocolError(STAYS_HERE)
 
+    def __repr__(self) -> str:
+        return f"BatchFuture(of {self._expression.describe_makers()})"
+
     @property
     def store(self) -> ObjectStore:
         """The store of the executor that made this future."""
@@ -151,8 +154,9 @@ class BatchFuture:
         """
         from hf_controller.gather import BatchReader
 
+        ends_s = self._deadline_s(timeout_s)
         self.wait(timeout_s)
-        reader = BatchReader(self._store, self._timeout_s if timeout_s is None else timeout_s)
+        reader = BatchReader(self._store, _left_until(ends_s))
         try:
             reader.look_up([self._expression])
         except UpstreamFailure as error:
@@ -162,16 +166,19 @@ class BatchFuture:
 
     def _count_rows(self, timeout_s: float | None) -> dict[Source, Extent]:
         """Wait for every source; the columns of the answer are left out."""
-        _check_deadline(timeout_s)
-        deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        ends_s = self._deadline_s(timeout_s)
         extents = {}
         for source in self._expression.sources():
             if source.call is None:
                 counts = [shard.num_rows for shard in source.shards]
             else:
-                counts = source.call.wait(max(0.0, deadline_s - time.monotonic()))
+                counts = source.call.wait(_left_until(ends_s))
             extents[source] = Extent(sum(counts), ())
         return extents
+
+    def _deadline_s(self, timeout_s: float | None) -> float:
+        _check_deadline(timeout_s)
+        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
     def _expression_of(self, other: object, what: str) -> Expression:
         if not isinstance(other, BatchFuture):
@@ -270,7 +277,7 @@ class ListFuture(CallFuture):
         if isinstance(self._items[0], ObjectFuture):
             return [each.value for each in self._wait_for_outcomes(timeout_s) if isinstance(each, Value)]
         self.wait(timeout_s)
-        return [item.result(timeout_s) for item in self._items]
+        return [item.result(timeout_s) for item in self._items]  # each is there: the time is for fetching
 
 
 def as_selection(index: Iterable[int] | slice | RowSelection) -> RowSelection:
@@ -327,6 +334,10 @@ def refuse_foreign(value: object, store: ObjectStore, what: str) -> None:
             f"of another (of {made_by}, in a {type(value.store).__name__}): build both with one executor, or give its "
             ".result()"
         )
+
+
+def _left_until(deadline_s: float) -> float:
+    return max(0.0, deadline_s - time.monotonic())
 
 
 def _check_deadline(timeout_s: object) -> None:
