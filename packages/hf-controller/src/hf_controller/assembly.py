@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy
 import torch
 
 from hf_controller.jagged import JaggedShapes, compute_offsets
+from hf_controller.spare_memory import SpareMemory
 from hf_protocols import RowSelection
 
 __all__ = ["Assembly", "Part"]
@@ -17,8 +17,10 @@ __all__ = ["Assembly", "Part"]
 # Up to this many runs of neighbouring rows are copied run by run; beyond it, by index.
 _MAX_RUNS = 16
 
-# Below this numpy does not ask for huge pages.
-_MIN_HUGE_BYTES = 4 * 2**20
+# Below this the allocator of torch hands out memory fast enough.
+_MIN_SPARE_BYTES = 4 * 2**20
+
+_SPARE = SpareMemory(max_bytes=512 * 2**20)
 
 
 @dataclass(frozen=True)
@@ -109,16 +111,11 @@ def _join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _allocate(num_rows: int, like: torch.Tensor) -> torch.Tensor:
-    """[num_rows, *row_shape] of any content.
-
-    numpy asks for huge pages; without them the kernel takes several times as long to hand out new memory as the copy
-    into it.
-    """
+    """[num_rows, *row_shape] of any content."""
     num_bytes = num_rows * like.shape[1:].numel() * like.element_size()
-    if num_bytes < _MIN_HUGE_BYTES:
+    if num_bytes < _MIN_SPARE_BYTES:
         return like.new_empty((num_rows, *like.shape[1:]))
-    memory = torch.from_numpy(numpy.empty(num_bytes, dtype=numpy.uint8))
-    return memory.view(like.dtype).view(num_rows, *like.shape[1:])
+    return _SPARE.lend(num_bytes).view(like.dtype).view(num_rows, *like.shape[1:])
 
 
 def _scatter(arrays: Sequence[torch.Tensor], indices: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
