@@ -78,6 +78,7 @@ def _run_blocks(page: str, environment: Path, folder: Path) -> Iterator[tuple[st
         yield code, shown or None, _run(command, folder, environment)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SEVEN_MINUTES)
 def test_the_tutorials_blocks_run_without_torch(environment: Path, tmp_path: Path) -> None:
     page = PAGE.read_text()
