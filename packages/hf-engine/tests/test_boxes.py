@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from itertools import product
 
 import pytest
@@ -33,6 +34,20 @@ def test_the_elements_of_a_box():
 def test_a_malformed_box_is_refused(offset, shape):
     with pytest.raises(ValueError, match=r"dimensions|negative"):
         Box(offset, shape)
+
+
+@pytest.mark.parametrize(
+    ("offset", "shape"), [("ab", "cd"), (0, 1), ([0], [1]), ((0,), (1.5,)), (("a",), (1,)), ((0,), None)]
+)
+def test_a_box_is_of_two_tuples_of_whole_numbers(offset, shape):
+    with pytest.raises(ValueError, match=re.escape(f"Box({offset!r}, {shape!r}): give two tuples of whole numbers")):
+        Box(offset, shape)
+
+
+@pytest.mark.parametrize("shape", ["ab", 3, None, [1.5]])
+def test_the_box_of_no_shape_is_refused(shape):
+    with pytest.raises(ValueError, match=r"give .*whole numbers"):
+        Box.whole(shape)
 
 
 @settings(deadline=None)

@@ -119,6 +119,8 @@ def test_fsdp_under_tensor_parallelism_is_refused(tmp_path, command, capsys):
         ([*LLAMA, "--method", "magic"], "invalid choice: 'magic'"),
         ([*LLAMA, "--dtype-bytes", "3"], "invalid choice: 3"),
         ([*LLAMA, "--ep-size", "2", "--method", "hybridflow"], "num_experts=0 do not share out over ep_size=2"),
+        ([*LLAMA, "--ep-size", "2"], "llama-2-7b: num_experts=0 do not share out over ep_size=2"),
+        ([*LLAMA, "--ep-size", "2", "--method", "ds-chat"], "1 for a dense model"),
         ([*LLAMA, "--ep-size", "0"], "ep_size=0"),
         ([*LLAMA, "--cp-size", "-1"], "cp_size=-1"),
         ([*LLAMA, "--cp-size", "x"], "argument --cp-size: invalid int value: 'x'"),

@@ -5,6 +5,7 @@ import torch
 
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout, spread_layout
+from hf_engine.resharding.plan import plan_reshard
 from hf_protocols.errors import ReshardError
 
 
@@ -71,6 +72,9 @@ def test_unknown_dtypes_scalars_and_no_ranks_are_refused():
         ({"w": 4}, [0], r"the shape of 'w'=4: give a tuple of whole numbers, such as \(4,\)"),
         ({"w": (4, -1)}, [0], r"the shape of 'w'=\(4, -1\): give a tuple"),
         ({"w": (2.5,)}, [0], r"the shape of 'w'=\(2.5,\): give a tuple"),
+        ({"w": (True,)}, [0], r"the shape of 'w'=\(True,\): give a tuple"),
+        ({"w": b"ab"}, [0], "the shape of 'w'=b'ab': give a tuple"),
+        ({1: (4,)}, [0], "the name of a parameter=1: give a string"),
     ],
 )
 def test_wrong_kinds_are_named(make, shapes, ranks, message):
@@ -92,6 +96,28 @@ def test_wrong_kinds_are_named(make, shapes, ranks, message):
 def test_wrong_kinds_in_a_layout_are_named(given, message):
     with pytest.raises(ReshardError, match=message):
         WeightLayout(**{"shapes": {"w": (4,)}} | given)
+
+
+def test_shapes_may_be_lists():
+    layout = WeightLayout(shapes={"w": [4, 8]}, boxes={0: {"w": (Box.whole([4, 8]),)}})
+    assert layout.shapes == {"w": (4, 8)}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["w", "x"], "^names holds 'x', which is none of the layout's 2 parameters, such as 'w'$"),
+        ("w", "names='w': give a list of parameters' names"),
+        (3, "names=3: give a list of parameters' names"),
+        ([3], "names holds 3, which is none"),
+    ],
+)
+def test_only_parameters_of_the_layout_are_selected(names, message):
+    layout = fsdp_layout({"w": (4,), "b": (2,)}, range(2))
+    assert dict(layout.select(["b"]).shapes) == {"b": (2,)}
+    for whole in (layout, plan_reshard(layout, layout)):
+        with pytest.raises(ReshardError, match=message):
+            whole.select(names)
 
 
 def test_a_spread_model_lies_once_over_all_ranks():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import zip_longest
 from math import prod
 
@@ -235,3 +236,34 @@ def test_generation_needs_a_generation_topology_and_heads_that_share_out():
         generation_layout(FAMILIES["llama"], Topology(ParallelSpec(dp_size=5), GenerationSpec(gen_pp_size=5)))
     with pytest.raises(ReshardError, match=r"4 layers cannot be layers_per_stage=\[3, 2\] with pp_size=2 in training"):
         split_layers(4, 2, [3, 2])
+
+
+@pytest.mark.parametrize("make", [megatron_layout, generation_layout])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"vocab_rows": 128},
+            "^vocab_rows=128 is below llama's vocab_size=150: leave it out, or give its rows and pad",
+        ),
+        ({"vocab_rows": 0}, "vocab_rows=0 must be a whole number of at least 1"),
+        ({"vocab_rows": 192.0}, "vocab_rows=192.0 must be"),
+        ({"vocab_rows": True}, "vocab_rows=True must be"),
+        ({"vocab_rows": "192"}, "vocab_rows='192' must be"),
+        ({"layers_per_stage": 4}, "layers_per_stage=4: give a list of whole numbers, one for each stage"),
+        ({"layers_per_stage": "4"}, "layers_per_stage='4': give a list of whole numbers"),
+        ({"layers_per_stage": [4.0]}, r"layers_per_stage=\[4.0\]: give a list of whole numbers"),
+        ({"layers_per_stage": [[4]]}, r"layers_per_stage=\[\[4\]\]: give a list of whole numbers"),
+        ({"dtype": "float8"}, "dtype 'float8' is not one of"),
+    ],
+)
+def test_what_no_layout_can_be_made_of_is_named(make, given, message):
+    topology = Topology(ParallelSpec(tp_size=2), GenerationSpec(gen_tp_size=2))
+    with pytest.raises(ReshardError, match=message):
+        make(FAMILIES["llama"], topology, **given)
+
+
+@pytest.mark.parametrize("head", ["foo", None, 3, []])
+def test_heads_are_two(head):
+    with pytest.raises(ReshardError, match=re.escape(f"head={head!r}: give lm or value")):
+        megatron_layout(FAMILIES["llama"], Topology(ParallelSpec()), head=head)

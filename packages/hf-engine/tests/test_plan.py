@@ -182,3 +182,19 @@ def test_a_source_with_a_hole_is_refused():
     source = WeightLayout(shapes={"w": (4,)}, boxes={0: {"w": (Box((0,), (3,)),)}})
     with pytest.raises(ReshardError, match="no rank of the source holds 'w' at Box"):
         plan_reshard(source, replicated_layout({"w": (4,)}, [0]))
+
+
+@pytest.mark.parametrize(
+    ("near", "message"),
+    [
+        (0, r"near=0: give groupings of ranks, such as \[\[\[0, 1\], \[2, 3\]\]\]"),
+        ([0], r"near=\[0\]: give groupings"),
+        ([[0]], r"near=\[\[0\]\]: give groupings"),
+        ([[["a"]]], r"near=\[\[\['a'\]\]\]: give groupings"),
+        ("ab", "near='ab': give groupings"),
+    ],
+)
+def test_groupings_that_are_none_are_refused(near, message):
+    layout = fsdp_layout({"w": (4,)}, range(2))
+    with pytest.raises(ReshardError, match=message):
+        plan_reshard(layout, layout, near=near)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_protocols.arguments import check_kind
 from hf_protocols.errors import ReshardError
 
 __all__ = ["LOGPROB_BOUNDS", "LogprobGap", "check_logprobs", "measure_logprob_gap"]
@@ -42,6 +43,8 @@ def measure_logprob_gap(rollout: torch.Tensor, recomputed: torch.Tensor) -> Logp
 
     A log-prob that is not finite in either column makes the gap infinite.
     """
+    for name, column in (("rollout", rollout), ("recomputed", recomputed)):
+        check_kind(ReshardError, name, column, torch.Tensor, "a tensor of log-probs")
     ours, theirs = (column.values() if column.is_nested else column.reshape(-1) for column in (recomputed, rollout))
     if ours.shape != theirs.shape:
         raise ReshardError(
@@ -65,10 +68,10 @@ def check_logprobs(
         bounds: largest mean and largest single difference in nats, instead of `LOGPROB_BOUNDS`.
 
     Raises:
-        ReshardError: with both figures and their bounds.
+        ReshardError: with both figures and their bounds; for bounds that are no two numbers of at least 0.
     """
+    mean, largest = _bounds(dtype, bounds)
     gap = measure_logprob_gap(rollout, recomputed)
-    mean, largest = bounds or LOGPROB_BOUNDS[dtype]
     if gap.mean > mean or gap.max > largest:
         raise ReshardError(
             f"the engine's log-probs are not those of the training weights: over {gap.num_tokens} tokens they "
@@ -76,3 +79,16 @@ def check_logprobs(
             f"(bound {largest:g}, {dtype}): it generates from other weights, or at another temperature"
         )
     return gap
+
+
+def _bounds(dtype: object, given: object) -> tuple[float, float]:
+    if not isinstance(dtype, str) or dtype not in LOGPROB_BOUNDS:
+        raise ReshardError(f"dtype={dtype!r}: give one of {', '.join(LOGPROB_BOUNDS)}")
+    if given is None:
+        return LOGPROB_BOUNDS[dtype]
+    # Whatever is compared with NaN passes.
+    bounds = given if isinstance(given, tuple | list) else ()
+    if [isinstance(bound, int | float) and bound >= 0 for bound in bounds] != [True, True]:
+        raise ReshardError(f"bounds={given!r}: give two numbers of at least 0, the largest mean and single difference")
+    mean, largest = bounds
+    return mean, largest

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
+from typing import NoReturn
 
 __all__ = ["Box", "partition_box", "split_box"]
 
@@ -21,7 +22,7 @@ class Box:
     A box with a zero in its shape is empty; a box with no dimensions is one scalar.
 
     Raises:
-        ValueError: if offset and shape have different lengths or hold a negative number.
+        ValueError: if offset and shape are no tuples of whole numbers, have different lengths or hold a negative one.
     """
 
     offset: tuple[int, ...]
@@ -30,15 +31,26 @@ class Box:
     """Number of indices in every dimension."""
 
     def __post_init__(self) -> None:
+        for numbers in (self.offset, self.shape):
+            if not isinstance(numbers, tuple):
+                self._refuse_kinds()
         if len(self.offset) != len(self.shape):
             raise ValueError(f"offset {self.offset} has {len(self.offset)} dimensions, shape {self.shape} has another")
-        if any(n < 0 for n in self.offset) or any(n < 0 for n in self.shape):
-            raise ValueError(f"a box cannot have negative numbers: offset {self.offset}, shape {self.shape}")
+        for number in (*self.offset, *self.shape):
+            if not isinstance(number, int):
+                self._refuse_kinds()
+            if number < 0:
+                raise ValueError(f"a box cannot have negative numbers: offset {self.offset}, shape {self.shape}")
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
         """The box that covers a tensor of this shape."""
+        if not isinstance(shape, Sequence):
+            raise ValueError(f"shape={shape!r}: give a tuple of whole numbers, such as (4, 8)")
         return cls((0,) * len(shape), tuple(shape))
+
+    def _refuse_kinds(self) -> NoReturn:
+        raise ValueError(f"Box({self.offset!r}, {self.shape!r}): give two tuples of whole numbers, (0, 0) and (4, 8)")
 
     @property
     def numel(self) -> int:

@@ -61,7 +61,7 @@ class WeightLayout:
         check_kind(ReshardError, "dtype", self.dtype, str, f"one of {', '.join(DTYPE_BYTES)}")
         if self.dtype not in DTYPE_BYTES:
             raise ReshardError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
-        _full_shapes(self.shapes)
+        object.__setattr__(self, "shapes", _full_shapes(self.shapes))
         check_kind(ReshardError, "boxes", self.boxes, Mapping, "a mapping from ranks to what they hold")
         # Ranks share mappings and parameters of one shape share boxes: thousands of ranks cost a few checks.
         checked: set[tuple[object, ...]] = set()
@@ -106,6 +106,7 @@ class WeightLayout:
 
     def select(self, names: Collection[str]) -> WeightLayout:
         """The layout of some parameters, on the same ranks."""
+        self._check_names(names)
         # Ranks that share one mapping share the selected one.
         selected = {
             id(held): {name: held[name] for name in names if name in held}
@@ -116,6 +117,14 @@ class WeightLayout:
             boxes={rank: selected[id(held)] for rank, held in self.boxes.items()},
             dtype=self.dtype,
         )
+
+    def _check_names(self, names: Collection[str]) -> None:
+        if isinstance(names, str) or not isinstance(names, Collection):
+            raise ReshardError(f"names={names!r}: give a list of parameters' names")
+        for name in names:
+            if name not in self.shapes:
+                known = f"the layout's {len(self.shapes)} parameters, such as {next(iter(self.shapes), None)!r}"
+                raise ReshardError(f"names holds {name!r}, which is none of {known}")
 
     def held_bytes(self, rank: int) -> int:
         """Bytes that one rank holds."""
@@ -181,11 +190,16 @@ def _members(ranks: Iterable[int]) -> tuple[int, ...]:
 def _full_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     check_kind(ReshardError, "shapes", shapes, Mapping, 'full shapes by name, {"w": (4, 8)}')
     for name, shape in shapes.items():
-        what, wanted = f"the shape of {name!r}", "a tuple of whole numbers, such as (4,)"
-        check_kind(ReshardError, what, shape, Sequence, wanted)
-        if not all(isinstance(size, Integral) and size >= 0 for size in shape):
-            raise ReshardError(f"{what}={shape!r}: give {wanted}")
-    return {name: tuple(shape) for name, shape in shapes.items()}
+        check_kind(ReshardError, "the name of a parameter", name, str, "a string")
+        if not _is_shape(shape):
+            raise ReshardError(f"the shape of {name!r}={shape!r}: give a tuple of whole numbers, such as (4,)")
+    return {name: tuple(map(int, shape)) for name, shape in shapes.items()}
+
+
+def _is_shape(value: object) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, bytes) or any(isinstance(size, bool) for size in value):
+        return False
+    return all(isinstance(size, Integral) and int(size) >= 0 for size in value)
 
 
 def _chunk(shape: tuple[int, ...], index: int, num_chunks: int) -> Box:

@@ -16,12 +16,12 @@ from hf_engine.resharding.tensor_parallel import (
     padded_vocab_size,
     split_layers,
 )
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Topology
 
-__all__ = ["check_model_and_topology", "generation_layout", "megatron_layout", "model_shapes"]
+__all__ = ["check_experts", "check_model_and_topology", "generation_layout", "megatron_layout", "model_shapes"]
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -39,6 +39,8 @@ def check_model_and_topology(model: object, topology: object) -> None:
 
 def model_shapes(model: ModelShape, head: Literal["lm", "value"] = "lm") -> dict[str, tuple[int, ...]]:
     """Full shape of every parameter; a value head is one row in the place of the output embedding."""
+    if head not in ("lm", "value"):
+        raise ReshardError(f"head={head!r}: give lm or value")
     shapes = model.parameters()
     if head == "value":
         shapes[_HEAD] = (1, model.hidden_size)
@@ -69,13 +71,14 @@ def megatron_layout(
         head: a language model's head, or a value head: one row, whole on every rank of the last stage.
 
     Raises:
-        ReshardError: for sizes that do not share out: heads, key-value heads, experts, layers.
+        ReshardError: for sizes that do not share out: heads, key-value heads, experts, layers; for `vocab_rows` below
+            the vocabulary, which would leave tokens on no rank.
     """
     check_model_and_topology(model, topology)
     train = topology.train
     experts = _split_experts(model, train.ep_size)
     stages = split_layers(model.num_layers, train.pp_size, layers_per_stage)
-    rows = vocab_rows or padded_vocab_size(model.vocab_size, train.tp_size)
+    rows = _vocab_rows(model, train.tp_size, vocab_rows)
     shapes = model_shapes(model, head)
     tied = _HEAD not in shapes
     held: dict[tuple[int, int, int], _Boxes] = {}
@@ -116,7 +119,7 @@ def generation_layout(
         vocab_rows: rows of the padded embeddings; `padded_vocab_size` by default.
 
     Raises:
-        ReshardError: for heads or layers that do not share out.
+        ReshardError: for heads or layers that do not share out, or `vocab_rows` below the vocabulary.
         TopologyError: for a topology without generation.
     """
     check_model_and_topology(model, topology)
@@ -131,7 +134,7 @@ def generation_layout(
             sum(map(len, nested[stage * width : (stage + 1) * width])) for stage in range(generation.gen_pp_size)
         ]
     stages = split_layers(model.num_layers, generation.gen_pp_size, layers_per_stage, knob="gen_pp_size")
-    rows = vocab_rows or padded_vocab_size(model.vocab_size, generation.gen_tp_size)
+    rows = _vocab_rows(model, generation.gen_tp_size, vocab_rows)
     shapes = model_shapes(model)
     held: dict[tuple[int, int], _Boxes] = {}
     boxes: dict[int, _Boxes] = {}
@@ -146,6 +149,19 @@ def generation_layout(
             }
         boxes[rank] = held[key]
     return WeightLayout(shapes=shapes, boxes=boxes, dtype=dtype)
+
+
+def _vocab_rows(model: ModelShape, size: int, given: int | None) -> int:
+    """Rows of the embeddings with padding; without it every token still needs its row on some rank."""
+    if given is None:
+        return padded_vocab_size(model.vocab_size, size)
+    check_count(ReshardError, "vocab_rows", given)
+    if given < model.vocab_size:
+        raise ReshardError(
+            f"vocab_rows={given} is below {model.name}'s vocab_size={model.vocab_size}: leave it out, or give its rows "
+            "and padding"
+        )
+    return given
 
 
 def _of_stage(
@@ -191,11 +207,16 @@ def _cut_for_megatron(
     return held
 
 
-def _split_experts(model: ModelShape, ep_size: int) -> list[range]:
+def check_experts(model: ModelShape, ep_size: int) -> None:
+    """Refuses expert parallelism of a dense model, or one over which the experts do not share out."""
     if ep_size > 1 and (not model.num_experts or model.num_experts % ep_size):
         raise ReshardError(
             f"{model.name}: num_experts={model.num_experts} do not share out over ep_size={ep_size} in training; "
             "choose an ep_size that divides them (1 for a dense model)"
         )
+
+
+def _split_experts(model: ModelShape, ep_size: int) -> list[range]:
+    check_experts(model, ep_size)
     step = model.num_experts // ep_size
     return [range(index * step, (index + 1) * step) for index in range(ep_size)]

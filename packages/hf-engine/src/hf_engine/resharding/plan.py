@@ -100,10 +100,11 @@ class ReshardPlan:
 
     def select(self, names: Collection[str]) -> ReshardPlan:
         """The same for some of the parameters: same senders, same pieces."""
+        source, target = self.source.select(names), self.target.select(names)
         wanted = frozenset(names)
         return ReshardPlan(
-            source=self.source.select(names),
-            target=self.target.select(names),
+            source=source,
+            target=target,
             shipments=tuple(
                 replace(shipment, names=chosen)
                 for shipment in self.shipments
@@ -237,7 +238,7 @@ class _Senders:
     """Chooses the nearest senders so that the bytes sent stay level."""
 
     def __init__(self, near: Sequence[Collection[Sequence[int]]]) -> None:
-        self._group_of = [{rank: index for index, group in enumerate(groups) for rank in group} for groups in near]
+        self._group_of = _numbered(near)
         self._sent: dict[int, int] = defaultdict(int)
 
     def ship(self, cell: _Cell, names: tuple[str, ...]) -> Iterator[Shipment]:
@@ -278,6 +279,18 @@ class _Senders:
             if inside:
                 return inside
         return owners
+
+
+def _numbered(near: Sequence[Collection[Sequence[int]]]) -> list[dict[int, int]]:
+    """By grouping: the number of every rank's group."""
+    try:
+        found = [{rank: index for index, group in enumerate(groups) for rank in group} for groups in near]
+        is_of_ranks = all(type(rank) is int for group_of in found for rank in group_of)
+    except TypeError:
+        is_of_ranks = False
+    if not is_of_ranks:
+        raise ReshardError(f"near={near!r}: give groupings of ranks, such as [[[0, 1], [2, 3]]]")
+    return found
 
 
 def _cells(name: str, holders: _Pattern, needing: _Pattern) -> Iterator[_Cell]:

@@ -99,6 +99,7 @@ def split_layers(
             )
         size, longer = divmod(num_layers, num_stages)
         layers_per_stage = [size + (stage < longer) for stage in range(num_stages)]
+    _check_counts(layers_per_stage)
     if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
         raise ReshardError(
             f"{num_layers} layers cannot be layers_per_stage={list(layers_per_stage)} with {knob}={num_stages} in "
@@ -106,6 +107,12 @@ def split_layers(
         )
     starts = [sum(layers_per_stage[:stage]) for stage in range(num_stages)]
     return [range(start, start + count) for start, count in zip(starts, layers_per_stage, strict=True)]
+
+
+def _check_counts(layers_per_stage: object) -> None:
+    counts = layers_per_stage if isinstance(layers_per_stage, Sequence) else [None]
+    if not all(type(count) is int for count in counts):
+        raise ReshardError(f"layers_per_stage={layers_per_stage!r}: give a list of whole numbers, one for each stage")
 
 
 def fused_qkv_rows(model: ModelShape, index: int, size: int) -> list[tuple[str, range]]:

@@ -14,7 +14,12 @@ from typing import Literal, get_args
 
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import BoxNumbers, WeightLayout, fsdp_layout
-from hf_engine.resharding.model_layouts import check_model_and_topology, generation_layout, megatron_layout
+from hf_engine.resharding.model_layouts import (
+    check_experts,
+    check_model_and_topology,
+    generation_layout,
+    megatron_layout,
+)
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
 from hf_protocols.arguments import check_count
 from hf_protocols.errors import ReshardError
@@ -154,6 +159,7 @@ def plan_transition(
     """
     check_model_and_topology(model, topology)
     _check(topology, method, dtype_bytes, sharding)
+    check_experts(model, topology.train.ep_size)
     check_count(ReshardError, "ranks_per_machine", ranks_per_machine)
     topology = replace(topology, grouping="vanilla" if method == "hybridflow-v" else "hybridflow")
     dtype = _DTYPES[dtype_bytes]
