@@ -63,6 +63,34 @@ def test_weights_that_do_not_match_the_config_are_refused(model, tmp_path, damag
         check_conversion(tmp_path, *layouts(tmp_path))
 
 
+def copy_with(model, directory, **more):
+    """The model with more tensors in its file, as older libraries wrote them."""
+    tensors = load_file(model / "model.safetensors")
+    save_file(tensors | more, directory / "model.safetensors")
+    (directory / "config.json").write_text((model / "config.json").read_text())
+    return directory
+
+
+def test_buffers_that_are_no_parameters_are_left_out(model, tmp_path):
+    more = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(16) for layer in range(2)}
+    copy = copy_with(model, tmp_path, **more)
+    assert check_conversion(copy, *layouts(copy)) == check_conversion(model, *layouts(model))
+
+
+def test_a_tied_head_may_be_stored_if_it_is_the_embedding(tmp_path):
+    tied = write_tiny_model(tmp_path / "tied", num_key_value_heads=2)
+    embedding = load_file(tied / "model.safetensors")["model.embed_tokens.weight"]
+    for name, head in (("equal", embedding.clone()), ("other", embedding + 1), ("short", embedding[1:].clone())):
+        directory = tmp_path / name
+        directory.mkdir()
+        copy_with(tied, directory, **{"lm_head.weight": head})
+        if name == "equal":
+            assert check_conversion(directory, *layouts(tied)) == check_conversion(tied, *layouts(tied))
+        else:
+            with pytest.raises(ReshardError, match=r"config.json ties 'lm_head.weight' to 'model.embed_tokens.weight'"):
+                check_conversion(directory, *layouts(tied))
+
+
 def test_an_empty_directory_and_a_damaged_file_are_refused(model, tmp_path):
     with pytest.raises(ReshardError, match="no safetensors"):
         check_conversion(tmp_path, *layouts(model))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 from hf_engine import TrainConfig, load_train_backend
 from hf_engine.testing import gather_weights, write_tiny_model
@@ -72,6 +73,38 @@ def test_what_is_no_directory_is_named(ranks1, tmp_path, backend):
     (message,) = ranks1.run(name_no_directory, model, backend, str(tmp_path / "absent"))
     assert "absent" in message and ("does not exist" in message or "No such file" in message)
     assert "hub" not in message or "download a hub model first" in message
+
+
+def load_what_older_libraries_wrote(model, backend_name, directories):
+    """Weights of a checkpoint with rotary buffers and the tied head, and what is said of a head of its own."""
+    topology, config = topology_of_all_ranks(), TrainConfig(learning_rate=1e-2)
+    backend = load_train_backend(backend_name).build(model, topology=topology, config=config)
+    expected = gather_weights(backend, topology)
+    for parameter in backend.local_weights().values():
+        for part in [parameter] if isinstance(parameter, torch.Tensor) else parameter:
+            part.zero_()
+    backend.load_hf(directories["equal"])
+    loaded = gather_weights(backend, topology)
+    with pytest.raises(BackendError, match=r"lm_head\.weight") as refused:
+        backend.load_hf(directories["other"])
+    backend.close()
+    assert sorted(loaded) == sorted(expected)
+    return [name for name, tensor in expected.items() if not torch.equal(loaded[name], tensor)], str(refused.value)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_buffers_and_tied_heads_in_a_checkpoint_are_no_other_model(ranks2, tmp_path, backend):
+    options = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = write_tiny_model(tmp_path / "model", **options)
+    tensors = load_file(model / "model.safetensors")
+    directories = {}
+    for name, shift in (("equal", 0.0), ("other", 1.0)):
+        directories[name] = write_tiny_model(tmp_path / name, **options)
+        more = {"lm_head.weight": tensors["model.embed_tokens.weight"] + shift}
+        more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        save_file(tensors | more, directories[name] / "model.safetensors", metadata={"format": "pt"})
+    for differing, _ in ranks2.run(load_what_older_libraries_wrote, model, backend, directories):
+        assert differing == []
 
 
 def make_mistakes_on_rank_1(model, backend_name, sizes):

@@ -22,6 +22,11 @@ from hf_protocols.errors import ReshardError
 
 __all__ = ["ConversionReport", "check_conversion", "read_shapes"]
 
+_HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_ROTARY_BUFFER = "rotary_emb.inv_freq"
+"""Recomputed from config.json; old versions of transformers stored it with every layer."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
@@ -48,24 +53,27 @@ def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 def check_conversion(directory: Path, source: WeightLayout, target: WeightLayout) -> ConversionReport:
     """Moves the weights of a Hugging Face directory from one layout to the other and back, bit by bit.
 
+    What transformers does not load is left out: rotary buffers of old files, and the copy of a tied embedding.
+
     Args:
         directory: `config.json`, and `model.safetensors` or the files that `model.safetensors.index.json` names.
         source: the training layout.
         target: the generation layout.
 
     Raises:
-        ReshardError: naming tensors that are missing, extra or mis-shaped, or a box whose bits differ.
+        ReshardError: naming tensors that are missing, extra or mis-shaped, a stored head that is not the embedding to
+            which it is tied, or a box whose bits differ.
     """
-    from safetensors import safe_open
-
-    files = _index(directory)
+    files = {name: found for name, found in _index(directory).items() if not name.endswith(_ROTARY_BUFFER)}
+    if _HEAD not in source.shapes and {_HEAD, _EMBEDDING} <= files.keys():
+        _check_tied(files[_HEAD][0], files[_EMBEDDING][0])
+        del files[_HEAD]
     _check_names({name: shape for name, (_, shape) in files.items()}, source.shapes)
     ways = [plan_reshard(source, target), plan_reshard(target, source)]
     pieces = [_by_name(plan) for plan in ways]
     digests, total, moved = {}, 0, 0
     for name, (path, _) in files.items():
-        with safe_open(path, framework="pt") as file:
-            whole = file.get_tensor(name)
+        whole = _read(path, name)
         shards = _cut(whole, name, source)
         for plan, (messages, kept) in zip(ways, pieces, strict=True):
             shards, received = _move(plan, name, shards, messages[name], kept[name])
@@ -74,6 +82,23 @@ def check_conversion(directory: Path, source: WeightLayout, target: WeightLayout
         digests[name] = compute_digest(whole)
         total += whole.nbytes
     return ConversionReport(num_parameters=len(files), parameter_bytes=total, moved_bytes=moved, digests=digests)
+
+
+def _read(path: Path, name: str) -> torch.Tensor:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        whole: torch.Tensor = file.get_tensor(name)
+    return whole
+
+
+def _check_tied(head_file: Path, embedding_file: Path) -> None:
+    head, embedding = _read(head_file, _HEAD), _read(embedding_file, _EMBEDDING)
+    if head.dtype != embedding.dtype or not torch.equal(_bits(head), _bits(embedding)):
+        raise ReshardError(
+            f"config.json ties {_HEAD!r} to {_EMBEDDING!r}, but the weights hold another one: set "
+            "tie_word_embeddings to false, or leave the head out of the files"
+        )
 
 
 _Shards = dict[int, list[torch.Tensor]]

@@ -29,7 +29,7 @@ class HuggingFaceFiles:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._files: dict[str, Any] = {}
         paths = sorted(Path(directory).glob("*.safetensors"))
         if not paths:
@@ -54,7 +54,7 @@ class HuggingFaceFiles:
         if differing := sorted(name for name, shape in shapes.items() if found.get(name) != tuple(shape)):
             name = differing[0]
             raise BackendError(
-                f"{self._directory} holds another model: {len(differing)} parameters differ, such as {name!r}, which "
+                f"{self.directory} holds another model: {len(differing)} parameters differ, such as {name!r}, which "
                 f"is {tuple(shapes[name])} here and {found.get(name, 'absent')} there"
             )
 

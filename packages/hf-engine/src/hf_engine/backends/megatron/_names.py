@@ -16,12 +16,12 @@ from hf_engine.resharding.tensor_parallel import fused_qkv_rows
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Coordinate, ParallelSpec
 
-__all__ = ["HEAD_NAME", "ParameterNames", "Piece"]
+__all__ = ["EMBEDDING_NAME", "HEAD_NAME", "ParameterNames", "Piece"]
 
 HEAD_NAME = "lm_head.weight"
 """The output layer of an untied model, and a value head in its place."""
 
-_EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING_NAME = "model.embed_tokens.weight"
 _REPLICATED = {
     "input_layernorm.weight": "input_layernorm.weight",
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
@@ -53,7 +53,7 @@ class ParameterNames:
         """Cuts a tensor of the shape of megatron-core's `parameter`: its values, or anything kept for each of them."""
         if parameter in ("embedding.word_embeddings.weight", "output_layer.weight"):
             tied = parameter == "embedding.word_embeddings.weight" or self.shape.tie_embeddings
-            yield self._vocabulary(_EMBEDDING if tied else HEAD_NAME, tensor)
+            yield self._vocabulary(EMBEDDING_NAME if tied else HEAD_NAME, tensor)
         elif parameter == "decoder.final_layernorm.weight":
             yield _whole("model.norm.weight", tensor)
         elif parameter == "value_head.weight":

@@ -22,7 +22,7 @@ from hf_engine.backends.megatron._core import (
 )
 from hf_engine.backends.megatron._files import HuggingFaceFiles
 from hf_engine.backends.megatron._model import Decoder, build_decoder
-from hf_engine.backends.megatron._names import HEAD_NAME, ParameterNames, Piece
+from hf_engine.backends.megatron._names import EMBEDDING_NAME, HEAD_NAME, ParameterNames, Piece
 from hf_engine.backends.megatron._optimizer import DistributedAdamW
 from hf_engine.backends.megatron._parallel import ParallelGroups
 from hf_engine.resharding.boxes import Box
@@ -148,7 +148,19 @@ class Stage:
                 f"tie_word_embeddings is {self._model.shape.tie_embeddings} here and {other.tie_embeddings} there"
             )
         files.check_shapes(wanted)
+        if HEAD_NAME not in self.layout.shapes and HEAD_NAME in files:
+            self._check_tied(files)
         return files, wanted
+
+    def _check_tied(self, files: HuggingFaceFiles) -> None:
+        """Refuses a stored head that is not the embedding to which it is tied, where this rank holds that."""
+        files.check_shapes({HEAD_NAME: self.layout.shapes[EMBEDDING_NAME]})
+        for box in self.layout.boxes_of(self._groups.rank).get(EMBEDDING_NAME, ()):
+            if not torch.equal(files.read(HEAD_NAME, box), files.read(EMBEDDING_NAME, box)):
+                raise BackendError(
+                    f"{files.directory} ties {HEAD_NAME!r} to {EMBEDDING_NAME!r} in config.json, but its weights hold "
+                    "another one: set tie_word_embeddings to false, or leave the head out of the files"
+                )
 
     def assign(self, live: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Sets a parameter, and this rank's part of its master, from a tensor of its shape."""
