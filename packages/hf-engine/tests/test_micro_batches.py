@@ -51,6 +51,44 @@ def test_ranks_agree_on_the_largest_count_and_short_ones_run_dummies(ranks2):
     assert ranks2.run(agree, [[9] * 6, [9]], 1000) == [[[0, 1, 2, 3, 4, 5]], [[0]]]
 
 
+def agree_in_replicas(batches, replicas):
+    """Rows of each micro-batch of this rank, or what all ranks are told."""
+    batch = batches[dist.get_rank()]
+    world, device = dist.group.WORLD, torch.device("cpu")
+    try:
+        _, agreed = agree_on_micro_batches(
+            lambda: SequenceBatch(batch), 100, world, device, needs_rows=True, replicas=replicas
+        )
+    except BatchError as error:
+        return str(error)
+    return [micro_batch.rows.tolist() for micro_batch in agreed]
+
+
+def apart(column):
+    """The same rows with two strange elements after each."""
+    if not column.is_nested:
+        return column
+    lengths = column.offsets().diff()
+    values = torch.cat([torch.cat([row, row.new_full((2,), 9)]) for row in column.unbind()])
+    offsets = torch.cat([lengths.new_zeros(1), (lengths + 2).cumsum(0)])
+    return torch.nested.nested_tensor_from_jagged(values, offsets, lengths=lengths)
+
+
+def test_ranks_of_a_replica_have_the_same_rows(ranks3):
+    whole = batch_of_three()
+    changed = whole.clone().update({"advantages": jagged([[0.5], [1.0, 2.0, 3.5], [4.0, 5.0]], torch.float32)})
+    with_holes = TensorDict({name: apart(column) for name, column in whole.items()}, batch_size=[3])
+    same = [[0, 2, 1]]
+    assert ranks3.run(agree_in_replicas, [whole, with_holes, whole[:2]], [0, 0, 1]) == [same, same, [[0, 1]]]
+    for other in (changed, whole[:2], whole.exclude("scores"), whole.clone().update({"scores": torch.zeros(3)})):
+        message = (
+            "rank 1 was given other rows than rank 0, which is in the same replica: give all 2 ranks of a replica the "
+            "same batch; the ranks computed nothing"
+        )
+        assert ranks3.run(agree_in_replicas, [whole, other, whole[:2]], [0, 0, 1]) == [message] * 3
+    assert ranks3.run(agree_in_replicas, [whole, changed, whole], [0, 1, 2])[0] == same
+
+
 def jagged(rows, dtype=torch.int64):
     return torch.nested.nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
 

@@ -163,6 +163,28 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(ranks2, tmp_path, backend, siz
     assert ranks2.run(make_mistakes_on_rank_1, model, backend, sizes) == [[], []]
 
 
+def give_a_replica_different_rows(model, sizes):
+    """Every rank is told at once, and the next step is taken."""
+    topology = Topology(ParallelSpec.parse(sizes))
+    backend = load_train_backend("megatron").build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
+    batch = build_batch(4, vocab_size=64)
+    other = select_rows(batch, [3, 1, 2, 0]) if dist.get_rank() else batch
+    with pytest.raises(BatchError, match="rank 1 was given other rows than rank 0"):
+        backend.train_step(other, negative_logprobs, 10.0)
+    with pytest.raises(BatchError, match="rank 1 was given other rows than rank 0"):
+        backend.compute_logprobs(other)
+    backend.train_step(batch, negative_logprobs, 10.0)
+    steps = backend.optimizer_steps
+    backend.close()
+    return steps
+
+
+@pytest.mark.parametrize("sizes", ["1-2-1", pytest.param("2-1-1", marks=pytest.mark.slow)])
+def test_ranks_of_a_megatron_replica_are_given_the_same_rows(ranks2, tmp_path, sizes):
+    model = write_tiny_model(tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    assert ranks2.run(give_a_replica_different_rows, model, sizes) == [1, 1]
+
+
 def use_batches_without_rows(model, backend_name):
     """Nothing to score is no error; nothing to learn from is one, on every rank, and the next step is taken."""
     backend = load_train_backend(backend_name).build(

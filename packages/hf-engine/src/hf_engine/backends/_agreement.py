@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import isfinite
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,7 @@ def agree_on_micro_batches(
     device: torch.device,
     *,
     needs_rows: bool,
+    replicas: Sequence[int] | None = None,
 ) -> tuple[SequenceBatch, list[MicroBatch]]:
     """This rank's rows and micro-batches, with as many dummies as keep it in step with the rank that has most.
 
@@ -88,28 +90,62 @@ def agree_on_micro_batches(
         group: the ranks that act together: the data-parallel ones, or more.
         device: where the group communicates.
         needs_rows: refuses a batch of which no rank has a row.
+        replicas: for every rank of the group the number of its replica, all ranks of which have the same rows; None
+            where every rank has rows of its own.
 
     Raises:
         HybridFlowError: on every rank, if any refuses its arguments or rows: its own refusal there, on the others a
-            BatchError that names the rank and says why. Or if none has a row and one is needed.
+            BatchError that names the rank and says why. Or if none has a row and one is needed, or ranks of one replica
+            have different ones.
     """
     refusal: Exception | None = None
     micro_batches: list[MicroBatch] = []
+    digest = 0
     try:
         sequences = prepare()
         micro_batches = sequences.micro_batches(max_tokens)
+        digest = sequences.digest() if replicas else 0
     except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
         refusal = error
-    agreed = torch.tensor([len(micro_batches), refusal is not None], device=device)
+    digests = _by_replica(digest, replicas or (), group)
+    agreed = torch.tensor([len(micro_batches), refusal is not None, *digests], device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-    num_micro_batches, refused = agreed.tolist()
+    num_micro_batches, refused, *digests = agreed.tolist()
     if refused:
         ranks = dist.get_process_group_ranks(group)
         refuse_together(refusal, group, ranks, BatchError, "the other ranks computed nothing")
+    if replicas and any(highest != -negated for highest, negated in zip(digests[::2], digests[1::2], strict=True)):
+        _refuse_rows(digest, replicas, group)
     if needs_rows and not num_micro_batches:
         raise BatchError("the batch has no rows on any data-parallel rank: there is nothing to take a step on")
     dummies = [MicroBatch.dummy() for _ in range(max(1, num_micro_batches) - len(micro_batches))]
     return sequences, micro_batches + dummies
+
+
+def _by_replica(digest: int, replicas: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """What the largest of all ranks shows the highest and the lowest digest of every replica of."""
+    found = [-(1 << 32)] * (2 * len({*replicas}))
+    if replicas:
+        own = 2 * replicas[dist.get_rank(group)]
+        found[own : own + 2] = digest, -digest
+    return found
+
+
+def _refuse_rows(digest: int, replicas: Sequence[int], group: dist.ProcessGroup) -> NoReturn:
+    """Names the ranks that have other rows than the first of their replica. Collective."""
+    told = [0] * len(replicas)
+    dist.all_gather_object(told, digest, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    first = {replica: replicas.index(replica) for replica in replicas}
+    others = [
+        f"rank {ranks[index]} was given other rows than rank {ranks[first[replica]]}, which is in the same replica"
+        for index, replica in enumerate(replicas)
+        if told[index] != told[first[replica]]
+    ]
+    raise BatchError(
+        f"{'; '.join(others)}: give all {replicas.count(0)} ranks of a replica the same batch; the ranks computed "
+        "nothing"
+    )
 
 
 def refuse_non_finite(loss: float, grad_norm: float, steps: int) -> None:

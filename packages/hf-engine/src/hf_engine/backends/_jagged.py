@@ -49,6 +49,14 @@ class Ragged:
             return self._stored_offsets
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
 
+    @property
+    def packed(self) -> torch.Tensor:
+        """All rows, one after the other, without holes."""
+        if self.offsets is self._stored_offsets:
+            return self.values[: int(self.offsets[-1])]
+        rows = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        return torch.cat([self.values[:0], *(self.values[start : start + length] for start, length in rows)])
+
     def pad_right(self, rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [b] as a padded tensor [b, width], zeros after each row's end, and the mask of real elements."""
         mask = torch.arange(width) < self.lengths[rows, None]

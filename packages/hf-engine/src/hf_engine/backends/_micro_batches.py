@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import torch
 
 from hf_engine.backends._jagged import Ragged, read_ids, require_columns, to_jagged
+from hf_engine.resharding.digest import compute_digest
 from hf_protocols.errors import BatchError
 
 if TYPE_CHECKING:
@@ -85,6 +87,17 @@ class SequenceBatch:
             raise BatchError(f"the prompts of rows {empty} are empty; a first token has nothing to be predicted from")
         prompts, responses = self._prompts.lengths.tolist(), self._responses.lengths.tolist()
         return [self._pad(torch.tensor(rows)) for rows in plan_micro_batches(prompts, responses, max_tokens)]
+
+    def digest(self) -> int:
+        """32 bits that are the same for the same rows, however their memory lies."""
+        facts = []
+        for name, column in self._batch.items():
+            if not isinstance(column, torch.Tensor):
+                continue
+            ragged = Ragged(column) if column.layout == torch.jagged else None
+            parts = [column] if ragged is None else [ragged.lengths, ragged.packed]
+            facts.append((name, [(part.dtype, tuple(part.shape), compute_digest(part)) for part in parts]))
+        return crc32(repr(sorted(facts)).encode())
 
     def padded_columns(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         """What a loss reads: jagged columns padded with zeros on the right, dense ones as they are, by name."""

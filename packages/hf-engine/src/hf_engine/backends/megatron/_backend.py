@@ -35,9 +35,9 @@ __all__ = ["MegatronBackend"]
 class MegatronBackend:
     """The megatron-core training backend; see `TrainBackend` for what every method means.
 
-    Runs any pp-tp-dp layout, and ep for a mixture of experts. Every rank of a replica gets the same rows and returns
-    the same results: the last pipeline stage computes them and sends them to the others. `TrainConfig.shard` is
-    FSDP's and has no meaning here. Dropout is off.
+    Runs any pp-tp-dp layout, and ep for a mixture of experts. Every rank of a replica gets the same rows, which is
+    checked, and returns the same results: the last pipeline stage computes them and sends them to the others.
+    `TrainConfig.shard` is FSDP's and has no meaning here. Dropout is off.
     """
 
     one_layout_per_process: ClassVar[bool] = True
@@ -247,7 +247,9 @@ class MegatronBackend:
             return SequenceBatch(batch, self._stage.decoder.real_vocab_size)
 
         max_tokens = self._config.micro_batch_tokens
-        return agree_on_micro_batches(prepare, max_tokens, self._world, self._device, needs_rows=needs_rows)
+        return agree_on_micro_batches(
+            prepare, max_tokens, self._world, self._device, needs_rows=needs_rows, replicas=self._groups.replicas
+        )
 
     def _agreed_grad_norm(self, optimizer: DistributedAdamW, loss: float) -> float:
         """The global gradient norm; refuses the step on every rank if it or the loss is not finite on any."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -62,6 +63,14 @@ class ParallelGroups:
         self.dp: dist.ProcessGroup = parallel_state.get_data_parallel_group()
         self.expert_dp: dist.ProcessGroup = parallel_state.get_expert_data_parallel_group()
         self._open = True
+
+    @cached_property
+    def replicas(self) -> tuple[int, ...] | None:
+        """For every rank the number of its data-parallel replica; None where every rank is one."""
+        topology = self.topology
+        if topology.train.dp_size == topology.world_size:
+            return None
+        return tuple(topology.coordinate(rank).dp for rank in range(topology.world_size))
 
     @property
     def is_first_stage(self) -> bool:
