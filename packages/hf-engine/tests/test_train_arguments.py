@@ -37,6 +37,7 @@ def train_on_losses_without_gradient(model, backend_name):
         (lambda outputs, _: (outputs["logprobs"].sum().detach(), {}), "a loss_sum without gradient"),
         (lambda outputs, _: (outputs["logprobs"], {}), r"gave a tensor of shape \(.*\) as loss_sum"),
         (lambda outputs, _: (3.0, {}), "gave 3.0 as loss_sum"),
+        (lambda outputs, _: (outputs["logprobs"].sum(), {"grad_norm": (1.0, 1.0)}), "name that the step itself uses"),
     ):
         with pytest.raises(BackendError, match=message):
             refusing.train_step(batch, wrong, 10.0)

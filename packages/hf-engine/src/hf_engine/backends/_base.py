@@ -263,7 +263,8 @@ class TrainBackend(Protocol):
             loss_fn: `loss_fn(outputs, micro_batch) -> (loss_sum, metrics)`. Both are padded to [b, T] over the
                 response tokens: outputs hold `logprobs` (and `entropy`), or `values` for a value head; the
                 micro-batch holds every jagged column of the batch padded with 0 (False), dense columns as they are,
-                and `response_mask`.
+                and `response_mask`. `loss_sum` is a tensor of one number, a metric a pair of numbers (or tensors of
+                one), `(sum, count)`, under any name but those that the step adds.
             denominator: global, the same on every rank, such as the response tokens of all ranks.
             temperature: divides the logits; give the sampler's.
             entropy: adds `entropy` to the outputs.
@@ -274,8 +275,8 @@ class TrainBackend(Protocol):
         Raises:
             BatchError: on every rank, if none has a row.
             NonFiniteLossError: on every rank, before the step, if loss or gradient norm is not finite on any.
-            BackendError: for a loss without gradient; if another rank died or did not come within the deadline of the
-                process groups, which is that of the default group.
+            BackendError: for a loss without gradient, or metrics of another kind; if another rank died or did not come
+                within the deadline of the process groups, which is that of the default group.
         """
         ...
 

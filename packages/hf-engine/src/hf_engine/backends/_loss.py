@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from hf_engine.backends._base import LossFunction
+from hf_engine.backends._base import LossFunction, Metrics
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.resharding.agreement import refuse_together
 from hf_protocols.errors import BackendError
 
-__all__ = ["StepLoss"]
+__all__ = ["STEP_METRICS", "StepLoss"]
+
+STEP_METRICS = ("grad_norm", "learning_rate")
+"""Metrics that every step adds to those of its loss function."""
 
 
 class StepLoss:
@@ -31,9 +35,10 @@ class StepLoss:
         self._device = device
         self.total = 0.0
         """Sum of the micro-batches' losses so far."""
-        self.metrics: dict[str, tuple[float, float]] = {}
+        self.metrics: Metrics = {}
         """(sum, count) by name."""
-        self._refusal: Exception | None = None
+        self.refusal: Exception | None = None
+        """Why the step cannot be taken."""
 
     def of(self, micro_batch: MicroBatch, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a micro-batch, a scalar; a dummy's is zero and keeps the backward pass in step.
@@ -45,33 +50,31 @@ class StepLoss:
             micro_batch: rows of the batch, or a dummy.
             outputs: [b, T] each, by name.
         """
-        if len(micro_batch.rows) and self._refusal is None:
+        if len(micro_batch.rows) and self.refusal is None:
             try:
                 return self._evaluate(micro_batch, outputs)
             except Exception as error:  # noqa: BLE001 - the caller's code may raise anything
-                self._refusal = error
+                self.refusal = error
         return torch.stack([output.sum() * 0.0 for output in outputs.values()]).sum()
 
     def agree(self, group: dist.ProcessGroup) -> None:
         """Refuses the step on every rank of the group if the loss function failed on any. Collective.
 
         Raises:
-            BackendError: for a loss from which no gradient can be taken, or that failed on another rank, which it
-                names. Where the function itself raised, its own error.
+            BackendError: for an answer of another kind, a loss from which no gradient can be taken, or one that failed
+                on another rank, which it names. Where the function itself raised, its own error.
         """
-        failed = torch.tensor([self._refusal is not None], dtype=torch.int32, device=self._device)
+        failed = torch.tensor([self.refusal is not None], dtype=torch.int32, device=self._device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
         if failed.item():
             ranks = dist.get_process_group_ranks(group)
-            refuse_together(self._refusal, group, ranks, BackendError, "no rank took the step")
+            refuse_together(self.refusal, group, ranks, BackendError, "no rank took the step")
 
     def _evaluate(self, micro_batch: MicroBatch, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         columns = {name: c.to(self._device) for name, c in self._sequences.padded_columns(micro_batch).items()}
         size = [len(micro_batch.rows)]
-        loss_sum, metrics = self._loss_fn(
-            TensorDict({**outputs}, batch_size=size), TensorDict(columns, batch_size=size)
-        )
-        _check_loss(loss_sum)
+        answer = self._loss_fn(TensorDict({**outputs}, batch_size=size), TensorDict(columns, batch_size=size))
+        loss_sum, metrics = _read(answer)
         self.total += float(loss_sum.detach())
         for name, (value, count) in metrics.items():
             total, counted = self.metrics.get(name, (0.0, 0.0))
@@ -79,10 +82,50 @@ class StepLoss:
         return loss_sum
 
 
+def _read(answer: object) -> tuple[torch.Tensor, Metrics]:
+    """The loss, and the metrics as numbers: tensors would keep every micro-batch's graph until the step's end."""
+    if not isinstance(answer, tuple | list) or len(answer) != 2:
+        given = (
+            f"a {type(answer).__name__} of {len(answer)}" if isinstance(answer, tuple | list) else _described(answer)
+        )
+        raise BackendError(
+            f"loss_fn gave {given}: give (loss_sum, metrics), a tensor of one number and (sum, count) by name"
+        )
+    loss_sum, metrics = answer
+    _check_loss(loss_sum)
+    if not isinstance(metrics, Mapping):
+        raise BackendError(f"loss_fn gave {_described(metrics)} as metrics: give (sum, count) by name, {{}} for none")
+    return loss_sum, {name: _read_metric(name, pair) for name, pair in metrics.items()}
+
+
+def _read_metric(name: object, pair: object) -> tuple[float, float]:
+    if not isinstance(name, str):
+        raise BackendError(f"loss_fn gave {name!r} as a metric's name: give a string")
+    if name in STEP_METRICS:
+        taken = ", ".join(STEP_METRICS)
+        raise BackendError(f"loss_fn's metric {name!r} has a name that the step itself uses ({taken}): give it another")
+    numbers = [_number(each) for each in pair] if isinstance(pair, tuple | list) else []
+    if len(numbers) != 2 or None in numbers:
+        raise BackendError(f"loss_fn gave {_described(pair)} as metric {name!r}: give (sum, count), two numbers")
+    value, count = numbers
+    assert value is not None and count is not None
+    return value, count
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, torch.Tensor):
+        return float(value.detach()) if value.numel() == 1 else None
+    return float(value) if isinstance(value, Real) else None
+
+
+def _described(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+
+
 def _check_loss(loss_sum: object) -> None:
     if not isinstance(loss_sum, torch.Tensor) or loss_sum.numel() != 1:
-        shape = f"a tensor of shape {tuple(loss_sum.shape)}" if isinstance(loss_sum, torch.Tensor) else repr(loss_sum)
-        raise BackendError(f"loss_fn gave {shape} as loss_sum: give a tensor of one number, the sum over the tokens")
+        wanted = "give a tensor of one number, the sum over the tokens"
+        raise BackendError(f"loss_fn gave {_described(loss_sum)} as loss_sum: {wanted}")
     if not loss_sum.requires_grad:
         raise BackendError(
             "loss_fn gave a loss_sum without gradient: compute it from the outputs, without detach() or no_grad()"
