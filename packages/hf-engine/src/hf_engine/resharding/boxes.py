@@ -68,11 +68,15 @@ class Box:
 
     def intersect(self, other: Box) -> Box | None:
         """The elements in both boxes, or None where there are none."""
-        start = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
-        if any(a >= b for a, b in zip(start, stop, strict=True)):
-            return None
-        return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
+        offset, shape = [], []
+        for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            start = max(a, b)
+            length = min(a + n, b + m) - start
+            if length <= 0:
+                return None
+            offset.append(start)
+            shape.append(length)
+        return Box(tuple(offset), tuple(shape))
 
     def slices_in(self, container: Box) -> tuple[slice, ...]:
         """Slices that select this box out of a tensor holding `container`."""
@@ -109,8 +113,9 @@ def partition_box(box: Box, covers: Sequence[Box]) -> list[tuple[Box, frozenset[
     overlaps = [(index, overlap) for index, cover in enumerate(covers) if (overlap := box.intersect(cover))]
     edges = [sorted({start, end}) for start, end in zip(box.offset, box.stop, strict=True)]
     for dim, dim_edges in enumerate(edges):
-        cuts = {edge for _, overlap in overlaps for edge in (overlap.offset[dim], overlap.stop[dim])}
-        dim_edges[:] = sorted(cuts.union(dim_edges))
+        starts = [overlap.offset[dim] for _, overlap in overlaps]
+        stops = [start + overlap.shape[dim] for start, (_, overlap) in zip(starts, overlaps, strict=True)]
+        dim_edges[:] = sorted({*dim_edges, *starts, *stops})
     holders: dict[tuple[int, ...], list[int]] = {
         position: [] for position in product(*(range(len(e) - 1) for e in edges))
     }
