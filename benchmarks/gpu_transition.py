@@ -2,7 +2,8 @@
 
 One rank trains and generates with the whole model, so nothing is received: what remains is to move every parameter
 into its generation buffer and to free the training storage, and the way back. The floor copies the same tensors into
-tensors that are there already. Peaks are the CUDA allocator's; the plan allows the model and its largest parameter.
+tensors that are there already. Peaks are the CUDA allocator's; the stated peak
+is the model and its largest parameter, which is there twice while it is copied.
 """
 
 from __future__ import annotations
@@ -79,9 +80,8 @@ def measure(model: ModelShape, device: torch.device, num_rounds: int = NUM_ROUND
             assert storage_bytes([part for (part,) in train.values()]) == 0
             found["restore"].append(_seconds(mover.restore, device))
     found["peak_bytes"] = _peak(device) - others
-    largest = max(part.nbytes for (part,) in train.values())
     # The allocator rounds every tensor up to 512 bytes, and serves large ones from blocks of 2 MiB.
-    found["planned_peak_bytes"] = model_bytes + largest + len(train) * (2 << 20)
+    found["planned_peak_bytes"] = executor.peak_bytes(mover) + len(train) * (2 << 20)
     found["is_equal"] = digests == {name: compute_digest(parts[0]) for name, parts in train.items()}
     for name in ("copy", "move", "restore"):
         del found[name][0]  # the first one warms up

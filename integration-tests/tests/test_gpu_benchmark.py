@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import gpu_transition
@@ -17,7 +18,11 @@ from hf_engine.testing._shapes import tiny_shape
 def test_the_work_leaves_the_weights_as_they_were() -> None:
     found = measure(tiny_shape(), torch.device("cpu"), num_rounds=2)
     assert found["is_equal"]
-    assert found["model_bytes"] == 2 * tiny_shape().num_parameters
+    model = tiny_shape()
+    largest = max(prod(shape) for shape in model.parameters().values())
+    assert found["model_bytes"] == 2 * model.num_parameters
+    blocks = len(model.parameters()) * (2 << 20)
+    assert found["planned_peak_bytes"] - blocks == 2 * (model.num_parameters + largest)
     assert {name: len(found[name]) for name in ("copy", "move", "restore")} == {"copy": 2, "move": 2, "restore": 2}
 
 

@@ -17,6 +17,7 @@ from hf_engine.resharding.execute import as_parts
 from hf_engine.resharding.moving import storage_bytes
 from hf_engine.testing import LocalRanks
 from hf_engine.testing._shapes import tiny_shape, uniform_shape
+from hf_engine.testing._storages import watch_storages
 from hf_engine.testing._traffic import count_traffic
 from hf_engine.testing._weights import cut_weights, empty_weights, numbered_weights
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
@@ -115,19 +116,19 @@ def enter_and_leave(cases, bucket_bytes):
         trained, rollout, engine = build(*case, bucket_bytes=bucket_bytes)
         source, target, rank = engine.plan.source, engine.plan.target, dist.get_rank()
         everything = [*parts_of(trained.local_weights()), *rollout.weight_buffers().values()]
-        largest = max((part.nbytes for part in parts_of(trained.local_weights())), default=0)
         for _ in range(3):
             trained.step()
             seen = []
             observe = partial(lambda seen, tensors: seen.append(storage_bytes(tensors)), seen, everything)
-            with count_traffic(observe) as traffic, engine.generation():
+            with watch_storages(observe), count_traffic() as traffic, engine.generation():
                 assert_weights(rollout.weight_buffers(), target, trained.full)
-                seen.append(storage_bytes(everything))
-            assert seen[-1] == engine.memory.generation_bytes == target.held_bytes(rank), case
+                inside = storage_bytes(everything)
+            assert inside == engine.memory.generation_bytes == target.held_bytes(rank), case
             assert engine.memory.host_bytes == engine.memory.training_bytes == 0, case
-            assert max(seen) <= target.held_bytes(rank) + max(bucket_bytes, largest), (case, max(seen))
             assert_weights(trained.local_weights(), source, trained.full)
             assert storage_bytes(everything) == source.held_bytes(rank)
+            peak = engine.memory.peak_bytes
+            assert max(seen) == peak <= target.held_bytes(rank) + bucket_bytes, (case, max(seen), peak)
             assert traffic.matches(engine.plan.recv_bytes[rank]), (case, traffic)
             assert engine.last_transition.recv_bytes == engine.plan.recv_bytes[rank]
         found.append((traffic, engine.plan.recv_bytes[rank]))

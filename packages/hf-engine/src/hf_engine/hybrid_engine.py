@@ -75,6 +75,10 @@ class TransitionMemory:
     host_bytes: int
     """On the host: the training shard when it is offloaded; when it is moved copies of what lies outside the generation
     shard, allocated once."""
+    peak_bytes: int
+    """The most bytes of training and generation weights that are live at once on the way into generation, in it and on
+    the way back. Where the training shard is moved a parameter is there twice while it is copied: this may pass the
+    generation shard, by the largest training storage at most or by what one bucket brings."""
     staging_bytes: int
     """Communication buffers, kept for the engine's lifetime, and the shards on their way into an engine that keeps
     its weights itself."""
@@ -160,6 +164,7 @@ class HybridEngine:
         moved, fed = self._mover is not None, not isinstance(self._rollout, SupportsWeightBuffers)
         held, trained = self._plan.target.held_bytes(rank), self._plan.source.held_bytes(rank)
         outside = self._mover.host_bytes if self._mover is not None else 0
+        both = trained + (0 if fed else held)
         return TransitionMemory(
             generation_bytes=0 if fed else held,
             engine_bytes=self._engine_bytes,
@@ -167,6 +172,7 @@ class HybridEngine:
             training="moved" if moved else "offloaded" if self._offloads else "kept",
             training_bytes=0 if moved or self._offloads else trained,
             host_bytes=trained if self._offloads else outside,
+            peak_bytes=both if self._mover is None else self._executor.peak_bytes(self._mover),
             staging_bytes=self._stream.staging_bytes if fed else self._executor.buffer_bytes,
         )
 

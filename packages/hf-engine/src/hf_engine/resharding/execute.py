@@ -115,6 +115,11 @@ class ReshardExecutor:
         """Bytes of the communication buffers, kept from step to step."""
         return sum(buffer.nbytes for slot in self._buffers for buffer in slot)
 
+    def peak_bytes(self, mover: ShardMover) -> int:
+        """The most bytes of training and generation weights that are live at once where `mover` moves them."""
+        alone = [([name], [name]) for name in self._first[-1]]
+        return mover.peak_bytes([*alone, *zip(self._first[:-1], self._last[:-1], strict=True)])
+
     @torch.no_grad()
     def run(
         self,
@@ -189,6 +194,11 @@ class ReshardExecutor:
         if mover is None:
             for destination, origin in self._kept:
                 destination.of(wanted).copy_(origin.of(held))
+        else:
+            # First, while the generation shard is not complete and there is room for a parameter twice.
+            for name in self._first[-1]:
+                mover.prepare([name])
+                mover.empty([name])
         for index, step in enumerate(self._steps):
             outgoing, incoming = self._buffers[index % 2]
             if mover is not None:
@@ -202,10 +212,6 @@ class ReshardExecutor:
             pending = (step, incoming, works)
         if pending is not None:
             self._finish(pending, wanted, seals)
-        if mover is not None:
-            for name in self._first[len(self._steps)]:
-                mover.prepare([name])
-                mover.empty([name])
 
     def _finish(self, pending: tuple[Step, torch.Tensor, list[dist.Work]], wanted: _Parts, seals: Seals) -> None:
         step, incoming, works = pending

@@ -1,8 +1,10 @@
 """Where the training shard is while the engine generates: inside the generation shard, not beside it.
 
 A parameter's training storage is emptied as soon as its contents are in the generation buffer and have been sent, and
-filled again from there on the way back: the same bits, and at no time a second copy (paper, section 5.4: redundancy
-0). What lies outside the generation shard, where layouts do not nest, waits in a copy on the host.
+filled again from there on the way back: the same bits, and during generation no second copy (paper, section 5.4:
+redundancy 0). On the way a parameter is there twice while it is copied, because storages can only be freed whole; how
+many bytes are live then is computed beforehand. What lies outside the generation shard, where layouts do not nest,
+waits in a copy on the host.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class ShardMover:
             for part, tensor in enumerate(tensors)
         }
         self._train_bytes = {key: self._storage(key).nbytes() for key in self._groups}
+        self._unneeded, self._way_back = self._order_back()
         self._done: set[str] = set()
         self._emptied: set[int] = set()
         self._copies: dict[int, torch.Tensor] = {}
@@ -64,6 +67,29 @@ class ShardMover:
         Their copies are allocated in the first transition and kept.
         """
         return sum(num_bytes for key, num_bytes in self._train_bytes.items() if key not in self._moved)
+
+    def peak_bytes(self, order: Iterable[tuple[Sequence[str], Sequence[str]]]) -> int:
+        """The most bytes of training and generation weights that are live at once, there and back. Pure.
+
+        Args:
+            order: of the calls on the way there: the parameters to `prepare`, and those to `empty` after them.
+        """
+        live = peak = sum(self._train_bytes.values())
+        finished: set[str] = set()
+        full = set(self._groups)
+        for prepared, done in order:
+            live += sum(map(self._generation_bytes, prepared))
+            peak = max(peak, live)
+            finished.update(done)
+            emptied = {key for key in full if self._groups[key] <= finished}
+            live -= sum(self._train_bytes[key] for key in emptied)
+            full -= emptied
+        live -= sum(map(self._generation_bytes, self._unneeded))
+        for key, done in self._way_back:
+            live += self._train_bytes[key]
+            peak = max(peak, live)
+            live -= sum(map(self._generation_bytes, done))
+        return peak
 
     def prepare(self, names: Iterable[str]) -> None:
         """Allocates the generation tensors of these parameters and copies what the rank holds already."""
@@ -89,17 +115,21 @@ class ShardMover:
 
     def restore(self) -> None:
         """Fills the training storages again, parameter by parameter, and empties the generation tensors."""
-        waiting = {name: sum(name in names for names in self._groups.values()) for name in self._train}
-        for key, names in self._groups.items():
+        self._empty_generation(self._unneeded)
+        for key, done in self._way_back:
             if key in self._emptied:
-                self._refill(key, names)
-            for name in names:
-                waiting[name] -= 1
-                if not waiting[name]:
-                    self._empty_generation(name)
-        for name in self._generation:
-            self._empty_generation(name)
+                self._refill(key, self._groups[key])
+            self._empty_generation(done)
         self._done.clear()
+
+    def _order_back(self) -> tuple[list[str], list[tuple[int, list[str]]]]:
+        """Generation tensors that hold nothing of this rank's, and training storages, each with the generation tensors
+        that are of no use after it. Small ones come first: what they give back makes room for the large.
+        """
+        order = sorted(self._groups, key=self._train_bytes.__getitem__)
+        last = {name: key for key in order for name in self._groups[key]}
+        unneeded = [name for name in self._generation if name not in last]
+        return unneeded, [(key, [name for name in self._groups[key] if last[name] == key]) for key in order]
 
     def _refill(self, key: int, names: set[str]) -> None:
         storage = self._storage(key)
@@ -114,9 +144,13 @@ class ShardMover:
                 if tensor.untyped_storage()._cdata == key:
                     tensor.copy_(inside.of(self._generation))
 
-    def _empty_generation(self, name: str) -> None:
-        for tensor in self._generation.get(name, ()):
-            tensor.untyped_storage().resize_(0)
+    def _empty_generation(self, names: Iterable[str]) -> None:
+        for name in names:
+            for tensor in self._generation.get(name, ()):
+                tensor.untyped_storage().resize_(0)
+
+    def _generation_bytes(self, name: str) -> int:
+        return sum(self._bytes[name, part] for part in range(len(self._generation.get(name, ()))))
 
     def _storage(self, key: int) -> torch.UntypedStorage:
         return next(

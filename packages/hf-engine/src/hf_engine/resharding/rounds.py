@@ -6,8 +6,9 @@ Every rank computes the same rounds from the same plan, so nothing about the ord
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from hf_engine.resharding.boxes import Box, split_box
 from hf_engine.resharding.plan import Message, ReshardPlan
@@ -49,8 +50,8 @@ def compute_rounds(plan: ReshardPlan, members: Sequence[int], bucket_numel: int)
 
     Pieces that all members exchange with all others (FSDP -> replicated, the paper's micro-DP groups) become
     all-gathers, shards of one parameter as well as layers of equal stages; their uneven rests and everything else
-    become point-to-point rounds. Bytes received are exactly the plan's: nothing is padded. Rounds keep the plan's
-    order, so that few parameters are on their way at once.
+    become point-to-point rounds. Bytes received are exactly the plan's: nothing is padded. Parameters come one after
+    the other, so that few are on their way at once; large modules first, while there is room for them twice.
 
     Args:
         plan: the whole plan; messages that concern none of the members are left out.
@@ -58,7 +59,8 @@ def compute_rounds(plan: ReshardPlan, members: Sequence[int], bucket_numel: int)
         bucket_numel: the most elements that a rank sends, or receives, in one round.
     """
     inside = frozenset(members)
-    messages = [message for message in plan.messages if message.participants & inside]
+    size = _module_sizes(plan)
+    messages = sorted((m for m in plan.messages if m.participants & inside), key=lambda m: -size[_module_of(m.name)])
     place = {id(message): index for index, message in enumerate(messages)}
     matches = _match([message for message in messages if message.participants == inside], members)
     taken = {id(message) for matched in matches for message in matched}
@@ -71,6 +73,19 @@ def compute_rounds(plan: ReshardPlan, members: Sequence[int], bucket_numel: int)
     for _, item in sorted(items, key=lambda pair: pair[0]):
         batches.add(item)
     return batches.close()
+
+
+def _module_of(name: str) -> str:
+    """What the parameters of one fused storage have in common: `layers.0.self_attn` of its `q_proj.weight`."""
+    return ".".join(name.split(".")[:-2])
+
+
+def _module_sizes(plan: ReshardPlan) -> Mapping[str, int]:
+    """Elements of every module's largest parameter."""
+    sizes: dict[str, int] = defaultdict(int)
+    for name, shape in plan.target.shapes.items():
+        sizes[_module_of(name)] = max(sizes[_module_of(name)], prod(shape))
+    return sizes
 
 
 class _Batches:
