@@ -315,6 +315,27 @@ def test_a_mistake_on_one_rank_is_an_error_on_all_before_anything_moves(ranks2):
     ranks2.run(refuse_together)
 
 
+def plans_that_differ():
+    """As many rounds and bytes, but other pieces; a plan without any beside one with some; senders chosen otherwise."""
+    rank, shapes = dist.get_rank(), {"a": (8, 4), "b": (8, 4)}
+    sharded, whole = fsdp_layout(shapes, range(2)), replicated_layout(shapes, range(2))
+    columns = WeightLayout(
+        shapes=shapes, boxes={r: {name: (Box((0, 2 * r), (8, 2)),) for name in shapes} for r in range(2)}
+    )
+    stays, moves = plan_reshard(whole, sharded), plan_reshard(sharded, whole)
+    assert not stays.messages
+    for one, other in [(stays, moves), (moves, stays), (moves, plan_reshard(columns, whole))]:
+        plan = other if rank else one
+        source, target = empty_weights(plan.source, rank), empty_weights(plan.target, rank)
+        with pytest.raises(ReshardError, match=rf"different plans or bucket_bytes; rank {rank} has"):
+            execute_reshard(plan, source, target)
+    assert execute_reshard(stays, empty_weights(whole, rank), empty_weights(sharded, rank)) == 0
+
+
+def test_ranks_of_different_plans_are_refused_at_once(ranks2):
+    ranks2.run(plans_that_differ)
+
+
 def test_tensors_that_do_not_match_the_layout_are_refused():
     layout = replicated_layout({"a": (2, 3), "b": (4,)}, [0])
     check_weights(layout, 0, {"a": torch.zeros(2, 3), "b": [torch.zeros(4)]}, "target")

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.backends import _offload
 from hf_engine.backends.transformers import TransformersBackend
+from hf_engine.resharding import plan
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.moving import storage_bytes
 from hf_engine.resharding.steps import Step
@@ -314,6 +315,18 @@ def make_a_mistake_on_rank_1(model):
     mine = "move" if rank else "keep"
     with pytest.raises(BackendError, match=f"different training_weights or bucket_bytes; this one has '{mine}'"):
         HybridEngine(train, rollout, topology, training_weights=mine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan.ReshardPlan, "digest", 7 + rank)
+        with pytest.raises(BackendError, match="the ranks have different plans: build"):
+            HybridEngine(train, rollout, topology)
+    for name, given in {
+        "train=None: give a training backend": (None, rollout, topology),
+        "rollout=None: give a rollout backend": (train, None, topology),
+        "topology=None: give a Topology": (train, rollout, None),
+    }.items():
+        wanted = name if rank else f"rank 1 refused: {name}"
+        with pytest.raises((BackendError, ReshardError), match=wanted):
+            HybridEngine(*(given if rank else (train, rollout, topology)))
     with engine.generation():
         return engine.weight_version
 

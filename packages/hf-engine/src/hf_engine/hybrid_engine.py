@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -33,7 +33,8 @@ from hf_engine.resharding.execute import (
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
 from hf_engine.resharding.streaming import ShardStream
-from hf_protocols.errors import BackendError, HybridFlowError, ReshardError
+from hf_protocols.arguments import check_kind
+from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.topology import Topology
 
 if TYPE_CHECKING:
@@ -120,9 +121,7 @@ class HybridEngine:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         training_weights: Literal["move", "keep", "offload"] | None = None,
     ) -> None:
-        groups = topology.groups("micro_dp") if topology.generation else ()
-        near = [groups, _machines(topology.world_size)]
-        plan = _agreed_plan(train, rollout, topology, near, training_weights, bucket_bytes)
+        plan = _agreed_plan(train, rollout, topology, training_weights, bucket_bytes)
         source, target = plan.source, plan.target
         self._train = train
         self._rollout = rollout
@@ -131,7 +130,7 @@ class HybridEngine:
         self._mover: ShardMover | None = None
         self._released_bytes = 0
         self._engine_bytes = 0
-        group, device = _group_of(plan, topology, groups), local_device()
+        group, device = _group_of(plan, topology), local_device()
         if isinstance(rollout, SupportsWeightBuffers):
             rank = dist.get_rank()
             self._executor = ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device)
@@ -284,22 +283,26 @@ def _agreed_plan(
     train: TrainBackend,
     rollout: RolloutBackend,
     topology: Topology,
-    near: Sequence[Collection[Sequence[int]]],
     training_weights: str | None,
     bucket_bytes: int,
 ) -> ReshardPlan:
     """The plan between two backends that fit each other; where they do not on one rank, an error on all."""
-    refusal: HybridFlowError | None = None
+    refusal: Exception | None = None
     try:
-        plan = _plan_between(train, rollout, topology, near, training_weights)
+        plan = _plan_between(train, rollout, topology, training_weights)
         check_bucket_bytes(bucket_bytes, plan.target)
-    except HybridFlowError as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
         refusal = error
     given = zlib.crc32(repr((training_weights, bucket_bytes)).encode()) % HIGHEST
     if not agree(refusal, given, None, local_device(), range(dist.get_world_size())):
         raise BackendError(
             f"the ranks were given different training_weights or bucket_bytes; this one has {training_weights!r} and "
             f"{bucket_bytes}: give all ranks the same"
+        )
+    if not agree(None, plan.digest % HIGHEST, None, local_device(), plan.ranks):
+        raise BackendError(
+            "the ranks have different plans: build their backends with the same model, topology and dtype, and set "
+            "LOCAL_WORLD_SIZE alike on all"
         )
     return plan
 
@@ -308,9 +311,13 @@ def _plan_between(
     train: TrainBackend,
     rollout: RolloutBackend,
     topology: Topology,
-    near: Sequence[Collection[Sequence[int]]],
     training_weights: str | None,
 ) -> ReshardPlan:
+    if not callable(getattr(train, "local_weights", None)):
+        raise BackendError(f"train={train!r}: give a training backend")
+    if not callable(getattr(rollout, "weight_layout", None)):
+        raise BackendError(f"rollout={rollout!r}: give a rollout backend")
+    check_kind(BackendError, "topology", topology, Topology, "a Topology")
     if not isinstance(rollout, SupportsWeightBuffers | SupportsShardLoading):
         raise BackendError(
             f"{type(rollout).__name__} neither exposes its weights (weight_buffers) nor loads shards (load_shards)"
@@ -318,7 +325,7 @@ def _plan_between(
     if training_weights not in (None, "move", "keep", "offload"):
         raise BackendError(f'training_weights={training_weights!r}: give "move", "keep", "offload" or None')
     source, target = train.weight_layout(), rollout.weight_layout()
-    plan = plan_reshard(source, target, near=near)
+    plan = plan_reshard(source, target, near=[_micro_dp(topology), _machines(topology.world_size)])
     if plan.ranks != tuple(range(topology.world_size)):
         raise BackendError(f"the two backends are on the ranks {plan.ranks}, the topology has {topology.world_size}")
     if training_weights == "move" and source.dtype != target.dtype:
@@ -357,8 +364,13 @@ def _machines(world_size: int) -> Sequence[range]:
     return [range(start, min(start + size, world_size)) for start in range(0, world_size, size)]
 
 
-def _group_of(plan: ReshardPlan, topology: Topology, groups: Sequence[tuple[int, ...]]) -> dist.ProcessGroup | None:
+def _micro_dp(topology: Topology) -> Sequence[tuple[int, ...]]:
+    return topology.groups("micro_dp") if topology.generation else ()
+
+
+def _group_of(plan: ReshardPlan, topology: Topology) -> dist.ProcessGroup | None:
     """The micro-DP group where all messages stay inside one (the paper's case), else all ranks."""
+    groups = _micro_dp(topology)
     group_of = {rank: group for group in groups for rank in group}
     if not groups or any(
         group_of[message.source] != group_of[rank] for message in plan.messages for rank in message.destinations

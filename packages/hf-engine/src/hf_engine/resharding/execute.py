@@ -105,7 +105,8 @@ class ReshardExecutor:
         self._dtype = getattr(torch, plan.target.dtype)
         self._device = device
         self._bucket_bytes = bucket_bytes
-        self._fingerprint = zlib.crc32(f"{bucket_bytes} {len(rounds)} {plan.target.dtype}".encode()) % HIGHEST
+        self._fingerprint = zlib.crc32(str(bucket_bytes).encode(), plan.digest) % HIGHEST
+        self._is_agreed = False
         sizes = [max((getattr(s, f"{way}_bytes") for s in self._steps), default=0) for way in ("send", "recv")]
         self._buffers = [] if buffers is None else buffers
         _enlarge(self._buffers, min(2, len(self._steps)), sizes, device)
@@ -165,19 +166,22 @@ class ReshardExecutor:
     def agree(self, refusal: Exception | None) -> None:
         """Refuses on every rank of the group what any refuses, so that none waits for it. Collective.
 
-        Nobody is asked where no weights move: then no rank waits for another either.
+        Once all know that they have one plan, nobody is asked where no weights move: no rank waits for another then.
 
         Raises:
             ReshardError: naming the ranks that refused, and why; on those that did, their own refusal. And on all for
                 executors of different plans or bucket_bytes.
         """
-        if refusal is not None and not self._steps:
-            raise refusal
-        if self._steps and not agree(refusal, self._fingerprint, self._group, self._device, self._members):
+        if self._is_agreed and not self._steps:
+            if refusal is not None:
+                raise refusal
+            return
+        if not agree(refusal, self._fingerprint, self._group, self._device, self._members):
             raise ReshardError(
                 f"the ranks were given different plans or bucket_bytes; rank {self._rank} has bucket_bytes="
                 f"{self._bucket_bytes} and {len(self._steps)} rounds: give all the same"
             )
+        self._is_agreed = True
 
     def _find_mistake(self, source: Weights, target: Weights, version: int | None) -> ReshardError | None:
         try:

@@ -6,6 +6,7 @@ target boxes: then the messages of one micro-DP group are one all-gather and not
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -148,6 +149,17 @@ class ReshardPlan:
             for rank in keepsake.ranks:
                 kept[rank] += num_bytes
         return kept
+
+    @cached_property
+    def digest(self) -> int:
+        """32 bits of dtypes, pieces and who sends them to whom: equal on ranks that were given the same plan."""
+        digest = zlib.crc32(repr((self.source.dtype, self.target.dtype)).encode())
+        for shipment in self.shipments:
+            digest = zlib.crc32(repr((shipment.source, shipment.destinations)).encode(), digest)
+        pieces: Sequence[Shipment | Keepsake] = (*self.shipments, *self.keepsakes)
+        for piece in pieces:
+            digest = zlib.crc32(repr((piece.names, piece.box.offset, piece.box.shape)).encode(), digest)
+        return digest
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
