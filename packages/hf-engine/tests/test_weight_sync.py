@@ -118,6 +118,12 @@ def mistakes_on_one_rank():
     for message, change in {
         'rank 3: side=\'left\': give "source" or "target"': {"side": "left"},
         "rank 3: layout=None: give a WeightLayout": {"layout": None},
+        "rank 3: device='gpu' cannot be used": {"device": "gpu"},
+        "rank 3: device='meta' holds no bytes": {"device": "meta"},
+        "rank 3: bucket_bytes='1' must be a whole number": {"bucket_bytes": "1"},
+        "(rank 3 refused: |^)its layout is not that of the first target rank": {
+            "layout": replicated_layout({"w": (8, 4)}, range(2), dtype="bfloat16")
+        },
         r"bucket_bytes of \[1024, 67108864\]": {"bucket_bytes": 1024},
     }.items():
         with pytest.raises(ReshardError, match=message):
@@ -126,11 +132,58 @@ def mistakes_on_one_rank():
     given = {"w": torch.zeros(4, 4) if rank < 2 else torch.zeros(8, 4 + alone)}
     with pytest.raises(ReshardError, match=r"(^|rank 3 refused: )the target tensors of rank 3 .*\(8, 5\)"):
         sync.send(given, version=1) if rank < 2 else sync.receive(given)
+    for problem, tensor in {
+        "is on the meta device": torch.zeros(8, 4, device="meta"),
+        r"is torch.sparse_coo: give a dense": torch.zeros(8, 4).to_sparse(),
+        "has no memory": emptied(8, 4),
+        "is expanded": torch.zeros(8, 1).expand(8, 4),
+    }.items():
+        given = {"w": tensor if alone else torch.zeros(4 if rank < 2 else 8, 4)}
+        with pytest.raises(ReshardError, match=rf"(^|rank 3 refused: )the target tensors of rank 3 .*'w' {problem}"):
+            sync.send(given, version=1) if rank < 2 else sync.receive(given)
     given = {"w": torch.ones(4, 4) if rank < 2 else torch.zeros(8, 4)}
     with pytest.raises(ReshardError, match=r"(^|rank 3 refused: )send is for the source side"):
         sync.send(given, version=1) if rank < 2 or alone else sync.receive(given)
     sync.send(given, version=1) if rank < 2 else sync.receive(given)
     return float(given["w"].sum())
+
+
+def emptied(*shape):
+    tensor = torch.zeros(shape)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def versions_that_do_not_go_up():
+    """Two parameters, and after every refusal the next transfer runs."""
+    rank = dist.get_rank()
+    layout = (fsdp_layout if rank < 2 else replicated_layout)({"a": (8, 4), "b": (8, 4)}, range(2))
+    sync = WeightSync(layout, side="source" if rank < 2 else "target")
+
+    def move(version, expected=None, alias=False):
+        whole = torch.zeros(8, 4)
+        given = {name: torch.full((4, 4), 3.0) if rank < 2 else torch.zeros(8, 4) for name in "ab"}
+        if rank == 2 and alias:
+            given = {"a": whole, "b": whole.view(8, 4)}
+        return sync.send(given, version=version).version if rank < 2 else sync.receive(given, version=expected)
+
+    assert [move(4), move(5, expected=5)] == [4, 5]
+    for message, options in {
+        r"version=5 must be above 5, that of the last transfer": {"version": 5},
+        r"version=0 must be above 5": {"version": 0},
+        r"send needs the version of the weights": {"version": None},
+        r"version='7' must be a whole number": {"version": "7"},
+        r"version=3 must be above 5": {"version": 6, "expected": 3},
+        r"expected weights of version 8 and received \{.*6|another rank refused what": {"version": 6, "expected": 8},
+        r"the target tensors of rank 2 cannot be used: 'b' shares memory with 'a'": {"version": 6, "alias": True},
+    }.items():
+        with pytest.raises(ReshardError, match=message):
+            move(**options)
+    return move(6)
+
+
+def test_versions_go_up_and_the_receiver_may_say_which(ranks4):
+    assert ranks4.run(versions_that_do_not_go_up) == [6] * 4
 
 
 def test_a_mistake_on_one_rank_is_an_error_on_both_sides(ranks4):

@@ -8,9 +8,18 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, ReshardExecutor, Transfer, Weights
+from hf_engine.resharding.agreement import agree
+from hf_engine.resharding.execute import (
+    DEFAULT_BUCKET_BYTES,
+    ReshardExecutor,
+    Transfer,
+    Weights,
+    check_bucket_bytes,
+    check_version,
+)
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
+from hf_protocols.arguments import check_kind
 from hf_protocols.errors import ReshardError
 
 __all__ = ["WeightSync"]
@@ -35,7 +44,7 @@ class WeightSync:
 
     Raises:
         ReshardError: on every rank, if a side has no ranks, or other ranks than its layout, the layouts are not of one
-            model, or any rank was given an argument of a wrong kind.
+            model or differ between the ranks of a side, or any rank was given an argument that cannot be.
     """
 
     def __init__(
@@ -48,12 +57,16 @@ class WeightSync:
         device: torch.device | str = "cpu",
     ) -> None:
         self._side = side
+        self._version = -1
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        sides = _agreed_sides(side, layout, bucket_bytes, group)
+        sides = _agreed_sides(side, layout, bucket_bytes, device, group)
         source, target = (
             _share(layout if side == name else None, [i for i, other in enumerate(sides) if other == name], name, group)
             for name in ("source", "target")
         )
+        given = source if side == "source" else target
+        refusal = None if _is_same(layout, given) else ReshardError(f"its layout is not that of the first {side} rank")
+        agree(refusal, 0, group, device, range(len(members)))
         self._plan = plan_reshard(source, target)
         self._executor = ReshardExecutor(
             self._plan, group=group, ranks=range(len(members)), bucket_bytes=bucket_bytes, device=device
@@ -69,39 +82,68 @@ class WeightSync:
 
         Args:
             weights: this rank's tensors in the source layout.
-            version: of the weights; it must be the same on all source ranks.
+            version: of the weights, above that of the last transfer; it must be the same on all source ranks.
 
         Raises:
-            ReshardError: on the target side, for tensors that do not match, or a transfer that fails.
+            ReshardError: on the target side, for tensors that do not match, a version that does not go up, or a
+                transfer that fails.
         """
-        return self._executor.run(weights, {}, version=version, refusal=self._misplaced("source", "send"))
+        refusal = self._refusal("source", "send", version)
+        if refusal is None and version is None:
+            refusal = ReshardError("send needs the version of the weights: a whole number of at least 0")
+        transfer = self._executor.run(weights, {}, version=version, refusal=refusal)
+        self._version = version
+        return transfer
 
-    def receive(self, buffers: Weights) -> int:
+    def receive(self, buffers: Weights, *, version: int | None = None) -> int:
         """Receives weights into this rank's tensors, be it none; the version that the source's ranks sent.
+
+        Args:
+            buffers: this rank's tensors in the target layout; written in place.
+            version: that this rank expects: any other is refused on all ranks. None takes what is sent, if it is above
+                that of the last transfer.
 
         Raises:
             ReshardError: on the source side, for tensors that do not match, a transfer that fails, damaged bytes,
-                senders of different versions, or a layout under which nobody receives anything. The buffers
-                are not complete then: do not commit them.
+                senders of different versions or of one that is not expected, or a layout under which nobody receives
+                anything. The buffers are not complete then: do not commit them.
         """
-        version = self._executor.run({}, buffers, refusal=self._misplaced("target", "receive")).version
-        if version is None:
+        transfer = self._executor.run({}, buffers, version=version, refusal=self._refusal("target", "receive", version))
+        if transfer.version is None or not self._plan.shipments:
             raise ReshardError("no weights were sent: the layout of the target side holds none on any of its ranks")
-        return version
+        self._version = transfer.version
+        return self._version
 
-    def _misplaced(self, side: str, method: str) -> ReshardError | None:
-        if self._side == side:
-            return None
-        return ReshardError(f"{method} is for the {side} side, this rank was made with side={self._side!r}")
+    def _refusal(self, side: str, method: str, version: int | None) -> ReshardError | None:
+        """What is wrong with a call before its tensors are looked at."""
+        if self._side != side:
+            return ReshardError(f"{method} is for the {side} side, this rank was made with side={self._side!r}")
+        try:
+            check_version(version)
+        except ReshardError as error:
+            return error
+        if version is not None and version <= self._version:
+            return ReshardError(f"version={version} must be above {self._version}, that of the last transfer")
+        return None
 
 
-def _agreed_sides(side: str, layout: WeightLayout, bucket_bytes: int, group: dist.ProcessGroup | None) -> list[str]:
+def _agreed_sides(
+    side: str,
+    layout: WeightLayout,
+    bucket_bytes: int,
+    device: torch.device | str,
+    group: dist.ProcessGroup | None,
+) -> list[str]:
     """The side of every rank of the group; one rank's mistake is an error on all."""
     mistake = None
-    if side not in ("source", "target"):
-        mistake = f'side={side!r}: give "source" or "target"'
-    elif not isinstance(layout, WeightLayout):
-        mistake = f"layout={layout!r}: give a WeightLayout, such as a backend's weight_layout()"
+    try:
+        if side not in ("source", "target"):
+            raise ReshardError(f'side={side!r}: give "source" or "target"')
+        check_kind(ReshardError, "layout", layout, WeightLayout, "a WeightLayout, such as a backend's weight_layout()")
+        check_bucket_bytes(bucket_bytes, layout)
+        _check_device(device)
+    except ReshardError as error:
+        mistake = str(error)
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, (side, bucket_bytes, mistake), group=group)
     if mistakes := [f"rank {rank}: {mistake}" for rank, (_, _, mistake) in enumerate(told) if mistake]:
@@ -109,6 +151,24 @@ def _agreed_sides(side: str, layout: WeightLayout, bucket_bytes: int, group: dis
     if len(sizes := {size for _, size, _ in told}) > 1:
         raise ReshardError(f"the ranks were given bucket_bytes of {sorted(sizes)}: give all the same")
     return [each for each, _, _ in told]
+
+
+def _check_device(device: torch.device | str) -> None:
+    try:
+        is_meta = torch.empty(0, device=device).is_meta
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ReshardError(f"device={device!r} cannot be used: {error}") from error
+    if is_meta:
+        raise ReshardError(f"device={device!r} holds no bytes: give the CPU or a GPU")
+
+
+def _is_same(layout: WeightLayout, shared: WeightLayout) -> bool:
+    """Whether this rank was given the layout that its side's first rank shared, whatever its ranks are called."""
+    return (layout.dtype, layout.shapes, [layout.boxes_of(rank) for rank in layout.ranks]) == (
+        shared.dtype,
+        shared.shapes,
+        [shared.boxes_of(rank) for rank in shared.ranks],
+    )
 
 
 def _share(

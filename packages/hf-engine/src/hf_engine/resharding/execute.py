@@ -16,6 +16,7 @@ from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.rounds import compute_rounds
 from hf_engine.resharding.steps import SEAL_BYTES, Seals, Step, build_step, locate
+from hf_engine.resharding.usable import check_readable, check_writable
 from hf_protocols.arguments import check_count
 from hf_protocols.errors import ReshardError
 
@@ -27,6 +28,7 @@ __all__ = [
     "Weights",
     "as_parts",
     "check_bucket_bytes",
+    "check_version",
     "check_weights",
     "execute_reshard",
 ]
@@ -147,7 +149,7 @@ class ReshardExecutor:
                 of another version.
         """
         try:
-            self.agree(refusal or self._find_mistake(source, target, version))
+            self.agree(refusal or self._find_mistake(source, target, version, mover))
             held, wanted = as_parts(source), as_parts(target)
             seals = Seals()
             self._exchange(held, wanted, seals, _UNKNOWN if version is None else version, mover)
@@ -183,11 +185,15 @@ class ReshardExecutor:
             )
         self._is_agreed = True
 
-    def _find_mistake(self, source: Weights, target: Weights, version: int | None) -> ReshardError | None:
+    def _find_mistake(
+        self, source: Weights, target: Weights, version: int | None, mover: ShardMover | None
+    ) -> ReshardError | None:
         try:
-            _check_version(version)
+            check_version(version)
             check_weights(self._plan.source, self._rank, source, "source")
             check_weights(self._plan.target, self._rank, target, "target")
+            check_readable(as_parts(source), f"the source tensors of rank {self._rank}")
+            check_writable(as_parts(target), f"the target tensors of rank {self._rank}", are_filled=mover is None)
         except ReshardError as error:
             return error
         return None
@@ -344,7 +350,8 @@ def _mismatch(name: str, tensors: object, boxes: Sequence[Box], dtype: str) -> s
     return f"{name!r} has dtypes {dtypes}, the layout says {dtype}" if {*dtypes} - {dtype} else ""
 
 
-def _check_version(version: int | None) -> None:
+def check_version(version: int | None) -> None:
+    """Refuses what is no version; None is one that is not known."""
     if version is not None:
         check_count(ReshardError, "version", version, least=0)
         if version >= HIGHEST:
