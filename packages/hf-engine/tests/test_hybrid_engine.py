@@ -331,6 +331,45 @@ def make_a_mistake_on_rank_1(model):
         return engine.weight_version
 
 
+def use_what_was_closed(model, backend):
+    topology = Topology(ParallelSpec(dp_size=dist.get_world_size()), GenerationSpec())
+    train = load_train_backend(backend).build(model, topology=topology, config=TrainConfig(learning_rate=3e-2))
+    rollout = load_rollout_backend("transformers").build(model, topology=topology)
+    engine = HybridEngine(train, rollout, topology)
+    with engine.generation(), pytest.raises(BackendError, match=r"close\(\) inside generation"):
+        engine.close()
+    engine.close()
+    engine.close()
+    calls = {
+        "generation": lambda: engine.generation().__enter__(),
+        "generate": lambda: engine.generate(build_prompts(4, vocab_size=VOCAB_SIZE), GREEDY),
+        "scoring": lambda: train.compute_logprobs(build_batch(4, vocab_size=VOCAB_SIZE)),
+        "train_step": lambda: step(train),
+        "weight_layout": train.weight_layout,
+        "local_weights": train.local_weights,
+        "offload": lambda: train.offload(weights=True),
+        "reload": train.reload,
+        "export_hf": lambda: train.export_hf(Path(model).with_name("closed")),
+        "load_hf": lambda: train.load_hf(model),
+        "save_checkpoint": lambda: train.save_checkpoint(Path(model).with_name("closed")),
+        "load_checkpoint": lambda: train.load_checkpoint(model),
+        "weight_buffers": rollout.weight_buffers,
+        "rollout.weight_layout": rollout.weight_layout,
+        "rollout.generate": lambda: rollout.generate(build_prompts(4, vocab_size=VOCAB_SIZE), GREEDY),
+        "release": rollout.release,
+        "resume": rollout.resume,
+    }
+    for name, call in calls.items():
+        with pytest.raises(BackendError) as refused:
+            call()
+        assert "closed" in str(refused.value), (name, refused.value)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_what_was_closed_says_so(ranks1, tmp_path, backend):
+    ranks1.run(use_what_was_closed, write_tiny_model(tmp_path / "model"), backend)
+
+
 def lose_weights():
     raise OSError("local_weights of rank 1 lost")
 

@@ -61,6 +61,9 @@ class Trained:
             for mine, values in zip(self._weights[name], parts, strict=True):
                 mine.copy_(values)
 
+    def close(self):
+        self._weights = {}
+
     def weight_layout(self):
         return self._layout
 
@@ -82,6 +85,9 @@ class Buffers:
 
     def weight_buffers(self):
         return self._weights
+
+    def close(self):
+        self._weights = {}
 
     def commit_weights(self, version):
         self.weight_version = version
@@ -133,6 +139,16 @@ def enter_and_leave(cases, bucket_bytes):
             assert engine.last_transition.recv_bytes == engine.plan.recv_bytes[rank]
         found.append((traffic, engine.plan.recv_bytes[rank]))
     return found
+
+
+def give_groups_back(case):
+    open_before = {*dist.distributed_c10d._world.pg_map}
+    for _ in range(2):
+        _, _, engine = build(*case)
+        with engine.generation():
+            opened = {*dist.distributed_c10d._world.pg_map} - open_before
+        engine.close()
+    return len(opened), {*dist.distributed_c10d._world.pg_map} == open_before
 
 
 def allocate_nothing(case, bucket_bytes):
@@ -242,6 +258,10 @@ def test_equal_shards_are_one_all_gather_per_micro_dp_group_and_bucket(ranks4, w
             assert traffic.calls == (calls | verdict if buckets else {}), (
                 "the ranks agree before and after, and nothing else"
             )
+
+
+def test_a_closed_engine_gives_its_groups_back(ranks4):
+    assert ranks4.run(give_groups_back, ("uniform", "1-4-1", "1-2")) == [(1, True)] * 4
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:5])

@@ -130,7 +130,9 @@ class HybridEngine:
         self._mover: ShardMover | None = None
         self._released_bytes = 0
         self._engine_bytes = 0
+        self._is_closed = False
         group, device = _group_of(plan, topology), local_device()
+        self._group = group
         if isinstance(rollout, SupportsWeightBuffers):
             rank = dist.get_rank()
             self._executor = ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device)
@@ -197,6 +199,7 @@ class HybridEngine:
             ReshardError: if a transfer fails; the training weights are intact.
             BackendError: inside another `generation()`.
         """
+        self._check_open("generation()")
         if self._is_generating:
             raise BackendError("generation() was entered already: leave its block first")
         start = time.perf_counter()
@@ -234,6 +237,7 @@ class HybridEngine:
         Raises:
             BackendError: outside `generation()`.
         """
+        self._check_open("generate")
         if not self._is_generating:
             raise BackendError("generate needs the current weights: call it inside `with engine.generation():`")
         return self._rollout.generate(batch, sampling)
@@ -245,9 +249,20 @@ class HybridEngine:
         return float(total)
 
     def close(self) -> None:
-        """Frees both backends."""
+        """Frees both backends and the groups that this engine made; not inside `generation()`."""
+        if self._is_generating:
+            raise BackendError("close() inside generation(): leave its block first")
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._rollout.close()
         self._train.close()
+        if self._group not in (None, dist.group.WORLD):
+            dist.destroy_process_group(self._group)
+
+    def _check_open(self, method: str) -> None:
+        if self._is_closed:
+            raise BackendError(f"{method}: this HybridEngine was closed, and its backends with it; build others")
 
     def _transfer(self) -> int:
         self._is_current = False

@@ -28,6 +28,7 @@ from hf_engine.backends._agreement import (
 )
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._checkpoint import load_sharded, save_sharded
+from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import check_directory, write_directory
 from hf_engine.backends._fsdp_model import check_same_shapes, find_head_name, head_only_at, read_tensor, shard_model
 from hf_engine.backends._loss import StepLoss
@@ -257,9 +258,8 @@ class FsdpBackend:
 
     def close(self) -> None:
         """Frees weights, gradients and optimizer state."""
-        self._optimizer = None
-        self._parameters.clear()
-        del self._model, self._root
+        closed = cast("Any", Closed())
+        self._model = self._root = self._parameters = self._optimizer = self._offloaded = closed
         # FSDP's hooks and modules refer to each other
         gc.collect()
 

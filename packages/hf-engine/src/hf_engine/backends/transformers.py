@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._closed import Closed
 from hf_engine.backends._decoding import LENGTH, Decoding
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._jagged import Ragged, read_ids, require_columns
@@ -126,15 +127,18 @@ class TransformersBackend:
 
     def close(self) -> None:
         """Frees the model."""
-        self.release()
+        if not isinstance(self._model, Closed):
+            self.release()
+            self._model = Closed()
 
     @torch.no_grad()
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
+        vocab_size = self._model.get_input_embeddings().weight.shape[0]
         if not self._has_weights:
             raise BackendError("the weights were released; resume, send them anew and commit before generating")
         require_columns(batch, ("prompt_ids", "row_id"))
-        prompts = read_ids(batch, "prompt_ids", self._model.get_input_embeddings().weight.shape[0])
+        prompts = read_ids(batch, "prompt_ids", vocab_size)
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         check_prompts(prompts.lengths.tolist(), positions, sampling)
         strings = load_stop_strings(self._model.name_or_path, sampling)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from hf_engine.backends._agreement import agree_on_micro_batches, lost_peers_are_errors, refuse_non_finite, together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
+from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import write_directory
 from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
@@ -199,8 +200,8 @@ class MegatronBackend:
 
     def close(self) -> None:
         """Frees weights, gradients and optimizer state."""
-        if hasattr(self, "_stage"):
-            del self._stage
+        if not isinstance(self._stage, Closed):
+            self._stage = cast("Any", Closed())
             # hooks of the gradient buffers and the modules refer to each other
             gc.collect()
             self._groups.close()

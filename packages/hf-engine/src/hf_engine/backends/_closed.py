@@ -1,0 +1,18 @@
+"""What stands in the place of a closed backend's model."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from hf_protocols.errors import BackendError
+
+__all__ = ["Closed"]
+
+
+class Closed:
+    """Whoever asks it for anything is told that the backend was closed."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise BackendError("the backend was closed: build another")
