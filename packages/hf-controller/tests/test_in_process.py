@@ -413,5 +413,43 @@ def test_building_groups_leaves_the_programs_random_numbers_alone():
     with InProcessExecutor() as executor:
         build(executor, Stubborn)
         assert torch.equal(torch.get_rng_state(), state)
-        with pytest.raises(PoolError, match="release: pool='x': give the ResourcePool"):
+        with pytest.raises(PoolError, match="pool='x': give the ResourcePool"):
             executor.release("x")
+
+
+class Failing(Worker):
+    needs_process_group = False
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def fail(self, why):
+        raise KeyError(why)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def fail_again(self, why):
+        raise KeyError(why)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def succeed(self):
+        return 1
+
+
+def fail_twice_and_tell_once():
+    with InProcessExecutor() as executor:
+        group = build(executor, Failing)
+        with pytest.raises(RemoteCallError, match="told"):
+            group.fail("told").result()
+        group.fail_again("untold")
+        group.succeed()
+
+
+def fail_and_raise():
+    with InProcessExecutor() as executor:
+        build(executor, Failing).fail("hidden")
+        raise ZeroDivisionError
+
+
+def test_a_block_ends_with_the_first_failure_that_nobody_was_told_of_and_not_after_an_exception():
+    with pytest.raises(RemoteCallError, match=r"^model\.fail_again on rank 0 failed: KeyError: 'untold'"):
+        fail_twice_and_tell_once()
+    with pytest.raises(ZeroDivisionError):
+        fail_and_raise()

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
 from hf_controller import InProcessExecutor, RayExecutor, ResourcePool, Worker, WorkerSpec, connect, rebuild
 from hf_controller.testing import SoloWorker
-from hf_protocols import ONE_TO_ALL, ParallelSpec, ProtocolError, Topology, WorkerError, register
+from hf_protocols import (
+    ONE_TO_ALL,
+    ParallelSpec,
+    ProtocolError,
+    Topology,
+    WorkerError,
+    WorkerTimeoutError,
+    register,
+)
 
 
 def test_two_groups_meet_in_collectives_and_keep_their_own(ray_stage):
@@ -67,6 +76,10 @@ class Side(Worker):
         return counts, sorted(self.context.connections)
 
     @register(protocol=ONE_TO_ALL, returns="object")
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
     def pid(self):
         return os.getpid()
 
@@ -96,6 +109,29 @@ def test_what_survives_a_rebuild_connects_again_and_keeps_nothing_of_the_old_con
             now_open, connections = left.footprint().result()[0]
             assert now_open[0] < files and now_open[1] < threads and connections == []
         connect(right, left, name="lost")
+    finally:
+        for pool in pools:
+            ray_executor.release(pool)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_rank_that_comes_too_late_to_a_connection_waits_for_nobody(
+    ray_executor: RayExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
+    pools = [ResourcePool([1], device="cpu", name=name) for name in ("left", "right")]
+    left, right = (ray_executor.build_groups(pool, {pool.name: spec})[pool.name] for pool in pools)
+    try:
+        monkeypatch.setattr(ray_executor, "_start_timeout_s", 2.0)
+        busy = left.sleep(4.0)
+        with pytest.raises(WorkerTimeoutError, match="right/0, left/0 not done with connect within 2 s"):
+            connect(right, left, name="late")
+        busy.result()
+        # The deadline of collectives is far longer.
+        assert left.pid().result(timeout_s=5.0) != right.pid().result(timeout_s=5.0)
+        monkeypatch.undo()
+        connect(right, left, name="late")
     finally:
         for pool in pools:
             ray_executor.release(pool)

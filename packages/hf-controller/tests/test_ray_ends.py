@@ -199,6 +199,10 @@ class Doubler(Worker):
         return TensorDict({"x": 2 * batch["x"]}, batch_size=[len(batch)])
 
     @register(protocol=ONE_TO_ALL, returns="object")
+    def fail(self, how):
+        raise how("early")
+
+    @register(protocol=ONE_TO_ALL, returns="object")
     def save_and_fail(self, path):
         time.sleep(1)
         Path(path).write_text("saved")
@@ -211,6 +215,12 @@ try:
         group = executor.build_groups(ResourcePool([1], device="cpu"), {"doubler": spec})["doubler"]
         seen, unseen = group.double(batch), group.double(batch)
         seen.wait()
+        try:
+            group.fail(LookupError).result()
+        except WorkerError:
+            pass  # told, and dealt with
+        if sys.argv[2:]:
+            group.fail(ValueError)
         group.save_and_fail(sys.argv[1])
 except WorkerError as error:
     print(error)
@@ -229,10 +239,16 @@ print("refused")
 """
 
 
-def test_a_block_ends_with_its_last_calls_and_a_closed_executor_serves_nobody_and_starts_no_other_cluster(tmp_path):
-    command = [sys.executable, "-c", CLOSED_PROGRAM, str(tmp_path / "saved")]
+@pytest.mark.parametrize(
+    ("more", "failure"),
+    [([], "save_and_fail on rank 0 failed: KeyError: 'lost'"), (["early"], "fail on rank 0 failed: ValueError: early")],
+)
+def test_a_block_ends_with_its_last_calls_and_a_closed_executor_serves_nobody_and_starts_no_other_cluster(
+    tmp_path, more, failure
+):
+    command = [sys.executable, "-c", CLOSED_PROGRAM, str(tmp_path / "saved"), *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "doubler.save_and_fail on rank 0 failed: KeyError: 'lost'\nrefused\n", done.stderr
+    assert done.stdout == f"doubler.{failure}\nrefused\n", done.stderr
 
 
 TOLD_PROGRAM = """

@@ -41,6 +41,10 @@ ONE = Topology(ParallelSpec())
 
 
 class Fragile(Worker):
+    @register(protocol=DP)
+    def echo(self, batch):
+        return batch.clone()
+
     @register(protocol=ONE_TO_ALL, returns="object")
     def pid(self):
         return os.getpid()
@@ -324,6 +328,29 @@ def test_results_of_a_released_pool_are_lost_and_say_so(ray_executor, ray_stage)
             time.sleep(0.5)
     with pytest.raises(WorkerError, match="an earlier call's result is lost"):
         ray_stage.two.echo(future).result()
+
+
+def test_calls_of_a_released_pool_and_of_a_dead_rank_say_so(ray_executor, ray_stage):
+    pool = ResourcePool([1], device="cpu", name="short")
+    specs = {"short": WorkerSpec(worker=Fragile, topology=ONE)}
+    group = ray_executor.build_groups(pool, specs)["short"]
+    group.sleep_on(0, 60.0)
+    future = group.echo(TensorDict({"x": torch.zeros(4)}, batch_size=[4]))
+    reader = ray_stage.two.echo(future)
+    ray_executor.release(pool)
+    with pytest.raises(WorkerError, match=r"process short/0 is gone: .* its pool 'short' was released: ask for resul"):
+        future.result()
+    with pytest.raises(WorkerError, match=r"result is lost with its process: [^\n]*; a pool that was released takes"):
+        reader.result()
+
+    group = ray_executor.build_groups(pool, specs)["short"]
+    try:
+        os.kill(group.pid().result()[0], signal.SIGKILL)
+        for call in (group.pid, group.raise_on_all):
+            with pytest.raises(WorkerError, match=r"its last call: call \d+ short\.pid;"):
+                call().result()
+    finally:
+        ray_executor.release(pool)
 
 
 def test_a_rank_that_interrupts_itself_fails_its_call_in_one_error(ray_stage):

@@ -72,9 +72,11 @@ def measure_footprint() -> Footprint:
 def wait_until_no_larger(than: Footprint, within_s: float = 30.0) -> None:
     """Each part of it: Ray may meanwhile have ended an idle process of its own."""
     deadline_s = time.monotonic() + within_s
-    while not all(now <= before for now, before in zip(found := measure_footprint(), than, strict=True)):
+    found = measure_footprint()
+    while not all(now <= before for now, before in zip(found, than, strict=True)):
         assert time.monotonic() < deadline_s, (found, than)
         time.sleep(0.2)
+        found = measure_footprint()
 
 
 def hurt(group, how: str) -> None:

@@ -7,14 +7,18 @@ import random
 import socket
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from hf_protocols import WorkerTimeoutError
+
 __all__ = [
     "Rendezvous",
+    "call_off",
     "join_default_group",
     "join_joint_group",
     "leave_joint_group",
@@ -24,6 +28,8 @@ __all__ = [
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # of linux/sockios.h
+_ARRIVED, _CALLED_OFF = "arrived", "called off"
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -111,18 +117,41 @@ def join_joint_group(
 
     timeout = timedelta(seconds=timeout_s)
     with _reaching(rendezvous, on_one_machine):
+        met = c10d.PrefixStore(name, store or _connect(rendezvous, timeout))
+        _await_others(met, world_size, timeout_s)
         # The public constructors need one default group over all ranks, and these come from two.
         group, _ = c10d._new_process_group_helper(
             world_size,
             rank,
             [],
             c10d.Backend(_backend(device)),
-            c10d.PrefixStore(name, store or _connect(rendezvous, timeout)),
+            met,
             group_name=c10d.GroupName(name),
             timeout=timeout,
         )
     c10d._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
     return group
+
+
+def call_off(name: str, store: Any) -> None:
+    """Wake the ranks that wait for others in a joint group's ``store``: they get an error."""
+    from torch import distributed
+
+    distributed.PrefixStore(name, store).set(_CALLED_OFF, "")
+
+
+def _await_others(store: Any, world_size: int, timeout_s: float) -> None:
+    """Wait until every rank is here. The backend's own wait could not be called off."""
+    ends_s = time.monotonic() + timeout_s
+    store.add(_ARRIVED, 1)
+    while (arrived := store.add(_ARRIVED, 0)) < world_size:
+        if store.check([_CALLED_OFF]):
+            raise WorkerTimeoutError("the connection was given up")
+        if time.monotonic() > ends_s:
+            raise WorkerTimeoutError(
+                f"{arrived} of {world_size} ranks met within {timeout_s:g} s: raise collective_timeout_s"
+            )
+        time.sleep(_POLL_S)
 
 
 def leave_joint_group(group: Any) -> None:

@@ -40,7 +40,13 @@ def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, Work
         HybridFlowError: what a worker's constructor raised.
         WorkerTimeoutError: if a worker is not constructed in time.
     """
+    from hf_controller.executors.base import Executor, check_pool
+
+    check_kind(PoolError, "executor", executor, Executor, "the executor that the groups were built with")
     check_kind(PoolError, "pools", pools, Iterable, "a list of ResourcePools")
+    pools = list(pools)
+    for pool in pools:
+        check_pool(pool)
     standing = {pool: executor.built_on(pool) for pool in pools}
     empty = [pool.name for pool, sets in standing.items() if not sets]
     if empty:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Literal, get_args
 
 from hf_protocols import MappingPlan, PoolError
@@ -51,7 +51,7 @@ class ResourcePool:
 
 
 def _read_slots(slots: object, name: str) -> tuple[int, ...]:
-    counts = tuple(slots) if isinstance(slots, Iterable) else ()
+    counts = tuple(slots) if isinstance(slots, Iterable) and not isinstance(slots, Mapping | Set) else ()
     if not counts or not all(type(count) is int and count >= 1 for count in counts):
         raise PoolError(
             f"pool {name!r} has slots={slots!r}: give each machine at least one, a list of whole numbers such as [8, 8]"

@@ -127,6 +127,9 @@ class Trace:
 
     Args:
         take_ready: splits watched handles into the reports that are there and the rest, without waiting.
+
+    Attributes:
+        untold: the failures of calls that ended, but for those that the program was told of.
     """
 
     def __init__(self, take_ready: Callable[[list[Any]], tuple[list[CallReport], list[Any]]] | None = None) -> None:
@@ -135,6 +138,8 @@ class Trace:
         self._undrained: list[Span] = []
         self._spans: list[Span] = []
         self.labels: dict[str, Any] = {}
+        self.untold: list[Failure] = []
+        self._told: set[int] = set()
 
     @contextmanager
     def label(self, **labels: Any) -> Iterator[None]:
@@ -151,7 +156,18 @@ class Trace:
 
     def note(self, reports: Iterable[CallReport]) -> None:
         """Take the reports of calls that nobody watches."""
-        self._undrained += [report.span for report in reports]
+        for report in reports:
+            self._undrained.append(report.span)
+            if report.failure is not None and not report.upstream and report.span.call_id not in self._told:
+                self.untold.append(report.failure)
+
+    def tell(self, call_id: int, failure: Failure) -> None:
+        """The program is told why a call failed: of a failure of its own, which its other ranks share, or of the one
+        of an earlier call that it needs.
+        """
+        self._told.add(call_id)
+        told = failure.role, failure.method
+        self.untold = [each for each in self.untold if (each.role, each.method) != told]
 
     def note_watched(self, handle: Any, report: CallReport) -> None:
         """Take the report behind a watched handle from somebody who read it, and let go of the handle."""

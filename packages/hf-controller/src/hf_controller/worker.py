@@ -16,6 +16,7 @@ from hf_protocols.arguments import check_count, check_kind
 __all__ = ["Worker", "WorkerContext", "WorkerSpec", "as_pieces", "construct_worker", "takes_pieces"]
 
 _PIECES = "__hybridflow_pieces__"
+_SET_FOR_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -132,7 +133,7 @@ class WorkerSpec:
         seed: seed of the global generators, equal on all ranks.
         environment: variables of the ranks' processes, set before anything heavy is imported there. Roles that share
             processes share them. ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
-            ``MASTER_PORT`` are set in any case, as torchrun does.
+            ``MASTER_PORT`` are set there as torchrun does, and refused here.
         balance_tokens: give ranks rows of equal token sums, where a protocol splits rows. The number of rows per rank
             still differs by at most one, and results come back in their logical order.
 
@@ -163,3 +164,7 @@ class WorkerSpec:
         check_kind(ProtocolError, f"{what}balance_tokens", self.balance_tokens, bool, "True or False")
         for name, value in self.environment.items():
             check_kind(ProtocolError, f"{what}environment[{name!r}]", value, str, "a string")
+            check_kind(ProtocolError, f"{what}environment: name", name or None, str, "a string")
+            if name in _SET_FOR_RANKS or "=" in name or "\0" in name + value:
+                why = "it is set for every rank" if name in _SET_FOR_RANKS else "no variable can hold that"
+                raise ProtocolError(f"{what}environment has {name!r}={value!r}: leave it out, {why}")

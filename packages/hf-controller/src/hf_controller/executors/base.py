@@ -17,7 +17,7 @@ from hf_controller.resource_pool import ResourcePool
 from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
-from hf_protocols import MethodSpec, PerRank, PoolError, ProtocolError, Topology
+from hf_protocols import HybridFlowError, MethodSpec, PerRank, PoolError, ProtocolError, Topology
 from hf_protocols.arguments import check_kind
 
 if TYPE_CHECKING:
@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 
     from hf_controller.transport import ObjectStore
 
-__all__ = ["Executor", "check_specs"]
+__all__ = ["Executor", "check_pool", "check_specs"]
 
 
 class Executor(ABC):
     """Builds worker groups on pools and runs their calls. A context manager: leaving it closes everything.
 
     Where the block ends without an exception, the last call on every slot ends first, and so do those before it: its
-    result is waited for as usual, and its failure raised, unless the program was told already that it failed or is
-    late. After an exception, and in :meth:`close`, calls that are not over end at once.
+    result is waited for as usual, unless the program was told already that it is late. The first failure that the
+    program was not told of is then raised. After an exception, and in :meth:`close`, calls that are not over end at
+    once, and failures are not looked for.
 
     Attributes:
         trace: the spans of all calls.
@@ -113,7 +114,29 @@ class Executor(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            if kind is None and not self._closed:
+                self._end_calls()
+        finally:
+            self.close()
+
+    def _end_calls(self) -> None:
+        """Wait until the calls are over, and raise the first failure that the program was not told of."""
+        failed: BaseException | None = None
+        try:
+            self._finish_calls()
+        except HybridFlowError as error:
+            failed = error
+        self.trace.drain()
+        if self.trace.untold:
+            first = self.trace.untold[0]
+            raise first.to_error() from first.exception
+        if failed is not None:
+            raise failed
+
+    @abstractmethod
+    def _finish_calls(self) -> None:
+        """Wait for the last call on every slot; raises what that call's result would."""
 
     def put(self, batch: TensorDict) -> BatchFuture:
         """Store a batch of this process, so that groups can read it.
@@ -197,6 +220,15 @@ class _Part:
 
     def outcomes(self, timeout_s: float | None) -> list[Any]:
         return self._call.outcomes(timeout_s)[self._index : self._index + 1]
+
+
+def check_pool(pool: object) -> None:
+    """Refuse what is no pool.
+
+    Raises:
+        PoolError: saying what it is.
+    """
+    check_kind(PoolError, "pool", pool, ResourcePool, "the ResourcePool that the groups were built on")
 
 
 def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool) -> None:

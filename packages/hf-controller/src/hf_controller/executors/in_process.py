@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_controller.default_group import join_default_group, seed_generators
 from hf_controller.dispatch import BatchArgument, Call, StoredArgument
-from hf_controller.executors.base import Executor, check_specs
+from hf_controller.executors.base import Executor, check_pool, check_specs
 from hf_controller.executors.rank_copies import RandomStream, copy_object
 from hf_controller.failures import Failure
 from hf_controller.resource_pool import ResourcePool
@@ -19,7 +19,6 @@ from hf_controller.transport import take_slices
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec, construct_worker
 from hf_controller.worker_group import WorkerGroup
 from hf_protocols import ConfigError, MethodSpec, PoolError, ProtocolError
-from hf_protocols.arguments import check_kind
 
 if TYPE_CHECKING:
     from hf_controller.rank_host import RankHost
@@ -74,15 +73,21 @@ class _LocalCall:
     """A call that already ran."""
 
     def __init__(
-        self, outcomes: Mapping[int, Outcome], reports: Mapping[int, CallReport], collected: Sequence[int]
+        self,
+        outcomes: Mapping[int, Outcome],
+        reports: Mapping[int, CallReport],
+        collected: Sequence[int],
+        trace: Trace,
     ) -> None:
         self.handles = [_Box(outcomes.get(rank)) for rank in collected]
-        self._failure = next((report.failure for report in reports.values() if report.failure is not None), None)
+        self._failed = next((report for report in reports.values() if report.failure is not None), None)
+        self._trace = trace
         self._rows = [reports[rank].num_rows if rank in reports else 0 for rank in collected]
 
     def wait(self, timeout_s: float | None) -> list[int]:
-        if self._failure is not None:
-            raise self._failure.to_error() from self._failure.exception
+        if self._failed is not None and (failure := self._failed.failure) is not None:
+            self._trace.tell(self._failed.span.call_id, failure)
+            raise failure.to_error() from failure.exception
         return self._rows
 
     def outcomes(self, timeout_s: float | None) -> list[Outcome]:
@@ -147,7 +152,7 @@ class InProcessExecutor(Executor):
     A group of one rank runs everything, FSDP included: ``torch.distributed`` gets a gloo group of one rank, which goes
     when the executor is closed. The ranks of a larger group run one after another, with collective-free methods only: a
     collective raises at once. An exception is raised, as on Ray, when the result is asked for; the worker's own
-    exception is its cause.
+    exception is its cause. The ``environment`` of a spec is not set: it would be the program's own.
 
     Args:
         device: where the workers' tensors live, for example ``"cuda:0"``; None: the pool's kind.
@@ -198,7 +203,7 @@ class InProcessExecutor(Executor):
 
     def release(self, pool: ResourcePool) -> None:
         """Close every group on ``pool``."""
-        check_kind(PoolError, "release: pool", pool, ResourcePool, "the ResourcePool that the groups were built on")
+        check_pool(pool)
         ranks = {id(rank): rank for group, each in self._hosts.items() if group.pool is pool for rank in each}
         self._hosts = {group: each for group, each in self._hosts.items() if group.pool is not pool}
         for rank in ranks.values():
@@ -297,7 +302,10 @@ class InProcessExecutor(Executor):
                 break
         self.trace.note(reports.values())
         collected = spec.protocol.collect(group.topology).ranks
-        return _LocalCall(outcomes, reports, collected)
+        return _LocalCall(outcomes, reports, collected, self.trace)
+
+    def _finish_calls(self) -> None:
+        """Nothing: a call is over when it is made."""
 
     def _check_device(self, pool: ResourcePool) -> None:
         import torch

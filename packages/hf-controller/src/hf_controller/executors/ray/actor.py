@@ -18,6 +18,7 @@ from hf_controller.attribution import attribute_streams
 from hf_controller.connection import Connection
 from hf_controller.default_group import (
     Rendezvous,
+    call_off,
     join_default_group,
     join_joint_group,
     leave_joint_group,
@@ -114,6 +115,7 @@ class HostActor:
         self._host: Any = None
         self._workers: dict[str, Worker] = {}
         self._rendezvous_stores: dict[Rendezvous, Any] = {}
+        self._given_up: set[Rendezvous] = set()
         self._thread: int | None = None
         self._unbuilt: Failure | None = None
         self._role = name
@@ -131,9 +133,12 @@ class HostActor:
         return rendezvous
 
     @ray.method(concurrency_group="service")
-    def close_rendezvous(self, rendezvous: Rendezvous) -> None:
-        """Stop listening; ranks that wait there get an error."""
-        self._rendezvous_stores.pop(rendezvous, None)
+    def give_up(self, name: str, rendezvous: Rendezvous) -> None:
+        """Call a connection off: ranks that wait get an error, those that come later do not wait."""
+        self._given_up.add(rendezvous)
+        store = self._rendezvous_stores.pop(rendezvous, None)
+        if store is not None:
+            call_off(name, store)
 
     def construct(self, construction: Construction, rendezvous: Rendezvous | None) -> Failure | None:
         """Join the process group and construct every worker; what goes wrong is the answer."""
@@ -166,6 +171,8 @@ class HostActor:
 
     def connect(self, joining: Joining, rendezvous: Rendezvous) -> Failure | None:
         """Join the ranks of another group; what goes wrong is the answer."""
+        if rendezvous in self._given_up:
+            return None  # an earlier call took until after the deadline, and nobody waits for this answer
         try:
             self._host.enter(f"joining the connection {joining.name!r}")
             rank = joining.ranks[joining.role][self._rank]

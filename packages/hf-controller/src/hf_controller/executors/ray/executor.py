@@ -12,7 +12,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hf_controller.dispatch import Call
-from hf_controller.executors.base import Executor, check_specs
+from hf_controller.executors.base import Executor, check_pool, check_specs
 from hf_controller.executors.ray.actor import Joining, Slicer
 from hf_controller.executors.ray.cluster import Cluster
 from hf_controller.executors.ray.host_process import HostProcess, describe_processes
@@ -158,16 +158,14 @@ class RayExecutor(Executor):
             on_one_machine=len(nodes) == 1,
             timeout_s=self._collective_timeout_s,
         )
-        host = host_sets[0].actors[0]
-        rendezvous = host.open_rendezvous.remote(len(nodes) == 1)
+        rendezvous = host_sets[0].actors[0].open_rendezvous.remote(len(nodes) == 1)
         asked: dict[Any, HostProcess] = {}
         for group, host_set in zip((first, second), host_sets, strict=True):
             asked |= host_set.connect(dataclasses.replace(joining, role=group.role), rendezvous)
         undone = await_answers(asked, "connect", self._start_timeout_s, self._waiter, self._inquirer)
         if undone is not None:
-            host.close_rendezvous.remote(rendezvous)  # wakes the ranks that still wait there
             for group, host_set in zip((first, second), host_sets, strict=True):
-                host_set.disconnect(group.role, name)
+                host_set.give_up(group.role, name, rendezvous)
             raise undone.error
         for group, host_set, other in zip((first, second), host_sets, reversed(host_sets), strict=True):
             host_set.keep_connection(group.role, name, other)
@@ -182,6 +180,7 @@ class RayExecutor(Executor):
 
     def release(self, pool: ResourcePool) -> None:
         """Close every group on ``pool`` and give its slots back. Processes that do not answer in time are killed."""
+        check_pool(pool)
         if pool in self._occupied:
             self._end(pool, self._occupied[pool].host_sets, orderly=True)
 
@@ -196,7 +195,7 @@ class RayExecutor(Executor):
         orderly = False
         try:
             if kind is None and not self._closed:
-                self._finish_calls()
+                self._end_calls()
                 orderly = True
         finally:
             self._close(orderly=orderly)
@@ -267,7 +266,7 @@ class RayExecutor(Executor):
         handles: dict[int, Any] = {}
         answers: dict[int, Any] = {}
         for rank, call in calls.items():
-            host_set.processes[rank].last_call = f"call {call.call_id} {call.role}.{call.method}"
+            host_set.processes[rank].note_call(f"call {call.call_id} {call.role}.{call.method}")
             actor, message = host_set.actors[rank], packed[id(call)]
             if spec.returns == "metrics":
                 handles[rank] = answers[rank] = actor.run.remote(*message)
@@ -281,9 +280,11 @@ class RayExecutor(Executor):
         occupied.last_answers |= answers
         self.trace.watch(answers.values())
         collected = spec.protocol.collect(group.topology).ranks
+        first = next(iter(calls.values()))
         made = RayCall(
+            call_id=first.call_id,
             role=group.role,
-            method=calls[next(iter(calls))].method,
+            method=first.method,
             processes={rank: host_set.processes[rank] for rank in calls},
             handles=[handles[rank] for rank in collected],
             answers=answers,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.failures import Failure
@@ -48,6 +48,7 @@ class HostProcess:
 
     Attributes:
         last_call: the call that it was given last, such as ``"call 12 actor.update_actor"``.
+        was_ended: whether its pool was released, or its group ended.
     """
 
     def __init__(self, label: str, pool: str, actor: Any) -> None:
@@ -55,8 +56,24 @@ class HostProcess:
         self.pool = pool
         self.actor = actor
         self.last_call = "none"
+        self.was_ended = False
+        self._is_gone = False
         # Asked now: a dead process, or one that stands still, could not answer later.
         self._location = actor.locate.remote()
+
+    def note_call(self, call: str) -> None:
+        """It is given ``call``, unless it is known to be gone."""
+        if not self._is_gone:
+            self.last_call = call
+
+    def note_death(self) -> None:
+        """It is gone: what it was given last stays what it is."""
+        self._is_gone = True
+
+    def end(self) -> None:
+        """Kill it."""
+        self.was_ended = True
+        ray.kill(self.actor)
 
     def find_location(self) -> Location | None:
         """Where it is, if it ever said so."""
@@ -79,13 +96,21 @@ def describe_death(
     An error that Ray raised inside a process that lives is described as its cause.
     """
     cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
-    if cause is not None:
+    if isinstance(cause, RayActorError):
+        message = (
+            f"an earlier call's result is lost with its process: {in_one_line(cause)}; a pool that was released takes "
+            "the results of its unfinished calls along"
+        )
+    elif cause is not None:
         message = str(cause)
     else:
+        process.note_death()
         also = f"; gone as well: {', '.join(other.label for other in others)}" if others else ""
         where = f"its last call: {process.last_call}; it was {process.describe_location()}"
         message = f"process {process.label} is gone: {in_one_line(error)} ({where}){also}"
-        if method != "__init__":  # else its pool's groups never stood, and a note says what to do
+        if process.was_ended:
+            message += f"; its pool {process.pool!r} was released: ask for results before"
+        elif method != "__init__":  # else its pool's groups never stood, and a note says what to do
             pools = ", ".join(dict.fromkeys(repr(each.pool) for each in (process, *others)))
             message += f"; rebuild(executor, [pool]) builds the groups of pool {pools} again"
     return Failure(

@@ -105,6 +105,12 @@ class HostSet:
         for actor in self.actors:
             actor.disconnect.remote(role, name)
 
+    def give_up(self, role: str, name: str, rendezvous: Any) -> None:
+        """Have every rank stop joining where it still does, and leave the connection if it has joined."""
+        for actor in self.actors:
+            actor.give_up.remote(name, rendezvous)
+        self.disconnect(role, name)
+
     def disconnect_all(self, others: Sequence[HostSet]) -> None:
         """Leave the connections with ``others``."""
         for (role, name), other in list(self._connections.items()):
@@ -118,8 +124,8 @@ class HostSet:
 
     def kill(self) -> None:
         """End the processes at once."""
-        for actor in self.actors:
-            ray.kill(actor)
+        for process in self.processes:
+            process.end()
 
 
 def _start_host(name: str, role: str, rank: int, world_size: int, cuts_slices: bool, **options: Any) -> Any:

@@ -43,6 +43,7 @@ class RayCall:
     """A call on the ranks of a group.
 
     Args:
+        call_id: the call's number.
         role: the role.
         method: its method.
         processes: the process of every called rank.
@@ -62,6 +63,7 @@ class RayCall:
     def __init__(
         self,
         *,
+        call_id: int,
         role: str,
         method: str,
         processes: Mapping[int, HostProcess],
@@ -77,6 +79,7 @@ class RayCall:
         trace: Trace,
     ) -> None:
         self.handles = list(handles)
+        self._call_id = call_id
         self._what = f"{role}.{method}"
         self._role = role
         self._method = method
@@ -131,6 +134,7 @@ class RayCall:
             self._read_answers({pending[handle]: handle for handle in ready})
         if self._seen.failure is not None:
             self._seen.error_raised = True
+            self._trace.tell(self._call_id, self._seen.failure)
             raise self._seen.failure.to_error()
         return [self._seen.reports[rank].num_rows for rank in self._collected]
 
@@ -207,7 +211,7 @@ class RayCall:
         return describe_death(error, process, role=self._role, method=self._method, rank=rank, others=others)
 
     def _to_timeout(self, ranks: Sequence[int], timeout_s: float) -> HybridFlowError:
-        head = f"{self._what} is not done after {timeout_s:g} s on rank(s) {', '.join(map(str, ranks))}"
+        head = f"{self._what} is not done after {round(timeout_s, 3):g} s on rank(s) {', '.join(map(str, ranks))}"
         lost = describe_unread([ray.ObjectRef(each) for each in self._inputs])
         lines = [f"{head}: {lost or 'raise call_timeout_s, or look at what they are at'}:"]
         everyone = dict(enumerate(self._everyone()))
