@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hf_protocols import ConfigError, Dataflow, ModelCall
@@ -112,3 +114,35 @@ def test_columns_are_names(columns: object) -> None:
     for name in ("reads", "writes"):
         with pytest.raises(ConfigError, match=rf"^actor.act: {name}=.*list of column names"):
             ModelCall(role="actor", method="act", kind="inference", **{"reads": (), name: columns})  # type: ignore[arg-type]
+
+
+def test_a_column_that_may_lack_is_a_column() -> None:
+    """A reader of ``x?`` stands where a reader of ``x`` does; it may do without one that nobody writes."""
+    writer, reader = call("a", (), ("x",)), call("b", ("x?", "data?"), ())
+    assert Dataflow(name="own", calls=(writer, reader)).stages() == ((writer,), (reader,))
+    with pytest.raises(ConfigError, match=r"'x' is read by b\.run before a\.run writes it: put the writer first"):
+        Dataflow(name="own", calls=(reader, writer))
+    with pytest.raises(ConfigError, match=r"'x' is read by c\.run before c\.run writes it"):
+        Dataflow(name="own", calls=(call("c", ("x?",), ("x",)),))
+
+
+def test_any_iterable_of_calls_and_columns_is_kept() -> None:
+    flow = Dataflow.preset("ppo")
+    assert Dataflow(name="ppo", calls=(call for call in flow.calls)) == flow  # type: ignore[arg-type]
+    drawn = ModelCall(role="a", method="b", kind="function", reads=iter(["x"]), writes=["y"])  # type: ignore[arg-type]
+    assert (drawn.reads, drawn.writes) == (("x",), ("y",))
+
+
+@pytest.mark.parametrize("wrong", [{"role": 3}, {"role": ""}, {"method": ""}, {"method": None}])
+def test_roles_and_methods_are_names(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=rf"^a call's {name}={value!r}: give a name"):
+        ModelCall(**{"role": "a", "method": "b", "kind": "function", "reads": (), **wrong})
+
+
+@pytest.mark.parametrize("calls", [None, 1, [1], "ab", [call("a", (), ()), None]])
+def test_a_dataflow_is_made_of_calls(calls: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^dataflow 'own': calls=.*: give ModelCalls$"):
+        Dataflow(name="own", calls=calls)
+    with pytest.raises(ConfigError, match=r"^a dataflow's name=3: give a name"):
+        Dataflow(name=3, calls=())  # type: ignore[arg-type]

@@ -6,18 +6,34 @@ import math
 from collections.abc import Iterable
 from math import isfinite, nan
 from types import UnionType
+from typing import TypeVar
 
 from hf_protocols.errors import HybridFlowError
 
-__all__ = ["check_columns", "check_count", "check_kind", "check_number", "check_seconds"]
+__all__ = ["check_all", "check_columns", "check_count", "check_kind", "check_name", "check_number", "check_seconds"]
 
 Error = type[HybridFlowError]
+Kind = TypeVar("Kind")
 
 
 def check_kind(error: Error, name: str, value: object, kind: type | UnionType, wanted: str) -> None:
     """Refuse a ``value`` that is no ``kind``."""
     if not isinstance(value, kind):
         raise error(f"{name}={value!r}: give {wanted}")
+
+
+def check_all(error: Error, name: str, values: object, kind: type[Kind], wanted: str) -> tuple[Kind, ...]:
+    """The values, read once, if they are some and each is a ``kind``."""
+    checked = tuple(values) if isinstance(values, Iterable) else None
+    if checked is None or not all(isinstance(each, kind) for each in checked):
+        raise error(f"{name}={values!r}: give {wanted}")
+    return checked
+
+
+def check_name(error: Error, name: str, value: object) -> None:
+    """Refuse what is no text, or an empty one."""
+    if not isinstance(value, str) or not value:
+        raise error(f"{name}={value!r}: give a name")
 
 
 def check_count(error: Error, name: str, value: object, *, least: int = 1) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from hf_protocols.arguments import check_columns, check_kind
+from hf_protocols.arguments import check_all, check_columns, check_kind, check_name
 from hf_protocols.errors import ConfigError
 
 __all__ = ["CallKind", "Dataflow", "ModelCall"]
@@ -21,7 +21,11 @@ class ModelCall:
     """One node of the dataflow: a method of a role, and the batch columns it reads and writes.
 
     ``kind`` is the paper's workload kind; ``"function"`` is a call without a model forward (a reward function,
-    advantages). A training call writes no columns: it ends the iteration's data flow and updates its role's weights.
+    advantages). A training call updates its role's weights; it ends the iteration's data flow if it writes no columns.
+    A name in ``reads`` that ends in ``?`` is a column that the call may do without.
+
+    Raises:
+        ConfigError: for a kind that does not exist, and for values of other kinds.
     """
 
     role: str
@@ -31,12 +35,13 @@ class ModelCall:
     writes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_name(ConfigError, "a call's role", self.role)
+        check_name(ConfigError, "a call's method", self.method)
         if self.kind not in get_args(CallKind):
             raise ConfigError(f"{self.role}.{self.method}: kind={self.kind!r}: one of {', '.join(get_args(CallKind))}")
         for name in ("reads", "writes"):
-            check_columns(
-                ConfigError, f"{self.role}.{self.method}: {name}", getattr(self, name), may_lack=name == "reads"
-            )
+            what, columns = f"{self.role}.{self.method}: {name}", getattr(self, name)
+            object.__setattr__(self, name, check_columns(ConfigError, what, columns, may_lack=name == "reads"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +49,20 @@ class Dataflow:
     """The calls of one iteration, in program order.
 
     Raises:
-        ConfigError: if a column is written twice, or read before the call that writes it.
+        ConfigError: if a column is written twice, or read before the call that writes it; for what are no calls.
     """
 
     name: str
     calls: tuple[ModelCall, ...]
 
     def __post_init__(self) -> None:
+        check_name(ConfigError, "a dataflow's name", self.name)
+        calls = check_all(ConfigError, f"dataflow {self.name!r}: calls", self.calls, ModelCall, "ModelCalls")
+        object.__setattr__(self, "calls", calls)
         written: dict[str, ModelCall] = {}
         read: dict[str, ModelCall] = {}
         for call in self.calls:
-            read.update(dict.fromkeys(call.reads, call))
+            read.update(dict.fromkeys(_columns_read(call), call))
             for column in call.writes:
                 if column in read:
                     raise ConfigError(
@@ -92,7 +100,7 @@ class Dataflow:
         level_of: dict[str, int] = {}
         stages: list[list[ModelCall]] = []
         for call in self.calls:
-            level = max((level_of[column] + 1 for column in call.reads if column in level_of), default=0)
+            level = max((level_of[column] + 1 for column in _columns_read(call) if column in level_of), default=0)
             level_of.update(dict.fromkeys(call.writes, level))
             stages.extend([] for _ in range(level + 1 - len(stages)))
             stages[level].append(call)
@@ -105,6 +113,11 @@ class Dataflow:
         the advantages, which it computes on the controller, as a level of their own).
         """
         return self._stages
+
+
+def _columns_read(call: ModelCall) -> tuple[str, ...]:
+    """The columns by name, those that may lack like the others."""
+    return tuple(column.removesuffix("?") for column in call.reads)
 
 
 _RESPONSE = ("response_ids", "response_mask")
