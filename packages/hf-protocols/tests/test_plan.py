@@ -230,3 +230,66 @@ def test_plans_are_made_of_plans() -> None:
 def test_a_key_that_stands_twice_is_refused() -> None:
     with pytest.raises(PlanError, match="the key 'pools' stands twice"):
         MappingPlan.from_json('{"schema_version": 1, "pools": [], "models": {}, "pools": []}')
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"\xff", "can't decode byte 0xff"),
+        ("[" * 200_000, "nests too deeply"),
+        ('{"schema_version": ' + "1" * 5000 + "}", "limit .* for integer string conversion"),
+        ('{"schema_version": 1, "estimates": {"a": 1e999}}', "1e999 is no number of JSON that fits a float"),
+        ('{"schema_version": 1, "estimates": {"a": -1e999}}', "-1e999 is no number of JSON that fits a float"),
+    ],
+    ids=["bytes", "deep", "integer", "float", "negative"],
+)
+def test_text_that_cannot_be_held_is_refused(text: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        MappingPlan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("pools", 0, "machines", 0, "slots"), "8", r"pools\[0\].machines\[0\]: a machine's slots='8' must be a whole"),
+        (("models", "actor", "offload"), "no", "models.actor: a model's offload='no': give true or false"),
+        (("models", "actor", "train", "dp_size"), "2", "models.actor.train: dp_size='2' must be a whole number"),
+        (("models", "critic", "train", "ep_size"), 3, "models.critic.train: ep_size=3 does not divide"),
+        (("models", "actor", "generation", "gen_tp_size"), 3, "models.actor: 16 ranks cannot be cut"),
+    ],
+)
+def test_a_value_that_is_refused_is_named_with_its_place(path: tuple[Any, ...], value: object, message: str) -> None:
+    body = json.loads(PLAN.to_json())
+    inner: Any = body
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(PlanError, match=f"^this is no mapping plan: {message}"):
+        MappingPlan.from_json(json.dumps(body))
+
+
+def test_estimates_are_kept_as_json_holds_them() -> None:
+    given: Any = MappingProxyType({"tuple": (1, (2.5, "x")), "proxy": [MappingProxyType({"a": None})]})
+    plan = MappingPlan(pools=PLAN.pools, models=PLAN.models, estimates=given)
+    assert plan.estimates == {"tuple": [1, [2.5, "x"]], "proxy": [{"a": None}]}
+    assert MappingPlan.from_json(plan.to_json()) == plan
+
+
+def test_estimates_that_would_be_read_as_others_are_refused() -> None:
+    cycle: dict[str, Any] = {}
+    cycle["self"] = cycle
+    with pytest.raises(PlanError, match=r"^a plan's estimates.stages\[1\]: the key 3 is no text"):
+        MappingPlan(pools=PLAN.pools, models=PLAN.models, estimates={"stages": [0, {3: 1}]})
+    with pytest.raises(PlanError, match=r"^a plan's estimates nest too deeply for JSON"):
+        MappingPlan(pools=PLAN.pools, models=PLAN.models, estimates=cycle)
+
+
+@pytest.mark.parametrize("role", [3, "", None])
+def test_roles_of_a_plan_are_names(role: Any) -> None:
+    with pytest.raises(PlanError, match=f"^a role of a plan's models={role!r}: give a name$"):
+        MappingPlan(pools=PLAN.pools, models={role: PLAN.models["advantage"]})
+
+
+def test_a_model_that_generates_has_a_training_layout() -> None:
+    with pytest.raises(PlanError, match=r"a model's generation=.* without train: give the layout that it is cut from"):
+        make(generation=GenerationSpec(gen_tp_size=7))

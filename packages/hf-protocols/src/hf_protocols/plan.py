@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from hf_protocols.arguments import check_count, check_kind
-from hf_protocols.errors import PlanError
+from hf_protocols._json import parse_json
+from hf_protocols.arguments import check_all, check_count, check_kind, check_name
+from hf_protocols.errors import HybridFlowError, PlanError
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 
 __all__ = ["SCHEMA_VERSION", "MachinePlan", "MappingPlan", "ModelPlan", "PoolPlan"]
@@ -44,7 +46,8 @@ class PoolPlan:
 
     def __post_init__(self) -> None:
         check_kind(PlanError, "a pool's name", self.name, str, "a name")
-        machines = _check_all(f"the machines of pool {self.name!r}", self.machines, MachinePlan, "MachinePlans")
+        what = f"the machines of pool {self.name!r}"
+        machines = check_all(PlanError, what, self.machines, MachinePlan, "MachinePlans")
         object.__setattr__(self, "machines", machines)
         if not self.machines:
             raise PlanError(f"pool {self.name!r} has no machines: give it at least one")
@@ -83,17 +86,21 @@ class ModelPlan:
         check_count(PlanError, "a model's micro_batch_tokens", self.micro_batch_tokens)
         for name, kind, wanted in _KINDS:
             check_kind(PlanError, f"a model's {name}", getattr(self, name), kind, wanted)
+        if self.generation and not self.train:
+            raise PlanError(
+                f"a model's generation={self.generation} without train: give the layout that it is cut from"
+            )
         if self.train and self.generation:
             Topology(self.train, self.generation)  # refuses replicas that do not divide the ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class MappingPlan:
-    """Pools, the model of every role, and the estimates that led to the choice.
+    """Pools, the model of every role, and the estimates that led to the choice, as JSON holds them: tuples are lists.
 
     Raises:
         PlanError: if a model names a pool that does not exist, needs another number of ranks than its pool has
-            slots, or two pools share a name.
+            slots, or two pools share a name; for values of other kinds.
     """
 
     pools: tuple[PoolPlan, ...]
@@ -101,12 +108,18 @@ class MappingPlan:
     estimates: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pools", _check_all("a plan's pools", self.pools, PoolPlan, "PoolPlans"))
+        object.__setattr__(self, "pools", check_all(PlanError, "a plan's pools", self.pools, PoolPlan, "PoolPlans"))
         wanted = "a mapping of roles to ModelPlans"
         check_kind(PlanError, "a plan's models", self.models, Mapping, wanted)
-        _check_all("a plan's models", self.models.values(), ModelPlan, wanted)
+        check_all(PlanError, "a plan's models", self.models.values(), ModelPlan, wanted)
+        for role in self.models:
+            check_name(PlanError, "a role of a plan's models", role)
         check_kind(PlanError, "a plan's estimates", self.estimates, Mapping, "a mapping")
         object.__setattr__(self, "models", dict(self.models))
+        try:
+            object.__setattr__(self, "estimates", _hold_as_json("a plan's estimates", self.estimates))
+        except RecursionError:
+            raise PlanError("a plan's estimates nest too deeply for JSON") from None
         names = [pool.name for pool in self.pools]
         if len(set(names)) < len(names):
             raise PlanError(f"two pools share a name among {', '.join(names)}: pools never overlap")
@@ -152,36 +165,45 @@ class MappingPlan:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            PlanError: for text that is no plan, another schema version (naming both), or an unknown key.
-            TopologyError: for sizes that do not divide.
+            PlanError: for text that is no plan, another schema version (naming both), an unknown key, or a value that
+                is refused, with its place.
         """
-        try:
-            check_kind(PlanError, f"{_NO_PLAN}: text", text, str | bytes, "what to_json wrote")
-            body = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_twice)
-            if not isinstance(body, dict):
-                raise PlanError(f"{_NO_PLAN}: the JSON is no object")
-            version = body.pop("schema_version", None)
-            if type(version) is not int or version != SCHEMA_VERSION:
-                raise PlanError(
-                    f"this plan has schema_version {version!r}, this release reads {SCHEMA_VERSION}: make the plan anew"
-                )
-            return _read(cls, "the plan", body, pools=_read_pools, models=_read_models, estimates=_as_object)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"{_NO_PLAN}: {error}") from error
+        check_kind(PlanError, f"{_NO_PLAN}: text", text, str | bytes, "what to_json wrote")
+        body = parse_json(PlanError, _NO_PLAN, text, **_HOOKS)
+        if not isinstance(body, dict):
+            raise PlanError(f"{_NO_PLAN}: the JSON is no object")
+        version = body.pop("schema_version", None)
+        if type(version) is not int or version != SCHEMA_VERSION:
+            raise PlanError(
+                f"this plan has schema_version {version!r}, this release reads {SCHEMA_VERSION}: make the plan anew"
+            )
+        return _read(cls, "the plan", body, pools=_read_pools, models=_read_models, estimates=_as_object)
 
 
 _NO_PLAN = "this is no mapping plan"
 
 
-def _check_all(name: str, values: object, kind: type[Spec], wanted: str) -> tuple[Spec, ...]:
-    checked = tuple(values) if isinstance(values, Iterable) else None
-    if checked is None or not all(isinstance(each, kind) for each in checked):
-        raise PlanError(f"{name}={values!r}: give {wanted}")
-    return checked
+def _hold_as_json(place: str, value: Any) -> Any:
+    """The value as JSON gives it back: objects with text for keys, and lists."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise PlanError(f"{place}: the key {key!r} is no text, as JSON's are: give its name")
+        return {key: _hold_as_json(f"{place}.{key}", each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hold_as_json(f"{place}[{index}]", each) for index, each in enumerate(value)]
+    return value
 
 
 def _refuse_constant(name: str) -> float:
     raise PlanError(f"{name} is no number of JSON: make the plan anew")
+
+
+def _read_number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise PlanError(f"{text} is no number of JSON that fits a float: make the plan anew")
+    return number
 
 
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -191,6 +213,13 @@ def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise PlanError(f"{_NO_PLAN}: the key {twice!r} stands twice in one object")
     return body
+
+
+_HOOKS: dict[str, Callable[[Any], Any]] = {
+    "parse_constant": _refuse_constant,
+    "parse_float": _read_number,
+    "object_pairs_hook": _refuse_twice,
+}
 
 
 def _read(kind: type[Spec], place: str, value: Any, **readers: Reader) -> Spec:
@@ -206,7 +235,12 @@ def _read(kind: type[Spec], place: str, value: Any, **readers: Reader) -> Spec:
         raise PlanError(f"{_NO_PLAN}: {place} lacks {', '.join(lacking)}")
     path = "" if place == "the plan" else f"{place}."
     read = {key: readers[key](f"{path}{key}", each) if key in readers else each for key, each in given.items()}
-    return kind(**read)
+    try:
+        return kind(**read)
+    except HybridFlowError as error:
+        if not path:
+            raise
+        raise PlanError(f"{_NO_PLAN}: {place}: {error}") from None
 
 
 def _as_object(place: str, value: Any) -> dict[str, Any]:

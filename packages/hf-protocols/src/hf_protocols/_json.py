@@ -1,0 +1,22 @@
+"""Reading JSON: one error for text that is none, and for what no reader can hold."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hf_protocols.errors import HybridFlowError
+
+__all__ = ["parse_json"]
+
+
+def parse_json(error: type[HybridFlowError], wrong: str, text: str | bytes, **hooks: Any) -> Any:
+    """What the text holds; an ``error`` that starts with ``wrong`` if it holds nothing that can be read."""
+    try:
+        return json.loads(text, **hooks)
+    except HybridFlowError:
+        raise
+    except RecursionError:
+        raise error(f"{wrong}: it nests too deeply") from None
+    except ValueError as reason:  # no JSON, no UTF-8, or an integer of thousands of digits
+        raise error(f"{wrong}: {reason}") from None
