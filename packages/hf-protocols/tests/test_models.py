@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,3 +231,50 @@ def test_files_that_hold_no_configuration_are_refused(tmp_path: Path) -> None:
     file.write_text("[]")
     with pytest.raises(ConfigError, match="holds no JSON object"):
         ModelShape.from_config(str(file))
+
+
+MIXTRAL = {"model_type": "mixtral", **TINY, "num_key_value_heads": 4, "num_local_experts": 4}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tie_word_embeddings": "false"}, "config.json: tie_word_embeddings='false': give true or false"),
+        ({"attention_bias": "no"}, "config.json: attention_bias='no': give true or false"),
+        ({"mlp_bias": 3}, "config.json: mlp_bias=3: give true or false"),
+        ({"_name_or_path": 5}, "config.json: _name_or_path=5: give a name"),
+        ({"_name_or_path": ["x"]}, r"config.json: _name_or_path=\['x'\]: give a name"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\] is not known: known are llama"),
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "mixtral: num_experts_per_token=9 is above num_experts=4"),
+    ],
+)
+def test_values_of_another_kind_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        ModelShape.from_config({**TINY, **change})
+
+
+def test_null_is_false_and_no_name() -> None:
+    silent = dict.fromkeys(["tie_word_embeddings", "attention_bias", "mlp_bias", "_name_or_path"])
+    assert ModelShape.from_config({**TINY, **silent}) == ModelShape.from_config(TINY)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, ""], ids=["NUL", "long", "directory"])
+def test_paths_that_cannot_be_read_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be read: .*: give a config\.json or the model's directory"):
+        ModelShape.from_config(tmp_path / name)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"vocab_size": ' + "1" * 5000 + "}"], ids=["deep", "integer"])
+def test_json_that_cannot_be_held_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json is no JSON: (it nests too deeply|.*integer)"):
+        ModelShape.from_config(tmp_path)
+
+
+def test_a_shape_is_made_of_flags_and_a_name() -> None:
+    shape = ModelShape.from_config(TINY)
+    with pytest.raises(ConfigError, match=r"^llama: qkv_bias='no': give True or False$"):
+        replace(shape, qkv_bias="no")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^a model's name=5: give a name$"):
+        replace(shape, name=5)  # type: ignore[arg-type]

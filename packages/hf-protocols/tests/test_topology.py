@@ -402,3 +402,8 @@ def test_ranks_and_coordinates_are_whole_numbers(wrong: object) -> None:
 def test_a_truth_value_is_no_rank() -> None:
     with pytest.raises(TopologyError, match="rank=True: give a whole number"):
         Topology(ParallelSpec(dp_size=2)).coordinate(True)
+
+
+def test_a_size_of_thousands_of_digits_is_no_size() -> None:
+    with pytest.raises(TopologyError, match=r"^'1-1-9{70,80} is not of the form pp-tp-dp, such as 1-8-2$"):
+        ParallelSpec.parse("1-1-" + "9" * 5000)

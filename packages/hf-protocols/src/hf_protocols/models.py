@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -11,8 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hf_protocols._json import parse_json
 from hf_protocols._presets import PRESETS
-from hf_protocols.arguments import check_count, check_kind
+from hf_protocols.arguments import check_count, check_kind, check_name
 from hf_protocols.errors import ConfigError
 
 __all__ = ["ModelShape"]
@@ -39,6 +39,7 @@ _SIZES = (
     "vocab_size",
     "max_positions",
 )
+_FLAGS = ("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -49,7 +50,8 @@ class ModelShape:
     ``num_experts`` is 0 for a dense model; ``intermediate_size`` is one expert's width where there are experts.
 
     Raises:
-        ConfigError: for a size that is no whole number or below 1, or heads that do not share out.
+        ConfigError: for a size that is no whole number or below 1, heads that do not share out, more experts per token
+            than there are, or values of other kinds.
     """
 
     name: str
@@ -71,6 +73,9 @@ class ModelShape:
     family: str = "llama"
 
     def __post_init__(self) -> None:
+        check_name(ConfigError, "a model's name", self.name)
+        for flag in _FLAGS:
+            check_kind(ConfigError, f"{self.name}: {flag}", getattr(self, flag), bool, "True or False")
         for size in _SIZES:
             check_count(ConfigError, f"{self.name}: {size}", getattr(self, size))
         for count in ("num_experts", "num_experts_per_token"):
@@ -78,6 +83,11 @@ class ModelShape:
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{self.name}: num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if self.num_experts_per_token > self.num_experts:
+            raise ConfigError(
+                f"{self.name}: num_experts_per_token={self.num_experts_per_token} is above "
+                f"num_experts={self.num_experts}"
             )
 
     @classmethod
@@ -100,19 +110,23 @@ class ModelShape:
         A key that the file leaves out has the family's default.
 
         Raises:
-            ConfigError: for a missing file or size, or a model whose parameters are not known here.
+            ConfigError: for a missing file or size, what cannot be read, a value of another kind, or a model whose
+                parameters are not known here.
         """
         if not isinstance(config, Mapping):
             check_kind(ConfigError, "config", config, str | Path, "a config.json: its path, its directory, or its keys")
             config = _read_config(Path(config))
         family = config.get("model_type", "llama")
-        if family not in _FAMILIES:
+        if not isinstance(family, str) or family not in _FAMILIES:
             raise ConfigError(f"model_type={family!r} is not known: known are {', '.join(_FAMILIES)}")
         missing = [key for key in _REQUIRED if key not in config]
         if missing:
             raise ConfigError(f"the model's config.json lacks {', '.join(missing)}")
         for key in _REQUIRED:
             check_count(ConfigError, f"config.json: {key}", config[key])
+        for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+            check_kind(ConfigError, f"config.json: {key}", config.get(key), bool | None, "true or false")
+        check_kind(ConfigError, "config.json: _name_or_path", config.get("_name_or_path"), str | None, "a name")
         if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
             raise ConfigError("mlp_only_layers and decoder_sparse_step mix dense and expert layers: not known here")
         config = {**_FAMILIES[family], **config}
@@ -120,7 +134,7 @@ class ModelShape:
         experts = config.get("num_local_experts") or config.get("num_experts") or 0
         width = (config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"]
         kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
-        attention_bias = family in _WITH_ATTENTION_BIAS and config.get("attention_bias", False)
+        attention_bias = family in _WITH_ATTENTION_BIAS and bool(config.get("attention_bias"))
         return cls(
             name=config.get("_name_or_path") or family,
             num_layers=config["num_hidden_layers"],
@@ -131,10 +145,10 @@ class ModelShape:
             head_dim=config["hidden_size"] // heads if head_dim is None else head_dim,
             vocab_size=config["vocab_size"],
             max_positions=config.get("max_position_embeddings", 4096),
-            tie_embeddings=config.get("tie_word_embeddings", False),
+            tie_embeddings=bool(config.get("tie_word_embeddings")),
             qkv_bias=family == "qwen2" or attention_bias,
             o_bias=attention_bias,
-            mlp_bias=family == "llama" and config.get("mlp_bias", False),
+            mlp_bias=family == "llama" and bool(config.get("mlp_bias")),
             qk_norm=family in _WITH_QK_NORM,
             num_experts=experts,
             num_experts_per_token=config.get("num_experts_per_tok", 0) if experts else 0,
@@ -197,13 +211,16 @@ def _linear(name: str, rows: int, columns: int, *, bias: bool = False) -> Iterat
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
+    advice = "give a config.json or the model's directory"
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        file = path / "config.json" if path.is_dir() else path
+        text = file.read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist: give a config.json or the model's directory") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is no JSON: {error}") from None
+        raise ConfigError(f"{file} does not exist: {advice}") from None
+    except (OSError, ValueError) as error:  # a ValueError for a path that holds a NUL
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{str(path)!r:.300} cannot be read: {reason}: {advice}") from None
+    config = parse_json(ConfigError, f"{file} is no JSON", text)
     if not isinstance(config, dict):
         raise ConfigError(f"{file} holds no JSON object")
     return config

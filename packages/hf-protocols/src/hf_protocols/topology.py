@@ -35,8 +35,8 @@ def _check_sizes(spec: ParallelSpec | GenerationSpec) -> None:
 
 def _parse_sizes(text: object, names: tuple[str, ...], form: str) -> dict[str, int]:
     parts = text.split("-") if isinstance(text, str) else []
-    if len(parts) != len(names) or not all(part.isascii() and part.isdigit() for part in parts):
-        raise TopologyError(f"{text!r} is not of the form {form}")
+    if len(parts) != len(names) or not all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts):
+        raise TopologyError(f"{text!r:.80} is not of the form {form}")
     return dict(zip(names, map(int, parts), strict=True))
 
 
