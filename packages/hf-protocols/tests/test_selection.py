@@ -113,3 +113,9 @@ def test_wrong_kinds_of_arguments_are_refused() -> None:
     for times in ("2", 1.5, None):
         with pytest.raises(BatchError, match=r"^repeat: times=.*: give a whole number$"):
             rows.repeat(times)
+
+
+@pytest.mark.parametrize("mask", [[True, False], (False,), iter([True])])
+def test_a_mask_is_no_list_of_row_numbers(mask: Any) -> None:
+    with pytest.raises(BatchError, match=r"from_rows\(.*\): of a mask give the positions of its true entries"):
+        RowSelection.from_rows(mask)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -253,3 +255,37 @@ def _backwards(held: dict[int, RowSelection], wanted: Sequence[RowSelection]) ->
 def test_what_cannot_be_called_is_no_protocol() -> None:
     with pytest.raises(ProtocolError, match="a name and two functions, got None"):
         TransferProtocol("wrong", None, DP.collect)
+
+
+@pytest.mark.parametrize("ranks", [3, None, "0123", ([0],), (0.0, 1.0), (False, True, 2, 3), {0: 1}], ids=repr)
+def test_collected_ranks_are_a_tuple_of_whole_numbers(ranks: Any) -> None:
+    wrong = replace(DP, name="wrong", collect=lambda _: Collection(ranks))
+    with pytest.raises(ProtocolError, match=r"^protocol 'wrong': collect answers Collection\(ranks=.*\); answer Coll"):
+        check_transfer_protocol(wrong, FOUR, num_rows=9)
+
+
+def test_collected_ranks_are_no_generator() -> None:
+    wrong = replace(DP, name="wrong", collect=lambda _: Collection(iter(range(4))))  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError, match=r"^protocol 'wrong': collect answers Collection\(ranks=.*answer Coll"):
+        check_transfer_protocol(wrong, FOUR, num_rows=9)
+
+
+UNWEIGHTED = distributing(lambda chunks: split_rows(9, 4))
+
+
+@pytest.mark.parametrize(
+    ("protocol", "more", "message"),
+    [
+        ("DP", {}, "check_transfer_protocol: protocol='DP': give a TransferProtocol"),
+        (UNWEIGHTED, {"topology": 4}, "check_transfer_protocol: topology=4: give a Topology"),
+        (UNWEIGHTED, {"weights": [1]}, r"weights=\[1\]: give one finite number >= 0 for each of the 9 rows"),
+        (UNWEIGHTED, {"weights": "abcdefghi"}, "weights='abcdefghi': give one finite number"),
+        (UNWEIGHTED, {"weights": [1] * 8 + [math.nan]}, r"weights=\[1, .* nan\]: give one finite number"),
+        (UNWEIGHTED, {"weights": 3}, "weights=3: give one finite number"),
+        (UNWEIGHTED, {"copies": 0}, "copies=0 must be a whole number of at least 1"),
+        (UNWEIGHTED, {"copies": "1"}, "copies='1' must be a whole number of at least 1"),
+    ],
+)
+def test_what_is_checked_is_checked_itself(protocol: Any, more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProtocolError, match=f"^{message}"):
+        check_transfer_protocol(protocol, **{"topology": FOUR, "num_rows": 9, **more})

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isfinite, nan
 from types import UnionType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hf_protocols.errors import HybridFlowError
 
-__all__ = ["check_all", "check_columns", "check_count", "check_kind", "check_name", "check_number", "check_seconds"]
+__all__ = [
+    "are_whole",
+    "check_all",
+    "check_columns",
+    "check_count",
+    "check_kind",
+    "check_name",
+    "check_number",
+    "check_seconds",
+    "check_weights",
+]
 
 Error = type[HybridFlowError]
 Kind = TypeVar("Kind")
+
+
+def are_whole(values: object) -> bool:
+    """Whether these are a list of whole numbers: True and 1.0 are none."""
+    return isinstance(values, Sequence) and all(
+        hasattr(each, "__index__") and not isinstance(each, bool) for each in values
+    )
 
 
 def check_kind(error: Error, name: str, value: object, kind: type | UnionType, wanted: str) -> None:
@@ -66,3 +83,13 @@ def check_seconds(error: Error, name: str, value: object) -> None:
     """Refuse what is no number of seconds: a wait without an end is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise error(f"{name}={value!r} must be a finite number of seconds of at least 0")
+
+
+def check_weights(error: Error, weights: Any, num_rows: int) -> None:
+    """Refuse what is not one finite number of at least 0 for each row."""
+    try:
+        fit = len(weights) == num_rows and all(0 <= weight < math.inf for weight in weights)
+    except TypeError:
+        fit = False
+    if not fit:
+        raise error(f"weights={weights!r:.80}: give one finite number >= 0 for each of the {num_rows} rows")

@@ -57,6 +57,8 @@ class RowSelection:
             intervals = tuple([(row, row + 1) for row in rows])
         except TypeError:
             raise BatchError(f"RowSelection.from_rows({rows!r}): give row numbers, such as [0, 2]") from None
+        if intervals and _is_truth(intervals[0][0]):
+            raise BatchError(f"RowSelection.from_rows({rows!r}): of a mask give the positions of its true entries")
         return cls(intervals)
 
     def __len__(self) -> int:
@@ -118,6 +120,11 @@ class RowSelection:
     def _ends(self) -> list[int]:
         """Number of rows up to and including each interval."""
         return list(accumulate(stop - start for start, stop in self.intervals))
+
+
+def _is_truth(row: object) -> bool:
+    """Whether it is an entry of a mask: of a list, an array or a tensor."""
+    return type(row) is not int and "bool" in str(getattr(row, "dtype", type(row)))
 
 
 def _merge(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

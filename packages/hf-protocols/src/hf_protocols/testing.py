@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from hf_protocols.arguments import check_count, check_kind, check_weights
 from hf_protocols.errors import ProtocolError
 from hf_protocols.selection import RowSelection
 from hf_protocols.topology import Axis, Topology
@@ -41,8 +42,14 @@ def check_transfer_protocol(
     differ by at most one.
 
     Raises:
-        ProtocolError: naming the protocol, the law and the rank or row that breaks it.
+        ProtocolError: naming the protocol, the law and the rank or row that breaks it; for arguments of other kinds.
     """
+    check_kind(ProtocolError, "check_transfer_protocol: protocol", protocol, TransferProtocol, "a TransferProtocol")
+    check_kind(ProtocolError, "check_transfer_protocol: topology", topology, Topology, "a Topology")
+    check_count(ProtocolError, "num_rows", num_rows, least=0)
+    check_count(ProtocolError, "copies", copies)
+    if weights is not None:
+        check_weights(ProtocolError, weights, num_rows)
     law = _Laws(protocol.name, num_rows)
     selections = protocol.distribute(topology, num_rows, weights)
     collection = protocol.collect(topology)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from hf_protocols.arguments import check_count, check_kind
+from hf_protocols.arguments import are_whole, check_count, check_kind, check_weights
 from hf_protocols.errors import BatchError, HybridFlowError, ProtocolError
 from hf_protocols.selection import RowSelection
 from hf_protocols.topology import Topology
@@ -131,20 +131,21 @@ class _Collect:
 
     def __call__(self, topology: Topology) -> Collection:
         answer = _ask(self.protocol, "collect", self.function, topology)
-        if not isinstance(answer, Collection) or answer.combine not in ("concat", "list"):
+        name, last = f"protocol {self.protocol!r}", topology.world_size - 1
+        if (
+            not isinstance(answer, Collection)
+            or not are_whole(answer.ranks)
+            or answer.combine not in ("concat", "list")
+        ):
             raise ProtocolError(
-                f"protocol {self.protocol!r}: collect answers {_shorten(answer)}; answer "
+                f"{name}: collect answers {_shorten(answer)}; answer "
                 'Collection(ranks=(...), combine="concat" or "list")'
             )
         if not answer.ranks or len(set(answer.ranks)) < len(answer.ranks):
-            raise ProtocolError(
-                f"protocol {self.protocol!r} collects the ranks {_shorten(answer.ranks)}: answer at least one, "
-                "each once"
-            )
+            raise ProtocolError(f"{name} collects the ranks {_shorten(answer.ranks)}: answer at least one, each once")
         if not all(rank in range(topology.world_size) for rank in answer.ranks):
             raise ProtocolError(
-                f"protocol {self.protocol!r} collects the ranks {_shorten(answer.ranks)}; the topology has ranks 0 to "
-                f"{topology.world_size - 1}"
+                f"{name} collects the ranks {_shorten(answer.ranks)}; the topology has ranks 0 to {last}"
             )
         return answer
 
@@ -229,8 +230,7 @@ def split_rows(
     contiguous = [RowSelection.range(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
     if weights is None:
         return contiguous
-    if len(weights) != num_rows or not all(0 <= weight < float("inf") for weight in weights):
-        raise BatchError(f"weights must be one finite number >= 0 for each of the {num_rows} rows, got {len(weights)}")
+    check_weights(BatchError, weights, num_rows)
     balanced = _balance(weights, [len(chunk) for chunk in contiguous])
     # fsum does not depend on the order of the rows, so that equal splits weigh the same.
     heaviest = [max(math.fsum(map(weights.__getitem__, chunk)) for chunk in s) for s in (balanced, contiguous)]
