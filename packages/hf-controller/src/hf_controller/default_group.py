@@ -135,9 +135,9 @@ def join_joint_group(
 
 def call_off(name: str, store: Any) -> None:
     """Wake the ranks that wait for others in a joint group's ``store``: they get an error."""
-    from torch import distributed
+    from torch.distributed import distributed_c10d as c10d
 
-    distributed.PrefixStore(name, store).set(_CALLED_OFF, "")
+    c10d.PrefixStore(name, store).set(_CALLED_OFF, "")
 
 
 def _await_others(store: Any, world_size: int, timeout_s: float) -> None:

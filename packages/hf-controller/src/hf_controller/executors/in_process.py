@@ -304,9 +304,6 @@ class InProcessExecutor(Executor):
         collected = spec.protocol.collect(group.topology).ranks
         return _LocalCall(outcomes, reports, collected, self.trace)
 
-    def _finish_calls(self) -> None:
-        """Nothing: a call is over when it is made."""
-
     def _check_device(self, pool: ResourcePool) -> None:
         import torch
 
