@@ -150,7 +150,8 @@ def test_inputs_that_overwriting_would_remove_are_refused(
     ("change", "part"),
     [
         (lambda plan: plan["models"].pop("critic"), "has the roles actor, critic"),
-        (lambda plan: plan["models"]["actor"].update(train=None), "gives actor no layout"),
+        (lambda plan: plan["models"]["critic"].update(train=None), "gives critic no layout"),
+        (lambda plan: plan["models"]["actor"].update(train=None), "models.actor: a model's generation"),
         (lambda plan: plan["pools"][0]["machines"][0].update(slots="two"), "slots='two'"),
         (lambda plan: plan["models"]["actor"].update(micro_batch_tokens="x"), "micro_batch_tokens='x'"),
         (lambda plan: plan.update(schema_version=99), "schema_version 99"),
