@@ -129,9 +129,10 @@ def test_a_missing_file_and_a_wrong_index_are_one_error(model, tmp_path):
     index.write_text(text.replace("model-00002", "model-00001"))
     with pytest.raises(ReshardError, match=r"in model-00001-of-00002\.safetensors, which lacks it"):
         check_conversion(tmp_path, *layouts(model))
-    index.write_text("[]")
-    with pytest.raises(ReshardError, match="no index of safetensors files"):
-        check_conversion(tmp_path, *layouts(model))
+    for text in ("[]", '{"weight_map": []}', '{"weight_map": {"model.norm.weight": 3}}'):
+        index.write_text(text)
+        with pytest.raises(ReshardError, match="no index of safetensors files"):
+            check_conversion(tmp_path, *layouts(model))
 
 
 def test_a_plan_that_loses_a_piece_does_not_pass(model, monkeypatch):

@@ -13,6 +13,7 @@ from hf_engine.backends import _offload
 from hf_engine.backends.transformers import TransformersBackend
 from hf_engine.resharding import plan
 from hf_engine.resharding.boxes import Box
+from hf_engine.resharding.execute import ReshardExecutor
 from hf_engine.resharding.moving import storage_bytes
 from hf_engine.resharding.steps import Step
 from hf_engine.testing import LocalRanks, write_tiny_model
@@ -252,7 +253,7 @@ def test_damage_and_a_rank_behind_are_refused(ranks2, tmp_path, what):
     ranks2.run(damage_what_arrives, write_tiny_model(tmp_path), what)
 
 
-def die_on_the_way(model):
+def die_on_the_way(model, is_late):
     train, _, engine = build_engine(model, model, bucket_bytes=1 << 14)
     before = bits(train.local_weights())
     calls = 0
@@ -265,7 +266,10 @@ def die_on_the_way(model):
         return real(operations)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "batch_isend_irecv", exit_midway)
+        if not is_late:
+            patch.setattr(dist, "batch_isend_irecv", exit_midway)
+        elif dist.get_rank() == 1:
+            patch.setattr(ReshardExecutor, "_check_seals", lambda *_: os._exit(1))
         with pytest.raises(ReshardError, match="transfer of weights failed on rank 0"), engine.generation():
             pass
     after = train.local_weights()
@@ -273,9 +277,10 @@ def die_on_the_way(model):
     raise AssertionError("the survivor holds its training weights")
 
 
-def test_a_peer_that_dies_on_the_way_leaves_a_typed_error_and_the_training_weights(tmp_path):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_peer_that_dies_on_the_way_leaves_a_typed_error_and_the_training_weights(tmp_path, is_late):
     with LocalRanks(2, timeout_s=5) as ranks, pytest.raises(RuntimeError) as failed:
-        ranks.run(die_on_the_way, write_tiny_model(tmp_path))
+        ranks.run(die_on_the_way, write_tiny_model(tmp_path), is_late)
     assert "the survivor holds its training weights" in str(failed.value)
     assert "the process of rank 1 died" in str(failed.value)
 
@@ -338,11 +343,15 @@ def use_what_was_closed(model, backend):
     engine = HybridEngine(train, rollout, topology)
     with engine.generation(), pytest.raises(BackendError, match=r"close\(\) inside generation"):
         engine.close()
+    for training_weights in (None, "keep", "offload"):
+        with pytest.raises(ReshardError, match=r"maybe another HybridEngine's, cannot be used: .* has no memory"):
+            HybridEngine(train, rollout, topology, training_weights=training_weights)
     engine.close()
     engine.close()
     calls = {
         "generation": lambda: engine.generation().__enter__(),
         "generate": lambda: engine.generate(build_prompts(4, vocab_size=VOCAB_SIZE), GREEDY),
+        "memory": lambda: engine.memory,
         "scoring": lambda: train.compute_logprobs(build_batch(4, vocab_size=VOCAB_SIZE)),
         "train_step": lambda: step(train),
         "weight_layout": train.weight_layout,

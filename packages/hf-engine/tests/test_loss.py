@@ -51,6 +51,8 @@ PAIR = "give (loss_sum, metrics), a tensor of one number and (sum, count) by nam
         (lambda logprobs: None, f"loss_fn gave None: {PAIR}"),
         (lambda logprobs: (logprobs.sum(),), f"loss_fn gave a tuple of 1: {PAIR}"),
         (lambda logprobs: (logprobs.sum(), {}, 1.0), f"loss_fn gave a tuple of 3: {PAIR}"),
+        (lambda logprobs: (logprobs.detach().sum() + torch.zeros((), requires_grad=True), {}), "reaches no output"),
+        (lambda logprobs: (torch.ones((), requires_grad=True), {}), "reaches no output: compute it from the outputs"),
         (lambda logprobs: (logprobs.sum(), None), "loss_fn gave None as metrics: give (sum, count) by name"),
         (
             lambda logprobs: (logprobs.sum(), {"a": 1.0}),

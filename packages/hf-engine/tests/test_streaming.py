@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from hf_engine.resharding.layouts import fsdp_layout
 from hf_engine.resharding.model_layouts import generation_layout, model_shapes
 from hf_engine.resharding.plan import plan_reshard
 from hf_engine.resharding.streaming import ShardStream, group_parameters
+from hf_engine.testing import LocalRanks
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec, ReshardError, Topology
 
 MODEL = ModelShape(
@@ -98,3 +101,25 @@ def test_groups_follow_the_order_and_respect_the_bound():
     assert group_parameters(layout, 24) == [("a", "b"), ("c",), ("d", "e")]
     assert group_parameters(layout, 1) == [("a",), ("b",), ("c",), ("d",), ("e",)]
     assert group_parameters(layout, 1 << 20) == [("a", "b", "c", "d", "e")]
+
+
+def die_with_the_last_group():
+    """Rank 1 has everything, and is gone when both are asked whether they took it."""
+    rank = dist.get_rank()
+    source = fsdp_layout(model_shapes(MODEL), range(2))
+    plan = plan_reshard(source, generation_layout(MODEL, Topology(ParallelSpec(dp_size=2), GenerationSpec())))
+    stream, taken = ShardStream(plan, bucket_bytes=2048), []
+
+    def take(shards):
+        taken.append(shards)
+        if rank == 1 and len(taken) == len(stream._groups):
+            os._exit(1)
+
+    with pytest.raises(ReshardError, match="transfer of weights failed on rank 0"):
+        stream.run(cut(source, rank, 0), take, version=0)
+    raise AssertionError("the survivor knows")
+
+
+def test_a_rank_that_dies_with_the_last_group_is_a_typed_error():
+    with LocalRanks(2, timeout_s=5) as ranks, pytest.raises(RuntimeError, match="the survivor knows"):
+        ranks.run(die_with_the_last_group)

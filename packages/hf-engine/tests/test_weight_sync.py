@@ -137,6 +137,8 @@ def mistakes_on_one_rank():
         r"is torch.sparse_coo: give a dense": torch.zeros(8, 4).to_sparse(),
         "has no memory": emptied(8, 4),
         "is expanded": torch.zeros(8, 1).expand(8, 4),
+        "is expanded, or overlaps itself": torch.zeros(16).as_strided((8, 4), (1, 1)),
+        "was made under torch.inference_mode": inference_tensor(8, 4),
     }.items():
         given = {"w": tensor if alone else torch.zeros(4 if rank < 2 else 8, 4)}
         with pytest.raises(ReshardError, match=rf"(^|rank 3 refused: )the target tensors of rank 3 .*'w' {problem}"):
@@ -146,6 +148,11 @@ def mistakes_on_one_rank():
         sync.send(given, version=1) if rank < 2 or alone else sync.receive(given)
     sync.send(given, version=1) if rank < 2 else sync.receive(given)
     return float(given["w"].sum())
+
+
+def inference_tensor(*shape):
+    with torch.inference_mode():
+        return torch.zeros(shape)
 
 
 def emptied(*shape):

@@ -33,6 +33,7 @@ from hf_engine.resharding.execute import (
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
 from hf_engine.resharding.streaming import ShardStream
+from hf_engine.resharding.usable import check_writable
 from hf_protocols.arguments import check_kind
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.topology import Topology
@@ -161,6 +162,7 @@ class HybridEngine:
     @property
     def memory(self) -> TransitionMemory:
         """What this rank holds while it generates."""
+        self._check_open("memory")
         rank = dist.get_rank()
         moved, fed = self._mover is not None, not isinstance(self._rollout, SupportsWeightBuffers)
         held, trained = self._plan.target.held_bytes(rank), self._plan.source.held_bytes(rank)
@@ -254,7 +256,7 @@ class HybridEngine:
             raise BackendError("close() inside generation(): leave its block first")
         if self._is_closed:
             return
-        self._is_closed = True
+        self._is_closed, self._mover = True, None
         self._rollout.close()
         self._train.close()
         if self._group not in (None, dist.group.WORLD):
@@ -355,6 +357,7 @@ def _plan_between(
         )
     if isinstance(rollout, SupportsWeightBuffers):
         check_weights(target, dist.get_rank(), rollout.weight_buffers(), "generation")
+        check_writable(as_parts(rollout.weight_buffers()), "the generation tensors, maybe another HybridEngine's,")
         if training_weights == "move" or (training_weights is None and source.dtype == target.dtype):
             _check_storages(rollout.weight_buffers())
     return plan

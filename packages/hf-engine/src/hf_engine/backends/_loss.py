@@ -8,6 +8,7 @@ from numbers import Real
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch.autograd.graph import Node, get_gradient_edge
 
 from hf_engine.backends._base import LossFunction, Metrics
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
@@ -75,11 +76,28 @@ class StepLoss:
         size = [len(micro_batch.rows)]
         answer = self._loss_fn(TensorDict({**outputs}, batch_size=size), TensorDict(columns, batch_size=size))
         loss_sum, metrics = _read(answer)
+        if not _reaches(loss_sum, outputs):
+            raise BackendError("loss_fn gave a loss_sum whose gradient reaches no output: compute it from the outputs")
         self.total += float(loss_sum.detach())
         for name, (value, count) in metrics.items():
             total, counted = self.metrics.get(name, (0.0, 0.0))
             self.metrics[name] = (total + value, counted + count)
         return loss_sum
+
+
+def _reaches(loss_sum: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a gradient of the loss arrives at an output."""
+    wanted = {get_gradient_edge(output).node for output in outputs.values() if output.requires_grad}
+    seen: set[Node] = set()
+    waiting = [get_gradient_edge(loss_sum).node]
+    while waiting:
+        node = waiting.pop()
+        if node in wanted:
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+    return False
 
 
 def _read(answer: object) -> tuple[torch.Tensor, Metrics]:

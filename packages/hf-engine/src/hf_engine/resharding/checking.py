@@ -136,6 +136,8 @@ def _read_index(index: Path) -> dict[str, str]:
         files = dict(json.loads(index.read_text())["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ReshardError(f"{index.name} is no index of safetensors files: {error!r}") from error
+    if not files or not all(isinstance(each, str) for pair in files.items() for each in pair):
+        raise ReshardError(f"{index.name} is no index of safetensors files: its weight_map maps no names to files")
     if missing := sorted(name for name in {*files.values()} if not (index.parent / name).is_file()):
         raise ReshardError(f"{index.name} names {missing}, which {index.parent} lacks: fetch the missing files")
     return files

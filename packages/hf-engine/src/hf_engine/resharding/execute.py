@@ -153,12 +153,12 @@ class ReshardExecutor:
             held, wanted = as_parts(source), as_parts(target)
             seals = Seals()
             self._exchange(held, wanted, seals, _UNKNOWN if version is None else version, mover)
+            if self._steps:
+                version = self._check_seals(seals, version)
         except RuntimeError as error:
             if error is refusal:
                 raise
             raise ReshardError(f"the transfer of weights failed on rank {self._rank}: {error}") from error
-        if self._steps:
-            version = self._check_seals(seals, version)
         return Transfer(
             recv_bytes=sum(step.payload_bytes for step in self._steps),
             seal_bytes=seals.count * SEAL_BYTES,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, Buffers, ReshardExecutor, Weights, check_weights
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.plan import ReshardPlan
+from hf_protocols.errors import ReshardError
 
 __all__ = ["ShardStream", "group_parameters"]
 
@@ -104,7 +105,12 @@ class ShardStream:
             part = {} if refusal else {name: source[name] for name in names if name in source}
             received += executor.run(part, target, version=version, refusal=refusal).recv_bytes
             refusal = _refusal_of(partial(take, target))
-        self._executors[-1].agree(refusal)
+        try:
+            self._executors[-1].agree(refusal)
+        except RuntimeError as error:
+            if error is refusal:
+                raise
+            raise ReshardError(f"the transfer of weights failed on rank {self._rank}: {error}") from error
         return received
 
 

@@ -32,7 +32,8 @@ def check_writable(weights: _Tensors, where: str, *, are_filled: bool = True) ->
         are_filled: whether they have their memory now; a `ShardMover` gives them theirs on the way.
 
     Raises:
-        ReshardError: as `check_readable`, and naming those that are expanded, or lie in the same memory as another.
+        ReshardError: as `check_readable`, and naming those of inference mode outside of it, those whose elements share
+            memory, as expanded ones do, and those that lie in the same memory as another.
     """
     _refuse(((name, _lack(part, is_filled=are_filled) or _repeat(part)) for name, part in _flat(weights)), where)
     if are_filled:
@@ -57,8 +58,14 @@ def _lack(tensor: torch.Tensor, *, is_filled: bool = True) -> str:
 
 
 def _repeat(tensor: torch.Tensor) -> str:
-    expanded = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return "is expanded, so that several of its elements are one: give a contiguous tensor" if expanded else ""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return "was made under torch.inference_mode: it cannot be written outside of it"
+    reach = 0  # of the dimensions with smaller strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return "is expanded, or overlaps itself, so that several of its elements are one: give a contiguous tensor"
+        reach += (size - 1) * stride
+    return ""
 
 
 def _overlaps(weights: _Tensors) -> Iterator[tuple[str, str]]:
