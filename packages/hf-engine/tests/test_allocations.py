@@ -87,11 +87,11 @@ def test_weights_that_move_take_the_memory_of_their_new_place_only(ranks2, model
         assert host_bytes == 0
 
 
-def test_copies_that_wait_on_the_host_are_allocated_once(ranks2, models):
-    """511 rows are 256 and 255 and one of padding, which no generation shard holds: that storage waits on the host."""
+def test_padding_alone_waits_on_the_host(ranks2, models):
+    """511 rows are 256 and 255 and one of padding, which no generation shard holds: that row waits on the host."""
     (_, _, without), (taken, shards, padded) = ranks2.run(enter_and_leave, models[511], "fsdp", "1-1-2", "move")
     assert taken == [shards] * 3
-    assert (without, padded) == (0, 256 * SIZES["hidden_size"] * 4)
+    assert (without, padded) == (0, SIZES["hidden_size"] * 4)
 
 
 def test_the_count_sees_a_tensor_and_a_storage_that_grows():

@@ -76,7 +76,7 @@ class TransitionMemory:
     """Device bytes of the training shard beside the generation shard: 0 when it is moved or offloaded."""
     host_bytes: int
     """On the host: the training shard when it is offloaded; when it is moved copies of what lies outside the generation
-    shard, allocated once."""
+    shard and of padding, allocated once."""
     peak_bytes: int
     """The most bytes of training and generation weights that are live at once on the way into generation, in it and on
     the way back. Where the training shard is moved a parameter is there twice while it is copied: this may pass the

@@ -48,7 +48,10 @@ class ShardMover:
             kept_numel[name] += box.numel
         self._groups = _storage_groups(train)
         inside = {name for name, boxes in held.items() if kept_numel[name] == sum(box.numel for box in boxes)}
-        self._moved = {key for key, names in self._groups.items() if names <= inside and self._is_covered(key, names)}
+        self._waiting = {
+            key: self._find_gaps(key, names) if names <= inside else [slice(0, self._storage(key).nbytes())]
+            for key, names in self._groups.items()
+        }
         self._bytes = {
             (name, part): tensor.untyped_storage().nbytes()
             for name, tensors in generation.items()
@@ -58,15 +61,16 @@ class ShardMover:
         self._unneeded, self._way_back = self._order_back()
         self._done: set[str] = set()
         self._emptied: set[int] = set()
-        self._copies: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, list[torch.Tensor]] = {}
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that wait on the host during generation: storages that do not lie inside the generation shard.
+        """Bytes that wait on the host during generation: storages that do not lie inside the generation shard, and of
+        the others what is no parameter's, padding say.
 
         Their copies are allocated in the first transition and kept.
         """
-        return sum(num_bytes for key, num_bytes in self._train_bytes.items() if key not in self._moved)
+        return sum(part.stop - part.start for parts in self._waiting.values() for part in parts)
 
     def peak_bytes(self, order: Iterable[tuple[Sequence[str], Sequence[str]]]) -> int:
         """The most bytes of training and generation weights that are live at once, there and back. Pure.
@@ -106,10 +110,11 @@ class ShardMover:
             if key in self._emptied or not members <= self._done:
                 continue
             storage = self._storage(key)
-            if key not in self._moved:
-                if key not in self._copies:
-                    self._copies[key] = torch.empty(self._train_bytes[key], dtype=torch.uint8)
-                self._copies[key].copy_(_bytes_of(storage))
+            waiting = self._waiting[key]
+            if key not in self._copies:
+                self._copies[key] = [torch.empty(part.stop - part.start, dtype=torch.uint8) for part in waiting]
+            for part, copy in zip(waiting, self._copies[key], strict=True):
+                copy.copy_(_bytes_of(storage)[part])
             self._emptied.add(key)
             storage.resize_(0)
 
@@ -135,9 +140,8 @@ class ShardMover:
         storage = self._storage(key)
         storage.resize_(self._train_bytes[key])
         self._emptied.remove(key)
-        if key not in self._moved:
-            _bytes_of(storage).copy_(self._copies[key])
-            return
+        for part, copy in zip(self._waiting[key], self._copies[key], strict=True):
+            _bytes_of(storage)[part].copy_(copy)
         for name in names:
             for inside, destination in self._kept[name]:
                 tensor = destination.of(self._train)
@@ -160,10 +164,18 @@ class ShardMover:
             if tensor.untyped_storage()._cdata == key
         )
 
-    def _is_covered(self, key: int, names: set[str]) -> bool:
-        """Whether the storage holds nothing but these parameters: padding would be lost."""
+    def _find_gaps(self, key: int, names: set[str]) -> list[slice]:
+        """Bytes of a storage in which none of its parameters lies; all of it where they cannot be told apart."""
+        size = self._storage(key).nbytes()
         views = [t for name in names for t in self._train[name] if t.untyped_storage()._cdata == key]
-        return sum(view.numel() * view.element_size() for view in views) == self._storage(key).nbytes()
+        if sum(view.nbytes for view in views) == size:
+            return []
+        starts = sorted((view.storage_offset() * view.element_size(), view.nbytes) for view in views)
+        ends = [0, *(start + length for start, length in starts)]
+        gaps = [slice(end, start) for end, (start, _) in zip(ends, [*starts, (size, 0)], strict=True)]
+        if not all(view.is_contiguous() for view in views) or any(gap.stop < gap.start for gap in gaps):
+            return [slice(0, size)]
+        return [gap for gap in gaps if gap.stop > gap.start]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
