@@ -166,8 +166,8 @@ def use_wrongly(engine, model, url):
         BackendError, match=r"from weights that it calls .*, not '.*': it was started anew, or somebody"
     ):
         backend.generate(prompts, GREEDY)
-    with pytest.raises(BackendError, match=r"did not finish /.* in 0.01 s: raise rollout.options.timeout_s"):
-        replace_timeout(other, 0.01).generate(prompts, replace(GREEDY, max_new_tokens=38))
+    with pytest.raises(BackendError, match=r"did not finish /.* in 0.001 s: raise rollout.options.timeout_s"):
+        replace_timeout(other, 0.001).generate(prompts, replace(GREEDY, max_new_tokens=38))
     other.close()
     backend.close()
 

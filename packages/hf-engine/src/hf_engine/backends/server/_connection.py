@@ -93,11 +93,12 @@ class Connection:
                 data = None if body is None else json.dumps(body)
                 connection.request(method, self._path + path, data, self._headers)
                 response, received = connection.getresponse(), bytearray()
+                _left_until(stop)
                 while chunk := response.read(_CHUNK_BYTES):
                     received += chunk
                     if response.isclosed():  # and the socket with it
                         break
-                    sock.settimeout(max(1e-3, stop - time.monotonic()))
+                    sock.settimeout(_left_until(stop))
                 if response.length:
                     raise http.client.IncompleteRead(bytes(received), response.length)
             except TimeoutError as error:
@@ -123,6 +124,18 @@ class Connection:
                 "give its address in rollout.options.urls"
             ) from error
         return connection
+
+
+def _left_until(stop: float) -> float:
+    """Seconds; a socket knows only how long one operation may take.
+
+    Raises:
+        TimeoutError: where none are left.
+    """
+    left = stop - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
 
 
 def _decode(answer: bytes) -> Any:
