@@ -439,6 +439,8 @@ def fail_twice_and_tell_once():
         with pytest.raises(RemoteCallError, match="told"):
             group.fail("told").result()
         group.fail_again("untold")
+        with pytest.raises(RemoteCallError, match="dealt with"):
+            group.fail_again("dealt with").result()
         group.succeed()
 
 

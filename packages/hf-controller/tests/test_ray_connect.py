@@ -8,7 +8,16 @@ import time
 
 import pytest
 
-from hf_controller import InProcessExecutor, RayExecutor, ResourcePool, Worker, WorkerSpec, connect, rebuild
+from hf_controller import (
+    InProcessExecutor,
+    RayExecutor,
+    ResourcePool,
+    Worker,
+    WorkerContext,
+    WorkerSpec,
+    connect,
+    rebuild,
+)
 from hf_controller.testing import SoloWorker
 from hf_protocols import (
     ONE_TO_ALL,
@@ -132,6 +141,40 @@ def test_a_rank_that_comes_too_late_to_a_connection_waits_for_nobody(
         assert left.pid().result(timeout_s=5.0) != right.pid().result(timeout_s=5.0)
         monkeypatch.undo()
         connect(right, left, name="late")
+    finally:
+        for pool in pools:
+            ray_executor.release(pool)
+
+
+class Unbuildable(Side):
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        raise ValueError("this constructor is wrong")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_group_stays_usable_whose_partner_has_no_worker_or_does_not_answer(
+    ray_executor: RayExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = [ResourcePool([1], device="cpu", name=name) for name in ("sound", "frozen", "unbuilt")]
+    classes = (Side, Side, Unbuildable)
+    sound, frozen, unbuilt = (
+        ray_executor.build_groups(
+            pool, {pool.name: WorkerSpec(worker=worker, topology=Topology(ParallelSpec()))}, wait=worker is Side
+        )[pool.name]
+        for pool, worker in zip(pools, classes, strict=True)
+    )
+    try:
+        for pair in ((sound, unbuilt), (unbuilt, sound)):
+            with pytest.raises(WorkerError, match=r"unbuilt\.__init__ on rank 0 failed: ValueError: this constructor"):
+                connect(*pair)
+        os.kill(frozen.pid().result()[0], signal.SIGSTOP)
+        monkeypatch.setattr(ray_executor, "_start_timeout_s", 2.0)
+        with pytest.raises(WorkerTimeoutError, match=r"^frozen/0 not done with connect within 2 s"):
+            connect(frozen, sound)
+        # While the other is still frozen.
+        assert len(sound.pid().result(timeout_s=20.0)) == 1
     finally:
         for pool in pools:
             ray_executor.release(pool)

@@ -278,3 +278,46 @@ print("closed")
 def test_a_block_does_not_wait_for_a_call_that_it_was_told_is_late():
     done = subprocess.run([sys.executable, "-c", TOLD_PROGRAM], capture_output=True, text=True, timeout=120)
     assert done.stdout == "late\nclosed\n", done.stderr
+
+
+DEAD_PROGRAM = """
+import os, sys, time
+from pathlib import Path
+from hf_protocols import ONE_TO_ALL, ParallelSpec, Topology, WorkerError, register
+from hf_controller import RayExecutor, ResourcePool, Worker, WorkerSpec
+
+class Mortal(Worker):
+    needs_process_group = False
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def pid(self):
+        return os.getpid()
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def die(self):
+        os._exit(1)
+
+with RayExecutor(num_cpus=1, object_store_bytes=100 * 2**20) as executor:
+    spec = WorkerSpec(worker=Mortal, topology=Topology(ParallelSpec(dp_size=1)))
+    group = executor.build_groups(ResourcePool([1], device="cpu"), {"mortal": spec})["mortal"]
+    (pid,) = group.pid().result()
+    dying, behind = group.die(), group.pid()
+    while Path(f"/proc/{pid}").exists():
+        time.sleep(0.1)
+    time.sleep(2)  # Ray knows it too: both calls are over
+    if sys.argv[1] == "told":
+        try:
+            dying.wait()
+        except WorkerError:
+            print("told")
+print("closed")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argument", ["told", "untold"])
+def test_a_block_raises_a_death_that_its_program_was_not_told_of_once(argument):
+    done = subprocess.run([sys.executable, "-c", DEAD_PROGRAM, argument], capture_output=True, text=True, timeout=120)
+    assert done.returncode == (0 if argument == "told" else 1), done.stderr
+    assert ("closed" in done.stdout.splitlines()) is ("told" in done.stdout.splitlines()) is (argument == "told")
+    assert ("process mortal/0 is gone" in done.stderr) is (argument == "untold")

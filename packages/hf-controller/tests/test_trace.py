@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import time
 
 from hf_controller import Span, SubSpan, Trace
+from hf_controller.failures import Failure
 from hf_controller.trace import CallReport
 
 
@@ -87,3 +89,34 @@ def test_chrome_trace_has_one_row_per_rank_and_the_parts_inside_a_call(tmp_path)
 
 def test_clocks_that_disagree_make_no_negative_time():
     assert span(submit_s=101.2).queue_s == 0.0
+
+
+def failed(call_id: int, **changes) -> CallReport:
+    why = Failure.of(KeyError(call_id), role="actor", method="generate", rank=0, origin=f"call {call_id}")
+    return CallReport(span=span(call_id=call_id, failed=True, **changes), failure=why)
+
+
+def test_a_failure_is_untold_until_its_own_call_or_one_that_needs_it_is_asked_for():
+    trace, (first, second, third) = Trace(), map(failed, (1, 2, 3))
+    trace.note([third, second, first])  # as pools come
+    trace.tell(2, second.failure)
+    assert trace.find_untold() == first.failure
+    trace.tell(9, first.failure)
+    trace.note([first])  # of another rank, later
+    assert trace.find_untold() == third.failure
+    death = Failure.of(KeyError(), role="actor", method="generate", rank=1, origin="process 7")
+    trace.explain(3, death)
+    assert trace.find_untold() == death
+    trace.tell(4, death)
+    assert trace.find_untold() is None
+    assert [each.call_id for each in trace.drain()] == [3, 2, 1, 1]
+
+
+def test_failures_of_a_pool_that_is_built_again_are_no_news():
+    trace = Trace()
+    trace.note([failed(1), failed(2, pool="others")])
+    trace.forget("gpus")
+    trace.note([failed(3), failed(4, submit_s=time.time() + 1.0)])
+    assert trace.find_untold() == failed(2).failure
+    trace.tell(2, failed(2).failure)
+    assert trace.find_untold() == failed(4).failure

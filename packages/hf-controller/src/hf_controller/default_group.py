@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,14 +31,22 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # of linux/sockios.h
 _ARRIVED, _CALLED_OFF = "arrived", "called off"
 _POLL_S = 0.02
+_GRACE_S = 0.5
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where ranks meet."""
+    """Where ranks meet.
+
+    Attributes:
+        address: of the rank that listens.
+        port: where it listens.
+        token: tells it from an earlier one at the same address and port.
+    """
 
     address: str
     port: int
+    token: str = ""
 
 
 def open_rendezvous(address: str) -> tuple[Rendezvous, Any]:
@@ -45,7 +54,7 @@ def open_rendezvous(address: str) -> tuple[Rendezvous, Any]:
     from torch import distributed
 
     store = distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    return Rendezvous(address, store.port), store
+    return Rendezvous(address, store.port, uuid.uuid4().hex), store
 
 
 def join_default_group(
@@ -134,10 +143,14 @@ def join_joint_group(
 
 
 def call_off(name: str, store: Any) -> None:
-    """Wake the ranks that wait for others in a joint group's ``store``: they get an error."""
+    """Wake the ranks that wait for others in a joint group's ``store``: they get an error.
+
+    It takes a moment, after which the store can go: a rank that finds none tries until its deadline.
+    """
     from torch.distributed import distributed_c10d as c10d
 
     c10d.PrefixStore(name, store).set(_CALLED_OFF, "")
+    time.sleep(_GRACE_S)
 
 
 def _await_others(store: Any, world_size: int, timeout_s: float) -> None:

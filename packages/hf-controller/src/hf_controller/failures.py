@@ -41,6 +41,7 @@ class Failure:
     """One rank's failed call.
 
     ``pickled`` is the exception where it is one of our own tree, else empty; ``exception`` is it, in its own process.
+    ``origin`` is the call or process that failed, such as ``"call 12"``, and stays where later calls pass it on.
     """
 
     role: str
@@ -50,13 +51,14 @@ class Failure:
     message: str
     remote_traceback: str
     pickled: bytes = b""
+    origin: str = ""
     exception: BaseException | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "exception": None}
 
     @classmethod
-    def of(cls, error: BaseException, *, role: str, method: str, rank: int) -> Failure:
+    def of(cls, error: BaseException, *, role: str, method: str, rank: int, origin: str = "") -> Failure:
         """Describe ``error``, raised by ``role.method`` on ``rank``."""
         return cls(
             role=role,
@@ -66,6 +68,7 @@ class Failure:
             message=_message_of(error),
             remote_traceback="".join(traceback.format_exception(error)),
             pickled=_pickle_own(error),
+            origin=origin,
             exception=error,
         )
 

@@ -107,7 +107,9 @@ class RankHost:
         except UpstreamFailure as error:
             outcome, upstream = error.failure, True
         except BaseException as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
-            outcome = Failure.of(error, role=call.role, method=call.method, rank=self._rank)
+            outcome = Failure.of(
+                error, role=call.role, method=call.method, rank=self._rank, origin=f"call {call.call_id}"
+            )
         return outcome, self._report(call, outcome, progress, upstream=upstream)
 
     def enter(self, doing: str) -> None:

@@ -122,14 +122,19 @@ def refuse(call: Call, failure: Failure, *, pool: str, host: str, rank: int) -> 
     return CallReport(span=span, failure=failure, upstream=True)
 
 
+class _Untold(NamedTuple):
+    """A failure that the program was not told of, and the call that failed."""
+
+    call_id: int
+    pool: str
+    failure: Failure
+
+
 class Trace:
     """The spans of an executor's calls.
 
     Args:
         take_ready: splits watched handles into the reports that are there and the rest, without waiting.
-
-    Attributes:
-        untold: the failures of calls that ended, but for those that the program was told of.
     """
 
     def __init__(self, take_ready: Callable[[list[Any]], tuple[list[CallReport], list[Any]]] | None = None) -> None:
@@ -138,8 +143,9 @@ class Trace:
         self._undrained: list[Span] = []
         self._spans: list[Span] = []
         self.labels: dict[str, Any] = {}
-        self.untold: list[Failure] = []
-        self._told: set[int] = set()
+        self._untold: dict[str, _Untold] = {}
+        self._told: set[str] = set()
+        self._forgotten_s: dict[str, float] = {}
 
     @contextmanager
     def label(self, **labels: Any) -> Iterator[None]:
@@ -158,16 +164,41 @@ class Trace:
         """Take the reports of calls that nobody watches."""
         for report in reports:
             self._undrained.append(report.span)
-            if report.failure is not None and not report.upstream and report.span.call_id not in self._told:
-                self.untold.append(report.failure)
+            is_wanted = report.span.submit_s >= self._forgotten_s.get(report.span.pool, 0.0)
+            if report.failure is not None and not report.upstream and is_wanted:
+                self.note_failure(report.span.call_id, report.failure, report.span.pool)
 
     def tell(self, call_id: int, failure: Failure) -> None:
-        """The program is told why a call failed: of a failure of its own, which its other ranks share, or of the one
-        of an earlier call that it needs.
+        """The program is told why a call failed: of a failure of its own, which its other ranks share, or of that of
+        an earlier call or a process, which it needs.
         """
-        self._told.add(call_id)
-        told = failure.role, failure.method
-        self.untold = [each for each in self.untold if (each.role, each.method) != told]
+        self._settle(f"call {call_id}")
+        self._settle(failure.origin)
+
+    def explain(self, call_id: int, failure: Failure) -> None:
+        """A call for whose result nobody asked failed because one of its processes did, whatever its ranks report."""
+        self._settle(f"call {call_id}")
+        self.note_failure(call_id, failure)
+
+    def forget(self, pool: str) -> None:
+        """The program builds the groups of ``pool`` again: how its earlier calls there failed is no news."""
+        self._forgotten_s[pool] = time.time()
+        self._untold = {origin: each for origin, each in self._untold.items() if each.pool != pool}
+
+    def find_untold(self) -> Failure | None:
+        """The failure of the first call that failed, but for those that the program was told of."""
+        self._collect()
+        first = min(self._untold.values(), key=lambda each: each.call_id, default=None)
+        return None if first is None else first.failure
+
+    def note_failure(self, call_id: int, failure: Failure, pool: str = "") -> None:
+        """Take a failure that no report has, or one of a call on ``pool``; the program was not told of it yet."""
+        if failure.origin not in self._told:
+            self._untold.setdefault(failure.origin, _Untold(call_id, pool, failure))
+
+    def _settle(self, origin: str) -> None:
+        self._told.add(origin)
+        self._untold.pop(origin, None)
 
     def note_watched(self, handle: Any, report: CallReport) -> None:
         """Take the report behind a watched handle from somebody who read it, and let go of the handle."""
@@ -177,13 +208,17 @@ class Trace:
 
     def drain(self) -> list[Span]:
         """The spans that ended since the last call of drain. A long run drains once per iteration."""
+        self._collect()
+        spans, self._undrained = self._undrained, []
+        self._spans += spans
+        return spans
+
+    def _collect(self) -> None:
+        """Take the reports that are there."""
         if self._take_ready is not None:
             reports, pending = self._take_ready(list(self._pending))
             self._pending = dict.fromkeys(pending)
             self.note(reports)
-        spans, self._undrained = self._undrained, []
-        self._spans += spans
-        return spans
 
     def write_chrome(self, path: str | os.PathLike[str]) -> None:
         """Write every span so far as a Chrome trace (chrome://tracing, Perfetto): one row per host and rank."""

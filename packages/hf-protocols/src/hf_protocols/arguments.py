@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
-from math import isfinite, nan
+from math import nan
 from types import UnionType
 from typing import Any, TypeVar
 
@@ -75,7 +76,7 @@ def check_columns(error: Error, name: str, columns: object, *, may_lack: bool) -
 def check_number(error: Error, name: str, value: object, *, may_be_zero: bool = False) -> None:
     """Refuse what is no finite number above 0; 0 itself is one where it ``may_be_zero``."""
     number: float = value if isinstance(value, int | float) and not isinstance(value, bool) else nan
-    if not isfinite(number) or number < 0 or (number == 0 and not may_be_zero):
+    if not 0 <= number <= sys.float_info.max or (number == 0 and not may_be_zero):
         raise error(f"{name}={value!r} must be a finite number {'of at least' if may_be_zero else 'above'} 0")
 
 

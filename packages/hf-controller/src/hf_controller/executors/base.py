@@ -122,20 +122,19 @@ class Executor(ABC):
 
     def _end_calls(self) -> None:
         """Wait until the calls are over, and raise the first failure that the program was not told of."""
-        failed: BaseException | None = None
+        late: HybridFlowError | None = None
         try:
             self._finish_calls()
         except HybridFlowError as error:
-            failed = error
-        self.trace.drain()
-        if self.trace.untold:
-            first = self.trace.untold[0]
-            raise first.to_error() from first.exception
-        if failed is not None:
-            raise failed
+            late = error
+        untold = self.trace.find_untold()
+        if untold is not None:
+            raise untold.to_error() from untold.exception
+        if late is not None:
+            raise late
 
     def _finish_calls(self) -> None:  # noqa: B027 - nothing is left to do where a call is over when it is made
-        """Wait for the last call on every slot; raises what that call's result would."""
+        """Wait for the last call on every slot, and have the trace know why it failed; raises if it is late."""
 
     def put(self, batch: TensorDict) -> BatchFuture:
         """Store a batch of this process, so that groups can read it.

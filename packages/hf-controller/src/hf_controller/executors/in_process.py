@@ -136,7 +136,8 @@ class _LocalRank(NamedTuple):
         try:
             return _copy_outcome(outcome), report
         except Exception as error:  # noqa: BLE001 - an object's own copying may raise anything
-            failure = Failure.of(error, role=call.role, method=call.method, rank=report.span.rank)
+            origin = f"call {call.call_id}"
+            failure = Failure.of(error, role=call.role, method=call.method, rank=report.span.rank, origin=origin)
             return failure, report._replace(failure=failure)
 
 

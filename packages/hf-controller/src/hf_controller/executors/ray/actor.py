@@ -25,7 +25,7 @@ from hf_controller.default_group import (
     open_rendezvous,
     seed_generators,
 )
-from hf_controller.executors.ray.host_process import Location, find_location
+from hf_controller.executors.ray.host_process import Location, find_location, own_origin
 from hf_controller.executors.ray.store import HostStore, pack_shard
 from hf_controller.executors.ray.wire import pack_answer, unpack_call
 from hf_controller.failures import Failure
@@ -136,9 +136,10 @@ class HostActor:
     def give_up(self, name: str, rendezvous: Rendezvous) -> None:
         """Call a connection off: ranks that wait get an error, those that come later do not wait."""
         self._given_up.add(rendezvous)
-        store = self._rendezvous_stores.pop(rendezvous, None)
+        store = self._rendezvous_stores.get(rendezvous)
         if store is not None:
             call_off(name, store)
+            self._rendezvous_stores.pop(rendezvous, None)
 
     def construct(self, construction: Construction, rendezvous: Rendezvous | None) -> Failure | None:
         """Join the process group and construct every worker; what goes wrong is the answer."""
@@ -152,7 +153,7 @@ class HostActor:
                 self._role = role
                 self._workers[role] = self._construct_worker(role, spec, construction, device)
         except BaseException as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
-            self._unbuilt = Failure.of(error, role=self._role, method="__init__", rank=self._rank)
+            self._unbuilt = Failure.of(error, role=self._role, method="__init__", rank=self._rank, origin=own_origin())
             return self._unbuilt
         from hf_controller.rank_host import RankHost
 
@@ -171,6 +172,8 @@ class HostActor:
 
     def connect(self, joining: Joining, rendezvous: Rendezvous) -> Failure | None:
         """Join the ranks of another group; what goes wrong is the answer."""
+        if self._host is None:
+            return self._unbuilt
         if rendezvous in self._given_up:
             return None  # an earlier call took until after the deadline, and nobody waits for this answer
         try:
@@ -199,7 +202,8 @@ class HostActor:
 
     def disconnect(self, role: str, name: str) -> None:
         """Leave a connection whose other side is gone, if this rank ever joined it."""
-        connection = self._workers[role].context.connections.pop(name, None)
+        worker = self._workers.get(role)  # none: its constructor failed
+        connection = None if worker is None else worker.context.connections.pop(name, None)
         if connection is not None:
             leave_joint_group(connection.group)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -158,11 +160,26 @@ class RayExecutor(Executor):
             on_one_machine=len(nodes) == 1,
             timeout_s=self._collective_timeout_s,
         )
-        rendezvous = host_sets[0].actors[0].open_rendezvous.remote(len(nodes) == 1)
+        since_s = time.monotonic()
+        await_all = functools.partial(
+            await_answers,
+            method="connect",
+            timeout_s=self._start_timeout_s,
+            waiter=self._waiter,
+            inquirer=self._inquirer,
+            since_s=since_s,
+        )
+        # Waited for here: in the ranks' queues it would hold up their later calls for as long as it does not come.
+        opener = host_sets[0].processes[0]
+        opened = opener.actor.open_rendezvous.remote(len(nodes) == 1)
+        undone = await_all({opened: opener})
+        if undone is not None:
+            raise undone.error
+        rendezvous = ray.get(opened)
         asked: dict[Any, HostProcess] = {}
         for group, host_set in zip((first, second), host_sets, strict=True):
             asked |= host_set.connect(dataclasses.replace(joining, role=group.role), rendezvous)
-        undone = await_answers(asked, "connect", self._start_timeout_s, self._waiter, self._inquirer)
+        undone = await_all(asked)
         if undone is not None:
             for group, host_set in zip((first, second), host_sets, strict=True):
                 host_set.give_up(group.role, name, rendezvous)

@@ -13,7 +13,15 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.failures import Failure
 
-__all__ = ["HostProcess", "Location", "describe_death", "describe_processes", "find_location", "in_one_line"]
+__all__ = [
+    "HostProcess",
+    "Location",
+    "describe_death",
+    "describe_processes",
+    "find_location",
+    "in_one_line",
+    "own_origin",
+]
 
 
 class Location(NamedTuple):
@@ -47,6 +55,7 @@ class HostProcess:
         actor: its actor.
 
     Attributes:
+        origin: what its death is called as a :class:`Failure`'s origin.
         last_call: the call that it was given last, such as ``"call 12 actor.update_actor"``.
         was_ended: whether its pool was released, or its group ended.
     """
@@ -55,6 +64,7 @@ class HostProcess:
         self.label = label
         self.pool = pool
         self.actor = actor
+        self.origin = _origin_of(actor._actor_id.hex())
         self.last_call = "none"
         self.was_ended = False
         self._is_gone = False
@@ -96,7 +106,9 @@ def describe_death(
     An error that Ray raised inside a process that lives is described as its cause.
     """
     cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
+    origin = ""
     if isinstance(cause, RayActorError):
+        origin = _origin_of(cause.actor_id)
         message = (
             f"an earlier call's result is lost with its process: {in_one_line(cause)}; a pool that was released takes "
             "the results of its unfinished calls along"
@@ -113,6 +125,7 @@ def describe_death(
         elif method != "__init__":  # else its pool's groups never stood, and a note says what to do
             pools = ", ".join(dict.fromkeys(repr(each.pool) for each in (process, *others)))
             message += f"; rebuild(executor, [pool]) builds the groups of pool {pools} again"
+        origin = process.origin
     return Failure(
         role=role,
         method=method,
@@ -120,7 +133,17 @@ def describe_death(
         cause_type=type(cause or error).__name__,
         message=message,
         remote_traceback="" if cause is None else str(error),
+        origin=origin,
     )
+
+
+def own_origin() -> str:
+    """What the controller calls this process as a :class:`Failure`'s origin."""
+    return _origin_of(ray.get_runtime_context().get_actor_id())
+
+
+def _origin_of(actor_id: str | None) -> str:
+    return f"process {actor_id}"
 
 
 def in_one_line(error: RayError) -> str:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError
 
+from hf_controller.default_group import Rendezvous
 from hf_controller.executors.ray.actor import Construction, HostActor, Joining
 from hf_controller.executors.ray.host_process import HostProcess, describe_death, describe_processes
 from hf_controller.executors.ray.inquirer import Inquirer
@@ -91,7 +92,7 @@ class HostSet:
         if (role, name) in self._connections:
             raise ProtocolError(f"{role} has a connection {name!r} already: choose another name")
 
-    def connect(self, joining: Joining, rendezvous: Any) -> dict[Any, HostProcess]:
+    def connect(self, joining: Joining, rendezvous: Rendezvous) -> dict[Any, HostProcess]:
         """Start joining another group: the process of every rank by the handle of its answer."""
         return {process.actor.connect.remote(joining, rendezvous): process for process in self.processes}
 
@@ -105,7 +106,7 @@ class HostSet:
         for actor in self.actors:
             actor.disconnect.remote(role, name)
 
-    def give_up(self, role: str, name: str, rendezvous: Any) -> None:
+    def give_up(self, role: str, name: str, rendezvous: Rendezvous) -> None:
         """Have every rank stop joining where it still does, and leave the connection if it has joined."""
         for actor in self.actors:
             actor.give_up.remote(name, rendezvous)
@@ -156,9 +157,14 @@ def await_ready(host_sets: Iterable[HostSet], timeout_s: float, waiter: Waiter, 
 
 
 def await_answers(
-    asked: Mapping[Any, HostProcess], method: str, timeout_s: float, waiter: Waiter, inquirer: Inquirer
+    asked: Mapping[Any, HostProcess],
+    method: str,
+    timeout_s: float,
+    waiter: Waiter,
+    inquirer: Inquirer,
+    since_s: float | None = None,
 ) -> Undone | None:
-    """Wait until every rank has answered that it is done, or one that it failed, or time is up.
+    """Wait until every rank has answered what it was asked, or one that it failed, or time is up.
 
     Args:
         asked: the process of every rank by the handle of its answer.
@@ -166,12 +172,13 @@ def await_answers(
         timeout_s: deadline.
         waiter: waits.
         inquirer: asks those that are late.
+        since_s: when ``timeout_s`` began, in seconds of ``time.monotonic``; None: now.
 
     Returns:
         None if all is done. Else what went wrong on the first rank that failed; or for those that are not done in time
         a WorkerTimeoutError with what each is at, and its stack.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = (time.monotonic() if since_s is None else since_s) + timeout_s
     pending = list(asked)
     while pending:
         ready = waiter.wait_some(pending, deadline_s - time.monotonic())
@@ -197,8 +204,8 @@ def _to_timeout(
 
 def _failure(handle: Any, process: HostProcess, method: str) -> Failure | None:
     try:
-        failure: Failure | None = ray.get(handle)
+        answer = ray.get(handle)
     except RayError as error:
         role, _, rank = process.label.rpartition("/")
         return describe_death(error, process, role=role, method=method, rank=int(rank))
-    return failure
+    return answer if isinstance(answer, Failure) else None

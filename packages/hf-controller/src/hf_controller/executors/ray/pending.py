@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -102,16 +102,20 @@ class RayCall:
         return call
 
     def finish(self) -> None:
-        """Wait for every rank of a call that is not over, unless somebody was told that it failed or is late.
+        """Wait for every rank and have the trace know why the call failed, unless somebody was told that it failed or
+        is late, or its group was ended.
 
         Raises:
-            HybridFlowError: as :meth:`wait` does.
+            WorkerTimeoutError: as :meth:`wait` does.
         """
-        answers = list(self._answers.values())
-        if not self._seen.error_raised and len(ray.wait(answers, num_returns=len(answers), timeout=0)[0]) < len(
-            answers
-        ):
-            self.wait(None)
+        processes = self._processes.values()
+        if self._seen.error_raised or any(process.was_ended for process in processes):
+            return
+        failure = self._find_failure(self._timeout_s)
+        if failure is not None and failure.origin in [process.origin for process in processes]:
+            self._trace.explain(self._call_id, failure)
+        elif failure is not None:
+            self._trace.note_failure(self._call_id, failure)
 
     def wait(self, timeout_s: float | None) -> list[int]:
         """Wait for every rank; the rows that each collected rank returned.
@@ -120,7 +124,15 @@ class RayCall:
             HybridFlowError: the first rank's failure.
             WorkerTimeoutError: if a rank is not done in time, with each missing rank's last call and stack.
         """
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        failure = self._find_failure(self._timeout_s if timeout_s is None else timeout_s)
+        if failure is not None:
+            self._seen.error_raised = True
+            self._trace.tell(self._call_id, failure)
+            raise failure.to_error()
+        return [self._seen.reports[rank].num_rows for rank in self._collected]
+
+    def _find_failure(self, timeout_s: float) -> Failure | None:
+        """Wait for every rank, or for the first that failed: why it did."""
         deadline_s = time.monotonic() + timeout_s
         if not self._seen.reports and self._seen.failure is None:
             self._note_answers(self._answers, self._waiter.get_all(list(self._answers.values()), timeout_s))
@@ -132,11 +144,7 @@ class RayCall:
                 self._seen.error_raised = True
                 raise self._to_timeout(sorted(pending.values()), timeout_s)
             self._read_answers({pending[handle]: handle for handle in ready})
-        if self._seen.failure is not None:
-            self._seen.error_raised = True
-            self._trace.tell(self._call_id, self._seen.failure)
-            raise self._seen.failure.to_error()
-        return [self._seen.reports[rank].num_rows for rank in self._collected]
+        return self._seen.failure
 
     def outcomes(self, timeout_s: float | None) -> list[Outcome]:
         """After waiting, what the collected ranks left beside batches."""
@@ -151,7 +159,9 @@ class RayCall:
             lost = next(_lost_reports(contents), None)
             if lost is None:
                 raise
-            raise self._describe_loss(*lost).to_error() from None
+            failure = self._describe_loss(*lost)
+            self._trace.tell(self._call_id, failure)
+            raise failure.to_error() from None
 
     def _read_answers(self, ready: Mapping[int, Any]) -> None:
         try:
@@ -203,12 +213,14 @@ class RayCall:
             cause_type=type(error).__name__,
             message=f"an earlier call's result is lost: {in_one_line(error)}",
             remote_traceback="",
+            origin=f"call {self._call_id}",
         )
 
     def _describe_death(
         self, rank: int, error: RayError, process: HostProcess, others: Sequence[HostProcess] = ()
     ) -> Failure:
-        return describe_death(error, process, role=self._role, method=self._method, rank=rank, others=others)
+        death = describe_death(error, process, role=self._role, method=self._method, rank=rank, others=others)
+        return death if death.origin else replace(death, origin=f"call {self._call_id}")
 
     def _to_timeout(self, ranks: Sequence[int], timeout_s: float) -> HybridFlowError:
         head = f"{self._what} is not done after {round(timeout_s, 3):g} s on rank(s) {', '.join(map(str, ranks))}"
