@@ -109,6 +109,7 @@ def test_shapes_may_be_lists():
         (["w", "x"], "^names holds 'x', which is none of the layout's 2 parameters, such as 'w'$"),
         ("w", "names='w': give a list of parameters' names"),
         (3, "names=3: give a list of parameters' names"),
+        ([["w"]], r"names holds \['w'\], which is none of the layout's"),
         ([3], "names holds 3, which is none"),
     ],
 )

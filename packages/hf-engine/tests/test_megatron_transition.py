@@ -11,15 +11,24 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_engine import HybridEngine, generation_layout, megatron_layout, plan_transition
+from hf_engine import (
+    HybridEngine,
+    TrainConfig,
+    generation_layout,
+    load_train_backend,
+    megatron_layout,
+    plan_transition,
+)
 from hf_engine.resharding import steps
 from hf_engine.resharding.execute import as_parts
 from hf_engine.resharding.moving import storage_bytes
-from hf_engine.testing import LocalRanks
+from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._shapes import tiny_shape, uniform_shape
 from hf_engine.testing._storages import watch_storages
 from hf_engine.testing._traffic import count_traffic
+from hf_engine.testing._training import train_step
 from hf_engine.testing._weights import cut_weights, empty_weights, numbered_weights
+from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 
 UNIFORM = uniform_shape()
@@ -42,6 +51,13 @@ LAYOUTS = [
     ("2-1-2", "1-1"),
     ("1-2-2", "1-1"),
     ("2-2-1", "2-2"),
+]
+TRAINED_LAYOUTS = [
+    ("1-4-1", "1-2"),
+    ("2-2-1", "1-2"),
+    ("4-1-1", "1-1"),
+    ("2-1-2", "2-1"),
+    ("1-2-2", "1-1"),
 ]
 
 
@@ -138,6 +154,31 @@ def enter_and_leave(cases, bucket_bytes):
             assert traffic.matches(engine.plan.recv_bytes[rank]), (case, traffic)
             assert engine.last_transition.recv_bytes == engine.plan.recv_bytes[rank]
         found.append((traffic, engine.plan.recv_bytes[rank]))
+    return found
+
+
+def move_a_trained_model(model, layouts, dtype, bucket_bytes):
+    """Peak and plan by layout; live bytes are read off storages whenever one changes, between real optimizer steps."""
+    shape, config, found = ModelShape.from_config(model), TrainConfig(learning_rate=1e-2, dtype=dtype), []
+    for train, generation in layouts:
+        topology, rank = Topology(ParallelSpec.parse(train), GenerationSpec.parse(generation)), dist.get_rank()
+        trained = load_train_backend("megatron").build(model, topology=topology, config=config)
+        rollout = Buffers(generation_layout(shape, topology, dtype=dtype))
+        engine = HybridEngine(trained, rollout, topology, bucket_bytes=bucket_bytes)
+        planned = plan_transition(shape, topology, dtype_bytes=getattr(torch, dtype).itemsize)
+        everything = [*trained._stage.parameters.values(), *rollout.weight_buffers().values()]
+        for _ in range(2):
+            train_step(trained, topology, vocab_size=shape.vocab_size)
+            before = [part.clone() for part in parts_of(trained.local_weights())]
+            seen = [storage_bytes(everything)]
+            observe = partial(lambda seen, tensors: seen.append(storage_bytes(tensors)), seen, everything)
+            with watch_storages(observe), engine.generation():
+                assert storage_bytes(everything) == engine.memory.generation_bytes == planned.peak_param_bytes[rank]
+            after = parts_of(trained.local_weights())
+            assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), (train, generation)
+            assert max(seen) == engine.memory.peak_bytes, (train, generation)
+        found.append((max(seen), planned.peak_param_bytes[rank]))
+        engine.close()
     return found
 
 
@@ -258,6 +299,17 @@ def test_equal_shards_are_one_all_gather_per_micro_dp_group_and_bucket(ranks4, w
             assert traffic.calls == (calls | verdict if buckets else {}), (
                 "the ranks agree before and after, and nothing else"
             )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trained_model_moves_within_the_plan_and_a_bucket(ranks4, tmp_path, dtype):
+    """All storages of a real backend, padding of the vocabulary too, which megatron-core by itself makes one."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 120}
+    model = write_tiny_model(tmp_path, num_hidden_layers=8, **sizes)
+    bucket_bytes = 3 * 96 * 64 * getattr(torch, dtype).itemsize
+    for rank in ranks4.run(move_a_trained_model, model, TRAINED_LAYOUTS, dtype, bucket_bytes):
+        for layout, (peak, planned) in zip(TRAINED_LAYOUTS, rank, strict=True):
+            assert peak <= planned + bucket_bytes, (layout, peak, planned)
 
 
 def test_a_closed_engine_gives_its_groups_back(ranks4):

@@ -147,6 +147,17 @@ def test_uneven_shards_keep_no_more_than_a_bucket_waiting(bucket_numel):
             assert waiting <= bucket_numel + 12
 
 
+def test_a_batch_of_messages_ends_where_the_next_does_not_fit():
+    """One rank's rows go out in column halves to two ranks: each batch is as full as it can be, the last ones too."""
+    shapes = {f"w{i}": (6, 4) for i in range(30)}
+    target = WeightLayout(
+        shapes=shapes, boxes={r: {n: (Box((0, 2 * (r - 1)), (6, 2)),) for n in shapes} for r in (1, 2)}
+    )
+    source = WeightLayout(shapes=shapes, boxes={0: {n: (Box.whole((6, 4)),) for n in shapes}})
+    rounds = compute_rounds(plan_reshard(source, target), (0, 1, 2), 100)
+    assert [len(round_.messages) for round_ in rounds] == [8] * 7 + [4]
+
+
 def names_in(round_):
     if isinstance(round_, GatherRound):
         return {name for slot in round_.slots for name in slot.names}

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine import build_groups
-from hf_engine.process_groups import local_device
+from hf_engine.process_groups import local_device, local_world_size
 from hf_protocols import ParallelSpec, Topology, TopologyError
 
 
@@ -37,3 +37,14 @@ def test_the_topology_must_be_the_worlds(ranks3):
 
 def test_without_cuda_a_rank_is_on_the_cpu():
     assert local_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_ranks_of_a_machine_are_a_number(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert local_world_size(6) == 6
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert local_world_size(6) == 2
+    for wrong in ("two", "0", "-1", "", "1.5"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", wrong)
+        with pytest.raises(TopologyError, match=f"LOCAL_WORLD_SIZE='{wrong}': torchrun sets it"):
+            local_world_size(6)

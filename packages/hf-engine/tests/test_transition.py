@@ -279,6 +279,13 @@ def test_hybridflow_v_needs_a_training_replica():
         plan_transition(SMALL, topology_of(1, 1, 4, 1, 2), "hybridflow-v")
     with pytest.raises(TopologyError, match="GenerationSpec"):
         plan_transition(SMALL, Topology(ParallelSpec(dp_size=2)))
+    experts = Topology(ParallelSpec(dp_size=2, ep_size=2), GenerationSpec())
+    for sharding, message in (
+        ("megatron", "or for a dense model ep_size=1"),
+        ("fsdp", "give 1-1-2 with ep_size=1, or"),
+    ):
+        with pytest.raises(ReshardError, match=message):
+            plan_transition(SMALL, experts, "hybridflow-v", sharding=sharding)
 
 
 def test_wrong_kinds_are_named():

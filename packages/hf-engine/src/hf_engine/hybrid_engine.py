@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -14,13 +13,9 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._abilities import SupportsShardLoading, SupportsWeightBuffers
-from hf_engine.backends._base import (
-    RolloutBackend,
-    SamplingParams,
-    TrainBackend,
-)
-from hf_engine.process_groups import build_groups, local_device, wait_for_device
-from hf_engine.resharding.agreement import HIGHEST, agree
+from hf_engine.backends._base import RolloutBackend, SamplingParams, TrainBackend
+from hf_engine.process_groups import build_groups, local_device, local_world_size, wait_for_device
+from hf_engine.resharding.agreement import HIGHEST, agree, agree_on_moving
 from hf_engine.resharding.digest import compute_digest
 from hf_engine.resharding.execute import (
     DEFAULT_BUCKET_BYTES,
@@ -105,7 +100,7 @@ class HybridEngine:
         bucket_bytes: bound on the communication buffers, and on the shards that are on their way at once.
         training_weights: `"move"` as above, the default where dtypes are equal and the rollout backend exposes its
             weights; `"keep"` leaves both copies where they are, so that entering generation again without a change
-            costs nothing; `"offload"` keeps them on the host during generation, the optimizer's state with them.
+            moves nothing; `"offload"` keeps them on the host during generation, the optimizer's state with them.
 
     Raises:
         BackendError: if the rollout backend does neither, has another topology, or `"move"` is asked for between
@@ -198,7 +193,7 @@ class HybridEngine:
         training weights did not change since the last time.
 
         Raises:
-            ReshardError: if a transfer fails; the training weights are intact.
+            ReshardError: if a transfer fails, or weights of some ranks only changed; the training weights are intact.
             BackendError: inside another `generation()`.
         """
         self._check_open("generation()")
@@ -207,6 +202,8 @@ class HybridEngine:
         start = time.perf_counter()
         changed = self._train.weight_changes != self._weight_changes
         moves = self._mover is not None or not self._is_current or changed
+        if self._mover is None:
+            agree_on_moving(moves, self._group, local_device())
         digest, received = self._digest, 0
         try:
             if moves:
@@ -378,7 +375,7 @@ def _check_storages(buffers: Weights) -> None:
 
 def _machines(world_size: int) -> Sequence[range]:
     """The ranks of every machine, as torchrun numbers them; one machine where nothing says how many ranks it has."""
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    size = local_world_size(world_size)
     return [range(start, min(start + size, world_size)) for start in range(0, world_size, size)]
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hf_protocols.errors import TopologyError
 from hf_protocols.topology import Axis, Topology
 
-__all__ = ["build_groups", "default_timeout", "local_device", "wait_for_device"]
+__all__ = ["build_groups", "default_timeout", "local_device", "local_world_size", "wait_for_device"]
 
 
 def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = None) -> dist.ProcessGroup:
@@ -59,6 +59,21 @@ def local_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+def local_world_size(world_size: int) -> int:
+    """Ranks of one machine, as torchrun says in LOCAL_WORLD_SIZE; all `world_size` ranks where nothing says so.
+
+    Raises:
+        TopologyError: where the variable holds no number of ranks.
+    """
+    text = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
+    if not text.isdecimal() or int(text) < 1:
+        raise TopologyError(
+            f"LOCAL_WORLD_SIZE={text!r}: torchrun sets it to the number of ranks on a machine; give a whole number of "
+            "at least 1, or unset it where all ranks are on one"
+        )
+    return int(text)
 
 
 def wait_for_device() -> None:

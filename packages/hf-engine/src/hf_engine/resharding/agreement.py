@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_protocols.errors import HybridFlowError, ReshardError
 
-__all__ = ["HIGHEST", "agree", "refuse_together", "spread"]
+__all__ = ["HIGHEST", "agree", "agree_on_moving", "refuse_together", "spread"]
 
 HIGHEST = 2**31 - 1
 """In the place of a number: this rank refuses. Numbers are smaller, and go as 32 bits."""
@@ -47,6 +47,25 @@ def agree(
     if highest < HIGHEST:
         return lowest == highest
     refuse_together(refusal, group, ranks, ReshardError, "the other ranks moved no weights")
+
+
+def agree_on_moving(moves: bool, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+    """Refuses on every rank of the group a transfer that some take part in and others do not. Collective.
+
+    Args:
+        moves: whether this rank takes part.
+        group: the ranks that would.
+        device: where the group communicates.
+
+    Raises:
+        ReshardError: saying on which side this rank is.
+    """
+    lowest, highest = spread(moves, moves, group, device)
+    if lowest < highest:
+        raise ReshardError(
+            f"the training weights of some ranks changed since the last transition, those of rank {dist.get_rank()} "
+            f"{'did' if moves else 'did not'}: call train_step and what loads weights on all ranks alike"
+        )
 
 
 def refuse_together(

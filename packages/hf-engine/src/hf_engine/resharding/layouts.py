@@ -118,11 +118,11 @@ class WeightLayout:
             dtype=self.dtype,
         )
 
-    def _check_names(self, names: Collection[str]) -> None:
+    def _check_names(self, names: object) -> None:
         if isinstance(names, str) or not isinstance(names, Collection):
             raise ReshardError(f"names={names!r}: give a list of parameters' names")
         for name in names:
-            if name not in self.shapes:
+            if not isinstance(name, str) or name not in self.shapes:
                 known = f"the layout's {len(self.shapes)} parameters, such as {next(iter(self.shapes), None)!r}"
                 raise ReshardError(f"names holds {name!r}, which is none of {known}")
 

@@ -10,22 +10,31 @@ waits in a copy on the host.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from weakref import WeakSet
 
 import torch
 
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.steps import Region, locate
 
-__all__ = ["ShardMover", "storage_bytes"]
+__all__ = ["ShardMover", "hold_training_weights", "storage_bytes"]
 
 _Tensors = Mapping[str, Sequence[torch.Tensor]]
+
+_MOVERS: WeakSet[ShardMover] = WeakSet()
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Live bytes of the tensors' storages, each counted once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
+
+
+def hold_training_weights(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether training weights were moved into the storages of these generation tensors and are not back yet."""
+    keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+    return any(mover.has_moved_into(keys) for mover in _MOVERS)
 
 
 class ShardMover:
@@ -62,6 +71,7 @@ class ShardMover:
         self._done: set[str] = set()
         self._emptied: set[int] = set()
         self._copies: dict[int, list[torch.Tensor]] = {}
+        _MOVERS.add(self)
 
     @property
     def host_bytes(self) -> int:
@@ -118,6 +128,11 @@ class ShardMover:
             self._emptied.add(key)
             storage.resize_(0)
 
+    def has_moved_into(self, keys: Set[int]) -> bool:
+        """Whether any of these storages holds the only copy of training weights."""
+        generation = {t.untyped_storage()._cdata for tensors in self._generation.values() for t in tensors}
+        return bool(self._emptied) and not keys.isdisjoint(generation)
+
     def restore(self) -> None:
         """Fills the training storages again, parameter by parameter, and empties the generation tensors."""
         self._empty_generation(self._unneeded)
@@ -144,9 +159,9 @@ class ShardMover:
             _bytes_of(storage)[part].copy_(copy)
         for name in names:
             for inside, destination in self._kept[name]:
-                tensor = destination.of(self._train)
-                if tensor.untyped_storage()._cdata == key:
-                    tensor.copy_(inside.of(self._generation))
+                # Another part may be in a storage that is empty still, of which torch makes no view.
+                if self._train[name][destination.part].untyped_storage()._cdata == key:
+                    destination.of(self._train).copy_(inside.of(self._generation))
 
     def _empty_generation(self, names: Iterable[str]) -> None:
         for name in names:

@@ -138,7 +138,7 @@ class _Batches:
         if max(outgoing, incoming) > self._bucket_numel:
             self._close_exchange()
         self._messages.append(message)
-        self._sent[message.source] = outgoing
+        self._sent[message.source] += message.box.numel
         for rank in message.destinations:
             self._received[rank] += message.box.numel
 

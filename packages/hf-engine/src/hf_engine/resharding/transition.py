@@ -207,7 +207,8 @@ def _check(topology: Topology, method: str, dtype_bytes: int, sharding: str) -> 
     if method == "hybridflow-v" and topology.train.ep_size > 1:
         raise ReshardError(
             f"hybridflow-v gathers inside a training replica of pp * tp ranks, which under ep_size="
-            f"{topology.train.ep_size} hold some of the experts only: use hybridflow or ds-chat"
+            f"{topology.train.ep_size} hold some of the experts only: use hybridflow or ds-chat, or for a dense model "
+            "ep_size=1"
         )
     if method == "hybridflow-v" and (sharding == "fsdp" or not topology.is_nested):
         raise ReshardError(
@@ -224,7 +225,7 @@ def _check_sharding(topology: Topology, sharding: str) -> None:
         found = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ReshardError(
             f"FSDP shards over data-parallel ranks only, the topology has {found}: "
-            f"give 1-1-{topology.world_size}, or sharding=megatron"
+            f"give 1-1-{topology.world_size}{' with ep_size=1' * ('ep_size' in sizes)}, or sharding=megatron"
         )
 
 

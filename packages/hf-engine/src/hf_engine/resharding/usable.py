@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from math import gcd
+from typing import NamedTuple
 
 import torch
 
@@ -68,16 +70,58 @@ def _repeat(tensor: torch.Tensor) -> str:
     return ""
 
 
+class _Span(NamedTuple):
+    """Bytes of a device from a tensor's first element to its last one; others' elements may lie in between."""
+
+    device: str
+    start: int
+    stop: int
+    name: str
+    part: torch.Tensor
+
+
 def _overlaps(weights: _Tensors) -> Iterator[tuple[str, str]]:
-    """Tensors that begin where another does, or, both contiguous, before it ends."""
-    spans = sorted(
-        (str(part.device), part.data_ptr(), part.nbytes if part.is_contiguous() else 1, name)
-        for name, part in _flat(weights)
-        if part.numel()
-    )
-    for (device, start, size, name), (other_device, other_start, _, other) in pairwise(spans):
-        if device == other_device and other_start < start + size:
-            yield other, f"shares memory with {name!r}: give each its own"
+    """Tensors that hold an element of another's."""
+    spans = [_span(name, part) for name, part in _flat(weights) if part.numel()]
+    together: list[_Span] = []
+    stop = 0
+    for span in sorted(spans, key=lambda span: span[:4]):
+        if together and (span.device != together[0].device or span.start >= stop):
+            yield from _shared(together)
+            together, stop = [], 0
+        together.append(span)
+        stop = max(stop, span.stop)
+    yield from _shared(together)
+
+
+def _span(name: str, part: torch.Tensor) -> _Span:
+    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+    start = part.data_ptr()
+    return _Span(str(part.device), start, start + (last + 1) * part.element_size(), name, part)
+
+
+def _shared(spans: Sequence[_Span]) -> Iterator[tuple[str, str]]:
+    """The same among tensors whose spans overlap: columns of one matrix share no element."""
+    found = [
+        (second.name, f"shares memory with {first.name!r}: give each its own")
+        for first, second in pairwise(spans)
+        if first.start == second.start
+        or (first.part.is_contiguous() and second.part.is_contiguous() and second.start < first.stop)
+    ]
+    yield from found
+    if found or all(span.part.is_contiguous() for span in spans):
+        return
+    base = spans[0].start
+    unit = gcd(*(span.part.element_size() for span in spans), *(span.start - base for span in spans))
+    taken = torch.zeros((max(span.stop for span in spans) - base) // unit, dtype=torch.bool)
+    for index, span in enumerate(spans):
+        units = span.part.element_size() // unit
+        strides = [stride * units for stride in span.part.stride()]
+        own = taken.as_strided((*span.part.shape, units), (*strides, 1), (span.start - base) // unit)
+        if own.any():
+            others = ", ".join(sorted({repr(other.name) for other in spans[:index]}))
+            yield span.name, f"shares memory with {others}: give each its own"
+        own.fill_(True)
 
 
 def _flat(weights: _Tensors) -> Iterator[tuple[str, torch.Tensor]]:

@@ -135,7 +135,9 @@ class MegatronBackend:
         optimizer = self._require_optimizer("train_step")
         self._stage.offloaded.require_all("train_step")
         self._stage.module.zero_grad_buffer()
-        sequences, micro_batches = self._agreed_micro_batches(batch, temperature, denominator, needs_rows=True)
+        sequences, micro_batches = self._agreed_micro_batches(
+            batch, temperature, denominator, needs_rows=True, entropy=entropy, loss_fn=loss_fn
+        )
         loss = StepLoss(loss_fn, sequences, self._device)
 
         def compute_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
@@ -209,7 +211,9 @@ class MegatronBackend:
     @lost_peers_are_errors("scoring")
     def _score(self, batch: TensorDict, names: Sequence[str], temperature: float, entropy: bool) -> TensorDict:
         self._stage.offloaded.require_weights("scoring")
-        sequences, micro_batches = self._agreed_micro_batches(batch, temperature, 1.0, needs_rows=False)
+        sequences, micro_batches = self._agreed_micro_batches(
+            batch, temperature, 1.0, needs_rows=False, entropy=entropy
+        )
 
         def compute(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, dict[str, torch.Tensor]]:
             outputs = self._stage.decoder.outputs(hidden, micro_batch, temperature=temperature, entropy=entropy)
@@ -239,7 +243,14 @@ class MegatronBackend:
         return box[0]
 
     def _agreed_micro_batches(
-        self, batch: TensorDict, temperature: float, denominator: float, *, needs_rows: bool
+        self,
+        batch: TensorDict,
+        temperature: float,
+        denominator: float,
+        *,
+        needs_rows: bool,
+        entropy: bool,
+        loss_fn: LossFunction | None = None,
     ) -> tuple[SequenceBatch, list[MicroBatch]]:
 
         def prepare() -> SequenceBatch:
@@ -247,9 +258,19 @@ class MegatronBackend:
             check_number(BackendError, "temperature", temperature)
             return SequenceBatch(batch, self._stage.decoder.real_vocab_size)
 
-        max_tokens = self._config.micro_batch_tokens
         return agree_on_micro_batches(
-            prepare, max_tokens, self._world, self._device, needs_rows=needs_rows, replicas=self._groups.replicas
+            prepare,
+            self._config.micro_batch_tokens,
+            self._world,
+            self._device,
+            needs_rows=needs_rows,
+            replicas=self._groups.replicas,
+            arguments={
+                "temperature": temperature,
+                "entropy": entropy,
+                "denominator": denominator,
+                "loss_fn": loss_fn,
+            },
         )
 
     def _agreed_grad_norm(self, optimizer: DistributedAdamW, loss: float) -> float:

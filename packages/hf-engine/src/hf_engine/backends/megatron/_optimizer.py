@@ -11,6 +11,7 @@ import torch
 from hf_engine.backends._base import TrainConfig
 from hf_engine.backends._learning_rate import LearningRate
 from hf_engine.backends.megatron._core import OptimizerConfig, get_megatron_optimizer, quiet
+from hf_engine.backends.megatron._gather import WeightGather
 
 __all__ = ["DistributedAdamW", "Shard"]
 
@@ -29,7 +30,7 @@ class DistributedAdamW:
     """AdamW with the schedule and the clipping of a `TrainConfig`.
 
     Args:
-        model: a stage wrapped in megatron-core's DistributedDataParallel.
+        model: a stage wrapped in megatron-core's DistributedDataParallel; its parameters get storages of their own.
         config: hyper-parameters.
         dtype: of the model's parameters.
     """
@@ -39,6 +40,8 @@ class DistributedAdamW:
         self.learning_rate = LearningRate(config)
         self.steps = 0
         """Steps taken."""
+        self._model = model
+        self._gather = WeightGather(model)
         options = OptimizerConfig(
             optimizer="adam",
             lr=config.learning_rate,
@@ -81,8 +84,15 @@ class DistributedAdamW:
                 torch._foreach_mul_([p.grad for p in _parameters_of(inner) if p.grad is not None], clip)
             for group in inner.param_groups:
                 group["lr"] = self.next_learning_rate
+        # Not megatron-core's own step, which writes and gathers weights in the one storage that they had.
         with quiet():
-            self._optimizer.step_with_ready_grads()
+            for inner in self._inner():
+                inner.optimizer.step()
+        for parameter in self._model.parameters():
+            if parameter.dtype != torch.float32:
+                shard = self.shard(parameter)
+                parameter.view(-1)[shard.start : shard.stop].copy_(shard.tensors["master"])
+        self._gather.run()
         self.steps += 1
 
     def zero_grad(self) -> None:

@@ -1,0 +1,80 @@
+"""Training weights inside generation weights: they come back whole, and the engine may not give them up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_engine import HybridEngine, TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine.resharding.boxes import Box
+from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.resharding.moving import ShardMover
+from hf_engine.resharding.plan import plan_reshard
+from hf_engine.testing import write_tiny_model
+from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
+from hf_protocols.errors import ReshardError
+
+
+@pytest.mark.parametrize("first_rows", [1, 2, 3])
+def test_parts_of_a_parameter_in_two_storages_come_back(first_rows):
+    """Some rows of each part are in the generation weights; one storage is empty still while the other is filled."""
+    halves = (Box((0, 0), (first_rows, 5)), Box((first_rows, 0), (4 - first_rows, 5)))
+    source = WeightLayout(shapes={"w": (4, 5)}, boxes={0: {"w": halves}}, dtype="float32")
+    target = WeightLayout(shapes={"w": (4, 5)}, boxes={0: {"w": (Box((0, 1), (4, 3)),)}}, dtype="float32")
+    whole = torch.arange(20.0).view(4, 5)
+    train = {"w": [whole[:first_rows].clone(), whole[first_rows:].clone()]}
+    generation = {"w": [torch.empty(4, 3)]}
+    mover = ShardMover(plan_reshard(source, target), 0, train, generation)
+    mover.restore()
+    mover.prepare(["w"])
+    mover.empty(["w"])
+    assert [part.untyped_storage().nbytes() for part in train["w"]] == [0, 0]
+    assert torch.equal(generation["w"][0], whole[:, 1:4])
+    mover.restore()
+    assert torch.equal(torch.cat(train["w"]), whole)
+    assert generation["w"][0].untyped_storage().nbytes() == 0
+
+
+def release_inside_the_block(model):
+    topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
+    train = load_train_backend("fsdp").build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
+    rollout = load_rollout_backend("transformers").build(model, topology=topology)
+    engine = HybridEngine(train, rollout, topology)
+    before = {name: shard.clone() for name, shard in train.local_weights().items()}
+    for method in ("release", "close"):
+        with pytest.raises(BackendError, match="would lose the training weights"), engine.generation():
+            getattr(rollout, method)()
+        for name, shard in train.local_weights().items():
+            assert torch.equal(shard, before[name]), name
+    rollout.release()
+    with engine.generation():
+        pass
+    engine.close()
+
+
+def test_training_weights_inside_are_not_released(ranks2, tmp_path):
+    ranks2.run(release_inside_the_block, write_tiny_model(tmp_path))
+
+
+def change_weights_on_rank_1(model):
+    """Both ranks are told at once, and the next transition moves."""
+    topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
+    train = load_train_backend("fsdp").build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
+    rollout = load_rollout_backend("transformers").build(model, topology=topology)
+    engine = HybridEngine(train, rollout, topology, training_weights="keep")
+    with engine.generation():
+        pass
+    rank = torch.distributed.get_rank()
+    train._weight_changes += rank
+    did = "did: call train_step" if rank else "did not: call train_step"
+    with pytest.raises(ReshardError, match=f"those of rank {rank} {did}"), engine.generation():
+        pass
+    train._weight_changes += 1 - rank
+    with engine.generation():
+        version = rollout.weight_version
+    engine.close()
+    return version
+
+
+def test_ranks_that_disagree_about_changes_are_told(ranks2, tmp_path):
+    assert ranks2.run(change_weights_on_rank_1, write_tiny_model(tmp_path)) == [1, 1]
