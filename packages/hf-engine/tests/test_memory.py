@@ -20,7 +20,10 @@ def test_bytes_are_taken_and_shares_are_of_the_memory(monkeypatch):
     ("cache_bytes", "fraction", "message"),
     [
         (1 << 20, 0.5, "cache_bytes=1048576 and cache_fraction=0.5 both size the cache: give one"),
-        (0, None, "cache_bytes=0: give the bytes"),
+        (0, None, "cache_bytes=0 must be a whole number of at least 1"),
+        ("1G", None, "cache_bytes='1G' must be a whole number of at least 1"),
+        (1.5e6, None, "cache_bytes=1500000.0 must be a whole number"),
+        (None, "a third", "cache_fraction='a third': give a share"),
         (None, 0.0, "cache_fraction=0.0: give a share"),
         (None, 1.0, "cache_fraction=1.0: give a share"),
         (None, -0.1, "above 0 and below 1"),

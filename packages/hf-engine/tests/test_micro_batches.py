@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import warnings
 from functools import partial
 
 import pytest
@@ -51,13 +53,14 @@ def test_ranks_agree_on_the_largest_count_and_short_ones_run_dummies(ranks2):
     assert ranks2.run(agree, [[9] * 6, [9]], 1000) == [[[0, 1, 2, 3, 4, 5]], [[0]]]
 
 
-def agree_in_replicas(batches, replicas):
+def agree_in_replicas(batches, replicas, arguments=None):
     """Rows of each micro-batch of this rank, or what all ranks are told."""
     batch = batches[dist.get_rank()]
+    given = arguments and arguments[dist.get_rank()]
     world, device = dist.group.WORLD, torch.device("cpu")
     try:
         _, agreed = agree_on_micro_batches(
-            lambda: SequenceBatch(batch), 100, world, device, needs_rows=True, replicas=replicas
+            lambda: SequenceBatch(batch), 100, world, device, needs_rows=True, replicas=replicas, arguments=given
         )
     except BatchError as error:
         return str(error)
@@ -87,6 +90,41 @@ def test_ranks_of_a_replica_have_the_same_rows(ranks3):
         )
         assert ranks3.run(agree_in_replicas, [whole, other, whole[:2]], [0, 0, 1]) == [message] * 3
     assert ranks3.run(agree_in_replicas, [whole, changed, whole], [0, 1, 2])[0] == same
+
+
+def test_ranks_of_one_replica_are_given_the_same_arguments(ranks2):
+    batches, replica = [batch_of_three()] * 2, [0, 0]
+    # Functions that the ranks can import, which a test's own they cannot.
+    first = {"temperature": 1, "loss_fn": partial(json.dumps, indent=1)}
+    alike = {"temperature": 1.0, "loss_fn": json.dumps}
+    assert ranks2.run(agree_in_replicas, batches, replica, [first, alike]) == [[[0, 2, 1]]] * 2
+    for other, names in (
+        ({"temperature": 0.5}, "temperature"),
+        ({"loss_fn": json.loads}, "loss_fn"),
+        ({"loss_fn": None, "temperature": 2.0}, "temperature and loss_fn"),
+    ):
+        message = (
+            f"rank 1 was given other {names} than rank 0, which is in the same replica: give all 2 ranks of a replica "
+            "the same batch and arguments; the ranks computed nothing"
+        )
+        assert ranks2.run(agree_in_replicas, batches, replica, [first, alike | other]) == [message] * 2
+    assert ranks2.run(agree_in_replicas, batches, [0, 1], [first, alike | other]) == [[[0, 2, 1]]] * 2
+
+
+def test_columns_that_no_loss_can_read_are_named():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says once in a process that these are a prototype
+        strided = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(3), torch.zeros(2)])
+    for column, what in (
+        (TensorDict({"x": torch.zeros(3)}, batch_size=[3]), "a TensorDict"),
+        (strided, r"nested in layout torch\.strided"),
+    ):
+        batch = batch_of_three()
+        batch["more"] = column
+        sequences = SequenceBatch(batch)
+        (micro_batch,) = sequences.micro_batches(100)
+        with pytest.raises(BatchError, match=f"the column 'more' is {what}: a loss reads dense tensors"):
+            sequences.padded_columns(micro_batch)
 
 
 def jagged(rows, dtype=torch.int64):

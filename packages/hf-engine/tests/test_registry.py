@@ -49,6 +49,14 @@ def test_an_unknown_name_lists_the_installed_ones(installed):
         load_train_backend("fdsp")
 
 
+@pytest.mark.parametrize("name", [["vllm"], None, ""])
+def test_what_is_no_name_is_refused(name):
+    with pytest.raises(BackendError, match=r"the training backend=.*: give a name"):
+        load_train_backend(name)
+    with pytest.raises(BackendError, match=r"the rollout backend=.*: give a name"):
+        load_rollout_backend(name)
+
+
 def test_a_missing_library_is_answered_with_the_line_that_installs_it(installed, tmp_path, monkeypatch):
     (tmp_path / "backend_of_another.py").write_text("import no_such_library.engine\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -82,6 +82,7 @@ def test_forbidden_tokens_are_never_drawn():
         ({"temperature": 0.0}, "greedy=True takes the most likely"),
         ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
         ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": 10**400}, r"temperature=10+ must be a finite number"),
         ({"n": 1.5}, "n=1.5"),
         ({"stop_strings": "abc"}, "stop_strings='abc'"),
         ({"stop_strings": ("abc", "")}, "give no empty string"),

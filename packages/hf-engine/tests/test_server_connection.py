@@ -68,6 +68,14 @@ def test_what_is_no_url_is_refused(url):
         connect(url)
 
 
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), "5"])
+def test_what_is_no_deadline_is_refused(seconds):
+    with pytest.raises(BackendError, match=r"rollout.options.timeout_s=.* must be a finite number above 0"):
+        connect("http://127.0.0.1:1", timeout_s=seconds)
+    with pytest.raises(BackendError, match=r"rollout.options.connect_timeout_s=.* must be a finite number above 0"):
+        Connection("http://127.0.0.1:1", connect_timeout_s=seconds, timeout_s=5)
+
+
 def test_nobody_listens():
     with pytest.raises(BackendError, match=r"nothing answers at http://127.0.0.1:\d+ in 5 s .*rollout.options.urls"):
         connect(free_url()).get("/server_info")
@@ -153,8 +161,9 @@ def build(model, urls, topology=ONE):
 def refuse(model, foreign, old_sglang, old_vllm):
     with pytest.raises(BackendError, match=r"urls=\[\]: give a list of 1 to 1 URLs, one for every rank at most"):
         build(model, [])
-    with pytest.raises(BackendError, match=r"urls='http://127.*': give a list"):
-        build(model, foreign)
+    for urls in (foreign, [5], None):
+        with pytest.raises(BackendError, match=r"urls=.*: give a list of 1 to 1 URLs"):
+            build(model, urls)
     with pytest.raises(BackendError, match=r"give a list of 1 to 1 URLs"):
         build(model, [foreign, foreign])
     with pytest.raises(BackendError, match=rf"the server at {foreign} is neither SGLang's nor vLLM's"):

@@ -115,6 +115,8 @@ def test_memory_is_given_back_and_taken_again(models):
     shapes = dict(backend.weight_layout().shapes)
     assert {name: tuple(tensor.shape) for name, tensor in backend.weight_buffers().items()} == shapes
     backend.release()
+    with pytest.raises(BackendError, match="were released; resume and send them anew before commit_weights"):
+        backend.commit_weights(1)
     assert {tensor.untyped_storage().size() for tensor in backend.weight_buffers().values()} == {0}
     assert dict(backend.weight_layout().shapes) == shapes
     backend.resume()
@@ -128,6 +130,8 @@ def test_what_cannot_be_generated_is_refused(models):
         )
     with pytest.raises(BackendError, match=r"cannot load a causal language model from '.*absent'"):
         build(models["tied"] / "absent")
+    with pytest.raises(BackendError, match=r"cache_bytes='1G' must be a whole number of at least 1"):
+        build(models["tied"], cache_bytes="1G")
     backend = build(models["tied"], cache_bytes=1000)
     prompts = [torch.arange(3, 8), torch.arange(3, 43)]
     ids = torch.nested.nested_tensor(prompts, layout=torch.jagged)

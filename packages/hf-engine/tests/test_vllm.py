@@ -21,6 +21,7 @@ from hf_engine.testing._training import check_greedy_samples, count_lacking_byte
 from hf_protocols import (
     BackendError,
     BackendUnavailableError,
+    BatchError,
     GenerationSpec,
     NonFiniteLossError,
     ParallelSpec,
@@ -188,7 +189,9 @@ def use_wrongly(models):
     state = random.getstate()
     before = torch.get_num_threads(), torch.get_rng_state()
     environment = dict(os.environ)
-    backend = build(models["stopping"], topology, max_positions=20, cache_bytes=None, cache_fraction=1e-4)
+    with pytest.raises(BackendError, match=r"max_positions=-1 must be a whole number of at least 1"):
+        build(models["tied"], topology, max_positions=-1)
+    backend = build(models["stopping"], topology, seed=-1, max_positions=20, cache_bytes=None, cache_fraction=1e-4)
     held = backend.weight_layout().held_bytes(0)
     assert held < backend.engine_bytes <= held + 1e-4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert random.getstate() == state and torch.equal(torch.get_rng_state(), before[1])
@@ -217,6 +220,15 @@ def use_wrongly(models):
         backend.generate(prompts, GREEDY)
     backend.release()
     with pytest.raises(BackendError, match="the KV cache was released; resume before generating"):
+        backend.generate(prompts, GREEDY)
+    backend.resume()
+    prompts["prompt_ids"].values()[-1] = VOCAB_SIZE
+    with pytest.raises(BatchError, match="row 39 of 'prompt_ids' holds the token id 64, the model's are 0 to 63"):
+        backend.generate(prompts, GREEDY)
+    with pytest.raises(BackendError, match=r"vLLM failed while it generated; close this backend, .*: IndexError"):
+        backend._engine.run(prompts, GREEDY, [], None)
+    prompts["prompt_ids"].values()[-1] = 3
+    with pytest.raises(BackendError, match="vLLM was interrupted while it generated; close this backend, build anoth"):
         backend.generate(prompts, GREEDY)
     backend.close()
     backend.close()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import isfinite
 from typing import NoReturn
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -79,6 +81,7 @@ def agree_on_micro_batches(
     *,
     needs_rows: bool,
     replicas: Sequence[int] | None = None,
+    arguments: Mapping[str, object] | None = None,
 ) -> tuple[SequenceBatch, list[MicroBatch]]:
     """This rank's rows and micro-batches, with as many dummies as keep it in step with the rank that has most.
 
@@ -92,19 +95,22 @@ def agree_on_micro_batches(
         needs_rows: refuses a batch of which no rank has a row.
         replicas: for every rank of the group the number of its replica, all ranks of which have the same rows; None
             where every rank has rows of its own.
+        arguments: by name, what else the ranks of a replica are given alike; of a function its name counts.
 
     Raises:
         HybridFlowError: on every rank, if any refuses its arguments or rows: its own refusal there, on the others a
             BatchError that names the rank and says why. Or if none has a row and one is needed, or ranks of one replica
-            have different ones.
+            have different ones, or different arguments.
     """
     refusal: Exception | None = None
     micro_batches: list[MicroBatch] = []
+    given: dict[str, str] = {}
     digest = 0
     try:
         sequences = prepare()
         micro_batches = sequences.micro_batches(max_tokens)
-        digest = sequences.digest() if replicas else 0
+        given = {name: _described(value) for name, value in (arguments or {}).items()}
+        digest = crc32(repr(given).encode(), sequences.digest()) if replicas else 0
     except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
         refusal = error
     digests = _by_replica(digest, replicas or (), group)
@@ -115,7 +121,7 @@ def agree_on_micro_batches(
         ranks = dist.get_process_group_ranks(group)
         refuse_together(refusal, group, ranks, BatchError, "the other ranks computed nothing")
     if replicas and any(highest != -negated for highest, negated in zip(digests[::2], digests[1::2], strict=True)):
-        _refuse_rows(digest, replicas, group)
+        _refuse_differences({"rows": f"{sequences.digest()}"} | given, replicas, group)
     if needs_rows and not num_micro_batches:
         raise BatchError("the batch has no rows on any data-parallel rank: there is nothing to take a step on")
     dummies = [MicroBatch.dummy() for _ in range(max(1, num_micro_batches) - len(micro_batches))]
@@ -131,19 +137,30 @@ def _by_replica(digest: int, replicas: Sequence[int], group: dist.ProcessGroup) 
     return found
 
 
-def _refuse_rows(digest: int, replicas: Sequence[int], group: dist.ProcessGroup) -> NoReturn:
-    """Names the ranks that have other rows than the first of their replica. Collective."""
-    told = [0] * len(replicas)
-    dist.all_gather_object(told, digest, group=group)
+def _described(value: object) -> str:
+    """The same text on every rank: of a function its name, because its address differs; 1 and 1.0 are one number."""
+    while isinstance(value, partial):
+        value = value.func
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return repr(float(value) if isinstance(value, int | float) else value)
+
+
+def _refuse_differences(given: Mapping[str, str], replicas: Sequence[int], group: dist.ProcessGroup) -> NoReturn:
+    """Names the ranks that were given something else than the first of their replica, and what. Collective."""
+    told: list[Mapping[str, str]] = [{}] * len(replicas)
+    dist.all_gather_object(told, given, group=group)
     ranks = dist.get_process_group_ranks(group)
     first = {replica: replicas.index(replica) for replica in replicas}
     others = [
-        f"rank {ranks[index]} was given other rows than rank {ranks[first[replica]]}, which is in the same replica"
+        f"rank {ranks[index]} was given other {' and '.join(names)} than rank {ranks[first[replica]]}, which is in the "
+        "same replica"
         for index, replica in enumerate(replicas)
-        if told[index] != told[first[replica]]
+        if (names := [name for name in given if told[index].get(name) != told[first[replica]].get(name)])
     ]
+    what = "batch" if all(" other rows than " in other for other in others) else "batch and arguments"
     raise BatchError(
-        f"{'; '.join(others)}: give all {replicas.count(0)} ranks of a replica the same batch; the ranks computed "
+        f"{'; '.join(others)}: give all {replicas.count(0)} ranks of a replica the same {what}; the ranks computed "
         "nothing"
     )
 

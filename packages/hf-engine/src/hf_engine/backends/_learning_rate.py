@@ -14,8 +14,9 @@ __all__ = ["LearningRate"]
 class LearningRate:
     """The rate that a `TrainConfig` gives every step; a function of the step's number, so a resumed run goes on in it.
 
-    After the warm-up it is that of transformers' `get_scheduler`. In the warm-up it is one step ahead: the first step
-    moves the weights already.
+    After the warm-up it is that of transformers' `get_scheduler`, up to `total_steps`: it stays at its floor after
+    them, where transformers' cosine rises again. In the warm-up it is one step ahead: the first step moves the weights
+    already.
     """
 
     def __init__(self, config: TrainConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 
 import torch
@@ -16,6 +16,8 @@ from hf_engine.resharding.agreement import refuse_together
 from hf_protocols.errors import BackendError
 
 __all__ = ["STEP_METRICS", "StepLoss"]
+
+_Forward = Callable[[MicroBatch], Mapping[str, torch.Tensor]]
 
 STEP_METRICS = ("grad_norm", "learning_rate")
 """Metrics that every step adds to those of its loss function."""
@@ -41,6 +43,23 @@ class StepLoss:
         self.refusal: Exception | None = None
         """Why the step cannot be taken."""
 
+    def outputs(self, micro_batch: MicroBatch, forward: _Forward) -> tuple[MicroBatch, Mapping[str, torch.Tensor]]:
+        """A micro-batch and its outputs; a dummy and its once a forward pass failed, which keeps this rank in step too.
+
+        Only where no rank waits for another within a forward pass.
+
+        Args:
+            micro_batch: rows of the batch, or a dummy.
+            forward: computes its outputs, [b, T] each, by name.
+        """
+        if self.refusal is None:
+            try:
+                return micro_batch, forward(micro_batch)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others hear of it from `agree`
+                self.refusal = error
+        dummy = MicroBatch.dummy()
+        return dummy, forward(dummy)
+
     def of(self, micro_batch: MicroBatch, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a micro-batch, a scalar; a dummy's is zero and keeps the backward pass in step.
 
@@ -59,7 +78,7 @@ class StepLoss:
         return torch.stack([output.sum() * 0.0 for output in outputs.values()]).sum()
 
     def agree(self, group: dist.ProcessGroup) -> None:
-        """Refuses the step on every rank of the group if the loss function failed on any. Collective.
+        """Refuses the step on every rank of the group if the loss function or a forward pass failed on any.
 
         Raises:
             BackendError: for an answer of another kind, a loss from which no gradient can be taken, or one that failed

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import BackendError
 
 __all__ = ["choose_cache_bytes"]
@@ -22,11 +23,13 @@ def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
     if cache_bytes is not None and fraction is not None:
         raise BackendError(f"cache_bytes={cache_bytes} and cache_fraction={fraction} both size the cache: give one")
     if cache_bytes is not None:
-        if cache_bytes < 1:
-            raise BackendError(f"cache_bytes={cache_bytes}: give the bytes of one rank's keys and values, at least 1")
+        check_count(BackendError, "cache_bytes", cache_bytes)
         return cache_bytes
-    if fraction is not None and not 0 < fraction < 1:
-        raise BackendError(f"cache_fraction={fraction}: give a share of the memory above 0 and below 1, such as 0.3")
+    if fraction is not None:
+        wanted = "a share of the memory above 0 and below 1, such as 0.3"
+        check_kind(BackendError, "cache_fraction", fraction, float | int, wanted)
+        if not 0 < fraction < 1:
+            raise BackendError(f"cache_fraction={fraction}: give {wanted}")
     if torch.cuda.is_available():
         return int((fraction or 0.3) * torch.cuda.mem_get_info()[1])
     if fraction is None:

@@ -100,10 +100,21 @@ class SequenceBatch:
         return crc32(repr(sorted(facts)).encode())
 
     def padded_columns(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """What a loss reads: jagged columns padded with zeros on the right, dense ones as they are, by name."""
+        """What a loss reads: jagged columns padded with zeros on the right, dense ones as they are, by name.
+
+        Raises:
+            BatchError: for a column that is no tensor, or nested in another layout than the jagged one.
+        """
         columns: dict[str, torch.Tensor] = {}
         for name, column in self._batch.items():
-            assert isinstance(column, torch.Tensor), "columns are tensors"
+            if not isinstance(column, torch.Tensor) or (column.is_nested and column.layout != torch.jagged):
+                what = f"a {type(column).__name__}"
+                if isinstance(column, torch.Tensor):
+                    what = f"nested in layout {column.layout}"
+                raise BatchError(
+                    f"the column {name!r} is {what}: a loss reads dense tensors and jagged ones "
+                    "(torch.nested.nested_tensor(rows, layout=torch.jagged)); leave it out, or give one of these"
+                )
             if column.is_nested:
                 ragged = Ragged(column)
                 width = max(1, int(ragged.lengths[micro_batch.rows].max()))

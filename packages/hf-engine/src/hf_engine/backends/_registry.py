@@ -6,6 +6,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, cast
 
+from hf_protocols.arguments import check_name
 from hf_protocols.errors import BackendError, BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -34,11 +35,13 @@ def load_train_backend(name: str) -> type[TrainBackend]:
         BackendError: for a name that no distribution registers, or that two register.
         BackendUnavailableError: if the backend's library is missing, with the line that installs it.
     """
+    check_name(BackendError, "the training backend", name)
     return cast("type[TrainBackend]", _load(_TRAIN, name))
 
 
 def load_rollout_backend(name: str) -> type[RolloutBackend]:
     """Imports a rollout backend; raises as `load_train_backend` does."""
+    check_name(BackendError, "the rollout backend", name)
     return cast("type[RolloutBackend]", _load(_ROLLOUT, name))
 
 

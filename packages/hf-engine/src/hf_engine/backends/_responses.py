@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from hf_engine.backends._base import SamplingParams
-from hf_engine.backends._jagged import to_jagged
-from hf_protocols.errors import BackendError, NonFiniteLossError
+from hf_engine.backends._jagged import Ragged, read_ids, require_columns, to_jagged
+from hf_protocols.arguments import check_kind
+from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError
 
-__all__ = ["build_responses", "check_prompts", "end_of_sequence_ids"]
+__all__ = ["build_responses", "end_of_sequence_ids", "read_prompts"]
 
 
-def check_prompts(lengths: Iterable[int], positions: int | None, sampling: SamplingParams) -> None:
-    """Refuses prompts that are empty or do not fit the model's positions with `max_new_tokens`.
+def read_prompts(batch: TensorDict, sampling: SamplingParams, *, vocab_size: int, positions: int | None) -> Ragged:
+    """The prompts of a batch, after a refusal of whatever no engine can generate from.
+
+    Engines are asked for nothing before: some fail at a token that they do not know and cannot be used again.
+
+    Args:
+        batch: columns `prompt_ids` (jagged) and `row_id` (int64 [B]).
+        sampling: how responses will be drawn.
+        vocab_size: ids of prompts and of stop tokens are below it.
+        positions: the model's, for a prompt and `max_new_tokens`; None: any number.
 
     Raises:
-        BackendError: naming the row and the numbers.
+        BatchError: for columns that are missing or of another kind, or an id outside the vocabulary.
+        BackendError: for prompts that are empty or do not fit, or a stop token outside the vocabulary.
     """
+    check_kind(BackendError, "sampling", sampling, SamplingParams, "SamplingParams(max_new_tokens=...)")
+    require_columns(batch, ("prompt_ids", "row_id"))
+    prompts = read_ids(batch, "prompt_ids", vocab_size)
+    _check_row_ids(batch["row_id"], batch.batch_size)
+    if strangers := [token for token in sampling.stop_token_ids if token >= vocab_size]:
+        raise BackendError(
+            f"stop_token_ids={sampling.stop_token_ids} holds {strangers[0]}, the model's ids are 0 to "
+            f"{vocab_size - 1}: use the model's own tokenizer"
+        )
     limit = None if positions is None else positions - sampling.max_new_tokens
-    for row, length in enumerate(lengths):
+    for row, length in enumerate(prompts.lengths.tolist()):
         if length == 0:
             raise BackendError(f"prompt of row {row} is empty; a prompt needs at least one token")
         if limit is not None and length > limit:
@@ -30,6 +48,7 @@ def check_prompts(lengths: Iterable[int], positions: int | None, sampling: Sampl
                 f"prompt of row {row} has {length} tokens, above the model's {positions} positions - "
                 f"max_new_tokens={sampling.max_new_tokens} = {limit}; shorten the prompt or lower max_new_tokens"
             )
+    return prompts
 
 
 def build_responses(
@@ -73,3 +92,11 @@ def end_of_sequence_ids(generation_config: Any, text_config: Any) -> frozenset[i
     stated = getattr(generation_config, "eos_token_id", None)
     ids = stated if stated is not None else text_config.eos_token_id
     return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _check_row_ids(column: Any, shape: torch.Size) -> None:
+    is_tensor = isinstance(column, torch.Tensor)
+    if is_tensor and not column.is_nested and column.shape == shape and column.dtype in (torch.int64, torch.int32):
+        return
+    what = f"{column.dtype} of shape {tuple(column.shape)}" if is_tensor else repr(column)
+    raise BatchError(f"the column 'row_id' is {what}: give one whole number a row, torch.int64 of shape [B]")

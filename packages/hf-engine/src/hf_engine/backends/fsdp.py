@@ -9,6 +9,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -156,11 +157,15 @@ class FsdpBackend:
         self._offloaded.require_all("train_step")
         sequences, micro_batches = self._agreed_micro_batches(batch, temperature, denominator, needs_rows=True)
         loss = StepLoss(loss_fn, sequences, self._device)
+        forward = partial(self._forward, temperature=temperature, entropy=entropy)
         with self._accumulating(optimizer):
             for number, micro_batch in enumerate(micro_batches, 1):
                 self._reduce_after_backward(number == len(micro_batches))
-                outputs = self._forward(micro_batch, temperature=temperature, entropy=entropy)
-                torch.autograd.backward(loss.of(micro_batch, outputs) / denominator)
+                if self._config.shard == "root":  # whose weights are whole after the step's first hook
+                    passed, outputs = loss.outputs(micro_batch, forward)
+                else:
+                    passed, outputs = micro_batch, forward(micro_batch)
+                torch.autograd.backward(loss.of(passed, outputs) / denominator)
         try:
             loss.agree(self._group)
         except Exception:

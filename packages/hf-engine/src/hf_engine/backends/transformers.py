@@ -20,14 +20,15 @@ from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._decoding import LENGTH, Decoding
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
-from hf_engine.backends._jagged import Ragged, read_ids, require_columns
+from hf_engine.backends._jagged import Ragged
 from hf_engine.backends._model_directory import check_model
-from hf_engine.backends._responses import build_responses, check_prompts, end_of_sequence_ids
+from hf_engine.backends._responses import build_responses, end_of_sequence_ids, read_prompts
 from hf_engine.backends._sampling import draw_uniforms
 from hf_engine.backends._stop_strings import load_stop_strings
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
-from hf_engine.resharding.moving import storage_bytes
+from hf_engine.resharding.moving import hold_training_weights, storage_bytes
+from hf_protocols.arguments import check_count
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import GenerationSpec, Topology
 
@@ -74,6 +75,7 @@ class TransformersBackend:
             BackendError: for a generation layout other than 1-1, or a model that transformers cannot load.
         """
         check_dtype(dtype)
+        check_count(BackendError, "cache_bytes", cache_bytes)
         generation = topology.generation
         if generation is not None and generation != cls.largest_generation:
             raise BackendError(
@@ -108,12 +110,27 @@ class TransformersBackend:
         return {name: parameter.data for name, parameter in self._model.named_parameters()}
 
     def commit_weights(self, version: int) -> None:
-        """Declares the weights complete and stamps the samples that follow."""
+        """Declares the weights complete and stamps the samples that follow.
+
+        Raises:
+            BackendError: between `release` and `resume`: there is no weight in memory.
+        """
+        if any(not parameter.untyped_storage().nbytes() for parameter in self._model.parameters() if parameter.nbytes):
+            raise BackendError("the weights were released; resume and send them anew before commit_weights")
         self._weight_version = version
         self._has_weights = True
 
     def release(self) -> int:
-        """Frees the weights; keys and values are freed after every `generate` anyway."""
+        """Frees the weights; keys and values are freed after every `generate` anyway.
+
+        Raises:
+            BackendError: inside `HybridEngine.generation()`, where training weights were moved into these.
+        """
+        if hold_training_weights(self._model.parameters()):
+            raise BackendError(
+                "release() and close() would lose the training weights, which are inside the generation weights: leave "
+                'generation() first, or build the HybridEngine with training_weights="keep"'
+            )
         freed = storage_bytes(self._model.parameters())
         for parameter in self._model.parameters():
             parameter.untyped_storage().resize_(0)
@@ -137,10 +154,8 @@ class TransformersBackend:
         vocab_size = self._model.get_input_embeddings().weight.shape[0]
         if not self._has_weights:
             raise BackendError("the weights were released; resume, send them anew and commit before generating")
-        require_columns(batch, ("prompt_ids", "row_id"))
-        prompts = read_ids(batch, "prompt_ids", vocab_size)
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        check_prompts(prompts.lengths.tolist(), positions, sampling)
+        prompts = read_prompts(batch, sampling, vocab_size=vocab_size, positions=positions)
         strings = load_stop_strings(self._model.name_or_path, sampling)
         uniforms = draw_uniforms(batch["row_id"], sampling)
         num_samples, capacity = uniforms.shape

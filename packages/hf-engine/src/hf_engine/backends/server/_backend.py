@@ -71,6 +71,7 @@ class ServerBackend:
         self._layout = spread_layout(shape.parameters(), ranks.ranks, dtype=facts.dtype)
         self._weight_bytes = shape.num_parameters * self._layout.element_bytes
         self._cache_bytes = facts.cache_tokens * shape.kv_bytes_per_token * self._layout.element_bytes // 2
+        self._vocab_size = shape.vocab_size
         self._max_positions = min(shape.max_positions, facts.max_positions)
         self._stops = read_end_of_sequence_ids(directory)
         self._some_can_release = any(ranks.gather(facts.can_release))
@@ -196,14 +197,12 @@ class ServerBackend:
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
-        from hf_engine.backends._jagged import read_ids, require_columns
-        from hf_engine.backends._responses import build_responses, check_prompts
+        from hf_engine.backends._responses import build_responses, read_prompts
         from hf_engine.backends._sampling import draw_seeds
         from hf_engine.backends._stop_strings import load_stop_strings
 
         self._require_ready(sampling)
-        require_columns(batch, ("prompt_ids", "row_id"))
-        check_prompts(read_ids(batch, "prompt_ids").lengths.tolist(), self._max_positions, sampling)
+        read_prompts(batch, sampling, vocab_size=self._vocab_size, positions=self._max_positions)
         strings = load_stop_strings(self._directory, sampling)
         samples = self._server.generate(
             [row.tolist() for row in batch["prompt_ids"].unbind() for _ in range(sampling.n)],

@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
+from hf_protocols.arguments import check_number
 from hf_protocols.errors import BackendError
 
 __all__ = ["Connection"]
@@ -27,10 +28,12 @@ class Connection:
         timeout_s: deadline of one request, from its first byte to the last one of the answer.
 
     Raises:
-        BackendError: for something that is no URL of a server.
+        BackendError: for something that is no URL of a server, or no deadline.
     """
 
     def __init__(self, url: str, *, key: str | None = None, connect_timeout_s: float, timeout_s: float) -> None:
+        check_number(BackendError, "rollout.options.connect_timeout_s", connect_timeout_s)
+        check_number(BackendError, "rollout.options.timeout_s", timeout_s)
         parts = urlsplit(url)
         try:
             default = _PORTS[parts.scheme]

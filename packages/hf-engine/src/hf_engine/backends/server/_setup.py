@@ -41,7 +41,8 @@ def require_ranks(topology: Topology, urls: Sequence[str]) -> Replica:
             f"every rank asks a server for whole models: gen_pp_size={generation.gen_pp_size}, gen_tp_size="
             f"{generation.gen_tp_size} are not supported; set both to 1, and start the server with the layout"
         )
-    if isinstance(urls, str) or not 1 <= len(urls) <= num_ranks:
+    is_list = isinstance(urls, list | tuple) and all(isinstance(url, str) for url in urls)
+    if not is_list or not 1 <= len(urls) <= num_ranks:
         raise BackendError(
             f"rollout.options.urls={urls!r}: give a list of 1 to {num_ranks} URLs, one for every rank at most, such as "
             '["http://127.0.0.1:30000"]'

@@ -99,7 +99,7 @@ class VllmServer:
             body = {"token_ids": prompt, "sampling_params": shared | {"seed": seed}}
             return self._read(self._connection.post(_GENERATE, body)["choices"][0])
 
-        with ThreadPoolExecutor(min(len(prompts), _NUM_REQUESTS)) as pool:
+        with ThreadPoolExecutor(min(max(1, len(prompts)), _NUM_REQUESTS)) as pool:
             return list(pool.map(request, prompts, seeds))
 
     def load_weights(self, directory: Path, stamp: str) -> None:

@@ -23,6 +23,7 @@ from hf_engine.process_groups import build_groups, local_device
 from hf_engine.resharding.execute import check_weights
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
+from hf_protocols.arguments import check_count
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.topology import GenerationSpec, Topology
 
@@ -115,6 +116,9 @@ class SglangBackend:
         """
         check_dtype(dtype)
         cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
+        if max_positions is not None:
+            check_count(BackendError, "max_positions", max_positions)
+        check_count(BackendError, "max_rows", max_rows)
         topology = _require_topology(topology)
         found_model = EngineModel(model)
         layout = generation_layout(found_model.shape, topology, dtype=dtype)
@@ -213,8 +217,7 @@ class SglangBackend:
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
-        from hf_engine.backends._jagged import read_ids, require_columns
-        from hf_engine.backends._responses import build_responses, check_prompts
+        from hf_engine.backends._responses import build_responses, read_prompts
         from hf_engine.backends._sampling import draw_uniforms
         from hf_engine.backends._stop_strings import load_stop_strings
 
@@ -222,10 +225,9 @@ class SglangBackend:
             raise BackendError("an update of the weights was begun and not committed; send them anew and commit")
         if self._is_released:
             raise BackendError("the KV cache was released; resume before generating")
-        require_columns(batch, ("prompt_ids", "row_id"))
-        lengths = read_ids(batch, "prompt_ids").lengths.tolist()
-        check_prompts(lengths, self._max_positions, sampling)
-        self._check_cache(lengths, sampling)
+        vocab_size, positions = self._model.shape.vocab_size, self._max_positions
+        prompts = read_prompts(batch, sampling, vocab_size=vocab_size, positions=positions)
+        self._check_cache(prompts.lengths.tolist(), sampling)
         strings = load_stop_strings(self._model.directory, sampling)
         samples = self._call(
             "generate",

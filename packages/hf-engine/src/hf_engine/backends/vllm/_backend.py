@@ -16,6 +16,7 @@ from hf_engine.backends._memory import choose_cache_bytes
 from hf_engine.backends.vllm._library import check_version, embedded
 from hf_engine.resharding.execute import check_weights
 from hf_engine.resharding.layouts import WeightLayout
+from hf_protocols.arguments import check_count
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.topology import GenerationSpec, Topology
 
@@ -87,6 +88,8 @@ class VllmBackend:
             topology = replace(topology, generation=GenerationSpec())
         check_dtype(dtype)
         cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
+        if max_positions is not None:
+            check_count(BackendError, "max_positions", max_positions)
         with embedded():
             from hf_engine.backends.vllm._engine import Engine, plan_layout
 
@@ -149,8 +152,7 @@ class VllmBackend:
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
-        from hf_engine.backends._jagged import read_ids, require_columns
-        from hf_engine.backends._responses import build_responses, check_prompts
+        from hf_engine.backends._responses import build_responses, read_prompts
         from hf_engine.backends._stop_strings import load_stop_strings
 
         engine = self._open()
@@ -158,16 +160,15 @@ class VllmBackend:
             raise BackendError("an update of the weights was begun and not committed; send them anew and commit")
         if self._is_released:
             raise BackendError("the KV cache was released; resume before generating")
-        require_columns(batch, ("prompt_ids", "row_id"))
-        check_prompts(read_ids(batch, "prompt_ids").lengths.tolist(), engine.max_positions, sampling)
+        read_prompts(batch, sampling, vocab_size=engine.vocab_size, positions=engine.max_positions)
         strings = load_stop_strings(engine.model, sampling)
         stops = sorted(engine.stop_token_ids | set(sampling.stop_token_ids))
         responses = engine.run(batch, sampling, stops, strings)
         return build_responses(
-            torch.tensor([token for response in responses for token in response.token_ids]),
+            torch.tensor([token for response in responses for token in response.token_ids], dtype=torch.int64),
             torch.tensor([logprob for response in responses for logprob in response.logprobs]),
-            torch.tensor([len(response.token_ids) for response in responses]),
-            torch.tensor([_STOP if response.is_stopped else _LENGTH for response in responses]),
+            torch.tensor([len(response.token_ids) for response in responses], dtype=torch.int64),
+            torch.tensor([_STOP if response.is_stopped else _LENGTH for response in responses], dtype=torch.int64),
             n=sampling.n,
             version=self._weight_version,
         )

@@ -118,7 +118,7 @@ class Engine:
             model=str(model),
             skip_tokenizer_init=True,
             dtype=dtype,
-            seed=seed,
+            seed=seed % (1 << 32),  # vLLM takes no other; nothing is drawn with it
             max_model_len=max_positions,
             kv_cache_memory_bytes=cache_bytes,
             tensor_parallel_size=len(groups[0]),
@@ -154,11 +154,17 @@ class Engine:
         caches = [cache.untyped_storage() for cache in self._worker.model_runner.kv_caches]
         self._caches = list({storage._cdata: storage for storage in caches}.values())
         self._cache_sizes = [storage.nbytes() for storage in self._caches]
+        self._is_broken = False
 
     @property
     def model(self) -> str:
         """Directory or hub name."""
         return str(self._engine.model_config.model)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return int(self._engine.model_config.get_vocab_size())
 
     @property
     def max_positions(self) -> int:
@@ -189,11 +195,19 @@ class Engine:
         Raises:
             BackendError: if the engine fails on the way; it is of no use any more.
         """
+        if self._is_broken:
+            # What it left of its requests keeps vLLM busy without an end.
+            raise BackendError("vLLM was interrupted while it generated; close this backend, build another")
+        self._is_broken = True
         try:
             with serving_threads():
-                return run_requests(self._engine, batch, sampling, stops, strings)
-        except RuntimeError as error:
-            raise BackendError(f"vLLM failed while it generated; close this backend, build another: {error}") from error
+                responses = run_requests(self._engine, batch, sampling, stops, strings)
+        except Exception as error:
+            raise BackendError(
+                f"vLLM failed while it generated; close this backend, build another: {type(error).__name__}: {error}"
+            ) from error
+        self._is_broken = False
+        return responses
 
     @options_set()
     def begin_update(self) -> None:

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from hf_engine import SamplingParams
+from hf_engine.backends._responses import read_prompts
+from hf_protocols import BackendError, BatchError
+
+TWO = SamplingParams(max_new_tokens=2)
+
+
+def batch_of(rows, row_ids):
+    ids = torch.nested.nested_tensor([torch.tensor(row, dtype=torch.int64) for row in rows], layout=torch.jagged)
+    return TensorDict({"prompt_ids": ids, "row_id": row_ids}, batch_size=[len(rows)])
+
+
+def read(rows, row_ids=None, sampling=TWO):
+    batch = batch_of(rows, torch.arange(len(rows)) if row_ids is None else row_ids)
+    return read_prompts(batch, sampling, vocab_size=64, positions=8)
+
+
+def test_prompts_that_fit_are_read():
+    assert read([[3, 63], [0] * 6]).lengths.tolist() == [2, 6]
+    assert read([[3]], torch.tensor([7], dtype=torch.int32)).lengths.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[3], []], "prompt of row 1 is empty; a prompt needs at least one token"),
+        ([[3], [3] * 7], r"row 1 has 7 tokens, above the model's 8 positions - max_new_tokens=2 = 6; shorten"),
+    ],
+)
+def test_prompts_that_do_not_fit_are_refused(rows, message):
+    with pytest.raises(BackendError, match=message):
+        read(rows)
+
+
+@pytest.mark.parametrize("token", [64, 100_000, -1])
+def test_a_token_outside_the_vocabulary_is_refused(token):
+    with pytest.raises(BatchError, match=rf"row 1 of 'prompt_ids' holds the token id {token}, the model's are 0 to 63"):
+        read([[3], [3, token]])
+
+
+@pytest.mark.parametrize("token", [64, 1 << 70])
+def test_a_stop_token_outside_the_vocabulary_is_refused(token):
+    with pytest.raises(BackendError, match=rf"stop_token_ids=\(3, {token}\) holds {token}, the model's .* 0 to 63"):
+        read([[3]], sampling=SamplingParams(max_new_tokens=2, stop_token_ids=(3, token)))
+
+
+@pytest.mark.parametrize(
+    "row_ids",
+    [torch.tensor([1.5]), torch.tensor([[1, 2]]), torch.nested.nested_tensor([torch.arange(2)], layout=torch.jagged)],
+)
+def test_row_ids_that_are_no_column_of_whole_numbers_are_refused(row_ids):
+    with pytest.raises(BatchError, match=r"the column 'row_id' is .*: give one whole number a row"):
+        read([[3]], row_ids)
+
+
+def test_sampling_parameters_of_another_kind_are_refused():
+    with pytest.raises(BackendError, match=r"sampling=\{'max_new_tokens': 2\}: give SamplingParams"):
+        read([[3]], sampling={"max_new_tokens": 2})
