@@ -34,7 +34,8 @@ def test_a_readmes_block_runs(block: str, tmp_path: Path) -> None:
     program.write_text(block)
     finished = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout
+    # A block that only defines functions is run by a test of its package.
+    assert bool(finished.stdout) == ("print(" in block)
 
 
 PRINTING_BLOCK = re.compile(r"^```python\n(.*?)^```\n\nprints\n\n```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)

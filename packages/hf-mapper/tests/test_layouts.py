@@ -156,6 +156,26 @@ def test_as_many_backends_waves_and_generations_as_layouts_are_wanted() -> None:
         simulate_generation(*given, generation=[GenerationSpec()])
 
 
+@pytest.mark.parametrize(
+    ("preset", "ep", "backend", "message"),
+    [
+        ("llama-2-7b", 2, "megatron", "llama-2-7b has no experts to spread over ep_size=2: give ep_size=1"),
+        ("mixtral-8x7b", 3, "megatron", "num_experts=8 do not share out over ep_size=3"),
+        ("mixtral-8x7b", 2, "fsdp", "ep_size=2 with FSDP"),
+    ],
+    ids=["dense", "uneven", "fsdp"],
+)
+@pytest.mark.parametrize("many", [False, True], ids=["one layout", "many"])
+def test_experts_that_cannot_be_spread_are_refused(
+    preset: str, ep: int, backend: str, message: str, many: bool
+) -> None:
+    problem = draw(preset, 1)
+    layout = ParallelSpec(dp_size=ep, ep_size=ep)
+    layouts = [ParallelSpec(dp_size=ep), layout] if many else layout
+    with pytest.raises(TopologyError, match=message):
+        simulate_inference(problem.model, problem.cluster, layouts, WORKLOAD, backend=backend)
+
+
 @pytest.mark.parametrize(("pp", "tp", "gen_pp", "gen_tp"), [(1, 4, 1, 8), (2, 4, 4, 2), (1, 4, 1, 3)])
 def test_replicas_that_cannot_be_cut_are_refused(pp: int, tp: int, gen_pp: int, gen_tp: int) -> None:
     problem = PROBLEMS["one machine"]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -81,6 +82,18 @@ def test_megatron_shards_only_the_optimizer_over_data_parallel_ranks() -> None:
     assert [estimate.breakdown[name] for name in STATES] == [parameters, 2 * parameters, 1.5 * parameters]
 
 
+@pytest.mark.parametrize(("parallel", "ep"), [("1-1-8", 8), ("1-2-4", 2), ("2-2-2", 2), ("4-1-2", 1)])
+def test_experts_are_spread_over_data_parallel_ranks(parallel: str, ep: int) -> None:
+    """As many weights as the model's names say, and an optimizer that is cut over all ranks however they are spread."""
+    mixtral, cluster = ModelShape.preset("mixtral-8x7b"), ClusterSpec.host(8, 2**40)
+    layout = dataclasses.replace(ParallelSpec.parse(parallel), ep_size=ep)
+    sizes = {name: math.prod(shape) for name, shape in mixtral.parameters().items()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    held = (sum(sizes.values()) - experts + experts / ep) / (layout.pp_size * layout.tp_size)
+    found = estimate_memory(mixtral, cluster, layout, WORKLOAD, calls=["training"], backend="megatron").breakdown
+    assert [found[name] for name in STATES] == pytest.approx([2 * held, 4 * held, 12 * mixtral.num_parameters / 8])
+
+
 def test_a_cache_holds_whole_sequences() -> None:
     whole = kv_cache_bytes(LLAMA, GenerationSpec(), WORKLOAD, 3)
     assert whole == 3 * 2048 * (2 * 40 * 5120 * 2)
@@ -94,7 +107,7 @@ def test_a_cache_is_not_cut_below_a_head() -> None:
 
 
 def work_bytes(model: ModelShape, spec: ParallelSpec, workload: WorkloadSpec, *, backend: str) -> float:
-    return float(training_work_bytes(model, read_layouts(spec, backend), workload))
+    return float(training_work_bytes(model, read_layouts(model, spec, backend), workload))
 
 
 def test_activations_follow_the_published_count() -> None:

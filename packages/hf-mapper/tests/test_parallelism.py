@@ -14,6 +14,7 @@ from hf_mapper import (
     gpu,
     pack,
     simulate_inference,
+    simulate_training,
 )
 from hf_mapper.parallelism import (
     build_options,
@@ -53,6 +54,41 @@ def test_layouts_of_eight_gpus() -> None:
         "4-2-1 megatron",
         "8-1-1 megatron",
     ]
+
+
+def test_experts_are_spread_over_every_part_of_the_data_parallel_ranks() -> None:
+    mixtral = ModelShape.preset("mixtral-8x7b")
+    found = [
+        (spec.pp_size, spec.tp_size, spec.dp_size, spec.ep_size, backend)
+        for spec, backend in parallel_layouts(mixtral, MACHINE, 4, WORKLOAD, BOTH, True)
+    ]
+    assert found == [
+        (1, 1, 4, 1, "fsdp"),
+        (1, 1, 4, 2, "megatron"),
+        (1, 1, 4, 4, "megatron"),
+        (1, 2, 2, 1, "megatron"),
+        (1, 2, 2, 2, "megatron"),
+        (1, 4, 1, 1, "megatron"),
+        (2, 1, 2, 1, "megatron"),
+        (2, 1, 2, 2, "megatron"),
+        (2, 2, 1, 1, "megatron"),
+        (4, 1, 1, 1, "megatron"),
+    ]
+
+
+def test_spread_experts_are_chosen_where_they_are_fastest() -> None:
+    """Against every layout, one by one."""
+    mixtral = ModelShape.preset("mixtral-8x7b")
+    demand = ModelDemand(model=mixtral, calls=(("training",),))
+    times = {
+        spec: simulate_training(mixtral, CLUSTER, spec, WORKLOAD, backend=backend).latency_s
+        for spec, backend in parallel_layouts(mixtral, MACHINE, 32, WORKLOAD, BOTH, True)
+    }
+    best = best_parallelism(demand, CLUSTER, 32, WORKLOAD, budget_bytes=2**50)
+    assert best is not None
+    assert sum(best.stage_s) == pytest.approx(min(times.values()))
+    assert best.parallel == min(times, key=lambda spec: times[spec])
+    assert best.parallel.ep_size > 1
 
 
 def test_layers_heads_and_batches_must_divide() -> None:

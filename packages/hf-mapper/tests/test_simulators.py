@@ -19,13 +19,7 @@ from hf_mapper import (
     simulate_inference,
     simulate_training,
 )
-from hf_mapper.simulators.communication import (
-    all_gather_s,
-    all_reduce_s,
-    build_link,
-    one_shot_reduce_s,
-    point_to_point_s,
-)
+from hf_mapper.simulators.communication import Link, all_gather_s, all_reduce_s, build_link, one_shot_reduce_s
 from hf_mapper.simulators.inference import flops_per_token
 from hf_mapper.simulators.memory import kv_cache_bytes
 from hf_mapper.software import MEGATRON_2021, ZERO_2021
@@ -44,34 +38,6 @@ def build_cluster(num_machines: int = 1, **efficiency: float) -> ClusterSpec:
 
 def layout(text: str) -> ParallelSpec:
     return ParallelSpec.parse(text)
-
-
-def test_a_link_inside_a_machine_is_the_gpus_own() -> None:
-    link = build_link(build_cluster(2), num_ranks=8, stride=1, world_size=16)
-    assert link.bandwidth_bytes_per_s == pytest.approx(0.71 * 300e9)
-    assert link.latency_s == 1.25e-5
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "stride", "crossing"),
-    [(16, 1, 1), (2, 8, 8), (4, 8, 8), (8, 2, 2), (2, 64, 8)],
-    ids=["all", "pairs", "quads", "every second", "far pairs"],
-)
-def test_groups_that_cross_together_share_the_network(num_ranks: int, stride: int, crossing: int) -> None:
-    """``crossing``: how many groups leave a machine of 8, counted by hand."""
-    link = build_link(build_cluster(16), num_ranks=num_ranks, stride=stride, world_size=128)
-    assert link.bandwidth_bytes_per_s == pytest.approx(0.71 * 25e9 / crossing)
-    assert link.latency_s == 1e-5
-
-
-def test_collectives_cost_what_a_ring_moves() -> None:
-    link = build_link(build_cluster(), num_ranks=4, stride=1, world_size=4)
-    num_bytes = 1e9
-    assert all_gather_s(link, num_bytes) == pytest.approx(2 * 1.25e-5 + 0.75e9 / 213e9)
-    assert all_reduce_s(link, num_bytes) == pytest.approx(2 * all_gather_s(link, num_bytes))
-    assert point_to_point_s(link, num_bytes) == pytest.approx(1.25e-5 + 1e9 / 213e9)
-    alone = build_link(build_cluster(), num_ranks=1, stride=1, world_size=4)
-    assert all_gather_s(alone, num_bytes) == all_reduce_s(alone, num_bytes) == point_to_point_s(alone, num_bytes) == 0
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-2-70b", "llama-3-8b", "mixtral-8x7b"])
@@ -232,6 +198,49 @@ def test_megatron_reduces_gradients_once_an_update() -> None:
     assert few.breakdown["gradient_sync_s"] > 0
     assert many.breakdown["gradient_sync_s"] == pytest.approx(2 * few.breakdown["gradient_sync_s"])
     assert simulate_training(LLAMA, build_cluster(), layout("1-8-1"), WORKLOAD).breakdown["gradient_sync_s"] == 0
+
+
+def test_spread_experts_are_summed_over_their_copies_only() -> None:
+    """Where every data-parallel rank has other experts, none is summed; with two copies, half as many twice."""
+    mixtral, cluster = ModelShape.preset("mixtral-8x7b"), build_cluster(2)
+    experts = 3 * 32 * 8 * 4096 * 14336
+    link = build_link(cluster, num_ranks=8, stride=2, world_size=16)
+    pair = build_link(cluster, num_ranks=2, stride=8, world_size=16)
+
+    def sync_s(ep_size: int) -> float:
+        spread = dataclasses.replace(layout("1-2-8"), ep_size=ep_size)
+        return simulate_training(mixtral, cluster, spread, WORKLOAD).breakdown["gradient_sync_s"]
+
+    def gathers_s(link: Link, parameters: float) -> float:
+        return float(all_gather_s(link, 4 * parameters) + all_gather_s(link, 2 * parameters))
+
+    shared_s = gathers_s(link, (mixtral.num_parameters - experts) / 2)
+    assert sync_s(1) == pytest.approx(8 * gathers_s(link, mixtral.num_parameters / 2))
+    assert sync_s(8) == pytest.approx(8 * shared_s)
+    assert sync_s(4) == pytest.approx(8 * (shared_s + gathers_s(pair, experts / 2 / 4)))
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 2), ("full", 3)])
+def test_training_brings_tokens_to_their_experts_in_every_layer_and_pass(recompute: str, passes: int) -> None:
+    mixtral, cluster = ModelShape.preset("mixtral-8x7b"), build_cluster()
+    workload = dataclasses.replace(WORKLOAD, recompute=recompute)
+    spread = ParallelSpec(dp_size=8, ep_size=8)
+    micro_batches, tokens = 1024 // 8 // 4, 4 * 2048
+    copies = tokens * 2 * 4096 * 2 * 7 / 8
+    once_s = 32 * 2 * (1.25e-5 + copies / (0.71 * 300e9))
+    trained = simulate_training(mixtral, cluster, spread, workload).breakdown["expert_parallel_s"]
+    assert trained == pytest.approx(micro_batches * passes * once_s)
+    read = simulate_inference(mixtral, cluster, spread, workload).breakdown["expert_parallel_s"]
+    assert read == pytest.approx(micro_batches * once_s)
+
+
+def test_spread_experts_compute_the_same_in_fewer_and_larger_multiplications() -> None:
+    mixtral = ModelShape.preset("mixtral-8x7b")
+    layouts = [ParallelSpec(dp_size=8), ParallelSpec(dp_size=8, ep_size=8)]
+    perfect = simulate_training(mixtral, build_arithmetic_cluster(), layouts, WORKLOAD, backend="megatron")
+    assert perfect.breakdown["compute_s"][1] == pytest.approx(perfect.breakdown["compute_s"][0])
+    small = simulate_training(mixtral, build_cluster(half_size=500.0), layouts, WORKLOAD, backend="megatron")
+    assert small.breakdown["compute_s"][1] < 0.95 * small.breakdown["compute_s"][0]
 
 
 def test_decoding_reads_the_weights_and_the_cache_for_every_token() -> None:

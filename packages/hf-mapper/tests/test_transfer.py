@@ -52,6 +52,12 @@ def test_columns_have_their_sizes() -> None:
     assert rows["update_critic"] == CallRows(read_bytes=3 * 48 * (sequence + 800))
 
 
+def test_columns_that_may_lack_count_as_if_they_were_there() -> None:
+    (call,) = (call for call in Dataflow.preset("ppo").calls if call.method == "compute_values")
+    marked = dataclasses.replace(call, reads=tuple(f"{name}?" for name in call.reads))
+    assert count_call_rows(marked, WORKLOAD) == count_call_rows(call, WORKLOAD)
+
+
 def test_lengths_that_vary_count_as_their_mean() -> None:
     (call,) = (call for call in Dataflow.preset("ppo").calls if call.method == "compute_values")
     ragged = dataclasses.replace(WORKLOAD, response_lengths=(20, 100))

@@ -12,10 +12,11 @@ from hf_mapper._known_models import build_gpt, find_model, guess_model
 from hf_mapper.constants import find_efficiency, find_links
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.simulators import estimate_memory, simulate_training
+from hf_mapper.simulators.layouts import read_layouts
 from hf_mapper.software import FSDP, LLM_FOUNDRY, MEGATRON_2021, MEGATRON_DEEPSPEED, ZERO_2021, SoftwareSpec
 from hf_mapper.specs import ClusterSpec, GpuSpec, MachineSpec, Recompute, WorkloadSpec, gpu
 from hf_mapper.tables import MeasuredTable, Row, SkipRow, number, whole_number
-from hf_protocols import ConfigError, ModelShape, ParallelSpec
+from hf_protocols import ConfigError, ModelShape, ParallelSpec, TopologyError
 
 __all__ = [
     "Phase",
@@ -133,7 +134,7 @@ def build_training_cases(table: MeasuredTable) -> Iterator[tuple[Row, list[Train
     for row in table.rows:
         try:
             yield row, list(_training_cases(row))
-        except (SkipRow, ConfigError) as reason:
+        except (SkipRow, ConfigError, TopologyError) as reason:
             yield row, reason if isinstance(reason, SkipRow) else SkipRow(f"it cannot be simulated: {reason}")
 
 
@@ -159,6 +160,7 @@ def _training_cases(row: Row) -> Iterator[TrainingCase]:
         software=software,
     )
     model = find_model_of_row(row)
+    read_layouts(model, parallel, backend)
     base = TrainingCase(
         source=row.get("source", ""),
         gpu=row["gpu"],
@@ -191,9 +193,8 @@ def _check_simulated(row: Row) -> None:
         raise SkipRow("offload to the host is not simulated")
     if re.search(r"fp8|float8|nvfp4|mxfp|fp4", row.get("precision", "").lower()):
         raise SkipRow("8-bit and 4-bit precision are not simulated")
-    for column in ("cp", "ep"):
-        if row.get(column, "1") not in ("", "1"):
-            raise SkipRow(f"{column} above 1 is not simulated")
+    if row.get("cp", "1") not in ("", "1"):
+        raise SkipRow("cp above 1 is not simulated")
 
 
 def _find_layout(row: Row, num_gpus: int) -> ParallelSpec:
@@ -201,7 +202,7 @@ def _find_layout(row: Row, num_gpus: int) -> ParallelSpec:
     dp = whole_number(row, "dp", max(1, num_gpus // (pp * tp)))
     if pp * tp * dp != num_gpus:
         raise SkipRow("pp x tp x dp is not n_gpus")
-    return ParallelSpec(pp_size=pp, tp_size=tp, dp_size=dp)
+    return ParallelSpec(pp_size=pp, tp_size=tp, dp_size=dp, ep_size=whole_number(row, "ep", 1))
 
 
 def _find_micro_batch(row: Row, local: int) -> int:

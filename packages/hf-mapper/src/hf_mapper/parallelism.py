@@ -1,13 +1,15 @@
 """Every layout of one model on n devices of one kind, with its times and bytes; and the best under a memory budget.
 
 A layout respects: tp inside a machine; heads, KV heads and MLP width divisible by tp; layers by pp; the sequences of
-an update by dp; the prompts by the number of generation replicas. Generation layouts nest in Megatron's training
-layouts (paper, section 5.1); FSDP, which does not cut the model, generates with any gen_tp inside a machine.
+an update by dp; experts by ep, which divides dp; the prompts by the number of generation replicas. Generation layouts
+nest in Megatron's training layouts (paper, section 5.1); FSDP, which does not cut the model, generates with any gen_tp
+inside a machine.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -106,20 +108,22 @@ def parallel_layouts(
     backends: Sequence[str],
     trained: bool,
 ) -> Iterator[tuple[ParallelSpec, str]]:
-    """Every valid (layout, backend) of ``num_gpus`` ranks, pp then tp ascending.
+    """Every valid (layout, backend) of ``num_gpus`` ranks, pp then tp then ep ascending.
 
-    The backend is FSDP where pp = tp = 1 and Megatron elsewhere; Megatron takes pp = tp = 1 too where FSDP is absent.
+    The backend is FSDP where pp = tp = ep = 1 and Megatron elsewhere; Megatron takes 1 too where FSDP is absent.
     """
     rows = _shared_rows(workload, trained)
     for pp, tp in itertools.product(_divisors(model.num_layers, num_gpus), _tensor_sizes(model, machine)):
         if num_gpus % (pp * tp) or rows % (num_gpus // (pp * tp)) or not _inside_machine(machine, num_gpus, tp):
             continue
-        parallel = ParallelSpec(pp_size=pp, tp_size=tp, dp_size=num_gpus // (pp * tp))
-        backend = default_backend(parallel)
-        if backend in backends:
-            yield parallel, backend
-        elif pp * tp == 1:
-            yield parallel, backends[0]
+        dp = num_gpus // (pp * tp)
+        for ep in _divisors(math.gcd(dp, model.num_experts or 1)):
+            parallel = ParallelSpec(pp_size=pp, tp_size=tp, dp_size=dp, ep_size=ep)
+            backend = default_backend(parallel)
+            if backend in backends:
+                yield parallel, backend
+            elif pp * tp * ep == 1:
+                yield parallel, backends[0]
 
 
 def generation_layouts(
@@ -160,7 +164,8 @@ def build_options(
     if not rollouts:
         return ()
     parallels, used = [parallel for parallel, _ in layouts], [backend for _, backend in layouts]
-    state = sum(state_bytes(demand.model, read_layouts(parallels, used), workload, trained=demand.trained).values())
+    sizes = read_layouts(demand.model, parallels, used)
+    state = sum(state_bytes(demand.model, sizes, workload, trained=demand.trained).values())
     stage_s, work = _forward_calls(demand, cluster, parallels, used, workload, scales)
     owner = [index for index, _, _ in rollouts]
     stage_s, work = stage_s[owner], work[owner]

@@ -189,10 +189,11 @@ def _draw_memory(pool: Any) -> Text:
 
 
 def format_layout(layout: ParallelSpec | GenerationSpec) -> str:
-    """``pp-tp-dp``, of a generation layout ``pp-tp``."""
+    """``pp-tp-dp``, with ``ep`` where experts are spread; of a generation layout ``pp-tp``."""
     if isinstance(layout, GenerationSpec):
         return f"{layout.gen_pp_size}-{layout.gen_tp_size}"
-    return f"{layout.pp_size}-{layout.tp_size}-{layout.dp_size}"
+    experts = f" ep {layout.ep_size}" if layout.ep_size > 1 else ""
+    return f"{layout.pp_size}-{layout.tp_size}-{layout.dp_size}{experts}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -11,14 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_mapper.simulators.layouts import Figures, Layouts, Sizes
-from hf_mapper.specs import ClusterSpec
+from hf_mapper.specs import ClusterSpec, WorkloadSpec
+from hf_protocols import ModelShape
 
 __all__ = [
     "Link",
     "all_gather_s",
     "all_reduce_s",
+    "all_to_all_s",
     "build_link",
     "build_stage_link",
+    "expert_exchange_s",
     "one_shot_reduce_s",
     "point_to_point_s",
 ]
@@ -73,6 +76,31 @@ def all_gather_s(link: Link, num_bytes: Figures) -> Figures:
 def all_reduce_s(link: Link, num_bytes: Figures) -> Figures:
     """Seconds to sum ``num_bytes`` over every rank: a reduce-scatter and an all-gather."""
     return 2 * all_gather_s(link, num_bytes)
+
+
+def all_to_all_s(link: Link, num_bytes: Figures) -> Figures:
+    """Seconds in which every rank gives away ``num_bytes``, an equal part to each, itself among them, all at once."""
+    volume = num_bytes * (link.num_ranks - 1) / link.num_ranks
+    return np.where(link.num_ranks == 1, 0.0, link.latency_s + volume / link.bandwidth_bytes_per_s)
+
+
+def expert_exchange_s(
+    model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec, tokens: Sizes
+) -> Figures:
+    """Seconds to bring a rank's ``tokens`` to the experts of one layer and back, once; none without expert parallelism.
+
+    Experts are spread over neighbours in data, which across machines all need the network for themselves. Tokens are
+    taken to choose all experts equally; each rank of a tensor group sends its part of them.
+    """
+    link = build_link(
+        cluster,
+        num_ranks=layouts.ep_size,
+        stride=layouts.tp_size,
+        world_size=layouts.world_size,
+        shared_rails=False,
+    )
+    copies = tokens * model.num_experts_per_token / layouts.tp_size
+    return 2 * all_to_all_s(link, copies * model.hidden_size * workload.element_bytes)
 
 
 def one_shot_reduce_s(link: Link, num_bytes: Figures) -> Figures:

@@ -5,6 +5,9 @@ of every running sequence, and multiplies; behind its launches, whichever takes 
 its all-reduces and the host's work for each sequence are added. Where the KV cache holds less than the batch, the batch
 goes in waves; where responses vary in length, those that end leave their places to those that wait, and the last wave
 decodes until its longest ends. The reshard of the weights from training to generation comes first.
+
+Expert parallelism inside a replica, where an engine spreads whole experts over the tensor ranks instead of cutting
+each, is not told apart: a rank reads as many bytes, multiplies as much and takes part in as many sums.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from hf_mapper.simulators.estimate import Estimate, build_estimate
 from hf_mapper.simulators.inference import flops_per_token, simulate_forward
 from hf_mapper.simulators.layouts import Figures, GenerationLayouts, Layouts, Sizes, read_generation, read_layouts
 from hf_mapper.simulators.memory import (
+    expert_parameters,
     gathered_weight_bytes,
     kv_cache_bytes,
     kv_token_bytes,
@@ -80,7 +84,7 @@ def simulate_generation(
 
     ``memory_bytes`` is the KV cache, and what the generation weights add to the training shard.
     """
-    layouts = read_layouts(parallel, backend)
+    layouts = read_layouts(model, parallel, backend)
     cut = read_generation(layouts, generation, num_waves)
     replicas = layouts.world_size // cut.replica_size
     sequences = -(-workload.num_sequences // (replicas * cut.num_waves))
@@ -99,8 +103,12 @@ def simulate_generation(
 def _transition_s(
     model: ModelShape, cluster: ClusterSpec, layouts: Layouts, generation: GenerationLayouts, workload: WorkloadSpec
 ) -> Figures:
-    """The reshard: FSDP gathers over all ranks; Megatron in the tensor group, or over pipeline stages as well."""
-    ranks = np.where(layouts.fsdp, layouts.dp_size, layouts.num_parts // generation.replica_size)
+    """The reshard: FSDP gathers over all ranks; Megatron in the tensor group, or over pipeline stages as well.
+
+    Of spread experts each rank gets those of its neighbours too.
+    """
+    cut = layouts.num_parts // generation.replica_size * layouts.ep_size
+    ranks = np.where(layouts.fsdp, layouts.dp_size, cut)
     inside = np.logical_or(layouts.fsdp, generation.gen_pp_size == layouts.pp_size)
     stride = np.where(inside, 1, layouts.tp_size * layouts.dp_size)
     link = build_link(cluster, num_ranks=ranks, stride=stride, world_size=layouts.world_size)
@@ -180,6 +188,5 @@ def _read_weight_bytes(model: ModelShape, workload: WorkloadSpec, sequences: Siz
     whole = weight_bytes(model, workload)
     if not model.num_experts:
         return whole
-    experts = 3 * model.num_layers * model.num_experts * model.hidden_size * model.intermediate_size
     untouched = (1 - model.num_experts_per_token / model.num_experts) ** sequences
-    return whole - experts * untouched * workload.element_bytes
+    return whole - expert_parameters(model) * untouched * workload.element_bytes

@@ -18,11 +18,12 @@ from hf_mapper.simulators.communication import (
     all_reduce_s,
     build_link,
     build_stage_link,
+    expert_exchange_s,
     point_to_point_s,
 )
 from hf_mapper.simulators.estimate import Estimate, build_estimate
 from hf_mapper.simulators.layouts import Figures, Layouts, Sizes, read_layouts
-from hf_mapper.simulators.memory import inference_work_bytes, micro_batch_sequences, weight_bytes
+from hf_mapper.simulators.memory import computed_parameters, inference_work_bytes, micro_batch_sequences, weight_bytes
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import ModelShape, ParallelSpec
 
@@ -38,6 +39,7 @@ class ForwardPass:
 
     compute_s: Figures
     tensor_parallel_s: Figures
+    expert_parallel_s: Figures
     hop_s: Figures
     gather_s: Figures
 
@@ -70,8 +72,8 @@ def simulate_forward(
     peak = gpu.peak(workload.dtype) * gpu.efficiency.inference_flops
     arithmetic_s = tokens * flops_per_token(model, length / 2, logits=logits) / layouts.num_parts / peak
     read_s = (
-        weight_bytes(model, workload)
-        / layouts.num_parts
+        workload.element_bytes
+        * computed_parameters(model, layouts)
         / (gpu.memory_bandwidth_bytes_per_s * gpu.efficiency.memory_bandwidth)
     )
     boundary_bytes = tokens * model.hidden_size * workload.element_bytes
@@ -80,6 +82,7 @@ def simulate_forward(
     return ForwardPass(
         compute_s=np.hypot(np.maximum(arithmetic_s, read_s), layers * gpu.efficiency.layer_latency_s),
         tensor_parallel_s=2 * layers * all_reduce_s(tensor, boundary_bytes),
+        expert_parallel_s=layers * expert_exchange_s(model, cluster, layouts, workload, tokens),
         hop_s=point_to_point_s(build_stage_link(cluster, layouts), boundary_bytes / layouts.tp_size),
         gather_s=np.where(layouts.fsdp, all_gather_s(sharded, weight_bytes(model, workload)), 0.0),
     )
@@ -115,7 +118,7 @@ def simulate_inference(
 
     Where lengths vary, as of typical sequences.
     """
-    layouts = read_layouts(parallel, backend)
+    layouts = read_layouts(model, parallel, backend)
     work_bytes = inference_work_bytes(model, layouts, workload)
     workload = workload.typical
     local = workload.num_sequences // layouts.dp_size
@@ -126,6 +129,7 @@ def simulate_inference(
     parts: dict[str, Figures] = {
         "compute_s": compute_s,
         "tensor_parallel_s": passes * once.tensor_parallel_s,
+        "expert_parallel_s": passes * once.expert_parallel_s,
         "pipeline_hop_s": passes * once.hop_s,
         "exposed_gather_s": np.maximum(0.0, passes * once.gather_s - compute_s),
     }

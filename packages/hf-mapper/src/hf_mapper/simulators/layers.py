@@ -41,14 +41,18 @@ def matmul_s(gpu: GpuSpec, dtype: str, rows: Figures, columns: Figures, inner: F
 
 
 def compute_layer_times(
-    model: ModelShape, gpu: GpuSpec, workload: WorkloadSpec, *, sequences: Sizes, tp_size: Sizes
+    model: ModelShape, gpu: GpuSpec, workload: WorkloadSpec, *, sequences: Sizes, tp_size: Sizes, ep_size: Sizes = 1
 ) -> LayerTimes:
-    """One layer on ``sequences`` of the workload's length, its weights cut over ``tp_size`` ranks."""
+    """One layer on ``sequences`` of the workload's length, its weights cut over ``tp_size`` ranks.
+
+    Of ``ep_size`` ranks each has its part of the experts, and gets as many tokens as it gives away: fewer and larger
+    multiplications.
+    """
     length, dtype = workload.sequence_tokens, workload.dtype
     tokens, hidden = sequences * length, model.hidden_size
     query, key = model.num_heads * model.head_dim / tp_size, model.num_kv_heads * model.head_dim / tp_size
     width, active = model.intermediate_size / tp_size, max(1, model.num_experts_per_token)
-    experts = max(1, model.num_experts)
+    experts = max(1, model.num_experts) / ep_size
     routed = np.maximum(1.0, tokens * active / experts)
     linear_s = matmul_s(gpu, dtype, tokens, query + 2 * key, hidden) + matmul_s(gpu, dtype, tokens, hidden, query)
     up_s, down_s = (matmul_s(gpu, dtype, routed, *sizes) for sizes in ((2 * width, hidden), (hidden, width)))

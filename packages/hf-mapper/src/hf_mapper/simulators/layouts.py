@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_protocols import ConfigError, GenerationSpec, ParallelSpec, TopologyError
+from hf_protocols import ConfigError, GenerationSpec, ModelShape, ParallelSpec, TopologyError
 
 __all__ = [
     "Figures",
@@ -40,6 +40,7 @@ class Layouts:
     dp_size: Sizes
     world_size: Sizes
     fsdp: bool | NDArray[np.bool_]
+    ep_size: Sizes = 1
 
     @property
     def num_parts(self) -> Sizes:
@@ -62,12 +63,24 @@ class GenerationLayouts:
 
 
 def default_backend(parallel: ParallelSpec) -> str:
-    """``"fsdp"`` where the model is not cut (pp = tp = 1), else ``"megatron"``."""
-    return "fsdp" if parallel.pp_size == parallel.tp_size == 1 else "megatron"
+    """``"fsdp"`` where the model is not cut (pp = tp = ep = 1), else ``"megatron"``."""
+    return "fsdp" if parallel.pp_size == parallel.tp_size == parallel.ep_size == 1 else "megatron"
 
 
-def read_layouts(parallel: ParallelSpec | Sequence[ParallelSpec], backend: str | Sequence[str] | None) -> Layouts:
-    """The sizes of one layout or of several; ``backend`` of all of them or of each, by default ``default_backend``."""
+def read_layouts(
+    model: ModelShape, parallel: ParallelSpec | Sequence[ParallelSpec], backend: str | Sequence[str] | None
+) -> Layouts:
+    """The sizes of one layout or of several; ``backend`` of all of them or of each, by default ``default_backend``.
+
+    Raises:
+        TopologyError: for expert parallelism where the model has no experts that share out, or with FSDP.
+    """
+    found = _read_sizes(parallel, backend)
+    _check_experts(model, found)
+    return found
+
+
+def _read_sizes(parallel: ParallelSpec | Sequence[ParallelSpec], backend: str | Sequence[str] | None) -> Layouts:
     if isinstance(parallel, ParallelSpec):
         return Layouts(
             pp_size=parallel.pp_size,
@@ -75,6 +88,7 @@ def read_layouts(parallel: ParallelSpec | Sequence[ParallelSpec], backend: str |
             dp_size=parallel.dp_size,
             world_size=parallel.world_size,
             fsdp=(backend or default_backend(parallel)) == "fsdp",
+            ep_size=parallel.ep_size,
         )
     if backend is None:
         backend = [default_backend(spec) for spec in parallel]
@@ -82,11 +96,30 @@ def read_layouts(parallel: ParallelSpec | Sequence[ParallelSpec], backend: str |
         backend = [backend] * len(parallel)
     _check_count("backend", backend, len(parallel))
     rows = [
-        (spec.pp_size, spec.tp_size, spec.dp_size, spec.cp_size, name == "fsdp")
+        (spec.pp_size, spec.tp_size, spec.dp_size, spec.cp_size, spec.ep_size, name == "fsdp")
         for spec, name in zip(parallel, backend, strict=True)
     ]
-    pp, tp, dp, cp, fsdp = np.array(rows, dtype=np.int64).reshape(len(rows), 5).T
-    return Layouts(pp_size=pp, tp_size=tp, dp_size=dp, world_size=pp * tp * cp * dp, fsdp=fsdp.astype(bool))
+    pp, tp, dp, cp, ep, fsdp = np.array(rows, dtype=np.int64).reshape(len(rows), 6).T
+    world = pp * tp * cp * dp
+    return Layouts(pp_size=pp, tp_size=tp, dp_size=dp, world_size=world, fsdp=fsdp.astype(bool), ep_size=ep)
+
+
+def _check_experts(model: ModelShape, layouts: Layouts) -> None:
+    """Experts share out over ep_size, and only Megatron spreads them."""
+    spread = np.asarray(layouts.ep_size)
+    if np.any(spread > 1) and not model.num_experts:
+        raise TopologyError(f"{model.name} has no experts to spread over ep_size={spread.max()}: give ep_size=1")
+    uneven = spread[max(1, model.num_experts) % spread > 0]
+    if uneven.size:
+        raise TopologyError(
+            f"{model.name}: num_experts={model.num_experts} do not share out over ep_size={uneven.flat[0]}: choose one "
+            "that divides them"
+        )
+    if np.any((spread > 1) & layouts.fsdp):
+        raise TopologyError(
+            f"ep_size={spread.max()} with FSDP, which shards experts like everything else: choose the backend "
+            "megatron, or ep_size=1"
+        )
 
 
 def read_generation(

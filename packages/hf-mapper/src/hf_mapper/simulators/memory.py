@@ -2,7 +2,8 @@
 
 A trained parameter takes 18 bytes in mixed precision (2 weights, 4 gradients, 12 optimizer with the fp32 master) and
 16 in fp32; an inference parameter its own 2 or 4 (paper, section 8.1). FSDP shards all of it over its ranks; Megatron
-shards weights and gradients over pp * tp and, with its distributed optimizer, the optimizer over dp as well.
+shards weights and gradients over pp * tp, those of experts over ep too, and, with its distributed optimizer, the
+optimizer over dp as well.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import CallKind, GenerationSpec, ModelShape, ParallelSpec
 
 __all__ = [
+    "computed_parameters",
     "estimate_memory",
+    "expert_parameters",
     "gathered_weight_bytes",
     "inference_work_bytes",
     "kv_cache_bytes",
     "kv_token_bytes",
     "micro_batch_sequences",
+    "rank_parameters",
     "received_weight_bytes",
     "state_bytes",
     "training_work_bytes",
@@ -44,6 +48,22 @@ def weight_bytes(model: ModelShape, workload: WorkloadSpec) -> float:
     return float(model.num_parameters * workload.element_bytes)
 
 
+def expert_parameters(model: ModelShape) -> int:
+    """Parameters of all experts: three matrices of each, in every layer."""
+    return 3 * model.num_layers * model.num_experts * model.hidden_size * model.intermediate_size
+
+
+def computed_parameters(model: ModelShape, layouts: Layouts) -> Figures:
+    """Parameters that a rank computes with: cut over pp * tp, those of experts over ep too."""
+    experts = expert_parameters(model)
+    return (model.num_parameters - experts + experts / layouts.ep_size) / layouts.num_parts
+
+
+def rank_parameters(model: ModelShape, layouts: Layouts) -> Figures:
+    """Parameters of a rank's shard: FSDP cuts all of them over all ranks, Megatron has those that it computes with."""
+    return np.where(layouts.fsdp, model.num_parameters / layouts.world_size, computed_parameters(model, layouts))
+
+
 def micro_batch_sequences(workload: WorkloadSpec, local_sequences: Sizes) -> Sizes:
     """Sequences in one forward pass of a rank that has ``local_sequences``: by tokens, at least one."""
     sequences: Sizes = np.maximum(
@@ -54,18 +74,18 @@ def micro_batch_sequences(workload: WorkloadSpec, local_sequences: Sizes) -> Siz
 
 def state_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, *, trained: bool) -> dict[str, Figures]:
     """Bytes per rank that stay between calls: weights, and for a trained model gradients and optimizer."""
-    everywhere = np.where(layouts.fsdp, layouts.world_size, layouts.num_parts)
-    weights = weight_bytes(model, workload) / everywhere
+    parameters = rank_parameters(model, layouts)
+    weights = workload.element_bytes * parameters
     if not trained:
         return {"weight_bytes": weights, "gradient_bytes": 0.0, "optimizer_bytes": 0.0}
     master = 0 if workload.dtype == "float32" or workload.software.cast_weights else 4
     if workload.software.cast_weights:
-        weights = 4 * model.num_parameters / everywhere
-    sharded = layouts.world_size if workload.software.distributed_optimizer else everywhere
+        weights = 4 * parameters
+    sharded = model.num_parameters / layouts.world_size if workload.software.distributed_optimizer else parameters
     return {
         "weight_bytes": weights,
-        "gradient_bytes": workload.software.gradient_bytes * model.num_parameters / everywhere,
-        "optimizer_bytes": (_ADAM_BYTES + master) * model.num_parameters / sharded,
+        "gradient_bytes": workload.software.gradient_bytes * parameters,
+        "optimizer_bytes": (_ADAM_BYTES + master) * sharded,
     }
 
 
@@ -150,7 +170,8 @@ def gathered_weight_bytes(
     is cut another way, so the generation weights come whole beside it.
     """
     whole = weight_bytes(model, workload)
-    return whole / generation.replica_size - np.where(layouts.fsdp, 0.0, whole / layouts.num_parts)
+    shard = workload.element_bytes * rank_parameters(model, layouts)
+    return whole / generation.replica_size - np.where(layouts.fsdp, 0.0, shard)
 
 
 def received_weight_bytes(
@@ -204,7 +225,7 @@ def estimate_memory(
 
     ``num_waves`` rounds of generation share one KV cache. Compare with ``cluster.machine.gpu.usable_bytes``.
     """
-    layouts = read_layouts(parallel, backend)
+    layouts = read_layouts(model, parallel, backend)
     state = state_bytes(model, layouts, workload, trained="training" in calls)
     work: dict[str, Figures] = {"activation_bytes": 0.0, "kv_cache_bytes": 0.0, "gathered_weight_bytes": 0.0}
     if "training" in calls:

@@ -21,12 +21,20 @@ from hf_mapper.simulators.communication import (
     all_reduce_s,
     build_link,
     build_stage_link,
+    expert_exchange_s,
     point_to_point_s,
 )
 from hf_mapper.simulators.estimate import Estimate, build_estimate
 from hf_mapper.simulators.layers import compute_layer_times, compute_logits_s
 from hf_mapper.simulators.layouts import Figures, Layouts, Sizes, read_layouts
-from hf_mapper.simulators.memory import micro_batch_sequences, state_bytes, training_work_bytes, weight_bytes
+from hf_mapper.simulators.memory import (
+    computed_parameters,
+    expert_parameters,
+    micro_batch_sequences,
+    state_bytes,
+    training_work_bytes,
+    weight_bytes,
+)
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import ModelShape, ParallelSpec
 
@@ -69,7 +77,7 @@ def simulate_training(
     backend: str | Sequence[str] | None = None,
 ) -> Estimate[Any]:
     """All the updates of one iteration: ``epochs * mini_batches`` of them; of typical sequences where lengths vary."""
-    layouts = read_layouts(parallel, backend)
+    layouts = read_layouts(model, parallel, backend)
     work_bytes = training_work_bytes(model, layouts, workload)
     workload = workload.typical
     updates = workload.epochs * workload.mini_batches
@@ -80,10 +88,12 @@ def simulate_training(
     passes = micro_batches + (layouts.pp_size - 1) / workload.pipeline_chunks
     compute_s = _stage_compute_s(model, cluster, layouts, workload, sequences)
     logits_s = compute_logits_s(model, cluster.machine.gpu, workload, sequences=sequences, tp_size=layouts.tp_size)
+    exchange_s = _expert_parallel_s(model, cluster, layouts, workload, sequences)
     parts: dict[str, Figures] = {
         "compute_s": updates * passes * compute_s,
         "logits_s": updates * micro_batches * logits_s,
         "tensor_parallel_s": updates * passes * _tensor_parallel_s(model, cluster, layouts, workload, sequences),
+        "expert_parallel_s": updates * passes * exchange_s,
         "pipeline_hop_s": updates * passes * _hops_s(model, cluster, layouts, workload, sequences),
         "gradient_sync_s": updates * _gradient_sync_s(model, cluster, layouts, workload),
         "optimizer_s": updates * _optimizer_s(model, cluster, layouts, workload),
@@ -99,7 +109,9 @@ def _stage_compute_s(
 ) -> Figures:
     """One micro-batch, forward and backward, through the layers of one pipeline stage."""
     gpu = cluster.machine.gpu
-    once = compute_layer_times(model, gpu, workload, sequences=sequences, tp_size=layouts.tp_size)
+    once = compute_layer_times(
+        model, gpu, workload, sequences=sequences, tp_size=layouts.tp_size, ep_size=layouts.ep_size
+    )
     kernels_s = 3 * (once.linear_s + once.core_s)
     if workload.recompute == "full":
         kernels_s += once.linear_s + once.core_s
@@ -118,6 +130,15 @@ def _tensor_parallel_s(
     activation = sequences * workload.sequence_tokens * model.hidden_size * workload.element_bytes
     passes = 3 if workload.recompute == "full" else 2
     return model.num_layers / layouts.pp_size * 2 * passes * all_reduce_s(link, activation)
+
+
+def _expert_parallel_s(
+    model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec, sequences: Sizes
+) -> Figures:
+    """Tokens to their experts and back, in every layer and pass; each rank of a tensor group sends its part."""
+    tokens = sequences * workload.sequence_tokens
+    passes = 3 if workload.recompute == "full" else 2
+    return passes * model.num_layers / layouts.pp_size * expert_exchange_s(model, cluster, layouts, workload, tokens)
 
 
 def _hops_s(
@@ -142,14 +163,27 @@ def _gather_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workloa
 
 
 def _gradient_sync_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec) -> Figures:
-    """Megatron: scatter the summed gradients and gather new weights, or all-reduce where no optimizer is sharded."""
-    link = build_link(cluster, num_ranks=layouts.dp_size, stride=layouts.tp_size, world_size=layouts.world_size)
-    gradients = workload.software.gradient_bytes * model.num_parameters / layouts.num_parts
-    sync_s = all_reduce_s(link, gradients)
-    if workload.software.distributed_optimizer:
-        weights = weight_bytes(model, workload) / layouts.num_parts
-        sync_s = all_gather_s(link, gradients) + all_gather_s(link, weights)
+    """Megatron: scatter the summed gradients and gather new weights, or all-reduce where no optimizer is sharded.
+
+    Experts that are spread have fewer copies, and are summed apart.
+    """
+    spread = layouts.ep_size
+    apart = np.where(spread > 1, expert_parameters(model) / spread / layouts.num_parts, 0.0)
+    sync_s = _sync_s(cluster, layouts, workload, 1, computed_parameters(model, layouts) - apart)
+    sync_s += np.where(spread > 1, _sync_s(cluster, layouts, workload, spread, apart), 0.0)
     return np.where(layouts.fsdp, 0.0, sync_s)
+
+
+def _sync_s(
+    cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec, spread: Sizes, parameters: Figures
+) -> Figures:
+    """Of ``parameters`` per rank that every ``spread``-th data-parallel rank has as well."""
+    copies, stride = layouts.dp_size // spread, layouts.tp_size * spread
+    link = build_link(cluster, num_ranks=copies, stride=stride, world_size=layouts.world_size)
+    gradients = workload.software.gradient_bytes * parameters
+    if not workload.software.distributed_optimizer:
+        return all_reduce_s(link, gradients)
+    return all_gather_s(link, gradients) + all_gather_s(link, workload.element_bytes * parameters)
 
 
 def _optimizer_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec) -> Figures:

@@ -46,6 +46,7 @@ def count_call_rows(call: ModelCall, workload: WorkloadSpec) -> CallRows:
 
 
 def _column_bytes(name: str, workload: WorkloadSpec) -> int:
+    name = name.removesuffix("?")  # a column that may lack counts as if it were there
     if name.endswith(_ONE_PER_ROW):
         return _INTEGER_BYTES
     if name == "prompt_ids":
