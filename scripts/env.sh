@@ -99,6 +99,6 @@ fi
 rm -f "$stamp"
 mapfile -t arguments < <(engine_arguments)
 "$uv" pip install --python "$venv/bin/python" ${pins:+--constraints "$pins"} --build-constraints constraints.txt \
-    --compile-bytecode --group dev "${arguments[@]}" \
+    $([ -z "$engine" ] && echo --compile-bytecode) --group dev "${arguments[@]}" \
     -e packages/hf-protocols -e "packages/hf-engine[megatron]" -e packages/hf-mapper -e packages/hf-controller -e packages/hf-algorithms
 fingerprint >"$stamp"

@@ -44,8 +44,11 @@ def test_compiled_layers_conform(tmp_path, activation_checkpointing):
     assert min(graphs) > 1, "the layers were not compiled"
 
 
-def build_without_a_compiler(model):
-    with pytest.raises(BackendError, match=r"compile=True needs .* install a C\+\+ compiler .* set compile=False"):
+def build_without_a_compiler(model, missing):
+    # torch reads CXX when it is imported, which on a rank is over.
+    compiler = torch._inductor.config.patch("cpp.cxx", (None, missing))
+    message = r"compile=True needs .* install a C\+\+ compiler .* set compile=False"
+    with compiler, pytest.raises(BackendError, match=message):
         build(model, replace(CONFIG, compile=True))
     build(model, CONFIG)[0].close()
 
@@ -53,7 +56,6 @@ def build_without_a_compiler(model):
 @pytest.mark.slow
 def test_a_missing_compiler_is_one_clear_error(monkeypatch, tmp_path):
     model = write_tiny_model(tmp_path / "model")
-    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     with LocalRanks(1) as ranks:
-        ranks.run(build_without_a_compiler, model)
+        ranks.run(build_without_a_compiler, model, str(tmp_path / "no-such-compiler"))

@@ -335,3 +335,22 @@ def test_a_critic_moves_between_backends(ranks2, models, tmp_path, writer, reade
     assert exported["lm_head.weight"].any()
     for name, tensor in exported.items():
         assert torch.equal(loaded[name], tensor), name
+
+
+def count_threads_of_groups():
+    return sum(Path(f"{task}/comm").read_text().startswith("gloo") for task in Path("/proc/self/task").iterdir())
+
+
+def open_and_close(model):
+    before = count_threads_of_groups()
+    backend = build(model, topology_of("1-2-1"))
+    opened = count_threads_of_groups()
+    backend.close()
+    return opened - before, count_threads_of_groups() - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc, which Linux has")
+def test_a_closed_backend_leaves_no_thread_of_its_groups(models):
+    with LocalRanks(2) as ranks:
+        for opened, left in ranks.run(open_and_close, models["tied"]):
+            assert opened > 8 and left <= 1  # gloo keeps one for the groups that follow

@@ -216,6 +216,8 @@ class Topology:
             raise TopologyError(f"axis {axis!r} is unknown: give one of {', '.join(get_args(Axis))}")
         if axis in _GENERATION_AXES and self.generation is None:
             raise _without_generation()
+        if axis not in self._groups_by_axis:
+            self._groups_by_axis[axis] = self._compute_groups(axis)
         return self._groups_by_axis[axis]
 
     def group_of(self, axis: Axis, rank: int) -> tuple[int, ...]:
@@ -294,8 +296,8 @@ class Topology:
 
     @cached_property
     def _groups_by_axis(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        axes = [axis for axis in get_args(Axis) if self.generation or axis not in _GENERATION_AXES]
-        return {axis: self._compute_groups(axis) for axis in axes}
+        """Those that were asked for: searches make topologies by the thousand and ask each for one or two."""
+        return {}
 
     def _compute_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         members: dict[tuple[object, ...], list[tuple[int, int]]] = {}

@@ -22,12 +22,21 @@ from typing import Any
 
 __all__ = ["LocalRanks"]
 
+# Imported once, by the process that all ranks are forked from: a start takes milliseconds instead of many seconds.
+_PRELOADED = [
+    "hf_engine.backends.fsdp",
+    "hf_engine.backends.megatron",
+    "hf_engine.backends.transformers",
+    "transformers.models.llama.modeling_llama",
+]
+
 
 class LocalRanks:
     """Runs functions on every rank of a gloo process group on this machine.
 
-    Each rank is a fresh process with one torch thread and a default process group. After a failure the processes are
-    replaced before the next run, because a broken collective cannot be used again.
+    Each rank is a process of its own with one torch thread, a default process group and the environment of the moment
+    of its start. After a failure the processes are replaced before the next run, because a broken collective cannot be
+    used again. They are forked from one process that has imported torch and the backends and done nothing.
 
     Example:
         with LocalRanks(2) as ranks:
@@ -93,12 +102,13 @@ class LocalRanks:
             self._directory = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         self._directory = tempfile.TemporaryDirectory()
         store = Path(self._directory.name) / "store"
         for rank in range(self._world_size):
             ours, theirs = context.Pipe()
-            arguments = (rank, self._world_size, str(store), self._timeout_s, theirs)
+            arguments = (rank, self._world_size, str(store), self._timeout_s, theirs, dict(os.environ))
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -141,10 +151,14 @@ def _resolve(location: tuple[str, str, str], loaded: dict[str, ModuleType]) -> C
     return function
 
 
-def _serve(rank: int, world_size: int, store: str, timeout_s: float, connection: Connection) -> None:
+def _serve(
+    rank: int, world_size: int, store: str, timeout_s: float, connection: Connection, environment: dict[str, str]
+) -> None:
     import torch
     import torch.distributed as dist
 
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",

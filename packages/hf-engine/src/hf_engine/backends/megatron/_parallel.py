@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -92,6 +93,7 @@ class ParallelGroups:
         if not self._open:
             return
         self._open = False
+        del self.tp, self.pp, self.dp, self.expert_dp
         _SHARED.num_users -= 1
         if not _SHARED.num_users:
             _SHARED.layout = None
@@ -152,5 +154,7 @@ def _check_groups(topology: Topology) -> None:
 def _destroy() -> None:
     groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
     parallel_state.destroy_model_parallel()
-    for group in groups:
-        dist.destroy_process_group(group)
+    while groups:
+        dist.destroy_process_group(groups.pop())
+    # Cycles inside megatron-core hold the groups, and each holds a thread, which under gloo polls.
+    gc.collect()
