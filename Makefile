@@ -6,6 +6,8 @@ BIN := .venv/bin
 # Tests and checks neither look for models on a hub nor report usage.
 export HF_HUB_OFFLINE ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
+# An engine's environment is compiled by its first import.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help env quickstart test test-slow test-vllm test-sglang test-matrix check fmt docs bench bench-gpu wheels constraints clean
 
