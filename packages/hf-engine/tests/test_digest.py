@@ -19,6 +19,13 @@ def test_equal_bits_have_equal_digests_whatever_the_strides(numel):
     assert compute_digest(values[::2]) == compute_digest(values[::2].contiguous().view(torch.int32))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("start", [1, 2, 3])
+def test_a_view_has_the_digest_of_its_copy_wherever_it_begins(start, dtype):
+    values = tensor(9000).to(dtype)[start:]
+    assert compute_digest(values) == compute_digest(values.clone())
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9000), st.data())
 def test_one_flipped_bit_a_swap_and_a_shift_are_seen(numel, data):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.resharding.boxes import Box
-from hf_engine.resharding.layouts import fsdp_layout
+from hf_engine.resharding.layouts import WeightLayout, fsdp_layout
 from hf_engine.resharding.model_layouts import generation_layout, model_shapes
 from hf_engine.resharding.plan import plan_reshard
 from hf_engine.resharding.streaming import ShardStream, group_parameters
@@ -88,6 +88,35 @@ def test_what_one_rank_does_not_take_is_an_error_on_all(ranks2):
     assert ranks2.run(take_nothing_on_rank_1, 0) == [1, 0]
     last, taken = ranks2.run(take_nothing_on_rank_1, -1)
     assert last == taken + 1
+
+
+def refuse_where_only_some_groups_move(refused):
+    """Some parameters are where generation wants them already: in a later run nobody is asked about these."""
+    rank = dist.get_rank()
+    shapes = {f"{kind}.{index}": (4, 2) for index in range(2) for kind in ("moves", "stays")}
+    halves = [(Box((0, 0), (2, 2)),), (Box((2, 0), (2, 2)),)]
+    source = WeightLayout(shapes=shapes, boxes={r: dict.fromkeys(shapes, halves[r]) for r in range(2)})
+    target = WeightLayout(
+        shapes=shapes,
+        boxes={r: {name: halves[r if "stays" in name else 1 - r] for name in shapes} for r in range(2)},
+    )
+    stream = ShardStream(plan_reshard(source, target), bucket_bytes=16)
+    assert [len(names) for names in stream._groups] == [1, 1, 1, 1]
+    stream.run(cut(source, rank, 0), lambda shards: None, version=1)
+
+    def take(shards):
+        if rank == 1 and refused in shards:
+            raise OSError("the engine is full")
+
+    error, message = (OSError, "full") if rank else (ReshardError, "rank 1 refused: OSError: the engine is full")
+    with pytest.raises(error, match=message):
+        stream.run(cut(source, rank, 1), take, version=2)
+    stream.run(cut(source, rank, 2), lambda shards: None, version=3)
+
+
+@pytest.mark.parametrize("refused", ["stays.0", "moves.0", "stays.1", "moves.1"])
+def test_a_refusal_beside_groups_that_do_not_move_is_an_error_on_all(ranks2, refused):
+    ranks2.run(refuse_where_only_some_groups_move, refused)
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 2048, 1 << 20])

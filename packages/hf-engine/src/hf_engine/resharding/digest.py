@@ -21,10 +21,10 @@ def compute_digest(tensor: torch.Tensor) -> int:
     """Digest of a tensor's bits in row-major order; two tensors of equal bits have equal digests.
 
     Args:
-        tensor: any dtype and device; one that is not contiguous is copied.
+        tensor: any dtype and device; one that is not contiguous is copied, as is a view that begins inside a word.
     """
     flat = tensor.detach().reshape(-1)
-    if flat.stride(0) != 1:
+    if flat.stride(0) != 1 or flat.storage_offset() * flat.element_size() % 8:
         flat = flat.clone(memory_format=torch.contiguous_format)
     flat = flat.view(torch.uint8)
     return (int(digest_words(flat)) * 31 + flat.numel()) & _MASK

@@ -118,6 +118,11 @@ class ReshardExecutor:
         """Bytes of the communication buffers, kept from step to step."""
         return sum(buffer.nbytes for slot in self._buffers for buffer in slot)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether `run` and `agree` tell other ranks nothing: no weights move, and all know that they have one plan."""
+        return self._is_agreed and not self._steps
+
     def peak_bytes(self, mover: ShardMover) -> int:
         """The most bytes of training and generation weights that are live at once where `mover` moves them."""
         alone = [([name], [name]) for name in self._first[-1]]
@@ -174,7 +179,7 @@ class ReshardExecutor:
             ReshardError: naming the ranks that refused, and why; on those that did, their own refusal. And on all for
                 executors of different plans or bucket_bytes.
         """
-        if self._is_agreed and not self._steps:
+        if self.is_silent:
             if refusal is not None:
                 raise refusal
             return

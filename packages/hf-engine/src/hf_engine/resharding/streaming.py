@@ -97,6 +97,8 @@ class ShardStream:
         held = self._plan.target.boxes_of(self._rank)
         received = 0
         for names, executor in zip(self._groups, self._executors, strict=True):
+            if refusal is not None and executor.is_silent:
+                continue  # the others hear of it with the next group that moves, or after the last
             target = {
                 name: [torch.empty(box.shape, dtype=self._dtype, device=self._device) for box in held[name]]
                 for name in names
@@ -105,8 +107,10 @@ class ShardStream:
             part = {} if refusal else {name: source[name] for name in names if name in source}
             received += executor.run(part, target, version=version, refusal=refusal).recv_bytes
             refusal = _refusal_of(partial(take, target))
+        # Unless nothing moves at all, so that nobody waits, all ask each other.
+        asking = next((executor for executor in self._executors if not executor.is_silent), self._executors[-1])
         try:
-            self._executors[-1].agree(refusal)
+            asking.agree(refusal)
         except RuntimeError as error:
             if error is refusal:
                 raise
