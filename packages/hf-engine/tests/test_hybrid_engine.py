@@ -285,6 +285,24 @@ def test_a_peer_that_dies_on_the_way_leaves_a_typed_error_and_the_training_weigh
     assert "the process of rank 1 died" in str(failed.value)
 
 
+def die_before(model, training_weights):
+    train, _, engine = build_engine(model, model, training_weights=training_weights)
+    before = bits(train.local_weights())
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(1)
+    with pytest.raises(ReshardError, match="transfer of weights failed on rank 0"), engine.generation():
+        pass
+    assert all(torch.equal(train.local_weights()[name], value) for name, value in before.items())
+    raise AssertionError("the survivor holds its training weights")
+
+
+@pytest.mark.parametrize("training_weights", ["move", "keep", "offload"])
+def test_a_peer_that_is_dead_already_is_a_typed_error(tmp_path, training_weights):
+    with LocalRanks(2, timeout_s=5) as ranks, pytest.raises(RuntimeError, match="the survivor holds its training"):
+        ranks.run(die_before, write_tiny_model(tmp_path), training_weights)
+
+
 def steps_that_change_nothing(model):
     train, _, engine = build_engine(model, model)
     found = []

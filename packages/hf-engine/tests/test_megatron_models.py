@@ -96,6 +96,7 @@ def refusal_of(directory):
         ({"hidden_act": "gelu"}, r"cannot express .* exactly: hidden_act='gelu'"),
         ({"attention_bias": True}, "biases in the output projection"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'; .* default, linear and"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'linear' and cannot be read: .*'factor'"),
         ({"vocab_size": 65}, "holds another model: 1 parameters differ, such as 'model.embed_tokens.weight'"),
         ({"model_type": "unheard-of"}, "model_type='unheard-of' is not known"),
     ],

@@ -268,3 +268,33 @@ def fail_in_a_forward_pass_on_rank_1(model, failing):
 def test_a_forward_pass_that_fails_on_one_rank_is_an_error_on_all(ranks2, tmp_path, failing):
     model = write_tiny_model(tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     assert ranks2.run(fail_in_a_forward_pass_on_rank_1, model, failing) == [[], []]
+
+
+def fail_in_scoring_on_rank_1(model):
+    """Both ranks raise at once, and score and load afterwards as if it had not been."""
+    topology, batch = topology_of_all_ranks(), local_rows(16)
+    config = TrainConfig(learning_rate=1e-2, micro_batch_tokens=24)
+    backend = load_train_backend("fsdp").build(model, topology=topology, config=config)
+    expected = backend.compute_logprobs(batch)["logprobs"].values()
+
+    def fail(*_):
+        hook.remove()
+        if dist.get_rank() == 1:
+            raise MemoryError("no more memory")
+
+    hook = backend._model.model.layers[1].register_forward_pre_hook(fail)
+    message = "no more memory" if dist.get_rank() == 1 else "rank 1 refused: .*no more memory.*no rank has its outputs"
+    with pytest.raises((MemoryError, BackendError), match=message):
+        backend.compute_logprobs(batch)
+    assert torch.equal(backend.compute_logprobs(batch)["logprobs"].values(), expected)
+    backend.train_step(batch, negative_logprobs, 10.0)
+    changed = backend.compute_logprobs(batch)["logprobs"].values()
+    assert not torch.equal(changed, expected)
+    backend.load_hf(model)
+    assert torch.equal(backend.compute_logprobs(batch)["logprobs"].values(), expected)
+    backend.close()
+
+
+def test_scoring_that_fails_on_one_rank_is_an_error_on_all(ranks2, tmp_path):
+    model = write_tiny_model(tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    ranks2.run(fail_in_scoring_on_rank_1, model)

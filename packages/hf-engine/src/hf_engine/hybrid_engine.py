@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -253,11 +253,15 @@ class HybridEngine:
             raise BackendError("close() inside generation(): leave its block first")
         if self._is_closed:
             return
-        self._is_closed, self._mover = True, None
-        self._rollout.close()
-        self._train.close()
-        if self._group not in (None, dist.group.WORLD):
-            dist.destroy_process_group(self._group)
+        self._is_closed, self._mover, group = True, None, self._group
+        # They hold communication buffers and the group, whose threads end with what refers to it.
+        self._executor = self._stream = self._group = cast("Any", None)
+        try:
+            self._rollout.close()
+        finally:
+            self._train.close()
+            if group not in (None, dist.group.WORLD):
+                dist.destroy_process_group(group)
 
     def _check_open(self, method: str) -> None:
         if self._is_closed:
@@ -322,10 +326,7 @@ def _agreed_plan(
 
 
 def _plan_between(
-    train: TrainBackend,
-    rollout: RolloutBackend,
-    topology: Topology,
-    training_weights: str | None,
+    train: TrainBackend, rollout: RolloutBackend, topology: Topology, training_weights: str | None
 ) -> ReshardPlan:
     if not callable(getattr(train, "local_weights", None)):
         raise BackendError(f"train={train!r}: give a training backend")

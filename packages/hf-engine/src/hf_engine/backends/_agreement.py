@@ -11,11 +11,12 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.agreement import refuse_together
-from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError, ReshardError
+from hf_protocols.errors import BackendError, BatchError, HybridFlowError, NonFiniteLossError, ReshardError
 
 __all__ = ["agree_on_micro_batches", "lost_peers_are_errors", "refuse_non_finite", "together"]
 
@@ -35,7 +36,7 @@ def lost_peers_are_errors(method: str) -> Iterator[None]:
         yield
     except (RuntimeError, ReshardError) as error:
         reason = error.__cause__ if isinstance(error, ReshardError) else error
-        if not isinstance(reason, dist.DistError) and not any(text in str(reason) for text in _OF_GLOO):
+        if not _is_of_a_lost_peer(reason):
             raise
         raise BackendError(
             f"{method} lost another rank on rank {dist.get_rank()}: {reason}; that rank's own error says why. The "
@@ -44,30 +45,39 @@ def lost_peers_are_errors(method: str) -> Iterator[None]:
         ) from error
 
 
+def _is_of_a_lost_peer(error: BaseException | None) -> bool:
+    return isinstance(error, dist.DistError) or any(text in str(error) for text in _OF_GLOO)
+
+
 @contextmanager
-def together(action: str, group: dist.ProcessGroup | None, *refusals: type[Exception]) -> Iterator[None]:
+def together(action: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """A block that every rank of a group gets through, or none. Collective at its end.
 
     Args:
         action: what the block does, for the error: `"write"`.
         group: the ranks that run it at the same time; None is the default group.
-        *refusals: errors that the other ranks are told; any other one leaves the block at once, on this rank alone.
 
     Raises:
-        BackendError: on every rank, if any refused, with the ranks' reasons; the first rank's of equal ones.
+        BackendError: on every rank, if the block failed on any, with the ranks' reasons; the first rank's of equal
+            ones. Not for a lost rank: nobody could be told.
     """
     failure: Exception | None = None
+    reason: str | None = None
     try:
         yield
-    except refusals as error:
+    except Exception as error:
+        if _is_of_a_lost_peer(error):
+            raise
         failure = error
+        known = isinstance(error, OSError | HybridFlowError | SafetensorError)
+        reason = str(error) if known else f"{type(error).__name__}: {error}"
     local_device()  # NCCL sends objects through the current one
     told: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, None if failure is None else str(failure), group=group)
+    dist.all_gather_object(told, reason, group=group)
     reasons: dict[str, int] = {}
-    for rank, reason in enumerate(told):
-        if reason is not None:
-            reasons.setdefault(reason, rank)
+    for rank, given in enumerate(told):
+        if given is not None:
+            reasons.setdefault(given, rank)
     if reasons:
         refused = "; ".join(f"rank {rank}: {reason}" for reason, rank in reasons.items())
         raise BackendError(f"could not {action}: {refused}") from failure

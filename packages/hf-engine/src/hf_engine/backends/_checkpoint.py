@@ -50,7 +50,7 @@ def load_sharded(
     Raises:
         BackendError: if the directory holds no checkpoint, or one of another model.
     """
-    with together("load", group, BackendError):
+    with together("load", group):
         check_directory(directory)
         if not (Path(directory) / ".metadata").is_file():
             raise BackendError(f"{directory} holds no sharded checkpoint (no .metadata in it)")

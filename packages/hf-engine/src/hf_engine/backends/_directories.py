@@ -33,15 +33,15 @@ def write_directory(directory: str | Path, write: Callable[[Path], None], group:
         BackendError: on every rank, if the operating system refused a step on any; what was there is still there.
     """
     is_first = dist.get_rank(group) == 0
-    with together("write", group, OSError, BackendError):
+    with together("write", group):
         check_directory(directory)
         target = Path(directory).absolute()
         filling = target.with_name(f".{target.name}.filling")
         if is_first:
             _prepare(filling)
-    with together("write", group, OSError):
+    with together("write", group):
         write(filling)
-    with together("write", group, OSError):
+    with together("write", group):
         if is_first:
             _replace(target, filling)
 

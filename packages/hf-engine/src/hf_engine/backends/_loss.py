@@ -15,7 +15,7 @@ from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.resharding.agreement import refuse_together
 from hf_protocols.errors import BackendError
 
-__all__ = ["STEP_METRICS", "StepLoss"]
+__all__ = ["STEP_METRICS", "ForwardPasses", "StepLoss"]
 
 _Forward = Callable[[MicroBatch], Mapping[str, torch.Tensor]]
 
@@ -23,25 +23,17 @@ STEP_METRICS = ("grad_norm", "learning_rate")
 """Metrics that every step adds to those of its loss function."""
 
 
-class StepLoss:
-    """Calls a loss function on micro-batches and keeps the sums.
+class ForwardPasses:
+    """Forward passes of one call, of which one that fails on some rank fails the call on all.
 
     Args:
-        loss_fn: see `TrainBackend.train_step`.
-        sequences: this rank's rows, whose columns it reads.
-        device: where it computes.
+        device: where they compute.
     """
 
-    def __init__(self, loss_fn: LossFunction, sequences: SequenceBatch, device: torch.device) -> None:
-        self._loss_fn = loss_fn
-        self._sequences = sequences
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.total = 0.0
-        """Sum of the micro-batches' losses so far."""
-        self.metrics: Metrics = {}
-        """(sum, count) by name."""
         self.refusal: Exception | None = None
-        """Why the step cannot be taken."""
+        """Why the call fails."""
 
     def outputs(self, micro_batch: MicroBatch, forward: _Forward) -> tuple[MicroBatch, Mapping[str, torch.Tensor]]:
         """A micro-batch and its outputs; a dummy and its once a forward pass failed, which keeps this rank in step too.
@@ -60,6 +52,42 @@ class StepLoss:
         dummy = MicroBatch.dummy()
         return dummy, forward(dummy)
 
+    def agree(self, group: dist.ProcessGroup, outcome: str) -> None:
+        """Raises on every rank of the group if anything failed on any: its own error there, elsewhere who else's.
+
+        Args:
+            group: the ranks that act together.
+            outcome: what came of it on the others, for their error.
+
+        Raises:
+            BackendError: where nothing failed, naming the ranks that did and their errors.
+        """
+        failed = torch.tensor([self.refusal is not None], dtype=torch.int32, device=self._device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+        if failed.item():
+            refuse_together(self.refusal, group, dist.get_process_group_ranks(group), BackendError, outcome)
+
+
+class StepLoss(ForwardPasses):
+    """Calls a loss function on micro-batches and keeps the sums.
+
+    Its answer of another kind, or one from which no gradient can be taken, is refused like a pass that failed.
+
+    Args:
+        loss_fn: see `TrainBackend.train_step`.
+        sequences: this rank's rows, whose columns it reads.
+        device: where it computes.
+    """
+
+    def __init__(self, loss_fn: LossFunction, sequences: SequenceBatch, device: torch.device) -> None:
+        super().__init__(device)
+        self._loss_fn = loss_fn
+        self._sequences = sequences
+        self.total = 0.0
+        """Sum of the micro-batches' losses so far."""
+        self.metrics: Metrics = {}
+        """(sum, count) by name."""
+
     def of(self, micro_batch: MicroBatch, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a micro-batch, a scalar; a dummy's is zero and keeps the backward pass in step.
 
@@ -76,19 +104,6 @@ class StepLoss:
             except Exception as error:  # noqa: BLE001 - the caller's code may raise anything
                 self.refusal = error
         return torch.stack([output.sum() * 0.0 for output in outputs.values()]).sum()
-
-    def agree(self, group: dist.ProcessGroup) -> None:
-        """Refuses the step on every rank of the group if the loss function or a forward pass failed on any.
-
-        Raises:
-            BackendError: for an answer of another kind, a loss from which no gradient can be taken, or one that failed
-                on another rank, which it names. Where the function itself raised, its own error.
-        """
-        failed = torch.tensor([self.refusal is not None], dtype=torch.int32, device=self._device)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-        if failed.item():
-            ranks = dist.get_process_group_ranks(group)
-            refuse_together(self.refusal, group, ranks, BackendError, "no rank took the step")
 
     def _evaluate(self, micro_batch: MicroBatch, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         columns = {name: c.to(self._device) for name, c in self._sequences.padded_columns(micro_batch).items()}

@@ -28,6 +28,12 @@ class Replica:
         self.ranks = tuple(ranks)
         self._group = group
 
+    def close(self) -> None:
+        """Gives the group back, unless it is that of all ranks."""
+        if self._group not in (None, dist.group.WORLD):
+            dist.destroy_process_group(self._group)
+        self._group = None
+
     @property
     def is_first(self) -> bool:
         """Whether this rank runs the engine."""

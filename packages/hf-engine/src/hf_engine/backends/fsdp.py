@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,9 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
 
 from hf_engine.backends._agreement import (
     agree_on_micro_batches,
@@ -28,13 +26,13 @@ from hf_engine.backends._agreement import (
     together,
 )
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
+from hf_engine.backends._causal_lm import load_causal_lm, save_causal_lm
 from hf_engine.backends._checkpoint import load_sharded, save_sharded
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import check_directory, write_directory
 from hf_engine.backends._fsdp_model import check_same_shapes, find_head_name, head_only_at, read_tensor, shard_model
-from hf_engine.backends._loss import StepLoss
+from hf_engine.backends._loss import ForwardPasses, StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
-from hf_engine.backends._model_directory import check_model
 from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends._optimizer import ShardedAdamW
 from hf_engine.backends._token_logprobs import compute_token_logprobs
@@ -104,10 +102,10 @@ class FsdpBackend:
                 f"tp_size={sizes.tp_size}, cp_size={sizes.cp_size}, ep_size={sizes.ep_size}: set all four to 1"
             )
         dtype = torch.float32 if trainable else getattr(torch, config.dtype)
-        with together("load", None, BackendError), torch.random.fork_rng():
+        with together("load", None), torch.random.fork_rng():
             # Weights that the directory lacks are drawn at random, alike on every rank.
             torch.manual_seed(seed)
-            loaded, _ = _load_model(model, dtype, head)
+            loaded, _ = _load_model(model, dtype, head, is_complete=False)
         loaded.requires_grad_(trainable)
         return cls(loaded, topology=topology, config=config, head=head, trainable=trainable)
 
@@ -161,13 +159,10 @@ class FsdpBackend:
         with self._accumulating(optimizer):
             for number, micro_batch in enumerate(micro_batches, 1):
                 self._reduce_after_backward(number == len(micro_batches))
-                if self._config.shard == "root":  # whose weights are whole after the step's first hook
-                    passed, outputs = loss.outputs(micro_batch, forward)
-                else:
-                    passed, outputs = micro_batch, forward(micro_batch)
+                passed, outputs = self._pass(loss, micro_batch, forward)
                 torch.autograd.backward(loss.of(passed, outputs) / denominator)
         try:
-            loss.agree(self._group)
+            loss.agree(self._group, "no rank took the step")
         except Exception:
             optimizer.zero_grad()
             raise
@@ -194,9 +189,9 @@ class FsdpBackend:
     def load_hf(self, directory: str | Path) -> None:
         """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
         self._offloaded.require_all("load_hf")
-        with together("load", self._group, BackendError):
+        with together("load", self._group):
             check_directory(directory)
-            loaded, has_head = _load_model(Path(directory), self._dtype, self._head)
+            loaded, has_head = _load_model(Path(directory), self._dtype, self._head, is_complete=True)
             full = dict(loaded.named_parameters())
             check_same_shapes(self.weight_layout().shapes, full, directory)
         if not has_head:
@@ -214,7 +209,7 @@ class FsdpBackend:
     def export_hf(self, directory: str | Path) -> None:
         """Writes config and safetensors from rank 0; see `TrainBackend.export_hf`."""
         self._offloaded.require_weights("export_hf")
-        with together("write", self._group, BackendError):
+        with together("write", self._group):
             check_directory(directory)
         layout = self.weight_layout()
         whole = replicated_layout(layout.shapes, self._ranks[:1], dtype=layout.dtype)
@@ -226,10 +221,7 @@ class FsdpBackend:
 
         def write(path: Path) -> None:
             if is_writer:
-                try:
-                    self._model.save_pretrained(path, state_dict=full)
-                except SafetensorError as error:  # a full disk, among others
-                    raise OSError(str(error)) from error
+                save_causal_lm(self._model, full, path)
 
         write_directory(directory, write, self._group)
 
@@ -280,15 +272,24 @@ class FsdpBackend:
         self._offloaded.require_weights("scoring")
         sequences, micro_batches = self._agreed_micro_batches(batch, temperature, 1.0, needs_rows=False)
         parts: dict[str, list[tuple[MicroBatch, torch.Tensor]]] = defaultdict(list)
+        passes = ForwardPasses(self._device)
+        forward = partial(self._forward, temperature=temperature, entropy=entropy)
         with torch.no_grad():
             for micro_batch in micro_batches:
-                outputs = self._forward(micro_batch, temperature=temperature, entropy=entropy)
-                for name, output in outputs.items():
+                for name, output in self._pass(passes, micro_batch, forward)[1].items():
                     parts[name].append((micro_batch, output))
         # Without a backward pass the root would keep the gathered weights, and miss a later load.
         self._root.reshard()
+        passes.agree(self._group, "no rank has its outputs")
         columns = {name: sequences.jagged(results) for name, results in parts.items()}
         return TensorDict(columns, batch_size=batch.batch_size)
+
+    def _pass(
+        self, passes: ForwardPasses, micro_batch: MicroBatch, forward: Callable[[MicroBatch], dict[str, torch.Tensor]]
+    ) -> tuple[MicroBatch, Mapping[str, torch.Tensor]]:
+        if self._config.shard == "root":  # whose weights are whole after the first pass's first hook
+            return passes.outputs(micro_batch, forward)
+        return micro_batch, forward(micro_batch)
 
     def _forward(self, micro_batch: MicroBatch, *, temperature: float, entropy: bool) -> dict[str, torch.Tensor]:
         """Outputs [b, T] at the response tokens, zeros at their padding; no logits are computed elsewhere."""
@@ -376,13 +377,11 @@ class FsdpBackend:
         return self._optimizer
 
 
-def _load_model(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[Any, bool]:
+def _load_model(model: str | Path, dtype: torch.dtype, head: Head, *, is_complete: bool) -> tuple[Any, bool]:
     """Loads a causal language model; for a value head, says whether the directory had one. True for `"lm"`."""
-    try:
-        check_model(model)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise BackendError(f"transformers cannot load a causal language model from {str(model)!r}: {error}") from error
+    loaded, missing = load_causal_lm(model, dtype)
+    if is_complete and (missing := [name for name in missing if head == "lm" or name != find_head_name(loaded)]):
+        raise BackendError(f"{str(model)!r} lacks the parameters {missing}: give a directory of the same model")
     if head == "lm":
         return loaded, True
     value_head = torch.nn.Linear(loaded.get_output_embeddings().weight.shape[1], 1, bias=False, dtype=dtype)

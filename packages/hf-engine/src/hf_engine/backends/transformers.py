@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._causal_lm import load_causal_lm
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._decoding import LENGTH, Decoding
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._jagged import Ragged
-from hf_engine.backends._model_directory import check_model
 from hf_engine.backends._responses import build_responses, end_of_sequence_ids, read_prompts
 from hf_engine.backends._sampling import draw_uniforms
 from hf_engine.backends._stop_strings import load_stop_strings
@@ -82,13 +81,7 @@ class TransformersBackend:
                 f"backend 'transformers' holds the whole model on every rank: gen_pp_size={generation.gen_pp_size}, "
                 f"gen_tp_size={generation.gen_tp_size} are not supported; set both to 1 or choose another backend"
             )
-        try:
-            check_model(model)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-        except (OSError, ValueError, SafetensorError) as error:
-            raise BackendError(
-                f"transformers cannot load a causal language model from {str(model)!r}: {error}"
-            ) from error
+        loaded, _ = load_causal_lm(model, getattr(torch, dtype))
         loaded.eval().requires_grad_(False)
         for parameter in loaded.parameters():
             # What was loaded may be a view of a file's pages: a storage of its own can be freed and taken again.

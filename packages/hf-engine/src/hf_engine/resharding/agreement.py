@@ -17,10 +17,17 @@ HIGHEST = 2**31 - 1
 
 
 def spread(lowest: int, highest: int, group: dist.ProcessGroup | None, device: torch.device | str) -> tuple[int, int]:
-    """Lowest and highest of all ranks' numbers, in one reduction of eight bytes."""
+    """Lowest and highest of all ranks' numbers, in one reduction of eight bytes.
+
+    Raises:
+        ReshardError: if a rank died, or did not come within the group's deadline.
+    """
     both = torch.tensor([-lowest, highest], dtype=torch.int32, device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    negated, highest = both.tolist()
+    try:
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+        negated, highest = both.tolist()
+    except RuntimeError as error:
+        raise ReshardError(f"the transfer of weights failed on rank {dist.get_rank()}: {error}") from error
     return -negated, highest
 
 

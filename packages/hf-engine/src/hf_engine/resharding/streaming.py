@@ -11,7 +11,6 @@ import torch.distributed as dist
 from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, Buffers, ReshardExecutor, Weights, check_weights
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.plan import ReshardPlan
-from hf_protocols.errors import ReshardError
 
 __all__ = ["ShardStream", "group_parameters"]
 
@@ -109,12 +108,7 @@ class ShardStream:
             refusal = _refusal_of(partial(take, target))
         # Unless nothing moves at all, so that nobody waits, all ask each other.
         asking = next((executor for executor in self._executors if not executor.is_silent), self._executors[-1])
-        try:
-            asking.agree(refusal)
-        except RuntimeError as error:
-            if error is refusal:
-                raise
-            raise ReshardError(f"the transfer of weights failed on rank {self._rank}: {error}") from error
+        asking.agree(refusal)
         return received
 
 

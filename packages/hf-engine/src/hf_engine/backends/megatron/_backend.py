@@ -81,7 +81,7 @@ class MegatronBackend:
         """
         if config.compile:
             raise BackendError("backend 'megatron' does not use torch.compile: set compile=False")
-        with together("load", None, BackendError):
+        with together("load", None):
             described = ModelConfig.read(model)
         groups = ParallelGroups(topology, seed=seed)
         try:
@@ -145,7 +145,7 @@ class MegatronBackend:
             return loss.of(micro_batch, outputs) / denominator
 
         run_backward(self._stage.module, micro_batches, compute_loss, window=self._window, device=self._device)
-        loss.agree(self._world)
+        loss.agree(self._world, "no rank took the step")
         total, metrics = self._from_last_stage((loss.total, loss.metrics))
         grad_norm = self._agreed_grad_norm(optimizer, total)
         learning_rate = optimizer.next_learning_rate

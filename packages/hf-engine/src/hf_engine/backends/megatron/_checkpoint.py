@@ -69,11 +69,11 @@ def load_sharded(directory: str | Path, stage: Stage) -> None:
         BackendError: on every rank, if the directory holds no checkpoint or one that does not fit (nothing is changed
             then), or files fail on the way.
     """
-    with together("load", None, BackendError):
+    with together("load", None):
         check_directory(directory)
         stored = _Stored(Path(directory))
         stored.check(stage, _kinds(stage.optimizer))
-    with together("load", None, OSError, SafetensorError):
+    with together("load", None):
         _read(stored, stage)
     if stage.optimizer is not None:
         stage.optimizer.continue_from(stored.steps)

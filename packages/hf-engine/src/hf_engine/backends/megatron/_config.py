@@ -211,10 +211,17 @@ def _inverse_frequencies(config: Mapping[str, Any], shape: ModelShape, directory
     frequencies: torch.Tensor = 1.0 / theta**dims
     if kind == "default":
         return frequencies
+    if kind not in ("linear", "llama3"):
+        raise BackendError(f"{directory} has rope_type={kind!r}; the megatron backend has default, linear and llama3")
+    try:
+        return _scaled(frequencies, kind, rope)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BackendError(f"{directory} has rope_type={kind!r} and cannot be read: {error!r} in {rope}") from error
+
+
+def _scaled(frequencies: torch.Tensor, kind: str, rope: Mapping[str, Any]) -> torch.Tensor:
     if kind == "linear":
         return frequencies / float(rope["factor"])
-    if kind != "llama3":
-        raise BackendError(f"{directory} has rope_type={kind!r}; the megatron backend has default, linear and llama3")
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from hf_engine.backends._agreement import together
 from hf_engine.backends._base import Head, TrainConfig
@@ -122,14 +121,14 @@ class Stage:
             BackendError: on every rank, for a directory that is missing or holds another model (the weights are as
                 they were), or files that fail on the way.
         """
-        with together("load", None, BackendError):
+        with together("load", None):
             files, wanted = self._open_hf(directory)
 
         def read(name: str, box: Box) -> torch.Tensor | None:
             stored = self.stored_name(name)
             return files.read(stored, box) if stored in wanted else None
 
-        with together("load", None, OSError, SafetensorError):
+        with together("load", None):
             for parameter, live in self.parameters.items():
                 self.assign(live, self._assembled(parameter, live, read))
         if self.optimizer is not None:

@@ -270,6 +270,7 @@ class SglangBackend:
             self._staging.close()
             if self._engine is not None:
                 self._engine.close()
+            self._replica.close()
 
     def _start(self, options: Mapping[str, Any], timeout_s: float) -> None:
         try:

@@ -1,0 +1,43 @@
+"""Causal language models of transformers, read from a directory and written to one, with errors of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+
+from hf_engine.backends._model_directory import check_model
+from hf_protocols.errors import BackendError
+
+__all__ = ["load_causal_lm", "save_causal_lm"]
+
+
+def load_causal_lm(model: str | Path, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    """The model, and the names of parameters that its files lack: transformers draws these at random.
+
+    Raises:
+        BackendError: for a directory that transformers cannot load one from.
+    """
+    try:
+        check_model(model)
+        answer: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, output_loading_info=True)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise BackendError(f"transformers cannot load a causal language model from {str(model)!r}: {error}") from error
+    loaded, report = answer
+    return loaded, sorted(report["missing_keys"])
+
+
+def save_causal_lm(model: Any, weights: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Writes the model's configuration and these weights, by name."""
+    generation = model.generation_config
+    # transformers reads settings of generation that contradict each other, and refuses to write them.
+    model.generation_config = type(generation)()
+    try:
+        model.save_pretrained(directory, state_dict=weights)
+    finally:
+        model.generation_config = generation
+    generation.to_json_file(directory / "generation_config.json", use_diff=True)

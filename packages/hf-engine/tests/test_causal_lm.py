@@ -1,0 +1,71 @@
+"""Directories of language models that transformers takes only in part."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_engine import TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine.testing import write_tiny_model
+from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
+
+
+def build(model):
+    topology = Topology(ParallelSpec(dp_size=dist.get_world_size()), GenerationSpec())
+    return load_train_backend("fsdp").build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
+
+
+def export(model, directory):
+    backend = build(model)
+    backend.export_hf(directory)
+    backend.close()
+
+
+def test_settings_of_generation_that_contradict_each_other_are_exported_as_they_were(ranks2, tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    path = model / "generation_config.json"
+    path.write_text(json.dumps({"temperature": 0.9, "top_p": 0.6, "do_sample": False, "eos_token_id": [2, 7]}))
+    ranks2.run(export, model, tmp_path / "exported")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").generation_config
+    assert (read.temperature, read.top_p, read.do_sample, read.eos_token_id) == (0.9, 0.6, False, [2, 7])
+
+
+def load_without_a_head(model, incomplete):
+    backend = build(model)
+    before = {name: shard.clone() for name, shard in backend.local_weights().items()}
+    with pytest.raises(BackendError, match=r"incomplete' lacks the parameters \['lm_head.weight'\]"):
+        backend.load_hf(incomplete)
+    assert all(torch.equal(shard, before[name]) for name, shard in backend.local_weights().items())
+    backend.close()
+
+
+def test_files_that_lack_a_parameter_are_not_loaded(ranks2, tmp_path):
+    model = write_tiny_model(tmp_path / "model", tie_embeddings=False)
+    incomplete = write_tiny_model(tmp_path / "incomplete", tie_embeddings=False, seed=1)
+    (file,) = incomplete.glob("*.safetensors")
+    weights = load_file(file)
+    del weights["lm_head.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    ranks2.run(load_without_a_head, model, incomplete)
+
+
+def refuse_other_sizes(model):
+    topology = Topology(ParallelSpec(), GenerationSpec())
+    message = "transformers cannot load a causal language model from .*size"
+    with pytest.raises(BackendError, match=message):
+        build(model)
+    with pytest.raises(BackendError, match=message):
+        load_rollout_backend("transformers").build(model, topology=topology)
+
+
+def test_a_config_of_other_sizes_than_the_files_is_refused(ranks1, tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    path = model / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
+    ranks1.run(refuse_other_sizes, model)
