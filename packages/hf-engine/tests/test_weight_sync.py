@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,6 +54,20 @@ def test_two_ranks_send_to_two_others(ranks4):
     target = generation_layout(MODEL, Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2)))
     assert [received for received, _ in moved] == [target.held_bytes(0), 0, target.held_bytes(1), 0]
     assert sum(sent for _, sent in moved) == target.held_bytes(0) + target.held_bytes(1)
+
+
+def sync_on_two_machines():
+    """Ranks 0 and 3 are on one machine, 1 and 2 on another; both senders hold all."""
+    rank = dist.get_rank()
+    layout = replicated_layout(MODEL.parameters(), range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "one" if rank in (0, 3) else "other")
+        sync = WeightSync(layout, side="source" if rank < 2 else "target")
+    return {(message.source, *message.destinations) for message in sync.plan.messages}
+
+
+def test_senders_are_on_the_machine_of_their_receivers(ranks4):
+    assert ranks4.run(sync_on_two_machines) == [{(0, 3), (1, 2)}] * 4
 
 
 def send_different_versions():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -59,7 +60,7 @@ class WeightSync:
         self._side = side
         self._version = -1
         members = dist.get_process_group_ranks(group or dist.group.WORLD)
-        sides = _agreed_sides(side, layout, bucket_bytes, device, group)
+        sides, machines = _agreed_sides(side, layout, bucket_bytes, device, group)
         source, target = (
             _share(layout if side == name else None, [i for i, other in enumerate(sides) if other == name], name, group)
             for name in ("source", "target")
@@ -67,7 +68,7 @@ class WeightSync:
         given = source if side == "source" else target
         refusal = None if _is_same(layout, given) else ReshardError(f"its layout is not that of the first {side} rank")
         agree(refusal, 0, group, device, range(len(members)))
-        self._plan = plan_reshard(source, target)
+        self._plan = plan_reshard(source, target, near=[machines])
         self._executor = ReshardExecutor(
             self._plan, group=group, ranks=range(len(members)), bucket_bytes=bucket_bytes, device=device
         )
@@ -133,8 +134,8 @@ def _agreed_sides(
     bucket_bytes: int,
     device: torch.device | str,
     group: dist.ProcessGroup | None,
-) -> list[str]:
-    """The side of every rank of the group; one rank's mistake is an error on all."""
+) -> tuple[list[str], list[list[int]]]:
+    """The side of every rank of the group, and the ranks of every machine; one rank's mistake is an error on all."""
     mistake = None
     try:
         if side not in ("source", "target"):
@@ -145,12 +146,15 @@ def _agreed_sides(
     except ReshardError as error:
         mistake = str(error)
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (side, bucket_bytes, mistake), group=group)
-    if mistakes := [f"rank {rank}: {mistake}" for rank, (_, _, mistake) in enumerate(told) if mistake]:
+    dist.all_gather_object(told, (side, bucket_bytes, mistake, socket.gethostname()), group=group)
+    if mistakes := [f"rank {rank}: {mistake}" for rank, (_, _, mistake, _) in enumerate(told) if mistake]:
         raise ReshardError("; ".join(mistakes))
-    if len(sizes := {size for _, size, _ in told}) > 1:
+    if len(sizes := {size for _, size, _, _ in told}) > 1:
         raise ReshardError(f"the ranks were given bucket_bytes of {sorted(sizes)}: give all the same")
-    return [each for each, _, _ in told]
+    machines: dict[str, list[int]] = {}
+    for rank, (_, _, _, machine) in enumerate(told):
+        machines.setdefault(machine, []).append(rank)
+    return [each for each, _, _, _ in told], [*machines.values()]
 
 
 def _check_device(device: torch.device | str) -> None:

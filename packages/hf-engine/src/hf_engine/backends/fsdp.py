@@ -215,7 +215,7 @@ class FsdpBackend:
         whole = replicated_layout(layout.shapes, self._ranks[:1], dtype=layout.dtype)
         is_writer = dist.get_rank(self._group) == 0
         full = {name: torch.empty(shape, dtype=self._dtype) for name, shape in layout.shapes.items() if is_writer}
-        execute_reshard(plan_reshard(layout, whole), self.local_weights(), full, self._group)
+        execute_reshard(plan_reshard(layout, whole), self.local_weights(), full, self._group, device=self._device)
         if self._head == "value" and is_writer:
             full[_VALUE_HEAD] = full.pop(self._head_name)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -304,10 +304,18 @@ def execute_reshard(
     target: Weights,
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    device: torch.device | str = "cpu",
 ) -> int:
-    """Runs a plan once; returns the bytes of weights that this rank received. See `ReshardExecutor` to run it often."""
-    # Buffers live with the source where there is one: a target on the host may be filled from a device.
-    device = next((tensor.device for tensor in (*_flat(source), *_flat(target))), "cpu")
+    """Runs a plan once; returns the bytes of weights that this rank received. See `ReshardExecutor` to run it often.
+
+    Args:
+        plan: from `plan_reshard`; the same on every rank.
+        source: this rank's tensors in the source layout.
+        target: this rank's tensors in the target layout; on the host or on `device`.
+        group: as in `ReshardExecutor`, as is `bucket_bytes`.
+        bucket_bytes: bound on the communication buffers.
+        device: where the group communicates; a rank that holds no tensor takes part there, too.
+    """
     return ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device).run(source, target).recv_bytes
 
 
@@ -379,8 +387,3 @@ def _enlarge(buffers: Buffers, num_slots: int, sizes: Sequence[int], device: tor
 
 def _as_list(tensors: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _flat(weights: Weights) -> Iterator[torch.Tensor]:
-    for tensors in weights.values():
-        yield from _as_list(tensors)

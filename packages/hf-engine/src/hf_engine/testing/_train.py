@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from hf_engine.backends._base import Head, Metrics, TrainBackend, TrainConfig
+from hf_engine.process_groups import local_device
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import replicated_layout
 from hf_engine.resharding.plan import plan_reshard
@@ -94,7 +95,7 @@ def gather_weights(backend: TrainBackend, topology: Topology) -> dict[str, torch
     layout = backend.weight_layout()
     target = replicated_layout(layout.shapes, range(topology.world_size), dtype=layout.dtype)
     full = {name: torch.empty(shape, dtype=getattr(torch, layout.dtype)) for name, shape in layout.shapes.items()}
-    execute_reshard(plan_reshard(layout, target), backend.local_weights(), full)
+    execute_reshard(plan_reshard(layout, target), backend.local_weights(), full, device=local_device())
     return full
 
 

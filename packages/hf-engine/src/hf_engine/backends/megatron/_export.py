@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from hf_engine.backends.megatron._files import HuggingFaceWriter
 from hf_engine.backends.megatron._stage import Stage
+from hf_engine.process_groups import local_device
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
 from hf_engine.resharding.plan import plan_reshard
@@ -41,7 +42,7 @@ def export_stage(path: Path, source: Path, stage: Stage) -> None:
         whole = replicated_layout(layout.shapes, [0], dtype=layout.dtype)
         held = {name: local[name]} if name in local else {}
         full = {name: torch.empty(shape, dtype=stage.dtype)} if is_writer else {}
-        execute_reshard(plan_reshard(layout, whole), held, full)
+        execute_reshard(plan_reshard(layout, whole), held, full, device=local_device())
         if writer is not None and failure is None:
             try:
                 writer.add(stage.stored_name(name), full[name])
