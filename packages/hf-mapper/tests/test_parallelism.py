@@ -156,10 +156,21 @@ def test_generation_replicas_share_the_prompts() -> None:
     assert [spec.gen_tp_size for spec in found] == [4, 8]
 
 
-def test_waves_are_powers_of_two_up_to_the_limit() -> None:
+def test_waves_are_powers_of_two_and_the_limit() -> None:
     assert wave_counts(WORKLOAD, 8) == (1, 2, 4, 8, 16)
     assert wave_counts(WORKLOAD, 256) == (1, 2, 4)
     assert wave_counts(dataclasses.replace(WORKLOAD, max_generation_waves=1), 8) == (1,)
+    assert wave_counts(dataclasses.replace(WORKLOAD, max_generation_waves=3), 8) == (1, 2, 3)
+    assert wave_counts(dataclasses.replace(WORKLOAD, global_batch=96), 8) == (1, 2, 4, 8, 12)
+
+
+def test_interleaved_stages_have_whole_layers() -> None:
+    def pipelines(chunks: int) -> set[int]:
+        workload = dataclasses.replace(WORKLOAD, pipeline_chunks=chunks)
+        return {found.pp_size for found, _ in parallel_layouts(LLAMA, MACHINE, 64, workload, ("megatron",), True)}
+
+    assert (LLAMA.num_layers, pipelines(1)) == (32, {1, 2, 4, 8, 16, 32})
+    assert pipelines(2) == {1, 2, 4, 8, 16} and pipelines(3) == {1}
 
 
 def test_device_counts_are_those_with_layouts() -> None:

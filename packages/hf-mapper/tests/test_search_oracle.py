@@ -107,7 +107,7 @@ def draw_problem(seed: int) -> Problem:
         mini_batches=chance.choice([1, 2]),
         recompute=chance.choice(["none", "full"]),
         micro_batch_tokens=chance.choice([16, 1024]),
-        max_generation_waves=chance.choice([1, 2, 4]),
+        max_generation_waves=chance.choice([1, 2, 3, 4]),
     )
     cluster = ClusterSpec(machines=tuple(machines), inter_bandwidth_bytes_per_s=chance.choice([1e8, 1e10]))
     backends = chance.choice([("fsdp",), ("megatron",), ("fsdp", "megatron"), ("fsdp", "megatron")])
@@ -171,8 +171,9 @@ def every_generation(problem: Problem, model: ModelShape, machine: MachineSpec, 
             continue
         if stays_inside(machine, n, gen_tp):
             local = problem.workload.num_sequences // (n // (gen_pp * gen_tp))
-            for waves in (1, 2, 4, 8, 16):
-                if waves <= min(local, problem.workload.max_generation_waves):
+            most = min(local, problem.workload.max_generation_waves)
+            for waves in sorted({1, 2, 4, 8, 16, most}):
+                if waves <= most:
                     yield GenerationSpec(gen_pp_size=gen_pp, gen_tp_size=gen_tp), waves
 
 

@@ -117,6 +117,7 @@ def compute_workload(config: Config, *, prompt_tokens: int) -> dict[str, Any]:
         "mini_batches": config.algorithm.mini_batches,
         "dtype": config.training.dtype,
         "micro_batch_tokens": config.training.micro_batch_tokens,
+        "recompute": "none",  # workers keep all activations
     }
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from hf_protocols import ModelShape
+from hf_protocols import ConfigError, ModelShape
 
 __all__ = ["build_gpt", "find_model", "guess_model"]
 
 _GPT_VOCABULARY = 51200
 _LONG = 2**20
+_MOST_PARAMETERS = 1e15
 
 _PRESETS = (
     (r"llama-?2-7b", "llama-2-7b"),
@@ -76,7 +77,13 @@ def build_gpt(
 
 
 def guess_model(name: str, parameters: float) -> ModelShape:
-    """A plausible GPT of so many parameters: heads of 128, and about as many layers as heads."""
+    """A plausible GPT of so many parameters: heads of 128, and about as many layers as heads.
+
+    Raises:
+        ConfigError: for a number that no model has.
+    """
+    if not 0 < parameters < _MOST_PARAMETERS:
+        raise ConfigError(f"{name}: {parameters:g} parameters are no model's: give a number below {_MOST_PARAMETERS:g}")
     heads = max(1, round((parameters * 128 / 12) ** (1 / 3) / 128))
     layers = max(1, round((parameters - 2 * _GPT_VOCABULARY * heads * 128) / (12 * (heads * 128) ** 2)))
     return build_gpt(name, num_layers=layers, hidden_size=heads * 128, num_heads=heads)

@@ -44,6 +44,7 @@ from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.software import SoftwareSpec
 from hf_mapper.specs import HOST_KIND, ClusterSpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
 from hf_protocols import ConfigError, Dataflow, GenerationSpec, ModelShape
+from hf_protocols.arguments import check_kind
 
 __all__ = ["MapperConfig", "read_config"]
 
@@ -152,8 +153,12 @@ def _read_cluster(table: dict[str, Any]) -> ClusterSpec:
 
 
 def _read_workload(table: dict[str, Any]) -> WorkloadSpec:
-    largest = table.get("largest_generation")
-    if isinstance(largest, str):  # written pp-tp
+    for part in ("prompt", "response"):
+        if f"{part}_lengths" in table:
+            raise ConfigError(f"workload: key '{part}_lengths' is unknown: give {part}_tokens = [100, 200]")
+    if "largest_generation" in table:  # written pp-tp
+        largest = table["largest_generation"]
+        check_kind(ConfigError, "workload: largest_generation", largest, str, "sizes as pp-tp, such as '1-4'")
         table = {**table, "largest_generation": GenerationSpec.parse(largest)}
     for part in ("prompt", "response"):
         lengths = table.get(f"{part}_tokens")

@@ -116,6 +116,8 @@ def parallel_layouts(
     for pp, tp in itertools.product(_divisors(model.num_layers, num_gpus), _tensor_sizes(model, machine)):
         if num_gpus % (pp * tp) or rows % (num_gpus // (pp * tp)) or not _inside_machine(machine, num_gpus, tp):
             continue
+        if pp > 1 and model.num_layers % (pp * workload.pipeline_chunks):
+            continue  # interleaved stages have whole layers
         dp = num_gpus // (pp * tp)
         for ep in _divisors(math.gcd(dp, model.num_experts or 1)):
             parallel = ParallelSpec(pp_size=pp, tp_size=tp, dp_size=dp, ep_size=ep)
@@ -145,9 +147,10 @@ def generation_layouts(
 
 
 def wave_counts(workload: WorkloadSpec, num_replicas: int) -> tuple[int, ...]:
-    """Numbers of rounds in which a replica may generate its sequences: powers of two up to the workload's limit."""
+    """Numbers of rounds in which a replica may generate its sequences: powers of two, and the most that it may."""
     most = min(workload.max_generation_waves, workload.num_sequences // num_replicas)
-    return tuple(2**power for power in range(most.bit_length()))
+    powers = tuple(2**power for power in range(most.bit_length()))
+    return powers if most in powers else (*powers, most)
 
 
 def build_options(

@@ -185,8 +185,13 @@ def read_stages(path: Path | str, constants: TraceConstants | None = None) -> li
         raise ConfigError(f"{run / 'summary.json'} has no workload: run it anew with this release")
     plan = MappingPlan.from_json(_read(run / "plan.json"))
     model = ModelShape.from_config(run / "model" / "config.json")
+    try:
+        stages = _measure(events)
+        WorkloadSpec(**workload)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}, or summary.json beside it, is not as a run wrote it: {error!r}") from error
     found = []
-    for (role, method, phase), measured in _measure(events).items():
+    for (role, method, phase), measured in stages.items():
         placed = plan.models.get(role)
         if placed is None or placed.train is None:
             continue  # a function

@@ -12,7 +12,7 @@ import numpy as np
 
 from hf_mapper.simulators.layouts import Figures, Layouts, Sizes
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
-from hf_protocols import ModelShape
+from hf_protocols import ConfigError, ModelShape
 
 __all__ = [
     "Link",
@@ -44,11 +44,15 @@ def build_link(
     Inside a machine it is the accelerators' own link. Across machines the groups that cross at the same time share
     the machine's network; of a group, the members in one machine need it once (a ring enters a machine once), or
     each for itself without ``shared_rails``.
+
+    Raises:
+        ConfigError: for more ranks than one machine has, on a cluster of one.
     """
     machine, network = cluster.machine, cluster.inter_bandwidth_bytes_per_s
     whole = (world_size <= machine.num_gpus) | (machine.num_gpus % (num_ranks * stride) == 0)
     inside = whole | (num_ranks == 1)
-    assert network is not None or np.all(inside), "ClusterSpec asks for it with two machines"
+    if network is None and not np.all(inside):
+        raise ConfigError(f"{np.max(world_size)} ranks do not fit the one machine of {machine.num_gpus} devices")
     own = machine.link_bandwidth_bytes_per_s
     members = np.minimum(num_ranks, np.maximum(1, machine.num_gpus // stride)) if shared_rails else 1
     crossing = machine.num_gpus / members
