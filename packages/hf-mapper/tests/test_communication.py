@@ -12,7 +12,7 @@ from hf_mapper.simulators.communication import (
     point_to_point_s,
 )
 from hf_mapper.simulators.layouts import Layouts
-from hf_protocols import ModelShape
+from hf_protocols import ConfigError, ModelShape
 
 
 def build_cluster(num_machines: int = 1) -> ClusterSpec:
@@ -36,6 +36,12 @@ def test_groups_that_cross_together_share_the_network(num_ranks: int, stride: in
     link = build_link(build_cluster(16), num_ranks=num_ranks, stride=stride, world_size=128)
     assert link.bandwidth_bytes_per_s == pytest.approx(0.71 * 25e9 / crossing)
     assert link.latency_s == 1e-5
+
+
+def test_more_ranks_than_the_machine_has_are_refused() -> None:
+    alone = ClusterSpec(machines=(MachineSpec(gpu=gpu("a100-80"), num_gpus=8),))
+    with pytest.raises(ConfigError, match="16 ranks do not fit the one machine of 8 devices"):
+        build_link(alone, num_ranks=16, stride=1, world_size=16)
 
 
 def test_collectives_cost_what_a_ring_moves() -> None:

@@ -186,6 +186,10 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     empty.write_text("{}")
     nothing = write_run(tmp_path / "nothing", MEASURED)
     nothing.write_text('{"traceEvents": []}')
+    foreign = write_run(tmp_path / "foreign", MEASURED)
+    foreign.write_text('{"traceEvents": [{"ph": "X", "ts": 0, "dur": 1, "name": "of another program"}]}')
+    other_release = write_run(tmp_path / "other release", MEASURED)
+    (other_release.parent / "summary.json").write_text(json.dumps({"workload": {**WORKLOAD, "rounds": 3}}))
     other_kind = tmp_path / "h100.json"
     other_kind.write_text(replace(truth(), gpu=replace(truth().gpu, kind="h100")).to_json())
     cases = [
@@ -195,6 +199,8 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         (("validate", "--trace", tmp_path / "absent.json"), "absent.json cannot be read"),
         (("validate", "--trace", empty), "summary.json cannot be read"),
         (("validate", "--trace", nothing), "no call of a model in an iteration"),
+        (("validate", "--trace", foreign), "is not as a run wrote it: KeyError('args')"),
+        (("validate", "--trace", other_release), "is not as a run wrote it: TypeError"),
         (("validate", "--trace", trace, "--constants", tmp_path / "absent"), "absent cannot be read"),
         (("validate", "--trace", trace, "--constants", trace), "no constants of calibrate"),
         (("validate", "--trace", trace, "--constants", other_kind), "constants are of h100, the run was on cpu"),
