@@ -204,6 +204,7 @@ def test_the_plan_is_the_mappers_for_the_published_dataflow(
         response_tokens=5,
         mini_batches=2,
         dtype="float32",
+        recompute="none",
         largest_generation=load_rollout_backend("transformers").largest_generation,
     )
     models = dict.fromkeys(("actor", "critic", "reference"), inputs.model.shape)
