@@ -9,10 +9,24 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 # An engine's environment is compiled by its first import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env quickstart test test-slow test-vllm test-sglang test-matrix check fmt docs bench bench-gpu wheels constraints clean
+.PHONY: help env quickstart test test-slow test-clusters test-ranks test-vllm test-sglang test-matrix check fmt docs
+.PHONY: bench bench-gpu wheels constraints clean
+
+# Clusters wait more than they compute, so their tests run beside the others.
+CLUSTERS := packages/hf-controller integration-tests
+RANKS := packages/hf-protocols packages/hf-mapper packages/hf-engine packages/hf-algorithms
+ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test_rollout_dtype.py \
+	packages/hf-engine/tests/test_matrix.py integration-tests/tests/test_engine_run.py integration-tests/tests/test_server_run.py
+DURATIONS := --durations 20 --durations-min 5
+
+# Every line of $(2) begins with its name, $(1); an interrupt ends the command, and the naming of lines when it is through.
+named = set -o pipefail; { $(2); } 2>&1 | (trap '' INT; exec sed -u 's/^/$(1) | /')
+engine-tests = scripts/env.sh $(1) && \
+	.venv-$(1)/bin/pytest packages/hf-engine/tests/test_$(1).py $(ENGINES) -m "$(1) and not slow" $(DURATIONS) && \
+	.venv-$(1)/bin/pytest integration-tests/tests/test_swap_page.py -m $(1)
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: ## set up .venv, as every other target does first
 	@scripts/env.sh
@@ -20,26 +34,24 @@ env: ## set up .venv, as every other target does first
 quickstart: env ## train a small model with PPO on this machine and leave a report in runs/quickstart
 	$(BIN)/hybridflow quickstart
 
-test: env ## run the tests of the base environment
-	$(BIN)/pytest
+test: env ## run the tests of the base environment, in two halves side by side
+	@$(MAKE) --no-print-directory --jobs 2 test-clusters test-ranks
 
-test-slow: env ## run the tests that take minutes or many processes
-	$(BIN)/pytest packages -m "slow and not gpu and not vllm and not sglang" --timeout 900
-	$(BIN)/pytest integration-tests -m "slow and not gpu and not vllm and not sglang" --timeout 900
+test-slow: env ## run the tests that take minutes or many processes, in the same halves
+	@$(MAKE) --no-print-directory --jobs 2 test-clusters test-ranks \
+		SELECT='-m "slow and not gpu and not vllm and not sglang" --timeout 900'
+
+test-clusters: env ## run the half that starts clusters; a program holds one of them
+	@$(call named,clusters,$(foreach part,$(CLUSTERS),$(BIN)/pytest $(part) $(SELECT) $(DURATIONS) &&) true)
+
+test-ranks: env ## run the half that starts ranks, or nothing
+	@$(call named,ranks,$(BIN)/pytest $(RANKS) $(SELECT) $(DURATIONS))
 
 test-vllm: env ## set up .venv-vllm and test the vLLM backend with a real engine
-	scripts/env.sh vllm
-	.venv-vllm/bin/pytest packages/hf-engine/tests/test_vllm.py packages/hf-engine/tests/test_server.py \
-		packages/hf-engine/tests/test_rollout_dtype.py packages/hf-engine/tests/test_matrix.py \
-		integration-tests/tests/test_engine_run.py integration-tests/tests/test_server_run.py -m "vllm and not slow"
-	.venv-vllm/bin/pytest integration-tests/tests/test_swap_page.py -m vllm
+	@$(call named,vllm,$(call engine-tests,vllm))
 
 test-sglang: env ## set up .venv-sglang and test the SGLang backend with real engines
-	scripts/env.sh sglang
-	.venv-sglang/bin/pytest packages/hf-engine/tests/test_sglang.py packages/hf-engine/tests/test_server.py \
-		packages/hf-engine/tests/test_rollout_dtype.py packages/hf-engine/tests/test_matrix.py \
-		integration-tests/tests/test_engine_run.py integration-tests/tests/test_server_run.py -m "sglang and not slow"
-	.venv-sglang/bin/pytest integration-tests/tests/test_swap_page.py -m sglang
+	@$(call named,sglang,$(call engine-tests,sglang))
 
 test-matrix: env ## test every training layout with every engine, and keep the dated result
 	scripts/env.sh vllm
