@@ -13,8 +13,8 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: bench bench-gpu wheels constraints clean
 
 # Clusters wait more than they compute, so their tests run beside the others.
-CLUSTERS := packages/hf-controller integration-tests
-RANKS := packages/hf-protocols packages/hf-mapper packages/hf-engine packages/hf-algorithms
+CLUSTERS := packages/hf-controller packages/hf-mapper integration-tests
+RANKS := packages/hf-protocols packages/hf-engine packages/hf-algorithms
 ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test_rollout_dtype.py \
 	packages/hf-engine/tests/test_matrix.py integration-tests/tests/test_engine_run.py integration-tests/tests/test_server_run.py
 DURATIONS := --durations 20 --durations-min 5
@@ -22,8 +22,7 @@ DURATIONS := --durations 20 --durations-min 5
 # Every line of $(2) begins with its name, $(1); an interrupt ends the command, and the naming of lines when it is through.
 named = set -o pipefail; { $(2); } 2>&1 | (trap '' INT; exec sed -u 's/^/$(1) | /')
 engine-tests = scripts/env.sh $(1) && \
-	.venv-$(1)/bin/pytest packages/hf-engine/tests/test_$(1).py $(ENGINES) -m "$(1) and not slow" $(DURATIONS) && \
-	.venv-$(1)/bin/pytest integration-tests/tests/test_swap_page.py -m $(1)
+	.venv-$(1)/bin/pytest packages/hf-engine/tests/test_$(1).py $(ENGINES) -m "$(1) and not slow" $(DURATIONS)
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,7 +40,7 @@ test-slow: env ## run the tests that take minutes or many processes, in the same
 	@$(MAKE) --no-print-directory --jobs 2 test-clusters test-ranks \
 		SELECT='-m "slow and not gpu and not vllm and not sglang" --timeout 900'
 
-test-clusters: env ## run the half that starts clusters; a program holds one of them
+test-clusters: env ## run the half that starts clusters or nothing; a program holds one of them
 	@$(call named,clusters,$(foreach part,$(CLUSTERS),$(BIN)/pytest $(part) $(SELECT) $(DURATIONS) &&) true)
 
 test-ranks: env ## run the half that starts ranks, or nothing
@@ -53,10 +52,12 @@ test-vllm: env ## set up .venv-vllm and test the vLLM backend with a real engine
 test-sglang: env ## set up .venv-sglang and test the SGLang backend with real engines
 	@$(call named,sglang,$(call engine-tests,sglang))
 
-test-matrix: env ## test every training layout with every engine, and keep the dated result
+test-matrix: env ## test every training layout and the quickstart with every engine, and keep the dated result
 	scripts/env.sh vllm
 	scripts/env.sh sglang
 	$(BIN)/python benchmarks/matrix.py
+	.venv-vllm/bin/pytest integration-tests/tests/test_swap_page.py -m vllm
+	.venv-sglang/bin/pytest integration-tests/tests/test_swap_page.py -m sglang
 
 check: env ## lint, format, types, import contracts and spelling
 	$(BIN)/ruff check .

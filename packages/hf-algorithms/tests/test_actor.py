@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 
-from hf_algorithms.losses import PPOPolicyLoss, SupervisedLoss
+from hf_algorithms.losses import SupervisedLoss
 from hf_algorithms.workers import ActorWorker, actor
 from hf_controller import WorkerContext
-from hf_engine import SamplingParams, TrainConfig, WeightLayout
+from hf_engine import SamplingParams, TrainConfig
 from hf_engine.backends.transformers import TransformersBackend
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, select_rows
+from hf_engine.testing._packed import PackedEngine
 from hf_protocols import GenerationSpec, ParallelSpec, ReshardError, Topology
 
 VOCAB_SIZE = 64
@@ -73,111 +73,31 @@ def report_unchanged(model: Path) -> list[Any]:
     return found
 
 
-class Packs:
-    """A rollout backend that nobody can read: it takes shards and keeps its weights to itself."""
+def judge(model: Path, spoils_from: int | None) -> list[str]:
+    """Of every iteration the refusal of what the sampler reported, or nothing."""
 
-    spoils = False
+    def build_packed(directory: str, **options: Any) -> PackedEngine:
+        return PackedEngine(TransformersBackend.build(directory, **options), spoils_from)
 
-    def __init__(self, inner: TransformersBackend) -> None:
-        self._inner = inner
-        self._missing: set[str] = set()
-
-    @classmethod
-    def build(cls, model: str, **options: Any) -> Packs:
-        return cls(TransformersBackend.build(model, **options))
-
-    @property
-    def engine_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._inner.weight_buffers().values())
-
-    @property
-    def weight_version(self) -> int:
-        return self._inner.weight_version
-
-    def weight_layout(self) -> WeightLayout:
-        return self._inner.weight_layout()
-
-    def begin_weights(self) -> None:
-        self._missing = set(self._inner.weight_buffers())
-
-    def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        for name, (part,) in shards.items():
-            spoiled = self.spoils and name == "model.layers.1.mlp.down_proj.weight"
-            with torch.no_grad():
-                self._inner.weight_buffers()[name].copy_(-part if spoiled else part)
-            self._missing.remove(name)
-
-    def commit_weights(self, version: int) -> None:
-        assert not self._missing
-        self._inner.commit_weights(version)
-
-    def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
-        return self._inner.generate(batch, sampling)
-
-    def release(self) -> int:
-        return 0
-
-    def resume(self) -> None:
-        """It has kept its weights."""
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class PacksAWrongWeight(Packs):
-    """The sign of one parameter is lost on the way."""
-
-    spoils = True
-
-
-ENGINES = {"readable": TransformersBackend, "packed": Packs, "wrong": PacksAWrongWeight}
-
-
-def recompute(model: Path, engine: str) -> str:
-    """The refusal of recomputed log-probs, or nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(actor, "load_rollout_backend", lambda name: ENGINES[engine])
+        patch.setattr(actor, "load_rollout_backend", lambda name: SimpleNamespace(build=build_packed))
         worker = build(model)
-    batch = PROMPTS.clone()
-    batch.update(worker.generate_sequences(PROMPTS, SAMPLING))
-    worker.compute_logprobs(batch, temperature=1.3)  # another temperature: nothing to compare
-    try:
-        found = worker.compute_logprobs(batch, temperature=SAMPLING.temperature)
-    except ReshardError as error:
-        return str(error)
-    assert set(found.keys()) == {"old_logprobs"}
-    update(worker)
-    worker.compute_logprobs(batch, temperature=SAMPLING.temperature)  # samples of older weights
-    return ""
-
-
-def trust(model: Path, engines: tuple[str, str]) -> str:
-    """The refusal of the sampler's log-probs, before the step that they would have driven, or nothing."""
-    engine = engines[dist.get_rank()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(actor, "load_rollout_backend", lambda name: ENGINES[engine])
-        worker = build(model)
-    batch = PROMPTS.clone()
-    batch.update(worker.generate_sequences(PROMPTS, SAMPLING)).rename_key_("rollout_logprobs", "old_logprobs")
-    loss = PPOPolicyLoss(clip_range=0.2, ratio_cap=2.0)
-    batch["advantages"] = torch.ones_like(batch["old_logprobs"])
-    scored: list[int] = []
-    score = worker._train.compute_logprobs
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            worker._train,
-            "compute_logprobs",
-            lambda rows, **options: scored.append(len(rows)) or score(rows, **options),
-        )
+    refusals = []
+    for _ in range(2):
+        batch = PROMPTS.clone()
         try:
-            # Rows out of the middle, as mini-batches are.
-            worker.update_actor(batch[3:], loss, temperature=SAMPLING.temperature)
+            batch.update(worker.generate_sequences(PROMPTS, SAMPLING))
+            worker.compute_logprobs(batch, temperature=1.3)  # another temperature: nothing to compare
+            found = worker.compute_logprobs(batch, temperature=SAMPLING.temperature)
         except ReshardError as error:
-            assert worker._train.optimizer_steps == 0
-            return str(error)
-        worker.update_actor(batch[:3], loss, temperature=SAMPLING.temperature)  # samples of older weights
-    assert scored == ([4] if engine == "packed" else [])
-    return ""
+            refusals.append(str(error))
+        else:
+            assert set(found.keys()) == {"old_logprobs"}
+            refusals.append("")
+        update(worker)
+        if not refusals[-1]:
+            worker.compute_logprobs(batch, temperature=SAMPLING.temperature)  # samples of older weights
+    return refusals
 
 
 @pytest.fixture(scope="module")
@@ -200,22 +120,10 @@ def test_weights_that_a_step_did_not_change_are_counted_over_ranks_and_warned_of
     assert [warned for _, warned in second] == [False, False, True, False, False]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_engine_that_cannot_be_read_is_judged_by_its_logprobs(ranks2: LocalRanks, model: Path, engine: str) -> None:
-    for refusal in ranks2.run(recompute, model, engine):
-        assert ("not those of the training weights" in refusal) == (engine == "wrong")
-
-
-@pytest.mark.parametrize(
-    ("engines", "refusals"),
-    [
-        (("readable", "readable"), ["", ""]),
-        (("packed", "packed"), ["", ""]),
-        (("packed", "wrong"), ["are not those of the training weights on 1 other ranks", "it generates from other"]),
-    ],
-)
-def test_trusted_logprobs_of_an_engine_that_cannot_be_read_are_judged_by_a_few(
-    ranks2: LocalRanks, model: Path, engines: tuple[str, str], refusals: list[str]
+@pytest.mark.parametrize(("spoils_from", "wrong"), [(None, [False, False]), (2, [False, True]), (1, [True, True])])
+def test_an_engine_that_cannot_be_read_is_judged_in_every_iteration(
+    ranks2: LocalRanks, model: Path, spoils_from: int | None, wrong: list[bool]
 ) -> None:
-    for found, expected in zip(ranks2.run(trust, model, engines), refusals, strict=True):
-        assert expected in found and bool(expected) == bool(found)
+    for refusals in ranks2.run(judge, model, spoils_from):
+        assert ["not those of the training weights" in refusal for refusal in refusals] == wrong
+        assert [bool(refusal) for refusal in refusals] == wrong

@@ -48,3 +48,16 @@ def test_ranks_of_a_machine_are_a_number(monkeypatch):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", wrong)
         with pytest.raises(TopologyError, match=f"LOCAL_WORLD_SIZE='{wrong}': torchrun sets it"):
             local_world_size(6)
+
+
+def test_a_rank_has_a_device_of_its_machine(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert [local_device()] == chosen == [torch.device("cuda", 1)]
+    for wrong in ("one", "-1", "", "2"):
+        monkeypatch.setenv("LOCAL_RANK", wrong)
+        with pytest.raises(TopologyError, match=f"LOCAL_RANK='{wrong}': .* has 2 CUDA devices"):
+            local_device()

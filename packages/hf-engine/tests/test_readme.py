@@ -8,18 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.testing import write_tiny_model
-from hf_engine.testing._cases import build_prompts
-from hf_protocols import GenerationSpec, ParallelSpec, ReshardError, Topology
 
 README = Path(__file__).parents[1] / "README.md"
 SCRIPT = re.compile(r'^```python title="train_and_generate.py"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-CHECK = re.compile(r"^```python\n(from hf_engine import check_logprobs\n.*?)^```$", re.MULTILINE | re.DOTALL)
 LINE = re.compile(r"step (\d+): loss ([\d.]+), (\d+) bytes received, wrote (.*)")
 
 
@@ -69,28 +64,3 @@ def test_the_script_for_torchrun_writes_what_one_process_writes(tmp_path):
         torch.testing.assert_close(losses, wanted_losses, atol=1e-4, rtol=0)
         assert losses[2] < losses[1] < losses[0]
     assert len({str([steps[step][2] for steps in expected]) for step in range(3)}) > 1, "every step writes the same"
-
-
-def check_samples(models, code):
-    """Samples of the training weights pass, those of other weights are refused."""
-    found = {}
-    exec(code, found)
-    topology, prompts = Topology(ParallelSpec(), GenerationSpec()), build_prompts(4, vocab_size=64)
-    train = load_train_backend("fsdp").build(models[0], topology=topology, config=TrainConfig(learning_rate=1e-2))
-    rollout = load_rollout_backend("transformers").build(models[1], topology=topology)
-    sampling = SamplingParams(max_new_tokens=6, temperature=0.7)
-    stale = rollout.generate(prompts, sampling)
-    engine = HybridEngine(train, rollout, topology)
-    with engine.generation():
-        responses = engine.generate(prompts, sampling)
-    gap = found["check_first_samples"](train, prompts, responses, 0.7, "float32")
-    with pytest.raises(ReshardError, match="not those of the training weights"):
-        found["check_first_samples"](train, prompts, stale, 0.7, "float32")
-    engine.close()
-    return gap.num_tokens
-
-
-def test_the_check_of_first_samples_finds_other_weights(ranks1, tmp_path):
-    (code,) = CHECK.findall(README.read_text())
-    models = [write_tiny_model(tmp_path / str(seed), seed=seed) for seed in range(2)]
-    assert ranks1.run(check_samples, models, code)[0] > 0

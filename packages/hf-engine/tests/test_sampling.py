@@ -81,6 +81,7 @@ def test_forbidden_tokens_are_never_drawn():
         ({"min_new_tokens": 9}, "min_new_tokens=9"),
         ({"temperature": 0.0}, "greedy=True takes the most likely"),
         ({"max_new_tokens": 1.5}, "max_new_tokens=1.5"),
+        ({"temperature": 1e-300}, "temperature=1e-300 is below 1e-06.* use greedy=True"),
         ({"temperature": float("inf")}, "temperature=inf"),
         ({"temperature": 10**400}, r"temperature=10+ must be a finite number"),
         ({"n": 1.5}, "n=1.5"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -13,24 +12,18 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._abilities import SupportsShardLoading, SupportsWeightBuffers
+from hf_engine.backends._agreement import lost_peers_are_errors
 from hf_engine.backends._base import RolloutBackend, SamplingParams, TrainBackend
-from hf_engine.process_groups import build_groups, local_device, local_world_size, wait_for_device
-from hf_engine.resharding.agreement import HIGHEST, agree, agree_on_moving
+from hf_engine.pairing import agree_on_plan, build_transfer_group
+from hf_engine.process_groups import local_device, wait_for_device
+from hf_engine.resharding.agreement import agree_on_moving
 from hf_engine.resharding.digest import compute_digest
-from hf_engine.resharding.execute import (
-    DEFAULT_BUCKET_BYTES,
-    ReshardExecutor,
-    Weights,
-    as_parts,
-    check_bucket_bytes,
-    check_weights,
-)
+from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, ReshardExecutor, Weights, as_parts
 from hf_engine.resharding.moving import ShardMover
-from hf_engine.resharding.plan import ReshardPlan, plan_reshard
+from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.streaming import ShardStream
-from hf_engine.resharding.usable import check_writable
-from hf_protocols.arguments import check_kind
-from hf_protocols.errors import BackendError, ReshardError
+from hf_engine.sample_proof import SampleProof
+from hf_protocols.errors import BackendError
 from hf_protocols.topology import Topology
 
 if TYPE_CHECKING:
@@ -117,17 +110,18 @@ class HybridEngine:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         training_weights: Literal["move", "keep", "offload"] | None = None,
     ) -> None:
-        plan = _agreed_plan(train, rollout, topology, training_weights, bucket_bytes)
+        plan = agree_on_plan(train, rollout, topology, training_weights, bucket_bytes)
         source, target = plan.source, plan.target
         self._train = train
         self._rollout = rollout
         self._plan = plan
         self._offloads = training_weights == "offload"
         self._mover: ShardMover | None = None
+        self._proof: SampleProof | None = None
         self._released_bytes = 0
         self._engine_bytes = 0
         self._is_closed = False
-        group, device = _group_of(plan, topology), local_device()
+        group, device = build_transfer_group(plan, topology), local_device()
         self._group = group
         if isinstance(rollout, SupportsWeightBuffers):
             rank = dist.get_rank()
@@ -141,6 +135,7 @@ class HybridEngine:
             assert isinstance(rollout, SupportsShardLoading), "refused with the plan"
             self._engine_bytes = rollout.engine_bytes
             self._released_bytes = rollout.release()
+            self._proof = SampleProof(train, topology, (source.dtype, target.dtype))
         self._weight_version = rollout.weight_version
         self._weight_changes = train.weight_changes
         self._digest: int | None = None
@@ -192,8 +187,12 @@ class HybridEngine:
         refuses what needs them. They are back when it ends, however it ends. Where both are kept nothing moves if the
         training weights did not change since the last time.
 
+        An engine that keeps its weights itself is asked, once, what no digest can see: when the first block that
+        generated ends, the training backend scores some of its samples again. Collective over all ranks, too.
+
         Raises:
-            ReshardError: if a transfer fails, or weights of some ranks only changed; the training weights are intact.
+            ReshardError: if a transfer fails, or weights of some ranks only changed, or the first samples are not those
+                of the training weights, which are intact.
             BackendError: inside another `generation()`.
         """
         self._check_open("generation()")
@@ -229,6 +228,8 @@ class HybridEngine:
                 self._released_bytes = self._rollout.release()
             if self._offloads:
                 self._train.reload()
+        if self._proof is not None and self._proof.check():
+            self._proof = None
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws responses from the current weights; see `RolloutBackend.generate`.
@@ -239,8 +240,12 @@ class HybridEngine:
         self._check_open("generate")
         if not self._is_generating:
             raise BackendError("generate needs the current weights: call it inside `with engine.generation():`")
-        return self._rollout.generate(batch, sampling)
+        responses = self._rollout.generate(batch, sampling)
+        if self._proof is not None:
+            self._proof.note(batch, responses, sampling)
+        return responses
 
+    @lost_peers_are_errors("sum_over_ranks")
     def sum_over_ranks(self, value: float) -> float:
         """Adds a number over all ranks of the topology; every rank gets the sum. Collective."""
         total = torch.tensor(value, dtype=torch.float64, device=local_device())
@@ -295,104 +300,3 @@ class HybridEngine:
             return self._executor.run(weights, buffers, version=version, mover=self._mover, refusal=refusal).recv_bytes
         assert isinstance(self._rollout, SupportsShardLoading), "the constructor has refused any other"
         return self._stream.run(weights, self._rollout.load_shards, version=version, refusal=refusal)
-
-
-def _agreed_plan(
-    train: TrainBackend,
-    rollout: RolloutBackend,
-    topology: Topology,
-    training_weights: str | None,
-    bucket_bytes: int,
-) -> ReshardPlan:
-    """The plan between two backends that fit each other; where they do not on one rank, an error on all."""
-    refusal: Exception | None = None
-    try:
-        plan = _plan_between(train, rollout, topology, training_weights)
-        check_bucket_bytes(bucket_bytes, plan.target)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
-        refusal = error
-    given = zlib.crc32(repr((training_weights, bucket_bytes)).encode()) % HIGHEST
-    if not agree(refusal, given, None, local_device(), range(dist.get_world_size())):
-        raise BackendError(
-            f"the ranks were given different training_weights or bucket_bytes; this one has {training_weights!r} and "
-            f"{bucket_bytes}: give all ranks the same"
-        )
-    if not agree(None, plan.digest % HIGHEST, None, local_device(), plan.ranks):
-        raise BackendError(
-            "the ranks have different plans: build their backends with the same model, topology and dtype, and set "
-            "LOCAL_WORLD_SIZE alike on all"
-        )
-    return plan
-
-
-def _plan_between(
-    train: TrainBackend, rollout: RolloutBackend, topology: Topology, training_weights: str | None
-) -> ReshardPlan:
-    if not callable(getattr(train, "local_weights", None)):
-        raise BackendError(f"train={train!r}: give a training backend")
-    if not callable(getattr(rollout, "weight_layout", None)):
-        raise BackendError(f"rollout={rollout!r}: give a rollout backend")
-    check_kind(BackendError, "topology", topology, Topology, "a Topology")
-    if not isinstance(rollout, SupportsWeightBuffers | SupportsShardLoading):
-        raise BackendError(
-            f"{type(rollout).__name__} neither exposes its weights (weight_buffers) nor loads shards (load_shards)"
-        )
-    if training_weights not in (None, "move", "keep", "offload"):
-        raise BackendError(f'training_weights={training_weights!r}: give "move", "keep", "offload" or None')
-    source, target = train.weight_layout(), rollout.weight_layout()
-    plan = plan_reshard(source, target, near=[_micro_dp(topology), _machines(topology.world_size)])
-    if plan.ranks != tuple(range(topology.world_size)):
-        raise BackendError(f"the two backends are on the ranks {plan.ranks}, the topology has {topology.world_size}")
-    if training_weights == "move" and source.dtype != target.dtype:
-        raise BackendError(
-            f"training weights are {source.dtype}, generation weights {target.dtype}: the one cannot lie inside "
-            'the other; use training_weights="keep" or "offload"'
-        )
-    if training_weights == "move" and not isinstance(rollout, SupportsWeightBuffers):
-        raise BackendError(
-            f"{type(rollout).__name__} keeps its weights itself: the training weights cannot lie inside them; use "
-            'training_weights="keep" or "offload"'
-        )
-    if isinstance(rollout, SupportsWeightBuffers):
-        check_weights(target, dist.get_rank(), rollout.weight_buffers(), "generation")
-        check_writable(as_parts(rollout.weight_buffers()), "the generation tensors, maybe another HybridEngine's,")
-        if training_weights == "move" or (training_weights is None and source.dtype == target.dtype):
-            _check_storages(rollout.weight_buffers())
-    return plan
-
-
-def _check_storages(buffers: Weights) -> None:
-    """Training weights lie in the generation tensors one by one, so none may hold what is another's."""
-    owner: dict[int, str] = {}
-    for name, parts in as_parts(buffers).items():
-        for part in parts:
-            storage = part.untyped_storage()
-            if storage.nbytes() and (other := owner.setdefault(storage.data_ptr(), name)) != name:
-                raise BackendError(
-                    f"the generation tensors of {other!r} and {name!r} share one storage, so training weights "
-                    'cannot lie inside them: give each its own, or use training_weights="keep" or "offload"'
-                )
-
-
-def _machines(world_size: int) -> Sequence[range]:
-    """The ranks of every machine, as torchrun numbers them; one machine where nothing says how many ranks it has."""
-    size = local_world_size(world_size)
-    return [range(start, min(start + size, world_size)) for start in range(0, world_size, size)]
-
-
-def _micro_dp(topology: Topology) -> Sequence[tuple[int, ...]]:
-    return topology.groups("micro_dp") if topology.generation else ()
-
-
-def _group_of(plan: ReshardPlan, topology: Topology) -> dist.ProcessGroup | None:
-    """The micro-DP group where all messages stay inside one (the paper's case), else all ranks."""
-    groups = _micro_dp(topology)
-    group_of = {rank: group for group in groups for rank in group}
-    if not groups or any(
-        group_of[message.source] != group_of[rank] for message in plan.messages for rank in message.destinations
-    ):
-        return None
-    try:
-        return build_groups(topology, "micro_dp")
-    except RuntimeError as error:
-        raise ReshardError(f"the micro-DP groups {groups} could not be connected: {error}") from error

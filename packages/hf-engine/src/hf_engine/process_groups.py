@@ -53,10 +53,20 @@ def default_timeout() -> timedelta:
 
 
 def local_device() -> torch.device:
-    """The device of this rank: the CUDA device numbered LOCAL_RANK, made the current one, else the CPU."""
+    """The device of this rank: the CUDA device numbered LOCAL_RANK, made the current one, else the CPU.
+
+    Raises:
+        TopologyError: where the variable holds no number of a device.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    text, count = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
+    if not text.isdecimal() or int(text) >= count:
+        raise TopologyError(
+            f"LOCAL_RANK={text!r}: torchrun sets it to the rank's number on its machine, which has {count} CUDA "
+            "devices; start no more ranks on a machine, and show them no fewer in CUDA_VISIBLE_DEVICES"
+        )
+    device = torch.device("cuda", int(text))
     torch.cuda.set_device(device)
     return device
 

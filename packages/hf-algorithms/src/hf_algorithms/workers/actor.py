@@ -17,7 +17,7 @@ from hf_engine import (
     check_logprobs,
     load_rollout_backend,
 )
-from hf_protocols import ONE_TO_ALL, THREE_D, THREE_D_ALL_MICRO_DP, NonFiniteLossError, ReshardError, register
+from hf_protocols import ONE_TO_ALL, THREE_D, THREE_D_ALL_MICRO_DP, NonFiniteLossError, register
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from hf_engine.backends import LossFunction
 
 __all__ = ["ActorWorker"]
-
-_NUM_JUDGED_ROWS = 4
-"""Of each rank's; a handful of tokens tells other weights from rounding."""
 
 
 class ActorWorker(ModelWorker):
@@ -61,7 +58,6 @@ class ActorWorker(ModelWorker):
         # The dtype by whose bounds an engine is judged whose memory cannot be read.
         self._judged_dtype = None if isinstance(generator, SupportsWeightBuffers) else self._coarser_dtype()
         self._sampled: tuple[int, float] | None = None
-        self._is_judged = True
         # An optimizer step that must have changed the weights; transitions since the last report that saw no change.
         self._has_stepped = False
         self._num_unchanged: int | None = None
@@ -87,7 +83,6 @@ class ActorWorker(ModelWorker):
             with self.context.span("generate"):
                 responses = self._engine.generate(batch, sampling)
         self._sampled = (self._train.weight_changes, sampling.temperature)
-        self._is_judged = self._judged_dtype is None
         return responses
 
     @register(
@@ -101,7 +96,8 @@ class ActorWorker(ModelWorker):
         """``old_logprobs`` of the response tokens, jagged [B, T], under the current weights.
 
         Log-probs that are not finite end here, before they reach the critic. Where the engine's memory cannot be read,
-        samples of the current weights prove what it generates from: see ``hf_engine.check_logprobs``.
+        samples of the current weights prove what it generates from, in every iteration: see
+        ``hf_engine.check_logprobs``. (The first ones were looked at by the ``HybridEngine``.)
         """
         found = self._train.compute_logprobs(batch, temperature=temperature).rename_key_("logprobs", "old_logprobs")
         if not bool(found["old_logprobs"].values().isfinite().all()):
@@ -109,7 +105,6 @@ class ActorWorker(ModelWorker):
                 f"the policy's log-probs are not finite after {self._train.optimizer_steps} optimizer steps: weights "
                 "have diverged; lower the learning rate"
             )
-        self._is_judged = True  # on all ranks, whatever their rows are: the step recomputes on all or on none
         if "rollout_logprobs" in batch:
             self._judge(batch["rollout_logprobs"], found["old_logprobs"], batch, temperature)
         return found
@@ -124,15 +119,9 @@ class ActorWorker(ModelWorker):
     def update_actor(self, batch: TensorDict, loss: LossFunction, *, temperature: float = 1.0) -> Metrics:
         """One optimizer step on ``loss``.
 
-        Where nothing was recomputed since the last generation, ``old_logprobs`` are the sampler's: some rows of them
-        are recomputed first, and prove what `compute_logprobs` would have.
-
         The first step after a generation reports ``actor/weights_unchanged``: on how many ranks the weights were those
         of the generation before, although a step with a gradient and a learning rate above zero lay in between.
         """
-        if not self._is_judged and "old_logprobs" in batch:
-            self._is_judged = True
-            self._judge_some(batch[:_NUM_JUDGED_ROWS], temperature)
         metrics = self._update(batch, loss, temperature=temperature)
         (norm, rate) = (metrics[f"{self.context.role}/{name}"][0] for name in ("grad_norm", "learning_rate"))
         self._has_stepped |= norm > 0 and rate > 0
@@ -170,19 +159,6 @@ class ActorWorker(ModelWorker):
             and bool((batch["weight_version"] == self._engine.weight_version).all())
         ):
             check_logprobs(sampled, recomputed, dtype=self._judged_dtype)
-
-    def _judge_some(self, batch: TensorDict, temperature: float) -> None:
-        """Judges rows whose ``old_logprobs`` nobody recomputed; one rank's refusal keeps all from the step."""
-        recomputed = self._train.compute_logprobs(batch, temperature=temperature)["logprobs"]
-        refusal = None
-        try:
-            self._judge(batch["old_logprobs"], recomputed, batch, temperature)
-        except ReshardError as error:
-            refusal = error
-        (num_refused,) = self._train.sum_over_data([float(refusal is not None)])
-        if num_refused:
-            text = f"the engine's log-probs are not those of the training weights on {num_refused:g} other ranks"
-            raise refusal or ReshardError(text)
 
     def _coarser_dtype(self) -> str:
         dtypes = {self._engine.plan.source.dtype, self._engine.plan.target.dtype}

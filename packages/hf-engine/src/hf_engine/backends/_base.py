@@ -159,6 +159,8 @@ class SamplingParams:
         if self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}")
         check_number(ConfigError, "greedy=True takes the most likely token; temperature", self.temperature)
+        if self.temperature < 1e-6:  # logits divided by less may overflow
+            raise ConfigError(f"temperature={self.temperature} is below 1e-06: use greedy=True for the likeliest token")
         check_number(ConfigError, "top_p", self.top_p)
         if self.top_p > 1:
             raise ConfigError(f"top_p={self.top_p} must be at most 1")

@@ -108,6 +108,7 @@ class TransformersBackend:
         Raises:
             BackendError: between `release` and `resume`: there is no weight in memory.
         """
+        check_count(BackendError, "version", version, least=0)
         if any(not parameter.untyped_storage().nbytes() for parameter in self._model.parameters() if parameter.nbytes):
             raise BackendError("the weights were released; resume and send them anew before commit_weights")
         self._weight_version = version

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -173,6 +173,9 @@ class _Laws:
             self.check_greedy(f"after the update to version {version}")
             stamps = self._backend.generate(self._prompts, SamplingParams(max_new_tokens=1))["weight_version"]
             assert stamps.tolist() == [version] * len(stamps), f"samples of {version} are stamped {stamps.tolist()}"
+        versions: tuple[Any, ...] = ("x", -1, 1.5, None)
+        for wrong in versions:
+            self._check_error(partial(self._backend.commit_weights, wrong), f"version {wrong!r}", BackendError)
 
     def _check_released_weights(self) -> None:
         assert self._backend.release() > 0, "weights in buffers were released and freed nothing"
@@ -193,18 +196,18 @@ class _Laws:
         shards = self._shards()
         name, parts = next(iter(shards.items()))
         backend.begin_weights()
-        self._check_reshard_error(lambda: backend.load_shards({"no.such.weight": parts}), "an unknown parameter")
+        self._check_error(lambda: backend.load_shards({"no.such.weight": parts}), "an unknown parameter")
         for wrong in ([part.flatten()[1:] for part in parts], [*parts, *parts], []):
-            self._check_reshard_error(partial(backend.load_shards, {name: wrong}), f"{name} as {len(wrong)} boxes")
+            self._check_error(partial(backend.load_shards, {name: wrong}), f"{name} as {len(wrong)} boxes")
         backend.load_shards({name: parts})
-        self._check_reshard_error(lambda: backend.load_shards({name: parts}), f"{name} a second time")
-        self._check_reshard_error(lambda: self._backend.commit_weights(5), "an update without all parameters")
+        self._check_error(lambda: backend.load_shards({name: parts}), f"{name} a second time")
+        self._check_error(lambda: self._backend.commit_weights(5), "an update without all parameters")
         self._check_refused("weights of which some did not arrive were used")
 
-    def _check_reshard_error(self, action: Callable[[], None], what: str) -> None:
+    def _check_error(self, action: Callable[[], None], what: str, kind: type[Exception] = ReshardError) -> None:
         try:
             action()
-        except ReshardError:
+        except kind:
             return
         raise AssertionError(f"{what} was not refused")
 

@@ -28,6 +28,7 @@ from hf_engine.backends.server._setup import (
 )
 from hf_engine.resharding.execute import check_weights
 from hf_engine.resharding.layouts import WeightLayout, spread_layout
+from hf_protocols.arguments import check_count
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, Topology
@@ -183,6 +184,7 @@ class ServerBackend:
         Raises:
             ReshardError: if parameters did not arrive since `begin_weights`, or a server did not take them.
         """
+        check_count(BackendError, "version", version, least=0)
         if self._loaded is None:
             self._speak(self._server.flush)
         else:

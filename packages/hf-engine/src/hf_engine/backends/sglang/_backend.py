@@ -205,6 +205,7 @@ class SglangBackend:
         Raises:
             ReshardError: if parameters did not arrive since `begin_weights`.
         """
+        check_count(BackendError, "version", version, least=0)
         if self._loaded is not None:
             missing = sorted(self._layout.boxes_of(dist.get_rank()).keys() - self._loaded)
             text = f"the parameters {missing} did not arrive: load them before commit_weights"

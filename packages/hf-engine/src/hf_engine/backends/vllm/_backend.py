@@ -141,6 +141,7 @@ class VllmBackend:
         Raises:
             ReshardError: if parameters did not arrive since `begin_weights`.
         """
+        check_count(BackendError, "version", version, least=0)
         engine = self._open()
         if self._loaded is not None:
             if missing := sorted(self._layout.boxes_of(dist.get_rank()).keys() - self._loaded):

@@ -1,0 +1,122 @@
+"""A training and a rollout backend on the same ranks: whether they fit, the plan, and who sends weights to whom."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from hf_engine.backends._abilities import SupportsShardLoading, SupportsWeightBuffers
+from hf_engine.backends._base import RolloutBackend, TrainBackend
+from hf_engine.process_groups import build_groups, local_device, local_world_size
+from hf_engine.resharding.agreement import HIGHEST, agree
+from hf_engine.resharding.execute import Weights, as_parts, check_bucket_bytes, check_weights
+from hf_engine.resharding.plan import ReshardPlan, plan_reshard
+from hf_engine.resharding.usable import check_writable
+from hf_protocols.arguments import check_kind
+from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.topology import Topology
+
+__all__ = ["agree_on_plan", "build_transfer_group"]
+
+
+def agree_on_plan(
+    train: TrainBackend,
+    rollout: RolloutBackend,
+    topology: Topology,
+    training_weights: str | None,
+    bucket_bytes: int,
+) -> ReshardPlan:
+    """The plan between two backends that fit each other; where they do not on one rank, an error on all."""
+    refusal: Exception | None = None
+    try:
+        plan = _plan_between(train, rollout, topology, training_weights)
+        check_bucket_bytes(bucket_bytes, plan.target)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
+        refusal = error
+    given = zlib.crc32(repr((training_weights, bucket_bytes)).encode()) % HIGHEST
+    if not agree(refusal, given, None, local_device(), range(dist.get_world_size())):
+        raise BackendError(
+            f"the ranks were given different training_weights or bucket_bytes; this one has {training_weights!r} and "
+            f"{bucket_bytes}: give all ranks the same"
+        )
+    if not agree(None, plan.digest % HIGHEST, None, local_device(), plan.ranks):
+        raise BackendError(
+            "the ranks have different plans: build their backends with the same model, topology and dtype, and set "
+            "LOCAL_WORLD_SIZE alike on all"
+        )
+    return plan
+
+
+def _plan_between(
+    train: TrainBackend, rollout: RolloutBackend, topology: Topology, training_weights: str | None
+) -> ReshardPlan:
+    if not callable(getattr(train, "local_weights", None)):
+        raise BackendError(f"train={train!r}: give a training backend")
+    if not callable(getattr(rollout, "weight_layout", None)):
+        raise BackendError(f"rollout={rollout!r}: give a rollout backend")
+    check_kind(BackendError, "topology", topology, Topology, "a Topology")
+    if not isinstance(rollout, SupportsWeightBuffers | SupportsShardLoading):
+        raise BackendError(
+            f"{type(rollout).__name__} neither exposes its weights (weight_buffers) nor loads shards (load_shards)"
+        )
+    if training_weights not in (None, "move", "keep", "offload"):
+        raise BackendError(f'training_weights={training_weights!r}: give "move", "keep", "offload" or None')
+    source, target = train.weight_layout(), rollout.weight_layout()
+    plan = plan_reshard(source, target, near=[_micro_dp(topology), _machines(topology.world_size)])
+    if plan.ranks != tuple(range(topology.world_size)):
+        raise BackendError(f"the two backends are on the ranks {plan.ranks}, the topology has {topology.world_size}")
+    if training_weights == "move" and source.dtype != target.dtype:
+        raise BackendError(
+            f"training weights are {source.dtype}, generation weights {target.dtype}: the one cannot lie inside "
+            'the other; use training_weights="keep" or "offload"'
+        )
+    if training_weights == "move" and not isinstance(rollout, SupportsWeightBuffers):
+        raise BackendError(
+            f"{type(rollout).__name__} keeps its weights itself: the training weights cannot lie inside them; use "
+            'training_weights="keep" or "offload"'
+        )
+    if isinstance(rollout, SupportsWeightBuffers):
+        check_weights(target, dist.get_rank(), rollout.weight_buffers(), "generation")
+        check_writable(as_parts(rollout.weight_buffers()), "the generation tensors, maybe another HybridEngine's,")
+        if training_weights == "move" or (training_weights is None and source.dtype == target.dtype):
+            _check_storages(rollout.weight_buffers())
+    return plan
+
+
+def _check_storages(buffers: Weights) -> None:
+    """Training weights lie in the generation tensors one by one, so none may hold what is another's."""
+    owner: dict[int, str] = {}
+    for name, parts in as_parts(buffers).items():
+        for part in parts:
+            storage = part.untyped_storage()
+            if storage.nbytes() and (other := owner.setdefault(storage.data_ptr(), name)) != name:
+                raise BackendError(
+                    f"the generation tensors of {other!r} and {name!r} share one storage, so training weights "
+                    'cannot lie inside them: give each its own, or use training_weights="keep" or "offload"'
+                )
+
+
+def _machines(world_size: int) -> Sequence[range]:
+    """The ranks of every machine, as torchrun numbers them; one machine where nothing says how many ranks it has."""
+    size = local_world_size(world_size)
+    return [range(start, min(start + size, world_size)) for start in range(0, world_size, size)]
+
+
+def _micro_dp(topology: Topology) -> Sequence[tuple[int, ...]]:
+    return topology.groups("micro_dp") if topology.generation else ()
+
+
+def build_transfer_group(plan: ReshardPlan, topology: Topology) -> dist.ProcessGroup | None:
+    """The micro-DP group where all messages stay inside one (the paper's case), else all ranks."""
+    groups = _micro_dp(topology)
+    group_of = {rank: group for group in groups for rank in group}
+    if not groups or any(
+        group_of[message.source] != group_of[rank] for message in plan.messages for rank in message.destinations
+    ):
+        return None
+    try:
+        return build_groups(topology, "micro_dp")
+    except RuntimeError as error:
+        raise ReshardError(f"the micro-DP groups {groups} could not be connected: {error}") from error

@@ -1,0 +1,116 @@
+"""Some samples of an engine whose memory nobody can read, scored again: it generates from the weights it was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from hf_engine.backends._agreement import lost_peers_are_errors
+from hf_engine.backends._base import SamplingParams, TrainBackend
+from hf_engine.backends._jagged import Ragged
+from hf_engine.logprob_check import LOGPROB_BOUNDS, check_logprobs
+from hf_engine.process_groups import local_device
+from hf_engine.resharding.agreement import HIGHEST, refuse_together, spread
+from hf_protocols.errors import ReshardError
+from hf_protocols.topology import Topology
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["SampleProof"]
+
+_NUM_ROWS = 4
+"""Of each rank's."""
+_NUM_TOKENS = 16
+"""Of each response, the first ones: a handful of tokens tells other weights from rounding."""
+
+
+@dataclass(frozen=True)
+class _Sample:
+    prompt: torch.Tensor
+    """Token ids [P]."""
+    response: torch.Tensor
+    """Token ids [T]."""
+    logprobs: torch.Tensor
+    """The sampler's, [T]."""
+    temperature: float
+
+
+class SampleProof:
+    """Samples of this rank and, once all ranks come together, what the training backend says of them.
+
+    Args:
+        train: the training backend, on all ranks of the topology.
+        topology: its ranks.
+        dtypes: of the two engines, by torch's names.
+    """
+
+    def __init__(self, train: TrainBackend, topology: Topology, dtypes: Iterable[str]) -> None:
+        self._train, self._topology = train, topology
+        self._dtype = max(dtypes, key=lambda dtype: LOGPROB_BOUNDS[dtype])
+        self._samples: list[_Sample] = []
+
+    def note(self, batch: TensorDict, responses: TensorDict, sampling: SamplingParams) -> None:
+        """Keeps some of the responses to these prompts: the shortest prompts', of one call."""
+        if self._samples or not len(responses):
+            return
+        prompts = Ragged(batch["prompt_ids"])
+        ids, logprobs = Ragged(responses["response_ids"]), Ragged(responses["rollout_logprobs"])
+        per_prompt = len(responses) // len(batch)
+        for row in prompts.lengths.argsort(stable=True)[:_NUM_ROWS].tolist():
+            tokens, scores = (_row(column, row * per_prompt)[:_NUM_TOKENS].cpu() for column in (ids, logprobs))
+            self._samples.append(_Sample(_row(prompts, row).cpu(), tokens, scores, sampling.temperature))
+
+    @lost_peers_are_errors("generation()")
+    def check(self) -> bool:
+        """Whether any rank had samples; they are scored and let go. Collective over the ranks of the topology.
+
+        Raises:
+            ReshardError: on all ranks, where the training weights do not explain the samples of one.
+            BackendError: if a rank died, or did not come within the group's deadline.
+        """
+        told: list[list[_Sample]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(told, self._samples)
+        self._samples = []
+        if not any(told):
+            return False
+        refusal = self._refuse(self._rows_of_this_rank(told))
+        _, highest = spread(0, 0 if refusal is None else HIGHEST, None, local_device())
+        if highest == HIGHEST:
+            refuse_together(refusal, None, range(len(told)), ReshardError, "nothing was trained on these samples")
+        return True
+
+    def _rows_of_this_rank(self, told: Sequence[list[_Sample]]) -> list[_Sample]:
+        """Ranks that train on the same rows score the same ones; one without rows scores others', to be in step."""
+        (first, *_) = (samples for samples in told if samples)
+        data_ranks = [self._topology.coordinate(rank).dp for rank in range(len(told))]
+        own = data_ranks[dist.get_rank()]
+        rows = [one for rank, samples in zip(data_ranks, told, strict=True) if rank == own for one in samples]
+        return [one for one in rows if one.temperature == first[0].temperature] or first
+
+    def _refuse(self, samples: Sequence[_Sample]) -> ReshardError | None:
+        from tensordict import TensorDict
+
+        columns = {"prompt_ids": _jagged([one.prompt for one in samples])}
+        columns["response_ids"] = _jagged([one.response for one in samples])
+        batch = TensorDict(columns, batch_size=[len(samples)])
+        found = self._train.compute_logprobs(batch, temperature=samples[0].temperature)["logprobs"]
+        try:
+            check_logprobs(torch.cat([one.logprobs for one in samples]), found.values().cpu(), dtype=self._dtype)
+        except ReshardError as error:
+            return error
+        return None
+
+
+def _row(column: Ragged, row: int) -> torch.Tensor:
+    start, length = int(column.starts[row]), int(column.lengths[row])
+    return column.values[start : start + length]
+
+
+def _jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    nested: torch.Tensor = torch.nested.nested_tensor(list(rows), layout=torch.jagged)
+    return nested
