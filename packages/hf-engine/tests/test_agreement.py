@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine import TrainConfig, build_groups, load_train_backend
-from hf_engine.backends._agreement import lost_peers_are_errors
+from hf_engine.backends._lost_peers import lost_peers_are_errors
 from hf_engine.process_groups import default_timeout
 from hf_engine.resharding.execute import as_parts
 from hf_engine.testing import LocalRanks, write_tiny_model

@@ -24,5 +24,7 @@ def test_importing_the_package_loads_no_backend():
     assert sorted(backends) == [
         "hf_engine.backends._abilities",
         "hf_engine.backends._base",
+        "hf_engine.backends._jagged",
+        "hf_engine.backends._lost_peers",
         "hf_engine.backends._registry",
     ]

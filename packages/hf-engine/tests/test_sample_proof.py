@@ -1,8 +1,9 @@
-"""An engine that nobody can read and that generates from other weights is refused when its first block ends."""
+"""An engine that nobody can read and that generates from other weights is refused when a block ends."""
 
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.testing import LocalRanks, write_tiny_model
-from hf_engine.testing._cases import build_prompts, select_rows
+from hf_engine.testing._cases import build_batch, build_prompts, select_rows
 from hf_engine.testing._packed import PackedEngine
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, ReshardError, Topology
 
@@ -18,72 +19,170 @@ VOCAB_SIZE = 64
 PROMPTS = build_prompts(6, vocab_size=VOCAB_SIZE)
 
 
-def build(model, layout, spoils_from, **options):
+def build(model, layout, spoils_from, *, config=None, **options):
     topology = Topology(ParallelSpec.parse(layout), GenerationSpec())
     name = "fsdp" if topology.train.dp_size == topology.world_size else "megatron"
-    config = TrainConfig(learning_rate=1e-2, micro_batch_tokens=24)
-    train = load_train_backend(name).build(model, topology=topology, config=config)
+    given = TrainConfig(**{"learning_rate": 1e-2, "micro_batch_tokens": 80} | (config or {}))
+    train = load_train_backend(name).build(model, topology=topology, config=given)
     inner = load_rollout_backend("transformers").build(model, topology=topology)
     spoils = spoils_from[dist.get_rank()]
     return train, HybridEngine(train, PackedEngine(inner, spoils), topology, **options)
 
 
-def first_generations(model, layout, spoils_from, rows_of_rank, sampling, options):
-    """The refusal of every block, or nothing; and how many rows the training backend scored in each."""
+def blocks(model, layout, spoils_from, rows_of_rank, sampling, steps_before, options):
+    """Of one block after another the refusal, or nothing, and how many rows the training backend scored."""
     train, engine = build(model, layout, spoils_from, **options)
-    scored, score, refusals = [], train.compute_logprobs, []
-    train.compute_logprobs = lambda rows, **given: scored.append(len(rows)) or score(rows, **given)
+    found, score = [], train.compute_logprobs
+    train.compute_logprobs = lambda rows, **given: found[-1].append(len(rows)) or score(rows, **given)
     rows = rows_of_rank[dist.get_rank()]
-    for _ in range(3):
-        refusal = ""
+    for num_steps in steps_before:
+        for _ in range(num_steps):
+            step(train)
+        found.append([""])
         try:
             with engine.generation():
                 if rows:
                     engine.generate(select_rows(PROMPTS, rows), sampling)
         except ReshardError as error:
-            refusal = str(error)
-        refusals.append(refusal)
+            found[-1][0] = str(error)
     engine.close()
-    return refusals, scored
+    return [tuple(block) for block in found]
 
 
-SAMPLING = SamplingParams(max_new_tokens=40, temperature=0.7, top_k=20, n=2)
+def step(train):
+    def loss(outputs, micro_batch):
+        return -(outputs["logprobs"] * micro_batch["response_mask"]).sum(), {}
+
+    train.train_step(build_batch(4, vocab_size=VOCAB_SIZE), loss, 10.0)
+
+
+SAMPLING = SamplingParams(max_new_tokens=90, temperature=0.7, top_k=20, n=2)
+GREEDY = SamplingParams(max_new_tokens=6, greedy=True)
 EVERY_ROW = ([0, 1, 2, 3, 4, 5], [5, 4])
+WRONG = "not those of the training weights"
 
 
-@pytest.mark.parametrize("options", [{}, {"training_weights": "offload"}], ids=["keep", "offload"])
-@pytest.mark.parametrize(("layout", "scored"), [("1-1-2", [[4], [2]]), ("1-2-1", [[6], [6]]), ("2-1-1", [[6], [6]])])
-def test_an_engine_with_the_right_weights_is_asked_once(ranks2, tmp_path, layout, scored, options):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"training_weights": "offload"}, {"config": {"dtype": "bfloat16"}}],
+    ids=["keep", "offload", "computes in 16 bits"],
+)
+@pytest.mark.parametrize(("layout", "scored"), [("1-1-2", [4, 2]), ("1-2-1", [6, 6]), ("2-1-1", [6, 6])])
+def test_an_engine_with_the_right_weights_is_asked_at_first_and_after_a_change(
+    ranks2, tmp_path, layout, scored, options
+):
     """Ranks of one tensor group or pipeline score what all of them drew: they train on the same rows."""
-    model = write_tiny_model(tmp_path)
-    found = ranks2.run(first_generations, model, layout, (None, None), EVERY_ROW, SAMPLING, options)
-    assert found == [(["", "", ""], rows) for rows in scored]
+    model = write_tiny_model(tmp_path, max_position_embeddings=128)
+    found = ranks2.run(blocks, model, layout, (None, None), EVERY_ROW, SAMPLING, [0, 0, 1, 0, 1], options)
+    assert found == [[("", rows), ("",), ("", rows), ("",), ("",)] for rows in scored]
+
+
+def test_an_engine_that_is_asked_after_a_change_first_is_asked_once(ranks2, tmp_path):
+    model = write_tiny_model(tmp_path, max_position_embeddings=128)
+    found = ranks2.run(blocks, model, "1-1-2", (None, None), EVERY_ROW, GREEDY, [1, 1], {})
+    assert found == [[("", 4), ("",)], [("", 2), ("",)]]
 
 
 @pytest.mark.parametrize("layout", ["1-1-2", "1-2-1"])
-@pytest.mark.parametrize("sampling", [SAMPLING, SamplingParams(max_new_tokens=6, greedy=True)], ids=["drawn", "greedy"])
-def test_wrong_weights_on_one_rank_are_an_error_on_all(ranks2, tmp_path, layout, sampling):
-    model = write_tiny_model(tmp_path)
-    found = ranks2.run(first_generations, model, layout, (None, 1), EVERY_ROW, sampling, {})
-    for refusals, _ in found:
-        for refusal in refusals:
-            assert "not those of the training weights" in refusal
-    assert ("rank 1 refused" in found[0][0][0]) == (layout == "1-1-2")
+@pytest.mark.parametrize("sampling", [SAMPLING, GREEDY], ids=["drawn", "greedy"])
+@pytest.mark.parametrize("spoils_from", [1, 2])
+def test_wrong_weights_on_one_rank_are_an_error_on_all(ranks2, tmp_path, layout, sampling, spoils_from):
+    """Until they are right: an engine that begins well and loses the first change is found as well."""
+    model = write_tiny_model(tmp_path, max_position_embeddings=128)
+    found = ranks2.run(blocks, model, layout, (None, spoils_from), EVERY_ROW, sampling, [0, 1, 0], {})
+    for rank in found:
+        assert [WRONG in refusal for refusal, *_ in rank] == [spoils_from == 1, True, True]
+    assert ("rank 1 refused" in found[0][1][0]) == (layout == "1-1-2")
 
 
 def test_ranks_without_rows_score_those_of_others(ranks2, tmp_path):
-    found = ranks2.run(first_generations, write_tiny_model(tmp_path), "1-1-2", (None, 1), ([], [2]), SAMPLING, {})
-    assert [scored for _, scored in found] == [[1] * 3] * 2
-    assert all("not those of the training weights" in refusal for refusals, _ in found for refusal in refusals)
+    model = write_tiny_model(tmp_path, max_position_embeddings=128)
+    found = ranks2.run(blocks, model, "1-1-2", (None, 1), ([], [2]), SAMPLING, [0, 0], {})
+    for rank in found:
+        assert [(WRONG in refusal, scored) for refusal, scored in rank] == [(True, 1)] * 2
 
 
 def test_blocks_that_generate_nothing_prove_nothing(ranks2, tmp_path):
-    found = ranks2.run(first_generations, write_tiny_model(tmp_path), "1-1-2", (1, 1), ([], []), SAMPLING, {})
-    assert found == [(["", "", ""], [])] * 2
+    found = ranks2.run(
+        blocks, write_tiny_model(tmp_path, max_position_embeddings=128), "1-1-2", (1, 1), ([], []), SAMPLING, [0, 1], {}
+    )
+    assert found == [[("",), ("",)]] * 2
+
+
+def test_prompts_that_nobody_can_train_on_prove_nothing(ranks2, tmp_path):
+    options = {"config": {"micro_batch_tokens": 2}}
+    found = ranks2.run(
+        blocks,
+        write_tiny_model(tmp_path, max_position_embeddings=128),
+        "1-1-2",
+        (1, 1),
+        EVERY_ROW,
+        GREEDY,
+        [0, 0],
+        options,
+    )
+    assert found == [[("", 4)] * 2, [("", 2)] * 2]
+
+
+def fail_if(fails):
+    if fails:
+        raise KeyError("mine")
+
+
+def fail_in_a_block(model):
+    """The block fails on rank 1 alone, then on both after they generated, then the weights are others."""
+    train, engine = build(model, "1-1-2", (None, None))
+    is_second = dist.get_rank() == 1
+    kind, text = (KeyError, "mine") if is_second else (BackendError, "rank 1: KeyError: 'mine'")
+    with pytest.raises(kind, match=text), engine.generation():
+        fail_if(is_second)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="ours"), engine.generation():
+            fail_after(engine)
+        step(train)
+    with engine.generation():
+        engine.generate(PROMPTS, GREEDY)
+    engine.close()
+
+
+def fail_after(engine):
+    engine.generate(PROMPTS, GREEDY)
+    raise KeyError("ours")
+
+
+def test_a_block_that_fails_on_a_rank_fails_on_all_and_leaves_no_samples(ranks2, tmp_path):
+    ranks2.run(fail_in_a_block, write_tiny_model(tmp_path, max_position_embeddings=128))
+
+
+def train_in_a_block(model):
+    train, engine = build(model, "1-1-2", (None, None))
+    with engine.generation():
+        engine.generate(PROMPTS, GREEDY)
+        step(train)
+    engine.close()
+
+
+def test_samples_of_weights_that_changed_in_the_block_are_not_scored(ranks2, tmp_path):
+    ranks2.run(train_in_a_block, write_tiny_model(tmp_path, max_position_embeddings=128))
+
+
+def size_of_samples(model, num_rows):
+    _, engine = build(model, "1-1-1", (None,))
+    with engine.generation():
+        engine.generate(build_prompts(num_rows, vocab_size=VOCAB_SIZE), GREEDY)
+        size = len(pickle.dumps(engine._proof._samples))
+    engine.close()
+    return size
+
+
+def test_what_ranks_tell_does_not_grow_with_the_batch(ranks1, tmp_path):
+    model = write_tiny_model(tmp_path, max_position_embeddings=128)
+    (small,), (large,) = (ranks1.run(size_of_samples, model, rows) for rows in (8, 512))
+    assert large < 1.5 * small
 
 
 def generate_and_die(engine):
-    engine.generate(PROMPTS, SAMPLING)
+    engine.generate(PROMPTS, GREEDY)
     if dist.get_rank() == 1:
         os._exit(1)
 

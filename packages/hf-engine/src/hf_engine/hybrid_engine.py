@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._abilities import SupportsShardLoading, SupportsWeightBuffers
-from hf_engine.backends._agreement import lost_peers_are_errors
 from hf_engine.backends._base import RolloutBackend, SamplingParams, TrainBackend
+from hf_engine.backends._lost_peers import lost_peers_are_errors
 from hf_engine.pairing import agree_on_plan, build_transfer_group
 from hf_engine.process_groups import local_device, wait_for_device
 from hf_engine.resharding.agreement import agree_on_moving
@@ -187,17 +187,33 @@ class HybridEngine:
         refuses what needs them. They are back when it ends, however it ends. Where both are kept nothing moves if the
         training weights did not change since the last time.
 
-        An engine that keeps its weights itself is asked, once, what no digest can see: when the first block that
-        generated ends, the training backend scores some of its samples again. Collective over all ranks, too.
+        An engine that keeps its weights itself is asked what no digest can see: when the first block that generated
+        ends, and the first after the weights changed, the training backend scores some samples again. These ends are
+        collective over all ranks, too, and a block that fails on one fails on all.
 
         Raises:
-            ReshardError: if a transfer fails, or weights of some ranks only changed, or the first samples are not those
-                of the training weights, which are intact.
-            BackendError: inside another `generation()`.
+            ReshardError: if a transfer fails, or weights of some ranks only changed, or samples are not those of the
+                training weights, which are intact.
+            BackendError: inside another `generation()`; if the block failed on other ranks.
         """
         self._check_open("generation()")
         if self._is_generating:
             raise BackendError("generation() was entered already: leave its block first")
+        if self._proof is not None:
+            self._proof.begin()
+        failure: Exception | None = None
+        with self._weights_inside():
+            try:
+                yield
+            except Exception as error:  # noqa: BLE001 - it is raised below, when the other ranks know
+                failure = error
+        if self._proof is not None:
+            self._proof.check(failure)
+        if failure is not None:
+            raise failure
+
+    @contextmanager
+    def _weights_inside(self) -> Iterator[None]:
         start = time.perf_counter()
         changed = self._train.weight_changes != self._weight_changes
         moves = self._mover is not None or not self._is_current or changed
@@ -228,8 +244,6 @@ class HybridEngine:
                 self._released_bytes = self._rollout.release()
             if self._offloads:
                 self._train.reload()
-        if self._proof is not None and self._proof.check():
-            self._proof = None
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws responses from the current weights; see `RolloutBackend.generate`.

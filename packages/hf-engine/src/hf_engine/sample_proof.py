@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._agreement import lost_peers_are_errors
 from hf_engine.backends._base import SamplingParams, TrainBackend
 from hf_engine.backends._jagged import Ragged
+from hf_engine.backends._lost_peers import lost_peers_are_errors
 from hf_engine.logprob_check import LOGPROB_BOUNDS, check_logprobs
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.agreement import HIGHEST, refuse_together, spread
-from hf_protocols.errors import ReshardError
+from hf_protocols.errors import BackendError, BatchError, ReshardError
 from hf_protocols.topology import Topology
 
 if TYPE_CHECKING:
@@ -23,10 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SampleProof"]
 
-_NUM_ROWS = 4
-"""Of each rank's."""
-_NUM_TOKENS = 16
-"""Of each response, the first ones: a handful of tokens tells other weights from rounding."""
+_NUM_ROWS, _NUM_TOKENS = 4, 64
+"""Of each rank, and of each response the first ones: some tokens tell other weights from rounding."""
 
 
 @dataclass(frozen=True)
@@ -41,48 +40,78 @@ class _Sample:
 
 
 class SampleProof:
-    """Samples of this rank and, once all ranks come together, what the training backend says of them.
+    """Samples of this rank and, when all ranks leave a block, what the training backend says of them.
+
+    An engine may have read the first weights from their files. So it is asked twice: at first, and once these changed.
 
     Args:
         train: the training backend, on all ranks of the topology.
         topology: its ranks.
-        dtypes: of the two engines, by torch's names.
+        dtypes: of the weights of both, by torch's names; `train` may compute in a coarser one.
     """
 
     def __init__(self, train: TrainBackend, topology: Topology, dtypes: Iterable[str]) -> None:
         self._train, self._topology = train, topology
-        self._dtype = max(dtypes, key=lambda dtype: LOGPROB_BOUNDS[dtype])
+        self._dtype = max((train.compute_dtype, *dtypes), key=lambda dtype: LOGPROB_BOUNDS[dtype])
         self._samples: list[_Sample] = []
+        self._first = self._now = train.weight_changes
+        self._last: int | None = None
+
+    def begin(self) -> None:
+        """Forgets samples of an earlier block; those of this one are of the weights as they are now."""
+        self._samples, self._now = [], self._train.weight_changes
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether samples of these weights are to be scored; the same on all ranks."""
+        return self._last is None or self._last == self._first < self._now
 
     def note(self, batch: TensorDict, responses: TensorDict, sampling: SamplingParams) -> None:
         """Keeps some of the responses to these prompts: the shortest prompts', of one call."""
-        if self._samples or not len(responses):
+        if self._samples or not len(responses) or not self.is_pending:
             return
         prompts = Ragged(batch["prompt_ids"])
         ids, logprobs = Ragged(responses["response_ids"]), Ragged(responses["rollout_logprobs"])
         per_prompt = len(responses) // len(batch)
         for row in prompts.lengths.argsort(stable=True)[:_NUM_ROWS].tolist():
-            tokens, scores = (_row(column, row * per_prompt)[:_NUM_TOKENS].cpu() for column in (ids, logprobs))
-            self._samples.append(_Sample(_row(prompts, row).cpu(), tokens, scores, sampling.temperature))
+            tokens, scores = (_first_of(column, row * per_prompt, _NUM_TOKENS) for column in (ids, logprobs))
+            self._samples.append(_Sample(_first_of(prompts, row), tokens, scores, sampling.temperature))
 
     @lost_peers_are_errors("generation()")
-    def check(self) -> bool:
-        """Whether any rank had samples; they are scored and let go. Collective over the ranks of the topology.
+    def check(self, failure: Exception | None = None) -> None:
+        """Scores the samples of all ranks, if any has some. Collective over the ranks of the topology.
+
+        Args:
+            failure: what ended the block on this rank: the others are told, and nothing is scored.
 
         Raises:
             ReshardError: on all ranks, where the training weights do not explain the samples of one.
-            BackendError: if a rank died, or did not come within the group's deadline.
+            BackendError: on those that did not fail, if others did; if a rank died, or did not come within the group's
+                deadline.
         """
-        told: list[list[_Sample]] = [[]] * dist.get_world_size()
+        if not self.is_pending:
+            return
+        told: list[list[_Sample] | str] = [[]] * dist.get_world_size()
+        if failure is not None:
+            with suppress(RuntimeError):  # of a rank that is gone: the failure is what counts
+                dist.all_gather_object(told, f"{type(failure).__name__}: {failure}")
+            return
         dist.all_gather_object(told, self._samples)
-        self._samples = []
-        if not any(told):
-            return False
-        refusal = self._refuse(self._rows_of_this_rank(told))
+        reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(told) if isinstance(reason, str)]
+        if reasons:
+            raise BackendError(f"other ranks left their generation() with an error; {'; '.join(reasons)}")
+        if self._train.weight_changes == self._now and any(told):
+            self._score([samples for samples in told if not isinstance(samples, str)])
+
+    def _score(self, told: Sequence[list[_Sample]]) -> None:
+        try:
+            refusal = self._refuse(self._rows_of_this_rank(told))
+        except BatchError:  # on all ranks: the shortest prompts are too long to be trained on, so nobody will
+            return
         _, highest = spread(0, 0 if refusal is None else HIGHEST, None, local_device())
         if highest == HIGHEST:
             refuse_together(refusal, None, range(len(told)), ReshardError, "nothing was trained on these samples")
-        return True
+        self._last = self._now
 
     def _rows_of_this_rank(self, told: Sequence[list[_Sample]]) -> list[_Sample]:
         """Ranks that train on the same rows score the same ones; one without rows scores others', to be in step."""
@@ -98,17 +127,22 @@ class SampleProof:
         columns = {"prompt_ids": _jagged([one.prompt for one in samples])}
         columns["response_ids"] = _jagged([one.response for one in samples])
         batch = TensorDict(columns, batch_size=[len(samples)])
-        found = self._train.compute_logprobs(batch, temperature=samples[0].temperature)["logprobs"]
+        temperature, sampled = samples[0].temperature, torch.cat([one.logprobs for one in samples])
+        found = self._train.compute_logprobs(batch, temperature=temperature)["logprobs"]
+        # Logits differ by rounding, which the temperature divides; the mean of a few is less sure than that of many.
+        mean, largest = (bound / min(1.0, temperature) for bound in LOGPROB_BOUNDS[self._dtype])
+        bounds = (mean * max(1.0, _NUM_TOKENS / len(sampled)), largest)
         try:
-            check_logprobs(torch.cat([one.logprobs for one in samples]), found.values().cpu(), dtype=self._dtype)
+            check_logprobs(sampled, found.values().cpu(), dtype=self._dtype, bounds=bounds)
         except ReshardError as error:
             return error
         return None
 
 
-def _row(column: Ragged, row: int) -> torch.Tensor:
+def _first_of(column: Ragged, row: int, most: int | None = None) -> torch.Tensor:
+    """A copy: a view would be sent with all that lies beside it."""
     start, length = int(column.starts[row]), int(column.lengths[row])
-    return column.values[start : start + length]
+    return column.values[start : start + length][:most].cpu().clone()
 
 
 def _jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -161,7 +161,7 @@ class ActorWorker(ModelWorker):
             check_logprobs(sampled, recomputed, dtype=self._judged_dtype)
 
     def _coarser_dtype(self) -> str:
-        dtypes = {self._engine.plan.source.dtype, self._engine.plan.target.dtype}
+        dtypes = (self._train.compute_dtype, self._engine.plan.source.dtype, self._engine.plan.target.dtype)
         return max(dtypes, key=lambda dtype: LOGPROB_BOUNDS[dtype])
 
     def _note_unchanged(self) -> None:

@@ -13,40 +13,13 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
+from hf_engine.backends._lost_peers import is_of_a_lost_peer
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.agreement import refuse_together
-from hf_protocols.errors import BackendError, BatchError, HybridFlowError, NonFiniteLossError, ReshardError
+from hf_protocols.errors import BackendError, BatchError, HybridFlowError, NonFiniteLossError
 
-__all__ = ["agree_on_micro_batches", "lost_peers_are_errors", "refuse_non_finite", "together"]
-
-# gloo's errors have no class of their own. Most name its source files; the one of a rank that had a pair closed by its
-# own deadline says nothing else.
-_OF_GLOO = ("gloo", "Application timeout caused pair closure")
-
-
-@contextmanager
-def lost_peers_are_errors(method: str) -> Iterator[None]:
-    """Names the method whose collective failed because a rank died or did not come within the groups' deadline.
-
-    Raises:
-        BackendError: in place of torch.distributed's error.
-    """
-    try:
-        yield
-    except (RuntimeError, ReshardError) as error:
-        reason = error.__cause__ if isinstance(error, ReshardError) else error
-        if not _is_of_a_lost_peer(reason):
-            raise
-        raise BackendError(
-            f"{method} lost another rank on rank {dist.get_rank()}: {reason}; that rank's own error says why. The "
-            "process groups cannot be used again: start the ranks anew from a checkpoint. A rank that was only slow "
-            "needs a longer timeout of init_process_group"
-        ) from error
-
-
-def _is_of_a_lost_peer(error: BaseException | None) -> bool:
-    return isinstance(error, dist.DistError) or any(text in str(error) for text in _OF_GLOO)
+__all__ = ["agree_on_micro_batches", "refuse_non_finite", "together"]
 
 
 @contextmanager
@@ -66,7 +39,7 @@ def together(action: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _is_of_a_lost_peer(error):
+        if is_of_a_lost_peer(error):
             raise
         failure = error
         known = isinstance(error, OSError | HybridFlowError | SafetensorError)

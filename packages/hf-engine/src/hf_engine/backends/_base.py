@@ -23,15 +23,7 @@ if TYPE_CHECKING:
     from hf_engine.resharding.layouts import WeightLayout
     from hf_protocols.topology import GenerationSpec, Topology
 
-__all__ = [
-    "Head",
-    "LossFunction",
-    "Metrics",
-    "RolloutBackend",
-    "SamplingParams",
-    "TrainBackend",
-    "TrainConfig",
-]
+__all__ = ["Head", "LossFunction", "Metrics", "RolloutBackend", "SamplingParams", "TrainBackend", "TrainConfig"]
 
 Head = Literal["lm", "value"]
 Metrics: TypeAlias = dict[str, tuple[float, float]]
@@ -206,6 +198,11 @@ class TrainBackend(Protocol):
         Raises:
             BackendError: on every rank, if the model cannot be read on any.
         """
+        ...
+
+    @property
+    def compute_dtype(self) -> str:
+        """Of forward and backward passes, by torch's name; weights may be kept in another one."""
         ...
 
     @property

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from hf_engine.backends._agreement import (
     agree_on_micro_batches,
-    lost_peers_are_errors,
     refuse_non_finite,
     together,
 )
@@ -32,6 +31,7 @@ from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import check_directory, write_directory
 from hf_engine.backends._fsdp_model import check_same_shapes, find_head_name, head_only_at, read_tensor, shard_model
 from hf_engine.backends._loss import ForwardPasses, StepLoss
+from hf_engine.backends._lost_peers import lost_peers_are_errors
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends._optimizer import ShardedAdamW
@@ -108,6 +108,11 @@ class FsdpBackend:
             loaded, _ = _load_model(model, dtype, head, is_complete=False)
         loaded.requires_grad_(trainable)
         return cls(loaded, topology=topology, config=config, head=head, trainable=trainable)
+
+    @property
+    def compute_dtype(self) -> str:
+        """Of forward and backward passes, by torch's name."""
+        return self._config.dtype
 
     @property
     def optimizer_steps(self) -> int:

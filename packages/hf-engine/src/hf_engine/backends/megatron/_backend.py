@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from hf_engine.backends._agreement import agree_on_micro_batches, lost_peers_are_errors, refuse_non_finite, together
+from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite, together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import write_directory
 from hf_engine.backends._loss import StepLoss
+from hf_engine.backends._lost_peers import lost_peers_are_errors
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends.megatron._checkpoint import load_sharded, write_shard
 from hf_engine.backends.megatron._config import ModelConfig
@@ -91,6 +92,11 @@ class MegatronBackend:
             groups.close()
             raise
         return backend
+
+    @property
+    def compute_dtype(self) -> str:
+        """Of forward and backward passes, by torch's name."""
+        return self._config.dtype
 
     @property
     def optimizer_steps(self) -> int:
