@@ -166,7 +166,7 @@ class ClusterConfig(_Section):
     address: str = "local"
     """Address of a running Ray cluster; ``local``: one of the run's own on this machine."""
     call_timeout_s: Positive = 600.0
-    """Deadline of one call to a worker group."""
+    """Deadline of one call to a worker group, and of its start, which loads models and engines (at least 120 s)."""
 
 
 class Config(_Section):

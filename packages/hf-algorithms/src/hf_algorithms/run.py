@@ -37,6 +37,7 @@ __all__ = ["RunInputs", "load_inputs", "plan_run", "run_training"]
 
 _WORKERS: dict[str, type[Worker]] = dict(ROLE_WORKERS)
 _NUM_SAMPLES = 12
+_LEAST_START_TIMEOUT_S = 120.0
 _PACKAGES = ("hf-algorithms", "torch", "ray", "transformers", "tensordict")
 
 
@@ -293,7 +294,13 @@ def _build_executor(config: Config, plan: MappingPlan) -> Executor:
     if config.run.executor == "in_process":
         return InProcessExecutor()
     slots = sum(pool.num_slots for pool in plan.pools)
-    return RayExecutor(num_cpus=slots, address=config.cluster.address, call_timeout_s=config.cluster.call_timeout_s)
+    deadline_s = config.cluster.call_timeout_s
+    return RayExecutor(
+        num_cpus=slots,
+        address=config.cluster.address,
+        call_timeout_s=deadline_s,
+        start_timeout_s=max(deadline_s, _LEAST_START_TIMEOUT_S),
+    )
 
 
 def _build_roles(
