@@ -8,8 +8,10 @@ from hf_mapper.simulators.communication import (
     all_reduce_s,
     all_to_all_s,
     build_link,
+    build_stage_link,
     expert_exchange_s,
     point_to_point_s,
+    round_trip_s,
 )
 from hf_mapper.simulators.layouts import Layouts
 from hf_protocols import ConfigError, ModelShape
@@ -80,3 +82,26 @@ def test_tokens_travel_to_their_experts_and_back(
     layouts = Layouts(pp_size=1, tp_size=tp_size, dp_size=16 // tp_size, world_size=16, fsdp=False, ep_size=ep_size)
     found = expert_exchange_s(mixtral, build_cluster(2), layouts, workload, 1000)
     assert found == pytest.approx(2 * (latency_s + 1000 * 2 * 4096 * 2 * seconds_per_byte))
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "tp_size", "crossing"),
+    [(2, 4, None), (4, 4, 4), (2, 8, 8), (4, 2, None), (8, 2, 2)],
+    ids=["in a machine", "two stages to a machine", "a stage to a machine", "four in a machine", "four to a machine"],
+)
+def test_a_stage_sends_over_its_slowest_hop(pp_size: int, tp_size: int, crossing: int | None) -> None:
+    """``crossing``: the ranks of a machine of 8 that send to another one at once, those of its last stage."""
+    layouts = Layouts(pp_size=pp_size, tp_size=tp_size, dp_size=1, world_size=pp_size * tp_size, fsdp=False)
+    link = build_stage_link(build_cluster(4), layouts)
+    expected = 0.71 * 300e9 if crossing is None else 0.71 * 25e9 / crossing
+    assert link.bandwidth_bytes_per_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("pp_size", "tp_size", "near", "far"), [(1, 8, 0, 0), (4, 2, 4, 0), (8, 2, 6, 2), (4, 8, 0, 4), (16, 2, 12, 4)]
+)
+def test_a_token_goes_through_every_stage_in_turn(pp_size: int, tp_size: int, near: int, far: int) -> None:
+    """``near`` and ``far``: hops inside a machine of 8 and between two, the last back to the first stage."""
+    layouts = Layouts(pp_size=pp_size, tp_size=tp_size, dp_size=1, world_size=pp_size * tp_size, fsdp=False)
+    seconds = near * (1.25e-5 + 1e6 / (0.71 * 300e9)) + far * (1e-5 + 1e6 / (0.71 * 25e9 / tp_size))
+    assert round_trip_s(build_cluster(4), layouts, 1e6) == pytest.approx(seconds)

@@ -36,7 +36,7 @@ from hf_protocols import (
 )
 
 GOLDEN = Path(__file__).parent / "golden" / "simulators.json"
-"""What simulators of one layout in plain Python answered: seconds and bytes, before there were arrays of layouts."""
+"""What the simulators answered when their formulas last changed, seconds and bytes: ``describe`` of every problem."""
 
 ENGINE = EngineSpec(one_shot_reduce=False)
 CALLS = ("training", "inference", "generation")
@@ -108,7 +108,7 @@ def describe(problem: Problem) -> dict[str, list[list[float]]]:
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_one_layout_costs_what_it_did_in_plain_python(name: str) -> None:
+def test_one_layout_costs_what_it_did(name: str) -> None:
     found, golden = describe(PROBLEMS[name]), json.loads(GOLDEN.read_text())[name]
     assert found.keys() == golden.keys()
     for simulator, figures in golden.items():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 
@@ -9,7 +10,7 @@ from hf_mapper import ClusterSpec, WorkloadSpec, estimate_memory, is_feasible
 from hf_mapper.simulators.layouts import read_layouts
 from hf_mapper.simulators.memory import kv_cache_bytes, training_work_bytes
 from hf_mapper.software import FSDP, MEGATRON_2021, ZERO_2021, SoftwareSpec
-from hf_protocols import GenerationSpec, ModelShape, ParallelSpec
+from hf_protocols import ConfigError, GenerationSpec, ModelShape, ParallelSpec
 
 LLAMA = ModelShape.preset("llama-2-13b")
 WORKLOAD = WorkloadSpec(global_batch=1024, prompt_tokens=1024, response_tokens=1024, mini_batches=8)
@@ -41,7 +42,7 @@ def bytes_per_parameter(calls, dtype: str, parallel: str) -> float:
     return sum(estimate.breakdown[name] for name in STATES) * spec.world_size / LLAMA.num_parameters
 
 
-@pytest.mark.parametrize("parallel", ["1-1-8", "1-8-1", "8-1-1", "2-4-1"])
+@pytest.mark.parametrize("parallel", ["1-1-8", "1-8-1", "2-4-1"])
 def test_states_take_18_bytes_trained_and_2_otherwise(parallel: str) -> None:
     assert bytes_per_parameter(["training"], "bfloat16", parallel) == pytest.approx(18)
     assert bytes_per_parameter(["inference"], "bfloat16", parallel) == pytest.approx(2)
@@ -68,10 +69,12 @@ def test_zero_3_takes_16_bytes_and_gathers_a_matrix_at_a_time() -> None:
             dataclasses.replace(WORKLOAD, software=software),
             calls=["training"],
         ).breakdown
-        for software in (dataclasses.replace(ZERO_2021, gathers_matrices=False), ZERO_2021)
+        for software in (dataclasses.replace(ZERO_2021, gathers="layer"), ZERO_2021)
     )
     assert sum(zero[name] for name in STATES) * 8 / model.num_parameters == pytest.approx(16)
-    layers, matrices = 2 * 2 * model.num_parameters / model.num_layers, 2 * 2 * 4 * model.hidden_size**2
+    ends = 2 * model.vocab_size * model.hidden_size
+    layers = 2 * (ends + 2 * (model.num_parameters - ends) / model.num_layers)
+    matrices = 2 * 2 * 4 * model.hidden_size**2
     assert plain["activation_bytes"] - zero["activation_bytes"] == pytest.approx(layers - matrices, rel=1e-3)
 
 
@@ -82,16 +85,88 @@ def test_megatron_shards_only_the_optimizer_over_data_parallel_ranks() -> None:
     assert [estimate.breakdown[name] for name in STATES] == [parameters, 2 * parameters, 1.5 * parameters]
 
 
+def count_by_names(model: ModelShape, pp: int, ep: int) -> int:
+    """Parameters of the fullest of pp stages, by the model's names: the embedding first, norm and head last."""
+    first, last = 0, 0
+    for name, shape in model.parameters().items():
+        size, of_layer = math.prod(shape), re.search(r"layers\.(\d+)\.", name)
+        size //= ep if ".experts." in name else 1
+        stage = int(of_layer[1]) * pp // model.num_layers if of_layer else None
+        first += size * (stage == 0 or "embed_tokens" in name)
+        # A tied head has no name, and stands in the last stage as well.
+        is_at_the_end = name.startswith(("model.norm", "lm_head")) or (model.tie_embeddings and "embed" in name)
+        last += size * (stage == pp - 1 or (is_at_the_end and (pp > 1 or "embed" not in name)))
+    return max(first, last) if pp > 1 else sum(math.prod(shape) for shape in model.parameters().values())
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4, 8])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_fullest_stage_has_an_end_of_the_model(pp: int, tied: bool) -> None:
+    model = dataclasses.replace(ModelShape.preset("llama-3-8b"), tie_embeddings=tied)
+    layout = ParallelSpec(pp_size=pp)
+    found = estimate_memory(
+        model, ClusterSpec.host(8, 2**40), layout, WORKLOAD, calls=["inference"], backend="megatron"
+    )
+    assert found.breakdown["weight_bytes"] == pytest.approx(2 * count_by_names(model, pp, 1), rel=1e-4)
+
+
 @pytest.mark.parametrize(("parallel", "ep"), [("1-1-8", 8), ("1-2-4", 2), ("2-2-2", 2), ("4-1-2", 1)])
 def test_experts_are_spread_over_data_parallel_ranks(parallel: str, ep: int) -> None:
-    """As many weights as the model's names say, and an optimizer that is cut over all ranks however they are spread."""
+    """As many weights as the model's names say, and an optimizer cut over all replicas however they are spread."""
     mixtral, cluster = ModelShape.preset("mixtral-8x7b"), ClusterSpec.host(8, 2**40)
     layout = dataclasses.replace(ParallelSpec.parse(parallel), ep_size=ep)
-    sizes = {name: math.prod(shape) for name, shape in mixtral.parameters().items()}
-    experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    held = (sum(sizes.values()) - experts + experts / ep) / (layout.pp_size * layout.tp_size)
+    experts = sum(math.prod(shape) for name, shape in mixtral.parameters().items() if ".experts." in name)
+    whole = count_by_names(mixtral, layout.pp_size, 1)
+    spread = experts / layout.pp_size * (1 - 1 / ep)
+    held, stepped = (whole - spread) / layout.tp_size, whole / layout.tp_size / layout.dp_size
     found = estimate_memory(mixtral, cluster, layout, WORKLOAD, calls=["training"], backend="megatron").breakdown
-    assert [found[name] for name in STATES] == pytest.approx([2 * held, 4 * held, 12 * mixtral.num_parameters / 8])
+    assert [found[name] for name in STATES] == pytest.approx([2 * held, 4 * held, 12 * stepped], rel=1e-4)
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_a_mixture_brings_a_copy_of_every_token_to_its_expert_and_back(tp: int) -> None:
+    """Whole where the experts multiply it, cut over the tensor group (sequence parallelism) when it comes back."""
+    workload = dataclasses.replace(WORKLOAD, recompute="none", micro_batch_tokens=2048)
+    model = dataclasses.replace(LLAMA, num_layers=1, num_experts=8, num_experts_per_token=1, vocab_size=1)
+    dense, mixture = (
+        work_bytes(one, ParallelSpec(tp_size=tp), workload, backend="megatron")
+        for one in (dataclasses.replace(model, num_experts=0, num_experts_per_token=0), model)
+    )
+    assert mixture - dense == 2048 * 2 * LLAMA.hidden_size * (1 + 1 / tp)
+
+
+def test_fsdp_that_gathers_the_model_holds_it_and_its_gradients() -> None:
+    layer, whole = (
+        work_bytes(
+            LLAMA,
+            ParallelSpec(dp_size=8),
+            dataclasses.replace(WORKLOAD, software=SoftwareSpec(gathers=unit)),
+            backend="fsdp",
+        )
+        for unit in ("layer", "model")
+    )
+    ends, gradients = 2 * LLAMA.vocab_size * LLAMA.hidden_size, 4 * LLAMA.num_parameters
+    beyond_two_layers = 2 * (LLAMA.num_parameters - ends) * (1 - 2 / LLAMA.num_layers)
+    assert whole - layer == pytest.approx(beyond_two_layers + gradients)
+    with pytest.raises(ConfigError, match="gathers 'layers' is unknown; nearest: layer"):
+        SoftwareSpec(gathers="layers")
+
+
+def test_fsdp_holds_embedding_and_head_beside_two_layers() -> None:
+    small, large = (dataclasses.replace(LLAMA, vocab_size=size) for size in (1, 1 + 1000))
+    work = [work_bytes(model, ParallelSpec(dp_size=8), WORKLOAD, backend="fsdp") for model in (small, large)]
+    logits = 8192 * 1000 * 10
+    assert work[1] - work[0] - logits == 2 * 2 * 1000 * LLAMA.hidden_size
+
+
+@pytest.mark.parametrize(("train", "generation"), [("4-8-1", "4-1"), ("8-2-1", "1-2"), ("2-2-1", "2-2")])
+def test_a_generation_shard_is_that_of_its_own_fullest_stage(train: str, generation: str) -> None:
+    """Training shard and what generation adds to it, by the model's names."""
+    model, spec, cut = ModelShape.preset("llama-3-8b"), ParallelSpec.parse(train), GenerationSpec.parse(generation)
+    cluster = ClusterSpec.host(spec.world_size, 2**40)
+    parts = estimate_memory(model, cluster, spec, WORKLOAD, calls=["generation"], generation=cut).breakdown
+    expected = 2 * count_by_names(model, cut.gen_pp_size, 1) / cut.gen_tp_size
+    assert parts["weight_bytes"] + parts["gathered_weight_bytes"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_cache_holds_whole_sequences() -> None:

@@ -44,6 +44,7 @@ def written(model: ModelShape, num_gpus: int, *, workload=WORKLOAD, backends=BOT
 def test_layouts_of_eight_gpus() -> None:
     assert written(LLAMA, 8) == [
         "1-1-8 fsdp",
+        "1-1-8 megatron",
         "1-2-4 megatron",
         "1-4-2 megatron",
         "1-8-1 megatron",
@@ -64,6 +65,7 @@ def test_experts_are_spread_over_every_part_of_the_data_parallel_ranks() -> None
     ]
     assert found == [
         (1, 1, 4, 1, "fsdp"),
+        (1, 1, 4, 1, "megatron"),
         (1, 1, 4, 2, "megatron"),
         (1, 1, 4, 4, "megatron"),
         (1, 2, 2, 1, "megatron"),
@@ -81,19 +83,20 @@ def test_spread_experts_are_chosen_where_they_are_fastest() -> None:
     mixtral = ModelShape.preset("mixtral-8x7b")
     demand = ModelDemand(model=mixtral, calls=(("training",),))
     times = {
-        spec: simulate_training(mixtral, CLUSTER, spec, WORKLOAD, backend=backend).latency_s
+        (spec, backend): simulate_training(mixtral, CLUSTER, spec, WORKLOAD, backend=backend).latency_s
         for spec, backend in parallel_layouts(mixtral, MACHINE, 32, WORKLOAD, BOTH, True)
     }
     best = best_parallelism(demand, CLUSTER, 32, WORKLOAD, budget_bytes=2**50)
     assert best is not None
     assert sum(best.stage_s) == pytest.approx(min(times.values()))
-    assert best.parallel == min(times, key=lambda spec: times[spec])
+    assert (best.parallel, best.backend) == min(times, key=lambda layout: times[layout])
     assert best.parallel.ep_size > 1
 
 
 def test_layers_heads_and_batches_must_divide() -> None:
     assert written(LLAMA, 3) == []
-    assert written(LLAMA, 3, workload=dataclasses.replace(WORKLOAD, global_batch=768)) == ["1-1-3 fsdp"]
+    by_three = dataclasses.replace(WORKLOAD, global_batch=768)
+    assert written(LLAMA, 3, workload=by_three) == ["1-1-3 fsdp", "1-1-3 megatron"]
     three_layers = dataclasses.replace(LLAMA, num_layers=3)
     assert written(three_layers, 3) == ["3-1-1 megatron"]
     grouped = dataclasses.replace(LLAMA, num_kv_heads=2)

@@ -40,7 +40,7 @@ def test_a_plan_that_was_read_back_looks_the_same(plan: MappingPlan) -> None:
 def test_it_fits_a_terminal_of_80(plan: MappingPlan) -> None:
     lines = printed(plan, width=80).splitlines()
     assert max(map(len, lines)) <= 80
-    assert any("1-2-32 megatron" in line for line in lines)
+    assert any("1-1-64 megatron" in line for line in lines)
 
 
 def test_a_stopped_search_and_idle_devices_are_said(paper_problem: Callable[..., Any]) -> None:

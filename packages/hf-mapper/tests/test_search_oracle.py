@@ -147,11 +147,9 @@ def every_layout(problem: Problem, model: ModelShape, machine: MachineSpec, n: i
             continue
         if not stays_inside(machine, n, tp):
             continue
-        cut = pp * tp > 1
-        if cut and "megatron" in problem.backends:
-            yield ParallelSpec(pp_size=pp, tp_size=tp, dp_size=dp), "megatron"
-        elif not cut:
-            yield ParallelSpec(dp_size=n), "fsdp" if "fsdp" in problem.backends else "megatron"
+        for backend in problem.backends:
+            if backend == "megatron" or pp * tp == 1:
+                yield ParallelSpec(pp_size=pp, tp_size=tp, dp_size=dp), backend
 
 
 def stays_inside(machine: MachineSpec, n: int, tp: int) -> bool:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Callable
 
@@ -273,6 +274,29 @@ def test_equal_layouts_have_no_transition_and_nested_ones_the_papers() -> None:
     half = simulate_generation(model, cluster, layout("1-8-1"), WORKLOAD, generation=GenerationSpec(gen_tp_size=4))
     assert same.breakdown["transition_s"] == 0
     assert half.breakdown["transition_s"] * 0.71 * 300e9 == pytest.approx(3.25e9, rel=0.01)
+
+
+@pytest.mark.parametrize("gen_tp", [1, 2, 4, 8])
+def test_a_machine_takes_in_a_whole_model_whatever_its_replicas_share(gen_tp: int) -> None:
+    """FSDP over two machines, in rings: all of the model but a ring's own part passes from one to the other."""
+    cluster, generation = build_cluster(2), GenerationSpec(gen_tp_size=gen_tp)
+    found = simulate_generation(LLAMA, cluster, layout("1-1-16"), WORKLOAD, generation=generation)
+    moved = found.breakdown["transition_s"] * 0.71 * 25e9
+    assert moved == pytest.approx(2 * LLAMA.num_parameters * 15 / 16, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "bandwidth"), [("1-1-8", 300e9), ("1-2-8", 25e9 / 8)], ids=["in a machine", "across two, all at once"]
+)
+def test_spread_experts_come_from_those_that_have_them(text: str, bandwidth: float) -> None:
+    """Eight experts over eight ranks: seven eighths of a rank's part of them come from its expert group."""
+    mixtral, spec = ModelShape.preset("mixtral-8x7b"), dataclasses.replace(layout(text), ep_size=8)
+    experts = sum(math.prod(shape) for name, shape in mixtral.parameters().items() if ".experts." in name)
+    found = simulate_generation(
+        mixtral, build_cluster(2), spec, WORKLOAD, generation=GenerationSpec(gen_tp_size=spec.tp_size)
+    )
+    moved = 2 * experts / spec.tp_size * 7 / 8
+    assert found.breakdown["transition_s"] == pytest.approx(moved / (0.71 * bandwidth), rel=1e-3)
 
 
 def test_longer_pipelines_in_generation_do_not_speed_up_one_step() -> None:

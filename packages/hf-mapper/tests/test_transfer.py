@@ -128,7 +128,7 @@ def test_offloaded_models_share_the_host_memory(paper_problem: Callable[..., Any
     assert [role for role, model in plan.models.items() if model.offload] == ["actor", "critic"]
     held = [8 * model["host_bytes"] for model in plan.estimates["models"].values()]
     assert map_dataflow(*with_host_memory(problem, int(sum(held)) + 1)).models == plan.models
-    less = int(0.99 * sum(held))
+    less = int(0.97 * sum(held))  # other layouts save a hundredth
     assert max(held) < less
     with pytest.raises(PlanError, match="no placement of actor codellama-34b"):
         map_dataflow(*with_host_memory(problem, less))

@@ -94,11 +94,12 @@ def plan_placement(config: Config, shape: ModelShape, *, prompt_tokens: int) -> 
         ConfigError: for an unknown kind of GPU.
     """
     require_mapper()
-    from hf_mapper import WorkloadSpec, map_dataflow
+    from hf_mapper import SoftwareSpec, WorkloadSpec, map_dataflow
 
     dataflow = plan_dataflow(config)
     workload = WorkloadSpec(
         **compute_workload(config, prompt_tokens=prompt_tokens),
+        software=SoftwareSpec(gathers="model" if config.training.shard == "root" else "layer"),
         largest_generation=load_rollout_backend(config.rollout.backend).largest_generation,
     )
     models = {role: shape for role in dataflow.roles if role in MODEL_ROLES}

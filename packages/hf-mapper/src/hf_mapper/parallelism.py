@@ -22,7 +22,7 @@ from hf_mapper.movement import offload_stage_s, transfer_stage_s
 from hf_mapper.scales import SimulatorScales
 from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.inference import simulate_inference
-from hf_mapper.simulators.layouts import default_backend, read_layouts
+from hf_mapper.simulators.layouts import read_layouts
 from hf_mapper.simulators.memory import state_bytes
 from hf_mapper.simulators.training import simulate_training
 from hf_mapper.specs import HOST_KIND, ClusterSpec, MachineSpec, WorkloadSpec
@@ -110,7 +110,7 @@ def parallel_layouts(
 ) -> Iterator[tuple[ParallelSpec, str]]:
     """Every valid (layout, backend) of ``num_gpus`` ranks, pp then tp then ep ascending.
 
-    The backend is FSDP where pp = tp = ep = 1 and Megatron elsewhere; Megatron takes 1 too where FSDP is absent.
+    FSDP takes pp = tp = ep = 1 only, Megatron that too.
     """
     rows = _shared_rows(workload, trained)
     for pp, tp in itertools.product(_divisors(model.num_layers, num_gpus), _tensor_sizes(model, machine)):
@@ -121,11 +121,9 @@ def parallel_layouts(
         dp = num_gpus // (pp * tp)
         for ep in _divisors(math.gcd(dp, model.num_experts or 1)):
             parallel = ParallelSpec(pp_size=pp, tp_size=tp, dp_size=dp, ep_size=ep)
-            backend = default_backend(parallel)
-            if backend in backends:
-                yield parallel, backend
-            elif pp * tp * ep == 1:
-                yield parallel, backends[0]
+            for backend in backends:
+                if backend == "megatron" or pp * tp * ep == 1:
+                    yield parallel, backend
 
 
 def generation_layouts(

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
+
+from hf_mapper._names import unknown_name
 
 __all__ = ["FSDP", "LLM_FOUNDRY", "MEGATRON_2021", "MEGATRON_DEEPSPEED", "ZERO_2021", "EngineSpec", "SoftwareSpec"]
+
+_GATHERED = ("matrix", "layer", "model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +24,7 @@ class SoftwareSpec:
     ``fused_loss``: the cross entropy works on 16-bit logits and leaves their gradient in them.
     ``shared_rails``: what FSDP gathers enters a machine once and spreads over its own links; otherwise every rank
     receives all of it over its part of the network.
-    ``gathers_matrices``: FSDP holds the matrix that computes and the next one whole, rather than two layers.
+    ``gathers``: what FSDP holds whole: the ``"layer"`` or ``"matrix"`` that computes and the next, or the ``"model"``.
     ``gradient_bytes``: of one parameter's gradient, as it is kept and summed.
     """
 
@@ -31,8 +36,12 @@ class SoftwareSpec:
     cast_weights: bool = False
     fused_loss: bool = False
     shared_rails: bool = True
-    gathers_matrices: bool = False
+    gathers: Literal["matrix", "layer", "model"] = "layer"
     gradient_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        if self.gathers not in _GATHERED:
+            raise unknown_name("software: gathers", str(self.gathers), _GATHERED)
 
 
 FSDP = SoftwareSpec(name="fsdp", cast_weights=True)
@@ -59,7 +68,7 @@ ZERO_2021 = SoftwareSpec(
     sequence_parallel=False,
     dropout=True,
     shared_rails=False,
-    gathers_matrices=True,
+    gathers="matrix",
     gradient_bytes=2,
 )
 """DeepSpeed's ZeRO-3 as the SC'21 paper measured it: 2 + 2 + 12 bytes a parameter (Rajbhandari et al.)."""

@@ -24,6 +24,7 @@ __all__ = [
     "expert_exchange_s",
     "one_shot_reduce_s",
     "point_to_point_s",
+    "round_trip_s",
 ]
 
 
@@ -65,10 +66,23 @@ def build_link(
 
 
 def build_stage_link(cluster: ClusterSpec, layouts: Layouts) -> Link:
-    """The link of a rank and the one that has the same place in the next pipeline stage."""
-    pair = np.minimum(2, layouts.pp_size)
+    """The link of a rank and the one that has the same place in the next pipeline stage.
+
+    Where some neighbours share a machine and others do not, that of the latter: the slowest hop sets the pace.
+    """
     stride = layouts.tp_size * layouts.dp_size
-    return build_link(cluster, num_ranks=pair, stride=stride, world_size=layouts.world_size)
+    return build_link(cluster, num_ranks=layouts.pp_size, stride=stride, world_size=layouts.world_size)
+
+
+def round_trip_s(cluster: ClusterSpec, layouts: Layouts, num_bytes: Figures) -> Figures:
+    """Seconds to bring ``num_bytes`` through all pipeline stages in turn and back to the first, hop by hop."""
+    stride = layouts.tp_size * layouts.dp_size
+    pair = np.minimum(2, layouts.pp_size)
+    near = build_link(cluster, num_ranks=pair, stride=stride, world_size=layouts.world_size)
+    machines = -(-layouts.pp_size // np.maximum(1, cluster.machine.num_gpus // stride))
+    crossing = np.where(machines > 1, machines, 0)
+    far_s = point_to_point_s(build_stage_link(cluster, layouts), num_bytes)
+    return (layouts.pp_size - crossing) * point_to_point_s(near, num_bytes) + crossing * far_s
 
 
 def all_gather_s(link: Link, num_bytes: Figures) -> Figures:

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_mapper.simulators.communication import (
+    Link,
     all_reduce_s,
     build_link,
-    build_stage_link,
     one_shot_reduce_s,
-    point_to_point_s,
+    round_trip_s,
 )
 from hf_mapper.simulators.estimate import Estimate, build_estimate
 from hf_mapper.simulators.inference import flops_per_token, simulate_forward
@@ -103,17 +103,27 @@ def simulate_generation(
 def _transition_s(
     model: ModelShape, cluster: ClusterSpec, layouts: Layouts, generation: GenerationLayouts, workload: WorkloadSpec
 ) -> Figures:
-    """The reshard: FSDP gathers over all ranks; Megatron in the tensor group, or over pipeline stages as well.
+    """The reshard. FSDP: every generation tensor rank gathers its part over all replicas, in a ring; one replica over
+    all ranks.
 
-    Of spread experts each rank gets those of its neighbours too.
+    Megatron: within the tensor group, or over pipeline stages as well; spread experts from the neighbours that have
+    them, who across machines all need the network for themselves.
     """
-    cut = layouts.num_parts // generation.replica_size * layouts.ep_size
-    ranks = np.where(layouts.fsdp, layouts.dp_size, cut)
-    inside = np.logical_or(layouts.fsdp, generation.gen_pp_size == layouts.pp_size)
-    stride = np.where(inside, 1, layouts.tp_size * layouts.dp_size)
-    link = build_link(cluster, num_ranks=ranks, stride=stride, world_size=layouts.world_size)
-    received = received_weight_bytes(model, layouts, generation, workload)
-    return received / link.bandwidth_bytes_per_s + np.where(ranks > 1, link.latency_s, 0.0)
+    replica, world, spread = generation.replica_size, layouts.world_size, layouts.ep_size
+    is_alone = replica == world
+    within = np.where(generation.gen_pp_size == layouts.pp_size, 1, layouts.tp_size * layouts.dp_size)
+    ranks = np.where(layouts.fsdp, np.where(is_alone, world, world // replica), layouts.num_parts // replica)
+    stride = np.where(layouts.fsdp, np.where(is_alone, 1, replica), within)
+    link = build_link(cluster, num_ranks=ranks, stride=stride, world_size=world)
+    expert_link = build_link(cluster, num_ranks=spread, stride=layouts.tp_size, world_size=world, shared_rails=False)
+    experts = workload.element_bytes * expert_parameters(model) / layouts.num_parts * (1 - 1 / spread)
+    others = received_weight_bytes(model, layouts, generation, workload) - experts
+    return _message_s(link, others) + _message_s(expert_link, experts)
+
+
+def _message_s(link: Link, num_bytes: Figures) -> Figures:
+    """Seconds to receive them, after one hop; none where there is nothing to receive."""
+    return np.where(num_bytes > 0, link.latency_s + num_bytes / link.bandwidth_bytes_per_s, 0.0)
 
 
 def _prefill_s(
@@ -177,7 +187,7 @@ def _decode_step_s(
     reduce_s = all_reduce_s(tensor, token_bytes)
     if engine.one_shot_reduce:
         reduce_s = np.minimum(reduce_s, one_shot_reduce_s(tensor, token_bytes))
-    hops_s = replica.pp_size * point_to_point_s(build_stage_link(cluster, replica), token_bytes)
+    hops_s = round_trip_s(cluster, replica, token_bytes)
     launch_s = model.num_layers * gpu.efficiency.layer_latency_s
     host_s = sequences * gpu.efficiency.sequence_latency_s
     return np.hypot(read_s + arithmetic_s, launch_s) + 2 * model.num_layers * reduce_s + hops_s + host_s

@@ -30,6 +30,7 @@ __all__ = [
     "micro_batch_sequences",
     "rank_parameters",
     "received_weight_bytes",
+    "stage_parameters",
     "state_bytes",
     "training_work_bytes",
     "weight_bytes",
@@ -64,6 +65,17 @@ def rank_parameters(model: ModelShape, layouts: Layouts) -> Figures:
     return np.where(layouts.fsdp, model.num_parameters / layouts.world_size, computed_parameters(model, layouts))
 
 
+def stage_parameters(model: ModelShape, layouts: Layouts) -> Figures:
+    """Parameters of a rank's shard in the fullest pipeline stage: the first, which has the embedding, or the last.
+
+    Tied ones are there twice where these are two stages.
+    """
+    one_end = model.vocab_size * model.hidden_size / layouts.tp_size
+    fullest = computed_parameters(model, layouts) - _num_ends(model) * one_end / layouts.pp_size + one_end
+    is_cut = np.logical_and(layouts.pp_size > 1, np.logical_not(layouts.fsdp))
+    return np.where(is_cut, fullest, rank_parameters(model, layouts))
+
+
 def micro_batch_sequences(workload: WorkloadSpec, local_sequences: Sizes) -> Sizes:
     """Sequences in one forward pass of a rank that has ``local_sequences``: by tokens, at least one."""
     sequences: Sizes = np.maximum(
@@ -73,20 +85,31 @@ def micro_batch_sequences(workload: WorkloadSpec, local_sequences: Sizes) -> Siz
 
 
 def state_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, *, trained: bool) -> dict[str, Figures]:
-    """Bytes per rank that stay between calls: weights, and for a trained model gradients and optimizer."""
-    parameters = rank_parameters(model, layouts)
+    """Bytes per rank that stay between calls: weights, and for a trained model gradients and optimizer.
+
+    Of the fullest pipeline stage; its optimizer is cut over the ranks of that stage.
+    """
+    parameters = stage_parameters(model, layouts)
     weights = workload.element_bytes * parameters
     if not trained:
         return {"weight_bytes": weights, "gradient_bytes": 0.0, "optimizer_bytes": 0.0}
     master = 0 if workload.dtype == "float32" or workload.software.cast_weights else 4
     if workload.software.cast_weights:
         weights = 4 * parameters
-    sharded = model.num_parameters / layouts.world_size if workload.software.distributed_optimizer else parameters
+    sharded = _stepped_parameters(model, layouts) if workload.software.distributed_optimizer else parameters
     return {
         "weight_bytes": weights,
         "gradient_bytes": workload.software.gradient_bytes * parameters,
         "optimizer_bytes": (_ADAM_BYTES + master) * sharded,
     }
+
+
+def _stepped_parameters(model: ModelShape, layouts: Layouts) -> Figures:
+    """What a rank steps where a stage shares out its parameters, all of its experts among them, over its replicas."""
+    spread = expert_parameters(model) / layouts.num_parts * (1 - 1 / layouts.ep_size)
+    replicas = layouts.world_size / layouts.num_parts
+    of_stage = (stage_parameters(model, layouts) + spread) / replicas
+    return np.where(layouts.fsdp, model.num_parameters / layouts.world_size, of_stage)
 
 
 def training_work_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
@@ -117,7 +140,7 @@ def _update_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -
         activations = in_flight * layers * _kept_bytes(model, layouts, workload, tokens) + whole
     per_logit = _FUSED_LOSS_BYTES if workload.software.fused_loss else _LOSS_BYTES
     logits = tokens * model.vocab_size * per_logit / layouts.tp_size
-    return activations + logits + _prefetch_bytes(model, layouts, workload)
+    return activations + logits + _prefetch_bytes(model, layouts, workload) + _whole_gradients(model, layouts, workload)
 
 
 def inference_work_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
@@ -164,26 +187,33 @@ def _moments(lengths: Sequence[int]) -> tuple[float, float]:
 def gathered_weight_bytes(
     model: ModelShape, layouts: Layouts, generation: GenerationLayouts, workload: WorkloadSpec
 ) -> Figures:
-    """Bytes per rank of generation weights beyond the training shard.
+    """Bytes per rank of generation weights beyond the training shard, both of their fullest stages.
 
     Nested Megatron layouts keep the shard inside the generation weights (paper, Table 2: redundancy 0); an FSDP shard
     is cut another way, so the generation weights come whole beside it.
     """
-    whole = weight_bytes(model, workload)
-    shard = workload.element_bytes * rank_parameters(model, layouts)
-    return whole / generation.replica_size - np.where(layouts.fsdp, 0.0, shard)
+    replica = Layouts(
+        pp_size=generation.gen_pp_size,
+        tp_size=generation.gen_tp_size,
+        dp_size=1,
+        world_size=generation.replica_size,
+        fsdp=False,
+    )
+    shard = np.where(layouts.fsdp, 0.0, stage_parameters(model, layouts))
+    return workload.element_bytes * (stage_parameters(model, replica) - shard)
 
 
 def received_weight_bytes(
     model: ModelShape, layouts: Layouts, generation: GenerationLayouts, workload: WorkloadSpec
 ) -> Figures:
-    """Bytes per rank received in the train -> generate transition.
+    """Bytes per rank received in the train -> generate transition, in the mean over stages.
 
     Of Megatron's nested sizes what the shard lacks (Table 2, as ``hf_protocols.compute_transition_cost``); for FSDP
     each rank has 1/n of what it needs (exact for replicas of one rank, an estimate for larger ones).
     """
-    lacking = gathered_weight_bytes(model, layouts, generation, workload)
-    return lacking * np.where(layouts.fsdp, 1 - 1 / layouts.world_size, 1.0)
+    wanted = weight_bytes(model, workload) / generation.replica_size
+    shard = workload.element_bytes * rank_parameters(model, layouts)
+    return np.where(layouts.fsdp, wanted * (1 - 1 / layouts.world_size), wanted - shard)
 
 
 @overload
@@ -245,13 +275,21 @@ def estimate_memory(
     )
 
 
+def _num_ends(model: ModelShape) -> int:
+    """Matrices of the vocabulary: embedding and head, or one for both."""
+    return 1 if model.tie_embeddings else 2
+
+
 def _layer_activation_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, tokens: Sizes) -> Figures:
     """What one layer keeps for its backward pass: norms in and out, q, k, v, attention, gate, up, their product."""
     experts = max(1, model.num_experts_per_token)
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    # A mixture brings a copy of every token to each of its experts, which the tensor group cuts, and gets outputs back.
+    copies = model.num_experts_per_token * model.hidden_size
     shared = (4 * workload.element_bytes + 2 * workload.software.dropout) * model.hidden_size
+    shared += copies * workload.element_bytes
     cut = (2 * query + 2 * key + 3 * experts * model.intermediate_size) / layouts.tp_size
-    return tokens * (shared / _shared_parts(layouts, workload) + cut * workload.element_bytes)
+    return tokens * (shared / _shared_parts(layouts, workload) + (copies + cut) * workload.element_bytes)
 
 
 def _kept_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, tokens: Sizes) -> Figures:
@@ -285,9 +323,20 @@ def _score_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, se
 
 
 def _prefetch_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
-    """FSDP holds the layer (or matrix, half of an MLP) that computes and the one that is being gathered, whole."""
-    if workload.software.gathers_matrices:
-        ahead = 2 * 1.5 * model.hidden_size * model.intermediate_size * workload.element_bytes
-    else:
-        ahead = 2 * weight_bytes(model, workload) / model.num_layers
-    return np.where(np.logical_and(layouts.fsdp, layouts.world_size > 1), ahead, 0.0)
+    """What FSDP holds whole: two layers and, for the whole pass, embedding and head, which are none's.
+
+    Or two matrices (of half an MLP), or the model, by what the software gathers.
+    """
+    ends = _num_ends(model) * model.vocab_size * model.hidden_size * workload.element_bytes
+    whole = weight_bytes(model, workload)
+    matrix = 1.5 * model.hidden_size * model.intermediate_size * workload.element_bytes
+    ahead = {"matrix": 2 * matrix, "layer": ends + 2 * (whole - ends) / model.num_layers, "model": whole}
+    sharded = np.logical_and(layouts.fsdp, layouts.world_size > 1)
+    return np.where(sharded, ahead[workload.software.gathers], 0.0)
+
+
+def _whole_gradients(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
+    """What FSDP that gathers the model sums whole, until the last micro-batch scatters it."""
+    is_whole = workload.software.gathers == "model"
+    sharded = np.logical_and(layouts.fsdp, layouts.world_size > 1)
+    return np.where(sharded, is_whole * workload.software.gradient_bytes * model.num_parameters, 0.0)

@@ -98,7 +98,8 @@ def simulate_training(
         "gradient_sync_s": updates * _gradient_sync_s(model, cluster, layouts, workload),
         "optimizer_s": updates * _optimizer_s(model, cluster, layouts, workload),
     }
-    gather_s = updates * micro_batches * _gather_s(model, cluster, layouts, workload)
+    gathers = 1 if workload.software.gathers == "model" else micro_batches
+    gather_s = updates * gathers * _gather_s(model, cluster, layouts, workload)
     computing_s = parts["compute_s"] + parts["logits_s"]
     parts["exposed_gather_s"] = np.maximum(_EXPOSED_GATHERS * gather_s, gather_s - computing_s)
     return build_estimate(parallel, latency_s=sum(parts.values()), memory_bytes=work_bytes, breakdown=parts)
@@ -151,7 +152,10 @@ def _hops_s(
 
 
 def _gather_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec) -> Figures:
-    """FSDP's collectives of one micro-batch: weights for forward and backward, gradients scattered."""
+    """FSDP's collectives of one micro-batch: weights for forward and backward, gradients scattered.
+
+    Where it gathers the model, those of one update: the weights stay between the two.
+    """
     link = build_link(
         cluster,
         num_ranks=layouts.dp_size,
@@ -159,7 +163,8 @@ def _gather_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workloa
         world_size=layouts.world_size,
         shared_rails=workload.software.shared_rails,
     )
-    return np.where(layouts.fsdp, 3 * all_gather_s(link, weight_bytes(model, workload)), 0.0)
+    collectives = 2 if workload.software.gathers == "model" else 3
+    return np.where(layouts.fsdp, collectives * all_gather_s(link, weight_bytes(model, workload)), 0.0)
 
 
 def _gradient_sync_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec) -> Figures:
