@@ -36,8 +36,9 @@ quickstart: env ## train a small model with PPO on this machine and leave a repo
 test: env ## run the tests of the base environment, in two halves side by side
 	@$(MAKE) --no-print-directory --jobs 2 test-clusters test-ranks
 
-test-slow: env ## run the tests that take minutes or many processes, those across packages beside the others
-	@$(MAKE) --no-print-directory --jobs 2 test-clusters test-ranks CLUSTERS=integration-tests RANKS=packages \
+test-slow: env ## run the tests that take minutes or many processes, in two halves side by side
+	@$(MAKE) --no-print-directory --jobs 2 test-clusters test-ranks \
+		CLUSTERS="packages/hf-controller integration-tests" RANKS="packages/hf-mapper $(RANKS)" \
 		SELECT='-m "slow and not gpu and not vllm and not sglang" --timeout 900'
 
 test-clusters: env ## run the half that starts clusters or nothing; a program holds one of them
