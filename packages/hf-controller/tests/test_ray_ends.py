@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -329,3 +330,91 @@ def test_a_block_raises_a_death_that_its_program_was_not_told_of_once(argument):
     assert done.returncode == (0 if argument == "told" else 1), done.stderr
     assert ("closed" in done.stdout.splitlines()) is ("told" in done.stdout.splitlines()) is (argument == "told")
     assert ("process mortal/0 is gone" in done.stderr) is (argument == "untold")
+
+
+CAUSES_PROGRAM = """
+import os, sys, threading, time
+import torch
+from tensordict import TensorDict
+from hf_protocols import DP, ONE_TO_ALL, RANK_ZERO, ParallelSpec, Topology, WorkerError, register
+from hf_controller import RayExecutor, ResourcePool, Worker, WorkerSpec
+
+class Pair(Worker):
+    @register(protocol=DP)
+    def echo(self, batch):
+        return batch.clone()
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def die(self, rank):
+        if self.context.rank == rank:
+            os._exit(1)
+        torch.distributed.all_reduce(torch.ones(()))
+
+    @register(protocol=RANK_ZERO, returns="object")
+    def lock(self):
+        return threading.Lock()
+
+    @register(protocol=RANK_ZERO, returns="object")
+    def fail(self):
+        raise KeyError("own")
+
+    @register(protocol=RANK_ZERO, returns="object")
+    def rest(self):
+        pass
+
+class Single(Pair):
+    needs_process_group = False
+
+def told(call):
+    try:
+        call.wait()
+    except WorkerError as error:
+        print("told:", error, flush=True)
+
+batch = TensorDict({"x": torch.arange(4)}, batch_size=[4])
+with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20) as executor:
+    pools = [ResourcePool([slots], device="cpu") for slots in (2, 1)]
+    classes = {"pair": Pair, "single": Single}
+    pair, single = (
+        executor.build_groups(pool, {role: WorkerSpec(
+            worker=worker, topology=Topology(ParallelSpec(dp_size=pool.num_slots)))}, wait=False)[role]
+        for (role, worker), pool in zip(classes.items(), pools))
+    executor.wait_until_ready()
+    if sys.argv[1] == "a death behind its peer's error":
+        pair.die(1)
+        pair.rest()
+    elif sys.argv[1] == "an answer that is lost":
+        pair.lock()
+        pair.rest()
+    else:
+        lost = single.echo(batch)
+        lost.wait()
+        told(single.die(0))
+        told(pair.fail())  # its own exception, whoever died elsewhere
+        told(pair.echo(lost))
+        pair.echo(lost)  # the program knows why
+print("closed")
+"""
+
+CAUSES = {
+    "a death behind its peer's error": r"process pair/1 is gone: .*\.die;",
+    "an answer that is lost": r"pair\.lock on rank 0 failed: .*lock",
+    "deaths and failures apart": None,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argument", CAUSES)
+def test_a_block_and_its_calls_say_the_cause_of_a_failure(argument):
+    done = subprocess.run([sys.executable, "-c", CAUSES_PROGRAM, argument], capture_output=True, text=True, timeout=120)
+    if CAUSES[argument] is not None:
+        assert done.returncode == 1
+        raised = next(line for line in done.stderr.splitlines() if line.startswith("hf_controller.failures."))
+        assert re.search(CAUSES[argument], raised), done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    death, own, loss, closed = done.stdout.splitlines()
+    assert death.startswith("told: single.die on rank 0 failed: ") and "process single/0 is gone" in death
+    assert own.startswith("told: pair.fail on rank 0 failed: KeyError: 'own'")
+    assert loss.startswith("told: pair.echo on rank ") and "process single/0 is gone" in loss
+    assert closed == "closed"

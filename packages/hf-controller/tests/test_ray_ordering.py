@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -44,6 +46,73 @@ def test_a_group_that_is_built_later_waits_for_every_slot(ray_executor):
         first.work_on_rank_zero()  # the last call, which says nothing about the slow rank
         late = ray_executor.build_groups(pool, {"late": spec})["late"]
         assert min(start_s for start_s, _ in late.work().result()) >= max(end_s for _, end_s in slow.result())
+    finally:
+        ray_executor.release(pool)
+
+
+class HostWorker(Worker):
+    """Says when it ran, and in which process."""
+
+    needs_process_group = False
+
+    @register(protocol=RANK_ZERO, returns="object")
+    def work(self, seconds: float = 0.0) -> tuple[float, float]:
+        start_s = time.time()
+        time.sleep(seconds)
+        return start_s, time.time()
+
+    @register(protocol=DP)
+    def give(self, rows: TensorDict, seconds: float = 0.0) -> TensorDict:
+        time.sleep(seconds)
+        return rows.clone()
+
+    @register(protocol=RANK_ZERO, returns="object")
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def test_a_call_that_fails_before_its_turn_lets_nobody_overtake_an_earlier_one(ray_executor):
+    spec = WorkerSpec(worker=HostWorker, topology=Topology(ParallelSpec()))
+    shared, apart = (ResourcePool([1], device="cpu", name=name) for name in ("of three", "apart"))
+    try:
+        roles = ("slow", "doomed", "late")
+        groups = ray_executor.build_groups(shared, dict.fromkeys(roles, spec), wait=False)
+        giver = ray_executor.build_groups(apart, {"giver": spec})["giver"]
+        slow, doomed, late = (groups[role] for role in roles)
+        pids = [group.pid().result() for group in (doomed, giver)]
+        working = slow.work(6.0)
+        # Ray ends these calls of a process that lives, as soon as what it should bring to them is lost.
+        never = giver.give(batch(), seconds=60.0)
+        readers = [slow.give(never) for _ in range(20)]
+        asked_before = late.work()
+        dying = doomed.work()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        for failing in (readers[-1], dying):
+            with pytest.raises(WorkerError, match="is gone"):
+                failing.result()
+        asked_after = late.work()
+        ends_s = working.result()[1]
+        assert min(asked_before.result()[0], asked_after.result()[0]) >= ends_s
+    finally:
+        ray_executor.release(shared)
+        ray_executor.release(apart)
+
+
+def test_what_a_call_waits_for_does_not_grow_with_the_calls_before_it(ray_executor):
+    spec = WorkerSpec(worker=HostWorker, topology=Topology(ParallelSpec()))
+    pool = ResourcePool([1], device="cpu", name="long queue")
+    try:
+        groups = ray_executor.build_groups(pool, {"first": spec, "second": spec})
+        blocking = groups["first"].work(3.0)
+        chain = groups["first"].give(batch())
+        for _ in range(60):
+            chain = groups["first"].give(chain)
+        waited_for = ray_executor._occupied[pool].find_unfinished()
+        assert 1 <= len(waited_for) <= 9
+        assert groups["second"].work().result()[0] >= blocking.result()[1]
+        assert chain.num_rows == 4
+        assert ray_executor._occupied[pool].find_unfinished() == []
     finally:
         ray_executor.release(pool)
 

@@ -1,11 +1,26 @@
 from __future__ import annotations
 
 import json
-import time
 
-from hf_controller import Span, SubSpan, Trace
+import pytest
+
+from hf_controller import ResourcePool, Span, SubSpan, Trace
 from hf_controller.failures import Failure
 from hf_controller.trace import CallReport
+from hf_protocols import ConfigError
+
+POOL, OTHER_POOL = (ResourcePool([1], device="cpu", name="gpus") for _ in range(2))
+
+
+class Call:
+    """What a trace keeps of a call that runs elsewhere."""
+
+    def __init__(self, call_id: int = 1, pool: ResourcePool = POOL) -> None:
+        self.call_id = call_id
+        self.pool = pool
+
+    def finish(self) -> None:
+        raise AssertionError("a trace waits for nobody")
 
 
 def span(**changes) -> Span:
@@ -35,8 +50,8 @@ def test_times_are_kept_apart():
 def test_drain_answers_each_span_once_and_leaves_what_is_not_ready():
     reports = {f"handle {number}": CallReport(span=span(call_id=number)) for number in range(3)}
     ready = []
-    trace = Trace(lambda handles: ([reports[h] for h in handles if h in ready], [h for h in handles if h not in ready]))
-    trace.watch(reports)
+    trace = Trace(lambda handles: {handle: reports[handle] for handle in handles if handle in ready})
+    trace.watch(reports, Call())
     assert trace.drain() == []
     ready += ["handle 0", "handle 1"]
     assert [each.call_id for each in trace.drain()] == [0, 1]
@@ -47,9 +62,9 @@ def test_drain_answers_each_span_once_and_leaves_what_is_not_ready():
 
 def test_a_report_that_somebody_read_is_not_asked_for_again():
     asked = []
-    trace = Trace(lambda handles: (asked.extend(handles) or [], handles))
+    trace = Trace(lambda handles: asked.extend(handles) or {})
     report = CallReport(span=span())
-    trace.watch(["handle"])
+    trace.watch(["handle"], Call())
     trace.note_watched("handle", report)
     trace.note_watched("handle", report)
     assert trace.drain() == [report.span]
@@ -66,7 +81,7 @@ def test_chrome_trace_has_one_row_per_rank_and_the_parts_inside_a_call(tmp_path)
         span(pool="cpu", host="reward", role="reward", method="score", fetched_s=101.0, end_s=104.0),
     ]
     trace = Trace()
-    trace.note(CallReport(span=each) for each in spans)
+    trace.note([CallReport(span=each) for each in spans], POOL)
     trace.write_chrome(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
@@ -98,25 +113,57 @@ def failed(call_id: int, **changes) -> CallReport:
 
 def test_a_failure_is_untold_until_its_own_call_or_one_that_needs_it_is_asked_for():
     trace, (first, second, third) = Trace(), map(failed, (1, 2, 3))
-    trace.note([third, second, first])  # as pools come
+    trace.note([third, second, first], POOL)  # as pools come
     trace.tell(2, second.failure)
     assert trace.find_untold() == first.failure
     trace.tell(9, first.failure)
-    trace.note([first])  # of another rank, later
+    trace.note([first], POOL)  # of another rank, later
     assert trace.find_untold() == third.failure
     death = Failure.of(KeyError(), role="actor", method="generate", rank=1, origin="process 7")
-    trace.explain(3, death)
+    trace.explain(Call(3), death)
     assert trace.find_untold() == death
     trace.tell(4, death)
     assert trace.find_untold() is None
     assert [each.call_id for each in trace.drain()] == [3, 2, 1, 1]
 
 
+def test_a_call_is_settled_when_all_its_ranks_succeeded_or_the_program_was_told_why_it_failed():
+    found = {}
+    trace = Trace(lambda handles: {handle: found[handle] for handle in handles if handle in found})
+    calls = {number: Call(number) for number in range(1, 6)}
+    for number, call in calls.items():
+        trace.watch([f"{number}/0", f"{number}/1"], call)
+    found |= {f"1/{rank}": CallReport(span=span(call_id=1, rank=rank)) for rank in range(2)}
+    found |= {"2/0": CallReport(span=span(call_id=2)), "2/1": None}  # a dead rank reports nothing
+    found |= {"3/0": failed(3), "3/1": CallReport(span=span(call_id=3, rank=1))}
+    found |= {"4/0": CallReport(span=span(call_id=4))}
+    found |= {"5/0": failed(5)}
+    assert [call.call_id for call in trace.find_unsettled()] == [2, 3, 4, 5]
+    trace.tell(3, failed(3).failure)
+    trace.tell(5, failed(5).failure)
+    found |= {"4/1": CallReport(span=span(call_id=4, rank=1)), "5/1": failed(5, rank=1)}
+    assert trace.find_unsettled() == [calls[2]]
+    trace.forget(POOL)
+    assert trace.find_unsettled() == []
+    assert trace.find_untold() is None
+
+
 def test_failures_of_a_pool_that_is_built_again_are_no_news():
     trace = Trace()
-    trace.note([failed(1), failed(2, pool="others")])
-    trace.forget("gpus")
-    trace.note([failed(3), failed(4, submit_s=time.time() + 1.0)])
-    assert trace.find_untold() == failed(2).failure
-    trace.tell(2, failed(2).failure)
-    assert trace.find_untold() == failed(4).failure
+    trace.note([failed(1), failed(3)], POOL)
+    trace.note([failed(2), failed(4)], OTHER_POOL)  # which has the same name
+    trace.forget(POOL)
+    trace.note([failed(3, rank=1)], POOL)
+    trace.note([failed(5)], POOL)
+    for call_id in (2, 4, 5):
+        assert trace.find_untold() == failed(call_id).failure
+        trace.tell(call_id, failed(call_id).failure)
+    assert trace.find_untold() is None
+
+
+def test_labels_that_cannot_be_written_are_refused_when_they_are_given():
+    trace = Trace()
+    with pytest.raises(ConfigError, match=r"^labels=\{'step': .*give texts and numbers"), trace.label(step=object()):
+        pass
+    with trace.label(step=1):
+        assert trace.labels == {"step": 1}

@@ -63,7 +63,7 @@ class SymbolicExecutor(Executor):
         super().__init__()
         self.calls: list[SymbolicCall] = []
         self._store = _NO_STORE
-        self.trace = Trace(lambda pending: ([], pending))
+        self.trace = Trace()
         self.call_timeout_s = 0.0
 
     def build_group(self, role: str, worker: type[Worker]) -> WorkerGroup:

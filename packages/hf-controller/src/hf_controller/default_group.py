@@ -8,7 +8,6 @@ import socket
 import struct
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,15 +45,15 @@ class Rendezvous:
 
     address: str
     port: int
-    token: str = ""
+    token: str
 
 
-def open_rendezvous(address: str) -> tuple[Rendezvous, Any]:
+def open_rendezvous(address: str, token: str) -> tuple[Rendezvous, Any]:
     """Listen on a free port of ``address`` (no race: the system chooses it). Keep the second answer alive."""
     from torch import distributed
 
     store = distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    return Rendezvous(address, store.port, uuid.uuid4().hex), store
+    return Rendezvous(address, store.port, token), store
 
 
 def join_default_group(

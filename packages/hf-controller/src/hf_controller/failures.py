@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_protocols import HybridFlowError, WorkerError
 
-__all__ = ["CLOSED", "Failure", "RemoteCallError", "UpstreamFailure"]
+__all__ = ["CLOSED", "Failure", "LostResultError", "RemoteCallError", "UpstreamFailure"]
 
 CLOSED = "this executor is closed: make another, and ask for results before the end of its `with` block"
 
@@ -36,12 +36,25 @@ class RemoteCallError(WorkerError):
         self.remote_traceback = remote_traceback
 
 
+class LostResultError(WorkerError):
+    """An earlier call's result cannot be read any more.
+
+    Attributes:
+        maker: the process that made it, as :attr:`Failure.origin` names it; empty where that is not known.
+    """
+
+    def __init__(self, message: str, maker: str = "") -> None:
+        super().__init__(message)
+        self.maker = maker
+
+
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """One rank's failed call.
 
     ``pickled`` is the exception where it is one of our own tree, else empty; ``exception`` is it, in its own process.
     ``origin`` is the call or process that failed, such as ``"call 12"``, and stays where later calls pass it on.
+    ``lost_from`` is the ``maker`` of a :class:`LostResultError`, and None for all other exceptions.
     """
 
     role: str
@@ -52,6 +65,7 @@ class Failure:
     remote_traceback: str
     pickled: bytes = b""
     origin: str = ""
+    lost_from: str | None = None
     exception: BaseException | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -69,6 +83,7 @@ class Failure:
             remote_traceback="".join(traceback.format_exception(error)),
             pickled=_pickle_own(error),
             origin=origin,
+            lost_from=error.maker if isinstance(error, LostResultError) else None,
             exception=error,
         )
 
@@ -116,7 +131,7 @@ def _pickle_own(error: BaseException) -> bytes:
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
-    except (pickle.PickleError, TypeError, AttributeError, ImportError):
+    except Exception:  # noqa: BLE001 - a user's exception may fail in any way
         return b""
     return pickled
 
@@ -126,6 +141,6 @@ def _unpickle_own(pickled: bytes) -> HybridFlowError | None:
         return None
     try:
         error = pickle.loads(pickled)
-    except (pickle.PickleError, TypeError, AttributeError, ImportError):
+    except Exception:  # noqa: BLE001 - a user's exception may fail in any way
         return None
     return error if isinstance(error, HybridFlowError) else None

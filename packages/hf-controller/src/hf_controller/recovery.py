@@ -60,7 +60,7 @@ def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, Work
         )
     for pool in standing:
         executor.release(pool)
-        executor.trace.forget(pool.name)
+        executor.trace.forget(pool)
     groups: dict[str, WorkerGroup] = {}
     try:
         for pool, sets in standing.items():

@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hf_controller.failures import Failure
+from hf_protocols import ConfigError
 
 if TYPE_CHECKING:
     from hf_controller.dispatch import Call
+    from hf_controller.resource_pool import ResourcePool
 
-__all__ = ["CallReport", "Span", "SubSpan", "Trace", "refuse"]
+__all__ = ["CallReport", "Span", "SubSpan", "Trace", "Watched", "refuse"]
 
 
 @dataclass(frozen=True)
@@ -122,68 +124,100 @@ def refuse(call: Call, failure: Failure, *, pool: str, host: str, rank: int) -> 
     return CallReport(span=span, failure=failure, upstream=True)
 
 
+class Watched(Protocol):
+    """A call whose reports come later, one for every rank."""
+
+    call_id: int
+    pool: ResourcePool
+
+    def finish(self) -> None:
+        """Wait for its end, and have the trace know why it failed."""
+
+
 class _Untold(NamedTuple):
     """A failure that the program was not told of, and the call that failed."""
 
     call_id: int
-    pool: str
+    pool: ResourcePool
     failure: Failure
 
 
 class Trace:
-    """The spans of an executor's calls.
+    """The spans of an executor's calls, and which of their failures the program was told of.
 
     Args:
-        take_ready: splits watched handles into the reports that are there and the rest, without waiting.
+        take_ready: takes from watched handles those whose reports are there, each with its report, or with None where
+            it is lost, without waiting.
     """
 
-    def __init__(self, take_ready: Callable[[list[Any]], tuple[list[CallReport], list[Any]]] | None = None) -> None:
+    def __init__(self, take_ready: Callable[[list[Any]], dict[Any, CallReport | None]] | None = None) -> None:
         self._take_ready = take_ready
-        self._pending: dict[Any, None] = {}
+        self._watched: dict[Any, Watched] = {}
+        self._failed: dict[int, Watched] = {}
         self._undrained: list[Span] = []
         self._spans: list[Span] = []
         self.labels: dict[str, Any] = {}
         self._untold: dict[str, _Untold] = {}
         self._told: set[str] = set()
-        self._forgotten_s: dict[str, float] = {}
+        self._last_call_id = 0
+        self._forgotten: dict[ResourcePool, int] = {}
 
     @contextmanager
     def label(self, **labels: Any) -> Iterator[None]:
-        """Calls made inside the block carry ``labels`` in the trace."""
+        """Calls made inside the block carry ``labels`` in the trace.
+
+        Raises:
+            ConfigError: for labels that cannot be written into it as JSON.
+        """
+        try:
+            json.dumps(labels)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"labels={labels!r:.200}: give texts and numbers ({error})") from error
         before, self.labels = self.labels, {**self.labels, **labels}
         try:
             yield
         finally:
             self.labels = before
 
-    def watch(self, handles: Iterable[Any]) -> None:
+    def watch(self, handles: Iterable[Any], call: Watched) -> None:
         """Remember where the reports of a call will be."""
-        self._pending.update(dict.fromkeys(handles))
+        self._last_call_id = max(self._last_call_id, call.call_id)
+        self._watched.update(dict.fromkeys(handles, call))
 
-    def note(self, reports: Iterable[CallReport]) -> None:
-        """Take the reports of calls that nobody watches."""
+    def note(self, reports: Iterable[CallReport], pool: ResourcePool) -> None:
+        """Take the reports of a call on ``pool`` that nobody watches."""
         for report in reports:
+            self._last_call_id = max(self._last_call_id, report.span.call_id)
             self._undrained.append(report.span)
-            is_wanted = report.span.submit_s >= self._forgotten_s.get(report.span.pool, 0.0)
-            if report.failure is not None and not report.upstream and is_wanted:
-                self.note_failure(report.span.call_id, report.failure, report.span.pool)
+            if report.failure is not None and not report.upstream:
+                self._note_failure(report.span.call_id, report.failure, pool)
 
     def tell(self, call_id: int, failure: Failure) -> None:
         """The program is told why a call failed: of a failure of its own, which its other ranks share, or of that of
         an earlier call or a process, which it needs.
         """
+        self._failed.pop(call_id, None)
         self._settle(f"call {call_id}")
         self._settle(failure.origin)
 
-    def explain(self, call_id: int, failure: Failure) -> None:
-        """A call for whose result nobody asked failed because one of its processes did, whatever its ranks report."""
-        self._settle(f"call {call_id}")
-        self.note_failure(call_id, failure)
+    def explain(self, call: Watched, failure: Failure) -> None:
+        """Why a call failed for whose result nobody asked, whatever its ranks report."""
+        own = f"call {call.call_id}"
+        if failure.origin != own:
+            self._settle(own)
+        self._note_failure(call.call_id, failure, call.pool)
 
-    def forget(self, pool: str) -> None:
+    def forget(self, pool: ResourcePool) -> None:
         """The program builds the groups of ``pool`` again: how its earlier calls there failed is no news."""
-        self._forgotten_s[pool] = time.time()
-        self._untold = {origin: each for origin, each in self._untold.items() if each.pool != pool}
+        self._forgotten[pool] = self._last_call_id
+        self._untold = {origin: each for origin, each in self._untold.items() if each.pool is not pool}
+        self._failed = {call_id: call for call_id, call in self._failed.items() if call.pool is not pool}
+
+    def find_unsettled(self) -> list[Watched]:
+        """Watched calls, in their order, that are not over, or failed, and the program was not told why."""
+        self._collect()
+        unsettled = self._failed | {call.call_id: call for call in self._watched.values()}
+        return [unsettled[call_id] for call_id in sorted(unsettled)]
 
     def find_untold(self) -> Failure | None:
         """The failure of the first call that failed, but for those that the program was told of."""
@@ -191,9 +225,8 @@ class Trace:
         first = min(self._untold.values(), key=lambda each: each.call_id, default=None)
         return None if first is None else first.failure
 
-    def note_failure(self, call_id: int, failure: Failure, pool: str = "") -> None:
-        """Take a failure that no report has, or one of a call on ``pool``; the program was not told of it yet."""
-        if failure.origin not in self._told:
+    def _note_failure(self, call_id: int, failure: Failure, pool: ResourcePool) -> None:
+        if failure.origin not in self._told and call_id > self._forgotten.get(pool, 0):
             self._untold.setdefault(failure.origin, _Untold(call_id, pool, failure))
 
     def _settle(self, origin: str) -> None:
@@ -202,9 +235,8 @@ class Trace:
 
     def note_watched(self, handle: Any, report: CallReport) -> None:
         """Take the report behind a watched handle from somebody who read it, and let go of the handle."""
-        if handle in self._pending:
-            del self._pending[handle]
-            self.note([report])
+        if handle in self._watched:
+            self._take(self._watched.pop(handle), report)
 
     def drain(self) -> list[Span]:
         """The spans that ended since the last call of drain. A long run drains once per iteration."""
@@ -216,9 +248,15 @@ class Trace:
     def _collect(self) -> None:
         """Take the reports that are there."""
         if self._take_ready is not None:
-            reports, pending = self._take_ready(list(self._pending))
-            self._pending = dict.fromkeys(pending)
-            self.note(reports)
+            for handle, report in self._take_ready(list(self._watched)).items():
+                self._take(self._watched.pop(handle), report)
+
+    def _take(self, call: Watched, report: CallReport | None) -> None:
+        if report is not None:
+            self.note([report], call.pool)
+        is_over = f"call {call.call_id}" in self._told or call.call_id <= self._forgotten.get(call.pool, 0)
+        if (report is None or report.failure is not None) and not is_over:
+            self._failed[call.call_id] = call
 
     def write_chrome(self, path: str | os.PathLike[str]) -> None:
         """Write every span so far as a Chrome trace (chrome://tracing, Perfetto): one row per host and rank."""

@@ -138,7 +138,7 @@ class _LocalRank(NamedTuple):
         except Exception as error:  # noqa: BLE001 - an object's own copying may raise anything
             origin = f"call {call.call_id}"
             failure = Failure.of(error, role=call.role, method=call.method, rank=report.span.rank, origin=origin)
-            return failure, report._replace(failure=failure)
+            return failure, report._replace(failure=failure, span=report.span._replace(failed=True))
 
 
 def _raise_interrupt(failure: Failure) -> None:
@@ -300,8 +300,7 @@ class InProcessExecutor(Executor):
             failure = reports[rank].failure
             if failure is not None:
                 _raise_interrupt(failure)
-                break
-        self.trace.note(reports.values())
+        self.trace.note(reports.values(), group.pool)
         collected = spec.protocol.collect(group.topology).ranks
         return _LocalCall(outcomes, reports, collected, self.trace)
 

@@ -82,6 +82,7 @@ class Joining:
 
     Attributes:
         name: the connection's name.
+        token: tells this attempt from others of the same name.
         role: this rank's role.
         ranks: the joint ranks of both roles.
         device: ``"cpu"`` for gloo, a CUDA device for nccl.
@@ -90,6 +91,7 @@ class Joining:
     """
 
     name: str
+    token: str
     role: str
     ranks: Mapping[str, tuple[int, ...]]
     device: str
@@ -114,8 +116,9 @@ class HostActor:
         self._world_size = world_size
         self._host: Any = None
         self._workers: dict[str, Worker] = {}
-        self._rendezvous_stores: dict[Rendezvous, Any] = {}
-        self._given_up: set[Rendezvous] = set()
+        self._pool = ""
+        self._rendezvous_stores: dict[str, Any] = {}
+        self._given_up: set[str] = set()
         self._thread: int | None = None
         self._unbuilt: Failure | None = None
         self._role = name
@@ -125,25 +128,27 @@ class HostActor:
         return "host"
 
     @ray.method(concurrency_group="service")
-    def open_rendezvous(self, on_one_machine: bool) -> Rendezvous:
+    def open_rendezvous(self, token: str, on_one_machine: bool) -> Rendezvous:
         """Listen for other ranks."""
         address = "127.0.0.1" if on_one_machine else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        rendezvous, store = open_rendezvous(str(address))
-        self._rendezvous_stores[rendezvous] = store
+        rendezvous, store = open_rendezvous(str(address), token)
+        if token not in self._given_up:
+            self._rendezvous_stores[token] = store
         return rendezvous
 
     @ray.method(concurrency_group="service")
-    def give_up(self, name: str, rendezvous: Rendezvous) -> None:
+    def give_up(self, name: str, token: str) -> None:
         """Call a connection off: ranks that wait get an error, those that come later do not wait."""
-        self._given_up.add(rendezvous)
-        store = self._rendezvous_stores.get(rendezvous)
+        self._given_up.add(token)
+        store = self._rendezvous_stores.get(token)
         if store is not None:
             call_off(name, store)
-            self._rendezvous_stores.pop(rendezvous, None)
+            self._rendezvous_stores.pop(token, None)
 
     def construct(self, construction: Construction, rendezvous: Rendezvous | None) -> Failure | None:
         """Join the process group and construct every worker; what goes wrong is the answer."""
         self._thread = threading.get_ident()
+        self._pool = construction.pool
         attribute_streams(lambda: f"{self._role}/{self._rank}")
         try:
             specs: Mapping[str, WorkerSpec] = cloudpickle.loads(construction.specs)
@@ -174,7 +179,7 @@ class HostActor:
         """Join the ranks of another group; what goes wrong is the answer."""
         if self._host is None:
             return self._unbuilt
-        if rendezvous in self._given_up:
+        if joining.token in self._given_up:
             return None  # an earlier call took until after the deadline, and nobody waits for this answer
         try:
             self._host.enter(f"joining the connection {joining.name!r}")
@@ -187,14 +192,14 @@ class HostActor:
                 device=joining.device,
                 timeout_s=joining.timeout_s,
                 rendezvous=rendezvous,
-                store=self._rendezvous_stores.get(rendezvous),
+                store=self._rendezvous_stores.get(joining.token),
                 on_one_machine=joining.on_one_machine,
             )
         except Exception as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
             return Failure.of(error, role=joining.role, method="connect", rank=self._rank)
         finally:
             self._host.enter("idle")
-        self._rendezvous_stores.pop(rendezvous, None)  # the group has it, and takes it along
+        self._rendezvous_stores.pop(joining.token, None)  # the group has it, and takes it along
         self._workers[joining.role].context.connections[joining.name] = Connection(
             name=joining.name, group=group, rank=rank, world_size=world_size, ranks=joining.ranks
         )
@@ -223,11 +228,14 @@ class HostActor:
         metadata, contents = pack_shard(outcome) if isinstance(outcome, Shard) else (outcome, outcome)
         return pack_answer(metadata if self._slicer is not None else None, report), contents
 
+    def finish_calls(self) -> None:
+        """Answer once all earlier calls are over."""
+
     def _run(self, message: tuple[Any, ...]) -> tuple[Outcome, CallReport]:
         call = unpack_call(*message)
         if self._host is None:
             assert self._unbuilt is not None
-            return self._unbuilt, refuse(call, self._unbuilt, pool="", host=self._name, rank=self._rank)
+            return self._unbuilt, refuse(call, self._unbuilt, pool=self._pool, host=self._name, rank=self._rank)
         self._role = call.role
         outcome, report = self._host.run(call)
         self._role = self._name
@@ -276,7 +284,7 @@ class HostActor:
                 timeout_s=construction.collective_timeout_s,
                 meeting_timeout_s=construction.start_timeout_s,
                 rendezvous=rendezvous,
-                store=None if rendezvous is None else self._rendezvous_stores.get(rendezvous),
+                store=None if rendezvous is None else self._rendezvous_stores.get(rendezvous.token),
                 on_one_machine=construction.on_one_machine,
             )
 

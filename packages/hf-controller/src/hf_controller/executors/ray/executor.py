@@ -24,6 +24,7 @@ from hf_controller.executors.ray.pending import RayCall, take_ready
 from hf_controller.executors.ray.placement import PlacedPool, place
 from hf_controller.executors.ray.shipping import PackedRoles, pack_roles
 from hf_controller.executors.ray.store import BatchHandle, RayStore, ValueHandle
+from hf_controller.executors.ray.turns import find_unfinished
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.executors.ray.wire import pack_call
 from hf_controller.resource_pool import ResourcePool
@@ -44,12 +45,17 @@ _MIN_STORE_BYTES = 75 * 2**20
 
 @dataclasses.dataclass
 class _Occupied:
-    """A pool in use: its slots, its processes, and on each slot the call that was made last, with its answer."""
+    """A pool in use: its slots and its processes."""
 
     placed: PlacedPool
     host_sets: list[HostSet] = dataclasses.field(default_factory=list)
-    last_answers: dict[int, Any] = dataclasses.field(default_factory=dict)
-    last_calls: dict[int, RayCall] = dataclasses.field(default_factory=dict)
+
+    def find_unfinished(self, but_for: HostSet | None = None) -> list[Any]:
+        """Answers that are there once every call on the pool is over, or every one of other processes."""
+        queues = [
+            process.queue for host_set in self.host_sets if host_set is not but_for for process in host_set.processes
+        ]
+        return find_unfinished([answer for queue in queues for answer in queue.answers])
 
 
 class RayExecutor(Executor):
@@ -154,38 +160,42 @@ class RayExecutor(Executor):
         border, end = first.world_size, first.world_size + second.world_size
         joining = Joining(
             name=name,
+            token=uuid.uuid4().hex,
             role=first.role,
             ranks={first.role: tuple(range(border)), second.role: tuple(range(border, end))},
             device="cpu" if "cpu" in (first.pool.device, second.pool.device) else "cuda:0",
             on_one_machine=len(nodes) == 1,
             timeout_s=self._collective_timeout_s,
         )
-        since_s = time.monotonic()
+        joinings = [dataclasses.replace(joining, role=group.role) for group in (first, second)]
+        try:
+            self._join(joinings, host_sets)
+        except BaseException:  # Ctrl-C too
+            for each, host_set in zip(joinings, host_sets, strict=True):
+                host_set.give_up(each)
+            raise
+        for each, host_set, other in zip(joinings, host_sets, reversed(host_sets), strict=True):
+            host_set.keep_connection(each.role, name, other)
+
+    def _join(self, joinings: Sequence[Joining], host_sets: Sequence[HostSet]) -> None:
+        """Have the ranks of two host sets meet, within one deadline."""
         await_all = functools.partial(
             await_answers,
             method="connect",
             timeout_s=self._start_timeout_s,
             waiter=self._waiter,
             inquirer=self._inquirer,
-            since_s=since_s,
+            since_s=time.monotonic(),
         )
         # Waited for here: in the ranks' queues it would hold up their later calls for as long as it does not come.
         opener = host_sets[0].processes[0]
-        opened = opener.actor.open_rendezvous.remote(len(nodes) == 1)
+        opened = opener.actor.open_rendezvous.remote(joinings[0].token, joinings[0].on_one_machine)
         undone = await_all({opened: opener})
+        if undone is None:
+            asked = [each.connect(joining, ray.get(opened)) for each, joining in zip(host_sets, joinings, strict=True)]
+            undone = await_all({handle: process for answers in asked for handle, process in answers.items()})
         if undone is not None:
             raise undone.error
-        rendezvous = ray.get(opened)
-        asked: dict[Any, HostProcess] = {}
-        for group, host_set in zip((first, second), host_sets, strict=True):
-            asked |= host_set.connect(dataclasses.replace(joining, role=group.role), rendezvous)
-        undone = await_all(asked)
-        if undone is not None:
-            for group, host_set in zip((first, second), host_sets, strict=True):
-                host_set.give_up(group.role, name, rendezvous)
-            raise undone.error
-        for group, host_set, other in zip((first, second), host_sets, reversed(host_sets), strict=True):
-            host_set.keep_connection(group.role, name, other)
 
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
         """What each rank is at; see :meth:`Executor.describe`."""
@@ -218,9 +228,8 @@ class RayExecutor(Executor):
             self._close(orderly=orderly)
 
     def _finish_calls(self) -> None:
-        for occupied in self._occupied.values():
-            for call in dict.fromkeys(occupied.last_calls.values()):
-                call.finish()
+        for call in self.trace.find_unsettled():
+            call.finish()
 
     def _start(self, pool: ResourcePool, packed: PackedRoles) -> HostSet:
         host_set = HostSet(
@@ -276,30 +285,31 @@ class RayExecutor(Executor):
 
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> RayCall:
         host_set, occupied = self._host_set_of(group), self._occupied[group.pool]
-        # The same processes run their calls in order; others wait for the last call on every slot.
-        after: Sequence[Any] = list(occupied.last_answers.values()) if len(occupied.host_sets) > 1 else ()
+        # The same processes run their calls in order; others wait for each other, on every slot.
+        after = occupied.find_unfinished(but_for=host_set)
         different = {id(call): call for call in calls.values()}
         packed = {key: _pack_once(call._replace(after=after) if after else call) for key, call in different.items()}
         handles: dict[int, Any] = {}
         answers: dict[int, Any] = {}
         for rank, call in calls.items():
-            host_set.processes[rank].note_call(f"call {call.call_id} {call.role}.{call.method}")
             actor, message = host_set.actors[rank], packed[id(call)]
             if spec.returns == "metrics":
                 handles[rank] = answers[rank] = actor.run.remote(*message)
-                continue
-            # The trace holds on to answers: what is large stays apart, and goes when nobody wants it any more.
-            answers[rank], contents = actor.run_apart.remote(*message)
-            metadata = answers[rank] if self._joined else None
-            handles[rank] = (
-                BatchHandle(metadata=metadata, contents=contents) if spec.returns == "batch" else ValueHandle(contents)
-            )
-        occupied.last_answers |= answers
-        self.trace.watch(answers.values())
+            else:
+                # The trace holds on to answers: what is large stays apart, and goes when nobody wants it any more.
+                answers[rank], contents = actor.run_apart.remote(*message)
+                metadata = answers[rank] if self._joined else None
+                is_batch = spec.returns == "batch"
+                handles[rank] = BatchHandle(metadata=metadata, contents=contents) if is_batch else ValueHandle(contents)
+            brought = any(isinstance(part, ray.ObjectRef) for part in message)
+            process = host_set.processes[rank]
+            process.note_call(f"call {call.call_id} {call.role}.{call.method}")
+            process.queue.add(answers[rank], may_fail_early=brought)
         collected = spec.protocol.collect(group.topology).ranks
         first = next(iter(calls.values()))
         made = RayCall(
             call_id=first.call_id,
+            pool=group.pool,
             role=group.role,
             method=first.method,
             processes={rank: host_set.processes[rank] for rank in calls},
@@ -309,12 +319,13 @@ class RayExecutor(Executor):
             collected=collected,
             timeout_s=self.call_timeout_s,
             waiter=self._waiter,
+            peers=host_set.list_peers,
             everyone=self._list_processes,
             inquirer=self._inquirer,
             store=self._store,
             trace=self.trace,
         )
-        occupied.last_calls |= dict.fromkeys(calls, made.without_results())
+        self.trace.watch(answers.values(), made.without_results())
         return made
 
     def _list_processes(self) -> list[HostProcess]:
@@ -348,14 +359,9 @@ def _start_slicer() -> tuple[Any, str]:
 
 
 def _end_processes(occupied: _Occupied, host_sets: Sequence[HostSet], *, orderly: bool) -> None:
-    if orderly and _is_idle(occupied):
+    # Ranks that are still at a call may never answer.
+    if orderly and not occupied.find_unfinished():
         for host_set in host_sets:
             host_set.close(_CLOSE_TIMEOUT_S)
     for host_set in host_sets:
         host_set.kill()
-
-
-def _is_idle(occupied: _Occupied) -> bool:
-    """Whether the last calls are over: ranks that are still at one may never answer."""
-    reports = list(occupied.last_answers.values())
-    return not reports or not ray.wait(reports, num_returns=len(reports), timeout=0)[1]

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from hf_controller.executors.ray.inquirer import Inquirer
+from hf_controller.executors.ray.turns import CallQueue
 from hf_controller.failures import Failure
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "describe_death",
     "describe_processes",
     "find_location",
+    "find_maker",
     "in_one_line",
     "own_origin",
 ]
@@ -56,6 +58,7 @@ class HostProcess:
 
     Attributes:
         origin: what its death is called as a :class:`Failure`'s origin.
+        queue: the calls that it has still to run.
         last_call: the call that it was given last, such as ``"call 12 actor.update_actor"``.
         was_ended: whether its pool was released, or its group ended.
     """
@@ -65,6 +68,7 @@ class HostProcess:
         self.pool = pool
         self.actor = actor
         self.origin = _origin_of(actor._actor_id.hex())
+        self.queue = CallQueue(actor)
         self.last_call = "none"
         self.was_ended = False
         self._is_gone = False
@@ -135,6 +139,16 @@ def describe_death(
         remote_traceback="" if cause is None else str(error),
         origin=origin,
     )
+
+
+def find_maker(error: RayError) -> str:
+    """The process that made what is lost, as a :class:`Failure`'s origin; nothing where Ray does not say."""
+    cause = getattr(error, "cause", error) if isinstance(error, RayTaskError) else error
+    actor_id = getattr(cause, "actor_id", None)
+    if isinstance(cause, ObjectLostError):
+        # An object's id contains that of the actor that made it.
+        actor_id = ray.ObjectRef(bytes.fromhex(cause.object_ref_hex)).task_id().actor_id().hex()
+    return _origin_of(actor_id) if actor_id else ""
 
 
 def own_origin() -> str:

@@ -78,7 +78,7 @@ class HostSet:
         )
         rendezvous = None
         if process_group and pool.num_slots > 1:
-            rendezvous = self.actors[0].open_rendezvous.remote(placed.on_one_machine)
+            rendezvous = self.actors[0].open_rendezvous.remote(uuid.uuid4().hex, placed.on_one_machine)
         self.constructing = {
             process.actor.construct.remote(construction, rendezvous): process for process in self.processes
         }
@@ -106,11 +106,16 @@ class HostSet:
         for actor in self.actors:
             actor.disconnect.remote(role, name)
 
-    def give_up(self, role: str, name: str, rendezvous: Rendezvous) -> None:
+    def give_up(self, joining: Joining) -> None:
         """Have every rank stop joining where it still does, and leave the connection if it has joined."""
         for actor in self.actors:
-            actor.give_up.remote(name, rendezvous)
-        self.disconnect(role, name)
+            actor.give_up.remote(joining.name, joining.token)
+        self.disconnect(joining.role, joining.name)
+
+    def list_peers(self) -> list[HostProcess]:
+        """The processes that have a process group with these: themselves, and those that they are connected with."""
+        host_sets = dict.fromkeys((self, *self._connections.values()))
+        return [process for host_set in host_sets for process in host_set.processes]
 
     def disconnect_all(self, others: Sequence[HostSet]) -> None:
         """Leave the connections with ``others``."""

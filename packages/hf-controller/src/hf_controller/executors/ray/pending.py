@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from hf_controller.executors.ray.host_process import HostProcess, describe_death, describe_processes, in_one_line
+from hf_controller.executors.ray.host_process import (
+    HostProcess,
+    describe_death,
+    describe_processes,
+    find_maker,
+    in_one_line,
+)
 from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.store import ValueHandle, describe_unread
 from hf_controller.executors.ray.waiting import Waiter
@@ -20,6 +26,7 @@ from hf_controller.failures import Failure
 from hf_protocols import HybridFlowError, WorkerError, WorkerTimeoutError
 
 if TYPE_CHECKING:
+    from hf_controller.resource_pool import ResourcePool
     from hf_controller.results import Outcome
     from hf_controller.trace import CallReport, Trace
     from hf_controller.transport import ObjectStore
@@ -44,6 +51,7 @@ class RayCall:
 
     Args:
         call_id: the call's number.
+        pool: the pool of its group.
         role: the role.
         method: its method.
         processes: the process of every called rank.
@@ -53,8 +61,8 @@ class RayCall:
         collected: the ranks whose outcomes make the result.
         timeout_s: deadline where none is given.
         waiter: waits.
-        everyone: every process of the executor: a call can fail because a process of another group died, and its
-            results with it.
+        peers: the processes whose death makes this call's collectives fail: those of its group and of connected ones.
+        everyone: every process of the executor: one of another group may have died, and its results with it.
         inquirer: asks processes how they are.
         store: has the objects that the call returned.
         trace: watches the answers.
@@ -64,6 +72,7 @@ class RayCall:
         self,
         *,
         call_id: int,
+        pool: ResourcePool,
         role: str,
         method: str,
         processes: Mapping[int, HostProcess],
@@ -73,13 +82,15 @@ class RayCall:
         collected: Sequence[int],
         timeout_s: float,
         waiter: Waiter,
+        peers: Callable[[], Sequence[HostProcess]],
         everyone: Callable[[], Sequence[HostProcess]],
         inquirer: Inquirer,
         store: ObjectStore,
         trace: Trace,
     ) -> None:
         self.handles = list(handles)
-        self._call_id = call_id
+        self.call_id = call_id
+        self.pool = pool
         self._what = f"{role}.{method}"
         self._role = role
         self._method = method
@@ -89,6 +100,7 @@ class RayCall:
         self._collected = tuple(collected)
         self._timeout_s = timeout_s
         self._waiter = waiter
+        self._peers = peers
         self._everyone = everyone
         self._inquirer = inquirer
         self._store = store
@@ -108,14 +120,11 @@ class RayCall:
         Raises:
             WorkerTimeoutError: as :meth:`wait` does.
         """
-        processes = self._processes.values()
-        if self._seen.error_raised or any(process.was_ended for process in processes):
+        if self._seen.error_raised or any(process.was_ended for process in self._processes.values()):
             return
         failure = self._find_failure(self._timeout_s)
-        if failure is not None and failure.origin in [process.origin for process in processes]:
-            self._trace.explain(self._call_id, failure)
-        elif failure is not None:
-            self._trace.note_failure(self._call_id, failure)
+        if failure is not None:
+            self._trace.explain(self, failure)
 
     def wait(self, timeout_s: float | None) -> list[int]:
         """Wait for every rank; the rows that each collected rank returned.
@@ -127,7 +136,7 @@ class RayCall:
         failure = self._find_failure(self._timeout_s if timeout_s is None else timeout_s)
         if failure is not None:
             self._seen.error_raised = True
-            self._trace.tell(self._call_id, failure)
+            self._trace.tell(self.call_id, failure)
             raise failure.to_error()
         return [self._seen.reports[rank].num_rows for rank in self._collected]
 
@@ -160,16 +169,16 @@ class RayCall:
             if lost is None:
                 raise
             failure = self._describe_loss(*lost)
-            self._trace.tell(self._call_id, failure)
+            self._trace.tell(self.call_id, failure)
             raise failure.to_error() from None
 
     def _read_answers(self, ready: Mapping[int, Any]) -> None:
         try:
             answers = ray.get(list(ready.values()))
         except RayError:
-            self._seen.failure = self._find_death() or next(
-                self._describe_loss(rank, error) for rank, error in _lost_reports(ready)
-            )
+            rank, error = next(_lost_reports(ready))
+            brought_from = find_maker(error) if isinstance(error, RayTaskError) else ""
+            self._seen.failure = self._find_death(brought_from or None) or self._describe_loss(rank, error)
             return
         self._note_answers(ready, answers)
 
@@ -182,12 +191,18 @@ class RayCall:
             self._trace.note_watched(self._answers[rank], report)
         failed = [report for _, report in answers if report.failure is not None]
         if failed:
-            # A dead peer makes the others fail in their collective: then the death is the cause to report.
-            death = None if failed[0].upstream else self._find_death()
-            self._seen.failure = death or failed[0].failure
+            first = failed[0].failure
+            death = None if first is None or failed[0].upstream else self._find_death(first.lost_from)
+            self._seen.failure = death or first
 
-    def _find_death(self) -> Failure | None:
-        processes = list(self._everyone())
+    def _find_death(self, lost_from: str | None) -> Failure | None:
+        """The death that is the cause of a rank's failure: of who held what it could not read, or else of a peer, which
+        makes the others fail in their collective.
+        """
+        if lost_from is None:
+            processes = list(self._peers())
+        else:
+            processes = [process for process in self._everyone() if lost_from in ("", process.origin)]
         answers = self._inquirer.ask([process.actor for process in processes], "ping", _ANSWER_TIMEOUT_S)
         dead = {
             process: answer
@@ -213,14 +228,14 @@ class RayCall:
             cause_type=type(error).__name__,
             message=f"an earlier call's result is lost: {in_one_line(error)}",
             remote_traceback="",
-            origin=f"call {self._call_id}",
+            origin=f"call {self.call_id}",
         )
 
     def _describe_death(
         self, rank: int, error: RayError, process: HostProcess, others: Sequence[HostProcess] = ()
     ) -> Failure:
         death = describe_death(error, process, role=self._role, method=self._method, rank=rank, others=others)
-        return death if death.origin else replace(death, origin=f"call {self._call_id}")
+        return death if death.origin else replace(death, origin=f"call {self.call_id}")
 
     def _to_timeout(self, ranks: Sequence[int], timeout_s: float) -> HybridFlowError:
         head = f"{self._what} is not done after {round(timeout_s, 3):g} s on rank(s) {', '.join(map(str, ranks))}"
@@ -255,15 +270,15 @@ def _error_of(handle: Any) -> RayError | None:
     return None
 
 
-def take_ready(handles: list[Any]) -> tuple[list[CallReport], list[Any]]:
-    """The reports that are there, and the handles of the rest. Reports of dead ranks are left out."""
+def take_ready(handles: list[Any]) -> dict[Any, CallReport | None]:
+    """The reports that are there by their handles; None for one that is lost, with its rank or its inputs."""
     if not handles or not ray.is_initialized():  # Ray would start a cluster to look
-        return [], []
-    ready, pending = ray.wait(handles, num_returns=len(handles), timeout=0)
-    reports = []
+        return {}
+    ready = ray.wait(handles, num_returns=len(handles), timeout=0)[0]
+    reports: dict[Any, CallReport | None] = {}
     for handle in ready:
         try:
-            reports.append(unpack_answer(ray.get(handle))[1])
+            reports[handle] = unpack_answer(ray.get(handle))[1]
         except RayError:
-            continue
-    return reports, pending
+            reports[handle] = None
+    return reports

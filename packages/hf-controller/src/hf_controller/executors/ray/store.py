@@ -13,8 +13,9 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayError
 
-from hf_controller.failures import CLOSED
-from hf_protocols import PoolError, WorkerError, WorkerTimeoutError
+from hf_controller.executors.ray.host_process import find_maker
+from hf_controller.failures import CLOSED, LostResultError
+from hf_protocols import PoolError, WorkerTimeoutError
 
 if TYPE_CHECKING:
     from hf_controller.transport import Shard, SliceRequest
@@ -153,7 +154,7 @@ class RayStore:
 
         Raises:
             WorkerTimeoutError: if one is not there in time.
-            WorkerError: if the process that made one is gone.
+            LostResultError: if the process that made one is gone.
         """
         deadline_s = time.monotonic() + timeout_s
         first = self._get([_first_reference(handle) for handle in handles], timeout_s)
@@ -181,7 +182,9 @@ class RayStore:
                 f"{len(asked)} objects of earlier calls were not there after {timeout_s:g} s: {why}"
             ) from error
         except RayError as error:
-            raise WorkerError(f"an earlier call's result is lost: {_first_line(error)}") from error
+            raise LostResultError(
+                f"an earlier call's result is lost: {_first_line(error)}", find_maker(error)
+            ) from error
         return [_contents(each) if isinstance(each, _Fetched | Delivered) else next(found) for each in references]
 
     def wait(self, handles: Sequence[Any], timeout_s: float) -> None:
@@ -205,7 +208,7 @@ class RayStore:
         """Ask a far shard's slicer for a slice.
 
         Raises:
-            WorkerError: if the slicer is gone.
+            LostResultError: if the slicer is gone.
         """
         self._check_open()
         name = shard.origin.slicer
@@ -213,7 +216,9 @@ class RayStore:
             if name not in self._actors:
                 self._actors[name] = ray.get_actor(name)
         except ValueError as error:
-            raise WorkerError(f"an earlier call's result is lost: the process {name} that holds it is gone") from error
+            raise LostResultError(
+                f"an earlier call's result is lost: the process {name} that holds it is gone"
+            ) from error
         # In a list, so that the object itself stays where it is.
         return self._actors[name].cut.remote([_first_reference(shard.arrays)], request)
 
