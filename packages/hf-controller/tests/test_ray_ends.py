@@ -333,7 +333,7 @@ def test_a_block_raises_a_death_that_its_program_was_not_told_of_once(argument):
 
 
 CAUSES_PROGRAM = """
-import os, sys, threading, time
+import os, sys, time
 import torch
 from tensordict import TensorDict
 from hf_protocols import DP, ONE_TO_ALL, RANK_ZERO, ParallelSpec, Topology, WorkerError, register
@@ -341,7 +341,8 @@ from hf_controller import RayExecutor, ResourcePool, Worker, WorkerSpec
 
 class Pair(Worker):
     @register(protocol=DP)
-    def echo(self, batch):
+    def echo(self, batch, seconds=0):
+        time.sleep(seconds)
         return batch.clone()
 
     @register(protocol=ONE_TO_ALL, returns="object")
@@ -349,10 +350,6 @@ class Pair(Worker):
         if self.context.rank == rank:
             os._exit(1)
         torch.distributed.all_reduce(torch.ones(()))
-
-    @register(protocol=RANK_ZERO, returns="object")
-    def lock(self):
-        return threading.Lock()
 
     @register(protocol=RANK_ZERO, returns="object")
     def fail(self):
@@ -383,8 +380,9 @@ with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20) as executor:
     if sys.argv[1] == "a death behind its peer's error":
         pair.die(1)
         pair.rest()
-    elif sys.argv[1] == "an answer that is lost":
-        pair.lock()
+    elif sys.argv[1] == "an input that was released":
+        pair.echo(single.echo(batch, seconds=60))
+        executor.release(pools[1])
         pair.rest()
     else:
         lost = single.echo(batch)
@@ -398,7 +396,7 @@ print("closed")
 
 CAUSES = {
     "a death behind its peer's error": r"process pair/1 is gone: .*\.die;",
-    "an answer that is lost": r"pair\.lock on rank 0 failed: .*lock",
+    "an input that was released": r"pair\.echo on rank [01] failed: .*result is lost with its process",
     "deaths and failures apart": None,
 }
 
@@ -413,7 +411,8 @@ def test_a_block_and_its_calls_say_the_cause_of_a_failure(argument):
         assert re.search(CAUSES[argument], raised), done.stderr
         return
     assert done.returncode == 0, done.stderr
-    death, own, loss, closed = done.stdout.splitlines()
+    said = [line for line in done.stdout.splitlines() if line.startswith(("told: ", "closed"))]  # Ray says more
+    death, own, loss, closed = said
     assert death.startswith("told: single.die on rank 0 failed: ") and "process single/0 is gone" in death
     assert own.startswith("told: pair.fail on rank 0 failed: KeyError: 'own'")
     assert loss.startswith("told: pair.echo on rank ") and "process single/0 is gone" in loss

@@ -73,48 +73,29 @@ class HostWorker(Worker):
 
 def test_a_call_that_fails_before_its_turn_lets_nobody_overtake_an_earlier_one(ray_executor):
     spec = WorkerSpec(worker=HostWorker, topology=Topology(ParallelSpec()))
-    shared, apart = (ResourcePool([1], device="cpu", name=name) for name in ("of three", "apart"))
+    shared, apart = (ResourcePool([1], device="cpu", name=name) for name in ("of four", "apart"))
     try:
-        roles = ("slow", "doomed", "late")
+        roles = ("slow", "doomed", "next", "last")
         groups = ray_executor.build_groups(shared, dict.fromkeys(roles, spec), wait=False)
         giver = ray_executor.build_groups(apart, {"giver": spec})["giver"]
-        slow, doomed, late = (groups[role] for role in roles)
+        slow, doomed, following, last = (groups[role] for role in roles)
         pids = [group.pid().result() for group in (doomed, giver)]
-        working = slow.work(6.0)
-        # Ray ends these calls of a process that lives, as soon as what it should bring to them is lost.
-        never = giver.give(batch(), seconds=60.0)
-        readers = [slow.give(never) for _ in range(20)]
-        asked_before = late.work()
+        working = slow.work(5.0)
+        without_input = slow.give(giver.give(batch(), seconds=60.0))
+        waiting = following.work()  # for a call of a process that lives, and whose input will be lost
         dying = doomed.work()
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        for failing in (readers[-1], dying):
-            with pytest.raises(WorkerError, match="is gone"):
-                failing.result()
-        asked_after = late.work()
+        with pytest.raises(WorkerError, match="process doomed/0 is gone"):
+            dying.result()
+        overtaking = last.work()  # the call before it has failed already
         ends_s = working.result()[1]
-        assert min(asked_before.result()[0], asked_after.result()[0]) >= ends_s
+        assert min(waiting.result()[0], overtaking.result()[0]) >= ends_s
+        with pytest.raises(WorkerError, match="process giver/0 is gone"):
+            without_input.result()
     finally:
         ray_executor.release(shared)
         ray_executor.release(apart)
-
-
-def test_what_a_call_waits_for_does_not_grow_with_the_calls_before_it(ray_executor):
-    spec = WorkerSpec(worker=HostWorker, topology=Topology(ParallelSpec()))
-    pool = ResourcePool([1], device="cpu", name="long queue")
-    try:
-        groups = ray_executor.build_groups(pool, {"first": spec, "second": spec})
-        blocking = groups["first"].work(3.0)
-        chain = groups["first"].give(batch())
-        for _ in range(60):
-            chain = groups["first"].give(chain)
-        waited_for = ray_executor._occupied[pool].find_unfinished()
-        assert 1 <= len(waited_for) <= 9
-        assert groups["second"].work().result()[0] >= blocking.result()[1]
-        assert chain.num_rows == 4
-        assert ray_executor._occupied[pool].find_unfinished() == []
-    finally:
-        ray_executor.release(pool)
 
 
 def test_other_pools_do_not_wait(ray_stage):

@@ -228,9 +228,6 @@ class HostActor:
         metadata, contents = pack_shard(outcome) if isinstance(outcome, Shard) else (outcome, outcome)
         return pack_answer(metadata if self._slicer is not None else None, report), contents
 
-    def finish_calls(self) -> None:
-        """Answer once all earlier calls are over."""
-
     def _run(self, message: tuple[Any, ...]) -> tuple[Outcome, CallReport]:
         call = unpack_call(*message)
         if self._host is None:

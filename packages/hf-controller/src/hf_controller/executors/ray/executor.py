@@ -24,7 +24,6 @@ from hf_controller.executors.ray.pending import RayCall, take_ready
 from hf_controller.executors.ray.placement import PlacedPool, place
 from hf_controller.executors.ray.shipping import PackedRoles, pack_roles
 from hf_controller.executors.ray.store import BatchHandle, RayStore, ValueHandle
-from hf_controller.executors.ray.turns import find_unfinished
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.executors.ray.wire import pack_call
 from hf_controller.resource_pool import ResourcePool
@@ -52,10 +51,10 @@ class _Occupied:
 
     def find_unfinished(self, but_for: HostSet | None = None) -> list[Any]:
         """Answers that are there once every call on the pool is over, or every one of other processes."""
-        queues = [
-            process.queue for host_set in self.host_sets if host_set is not but_for for process in host_set.processes
-        ]
-        return find_unfinished([answer for queue in queues for answer in queue.answers])
+        host_sets = [host_set for host_set in self.host_sets if host_set is not but_for]
+        last = [process.last_answer for host_set in host_sets for process in host_set.processes]
+        answers = [answer for answer in last if answer is not None]
+        return ray.wait(answers, num_returns=len(answers), timeout=0, fetch_local=False)[1] if answers else []
 
 
 class RayExecutor(Executor):
@@ -301,10 +300,7 @@ class RayExecutor(Executor):
                 metadata = answers[rank] if self._joined else None
                 is_batch = spec.returns == "batch"
                 handles[rank] = BatchHandle(metadata=metadata, contents=contents) if is_batch else ValueHandle(contents)
-            brought = any(isinstance(part, ray.ObjectRef) for part in message)
-            process = host_set.processes[rank]
-            process.note_call(f"call {call.call_id} {call.role}.{call.method}")
-            process.queue.add(answers[rank], may_fail_early=brought)
+            host_set.processes[rank].note_call(f"call {call.call_id} {call.role}.{call.method}", answers[rank])
         collected = spec.protocol.collect(group.topology).ranks
         first = next(iter(calls.values()))
         made = RayCall(

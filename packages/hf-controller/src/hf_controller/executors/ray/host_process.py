@@ -11,7 +11,6 @@ import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
 from hf_controller.executors.ray.inquirer import Inquirer
-from hf_controller.executors.ray.turns import CallQueue
 from hf_controller.failures import Failure
 
 __all__ = [
@@ -58,8 +57,9 @@ class HostProcess:
 
     Attributes:
         origin: what its death is called as a :class:`Failure`'s origin.
-        queue: the calls that it has still to run.
         last_call: the call that it was given last, such as ``"call 12 actor.update_actor"``.
+        last_answer: reference of its answer, or None. It is there once all calls are over: a process runs them in
+            order, those too whose inputs are lost.
         was_ended: whether its pool was released, or its group ended.
     """
 
@@ -68,17 +68,17 @@ class HostProcess:
         self.pool = pool
         self.actor = actor
         self.origin = _origin_of(actor._actor_id.hex())
-        self.queue = CallQueue(actor)
         self.last_call = "none"
+        self.last_answer: Any = None
         self.was_ended = False
         self._is_gone = False
         # Asked now: a dead process, or one that stands still, could not answer later.
         self._location = actor.locate.remote()
 
-    def note_call(self, call: str) -> None:
+    def note_call(self, call: str, answer: Any) -> None:
         """It is given ``call``, unless it is known to be gone."""
         if not self._is_gone:
-            self.last_call = call
+            self.last_call, self.last_answer = call, answer
 
     def note_death(self) -> None:
         """It is gone: what it was given last stays what it is."""
