@@ -355,7 +355,7 @@ class Pair(Worker):
     def fail(self):
         raise KeyError("own")
 
-    @register(protocol=RANK_ZERO, returns="object")
+    @register(protocol=ONE_TO_ALL, returns="object")
     def rest(self):
         pass
 
@@ -395,7 +395,7 @@ print("closed")
 """
 
 CAUSES = {
-    "a death behind its peer's error": r"process pair/1 is gone: .*\.die;",
+    "a death behind its peer's error": r"pair\.die on rank 1 failed: .*process pair/1 is gone",
     "an input that was released": r"pair\.echo on rank [01] failed: .*result is lost with its process",
     "deaths and failures apart": None,
 }

@@ -35,7 +35,7 @@ def _show(value: object) -> str:
     try:
         shown = repr(value)
     except Exception:  # noqa: BLE001 - a user's class may fail in any way, and Python has no text for huge numbers
-        return f"(a {type(value).__name__} that cannot be shown)"
+        return f"({type(value).__name__} that cannot be shown)"
     return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
 
 

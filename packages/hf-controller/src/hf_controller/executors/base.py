@@ -31,9 +31,9 @@ __all__ = ["Executor", "check_pool", "check_specs"]
 class Executor(ABC):
     """Builds worker groups on pools and runs their calls. A context manager: leaving it closes everything.
 
-    Where the block ends without an exception, the last call on every slot ends first, and so do those before it: its
-    result is waited for as usual, unless the program was told already that it is late. The first failure that the
-    program was not told of is then raised. After an exception, and in :meth:`close`, calls that are not over end at
+    Where the block ends without an exception, its calls end first: they are waited for one after another, as long as
+    their results would be, but for those of which the program was told already that they are late. The first failure
+    that the program was not told of is then raised. After an exception, and in :meth:`close`, calls that are not over end at
     once, and failures are not looked for.
 
     Attributes:
@@ -134,7 +134,7 @@ class Executor(ABC):
             raise late
 
     def _finish_calls(self) -> None:  # noqa: B027 - nothing is left to do where a call is over when it is made
-        """Wait for the last call on every slot, and have the trace know why it failed; raises if it is late."""
+        """Wait for the calls, and have the trace know why they failed; raises if one is late."""
 
     def put(self, batch: TensorDict) -> BatchFuture:
         """Store a batch of this process, so that groups can read it.
