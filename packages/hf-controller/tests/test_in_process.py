@@ -20,7 +20,6 @@ from hf_controller import (
 from hf_protocols import (
     DP,
     ONE_TO_ALL,
-    THREE_D,
     BatchError,
     ConfigError,
     ParallelSpec,
@@ -418,31 +417,6 @@ def test_building_groups_leaves_the_programs_random_numbers_alone():
         assert torch.equal(torch.get_rng_state(), state)
         with pytest.raises(PoolError, match="pool='x': give the ResourcePool"):
             executor.release("x")
-
-
-class Stages(Worker):
-    """Two pipeline stages, of which the last one's rows are collected."""
-
-    needs_process_group = False
-
-    @register(protocol=THREE_D)
-    def double(self, batch, fails_on):
-        if self.context.rank == fails_on:
-            raise KeyError(f"on {fails_on}")
-        return TensorDict({"x": batch["x"] * 2}, batch_size=batch.batch_size)
-
-
-def test_every_rank_of_a_call_runs_whatever_became_of_the_others():
-    spec = WorkerSpec(worker=Stages, topology=Topology(ParallelSpec(pp_size=2)))
-    with InProcessExecutor() as executor:
-        stages = executor.build_groups(ResourcePool([2], device="cpu"), {"stages": spec})["stages"]
-        first, last = (stages.double(batch(), fails_on=rank) for rank in range(2))
-        with pytest.raises(RemoteCallError, match=r"^stages\.double on rank 0 failed: KeyError: 'on 0'"):
-            first.result()
-        # Its rows are there all the same, for who reads them; those of the rank that is collected are not.
-        assert stages.double(first, fails_on=None).result()["x"].tolist() == (batch()["x"] * 4).tolist()
-        with pytest.raises(RemoteCallError, match=r"^stages\.double on rank 1 failed: KeyError: 'on 1'"):
-            stages.double(last, fails_on=None).result()
 
 
 class Failing(Worker):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec
-from hf_protocols import DP, ParallelSpec, PoolError, ProtocolError, Topology, register
+from hf_controller import InProcessExecutor, RemoteCallError, ResourcePool, Worker, WorkerSpec
+from hf_protocols import DP, THREE_D, ParallelSpec, PoolError, ProtocolError, Topology, register
 
 
 class Joining(Worker):
@@ -46,3 +46,31 @@ def test_a_larger_group_is_refused_beside_a_default_group_with_the_knob():
         knob = "groups of one rank make: set needs_process_group = False in their worker classes"
         with pytest.raises(ProtocolError, match=f"rank 0 of 2 cannot run beside a default process group .* {knob}"):
             executor.build_groups(pool(2), {"larger": spec(Joining, 2)})
+
+
+BATCH = TensorDict({"x": torch.ones(2)}, batch_size=[2])
+
+
+class Stages(Worker):
+    """Two pipeline stages, of which the last one's rows are collected."""
+
+    needs_process_group = False
+
+    @register(protocol=THREE_D)
+    def double(self, batch, fails_on):
+        if self.context.rank == fails_on:
+            raise KeyError(f"on {fails_on}")
+        return TensorDict({"x": batch["x"] * 2}, batch_size=batch.batch_size)
+
+
+def test_every_rank_of_a_call_runs_whatever_became_of_the_others():
+    stages_spec = WorkerSpec(worker=Stages, topology=Topology(ParallelSpec(pp_size=2)))
+    with InProcessExecutor() as executor:
+        stages = executor.build_groups(pool(2), {"stages": stages_spec})["stages"]
+        first, last = (stages.double(BATCH, fails_on=rank) for rank in range(2))
+        with pytest.raises(RemoteCallError, match=r"^stages\.double on rank 0 failed: KeyError: 'on 0'"):
+            first.result()
+        # Its rows are there all the same, for who reads them; those of the rank that is collected are not.
+        assert stages.double(first, fails_on=None).result()["x"].tolist() == (BATCH["x"] * 4).tolist()
+        with pytest.raises(RemoteCallError, match=r"^stages\.double on rank 1 failed: KeyError: 'on 1'"):
+            stages.double(last, fails_on=None).result()

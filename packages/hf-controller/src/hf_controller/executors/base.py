@@ -33,8 +33,8 @@ class Executor(ABC):
 
     Where the block ends without an exception, its calls end first: they are waited for one after another, as long as
     their results would be, but for those of which the program was told already that they are late. The first failure
-    that the program was not told of is then raised. After an exception, and in :meth:`close`, calls that are not over end at
-    once, and failures are not looked for.
+    that the program was not told of is then raised. After an exception, and in :meth:`close`, calls that are not over
+    end at once, and failures are not looked for.
 
     Attributes:
         trace: the spans of all calls.
