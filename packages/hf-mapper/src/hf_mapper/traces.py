@@ -200,7 +200,8 @@ def read_stages(path: Path | str, constants: TraceConstants | None = None) -> li
         planned = Counter(name for stage in plan.estimates.get("stages", ()) for name in stage["calls"])
         WorkloadSpec(**workload)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}, or summary.json or plan.json beside it, is not as a run wrote it: {error!r}") from error
+        names = f"{path}, or summary.json or plan.json beside it,"
+        raise ConfigError(f"{names} is not as a run wrote it: {error!r}") from error
     found = []
     for (role, method, phase), measured in stages.items():
         placed = plan.models.get(role)
