@@ -121,12 +121,24 @@ def as_json(**changes: Any) -> str:
     return json.dumps({**json.loads(two_pools().to_json()), **changes})
 
 
+def on_two_kinds() -> str:
+    """The critic on another kind of device than the policy."""
+    pools = json.loads(as_json())["pools"]
+    pools[0]["machines"][0]["gpu_kind"], pools[1]["machines"][0]["gpu_kind"] = "h100", "a100-80"
+    return as_json(pools=pools)
+
+
 @pytest.mark.parametrize(
     ("text", "changes", "message"),
     [
         (as_json(), (), "wants 2 slots of cpu on a machine, the cluster has 1 x 1 cpu"),
         (as_json(), ("cluster.gpus_per_machine=2",), "want 2 + 1 = 3 slots, the cluster has 1 x 2 cpu = 2"),
         (as_json(), ("cluster.gpus_per_machine=3", "cluster.gpu=h100"), "slots of cpu on a machine"),
+        (
+            on_two_kinds(),
+            ("cluster.gpus_per_machine=3", "cluster.gpu=h100"),
+            "the plan's models are on h100 and a100-80",
+        ),
         (as_json(schema_version=7), (), "schema_version 7, this release reads 1"),
         (as_json(pools=[]), (), "which is none of"),
         ("{", (), "this is no mapping plan"),

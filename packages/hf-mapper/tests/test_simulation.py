@@ -163,6 +163,58 @@ def test_a_pool_of_two_kinds_of_cluster_names_its_kind() -> None:
     assert [pool.machines[0].gpu_kind for pool in found.plan.pools[:2]] == ["h100", "a100-80"]
 
 
+def twice_a100() -> ClusterSpec:
+    """Two entries of one kind of GPU, the second one better connected and larger."""
+    slow = MachineSpec(gpu=gpu("a100-80"), num_gpus=2, intra_bandwidth_bytes_per_s=1e9)
+    fast = MachineSpec(gpu=gpu("a100-80"), num_gpus=8)
+    return ClusterSpec(machines=(slow, fast), inter_bandwidth_bytes_per_s=25e9)
+
+
+def test_a_plan_over_two_entries_of_one_kind_simulates_to_its_own_estimates() -> None:
+    both, shapes = twice_a100(), models(LARGE)
+    plan = map_dataflow(PPO, shapes, both, WORKLOAD)
+    assert plan.pools[0].machines[0].slots == 8, "the better machine is the second entry"
+    found = simulate_placement(PPO, shapes, both, WORKLOAD, read_placement(MappingPlan.from_json(plan.to_json())))
+    assert found.plan.pools == plan.pools
+    assert found.plan.estimates["stages"] == plan.estimates["stages"]
+    assert found.plan.estimates["pools"] == plan.estimates["pools"]
+
+
+def test_entries_of_one_kind_are_numbered() -> None:
+    both, shapes = twice_a100(), models(SMALL)
+    assert both.names == ("a100-80#1", "a100-80#2")
+    seconds = []
+    for number in (1, 2):
+        pools = parse_placement(f"actor+critic+reference=2@a100-80#{number}")
+        found = simulate_placement(PPO, shapes, both, WORKLOAD, pools)
+        pools = parse_placement("actor+critic+reference=2")
+        expected = simulate_placement(PPO, shapes, both.only(number - 1), WORKLOAD, pools)
+        assert found.iteration_s == pytest.approx(expected.iteration_s, rel=1e-3), "but for rows between machines"
+        seconds.append(found.iteration_s)
+    assert seconds[0] > 1.02 * seconds[1], "the slow links cost something"
+
+
+def test_a_plan_that_does_not_say_which_entry_is_asked() -> None:
+    both, shapes = twice_a100(), models(SMALL)
+    for pools in (parse_placement("actor+critic+reference=2"), parse_placement("actor+critic+reference=2@a100-80")):
+        with pytest.raises(PlanError, match="add @a100-80#1 or @a100-80#2"):
+            simulate_placement(PPO, shapes, both, WORKLOAD, pools)
+    plan = map_dataflow(PPO, shapes, both, WORKLOAD)
+    written = replace(plan, estimates={})  # by hand, without what the mapper leaves
+    with pytest.raises(PlanError, match="add @a100-80#1 or @a100-80#2"):
+        simulate_placement(PPO, shapes, both, WORKLOAD, read_placement(written))
+
+
+def test_machines_that_were_edited_count_rather_than_the_estimates() -> None:
+    machines = tuple(MachineSpec(gpu=gpu(kind), num_gpus=4) for kind in ("a100-80", "h100"))
+    both = ClusterSpec(machines=machines, inter_bandwidth_bytes_per_s=25e9)
+    pools = parse_placement("actor+critic+reference=4@h100")
+    plan = simulate_placement(PPO, models(SMALL), both, WORKLOAD, pools).plan
+    edited = MappingPlan.from_json(plan.to_json().replace('"gpu_kind": "h100"', '"gpu_kind": "a100-80"'))
+    found = simulate_placement(PPO, models(SMALL), both, WORKLOAD, read_placement(edited))
+    assert found.iteration_s > plan.estimates["iteration_s"]
+
+
 PROBLEM = """
 dataflow = "ppo"
 [models]
@@ -205,6 +257,27 @@ def test_the_command_prints_calls_and_json(tmp_path: Path) -> None:
     code, again = command(tmp_path, str(file), "--json")
     assert code == 0
     assert json.loads(again)["plan"]["estimates"]["iteration_s"] == body["plan"]["estimates"]["iteration_s"]
+
+
+def test_the_commands_take_a_problem_with_two_entries_of_one_kind(tmp_path: Path) -> None:
+    entry = '[[cluster.machines]]\ngpu = "l40s"\nnum_gpus = {}\n'
+    problem = PROBLEM.format(model="qwen2.5-0.5b").replace("[workload]", entry.format(8) + "[workload]")
+    problem = problem.replace("[cluster]", "[cluster]\ninter_bandwidth_bytes_per_s = 25e9")
+    (tmp_path / "both.toml").write_text(problem)
+
+    def run(*arguments: str) -> str:
+        result = CliRunner().invoke(main, [*arguments], env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    found = json.loads(run("explain", str(tmp_path / "both.toml"), "--quick", "--json"))
+    assert [more["gpu_kind"] for more in found["extensions"]] == ["l40s#1", "l40s#2"]
+    (tmp_path / "plan.json").write_text(json.dumps(found["plan"]))
+    again = json.loads(
+        run("simulate", str(tmp_path / "both.toml"), "--placement", str(tmp_path / "plan.json"), "--json")
+    )
+    assert again["plan"]["estimates"]["stages"] == found["plan"]["estimates"]["stages"]
+    assert "8 x l40s#2" in run("explain", str(tmp_path / "both.toml"), "--quick")
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,29 @@ import pytest
 from click.testing import CliRunner
 
 from hf_mapper import (
+    ClusterSpec,
     EfficiencySpec,
     TraceConstants,
+    WorkloadSpec,
     calibrate_traces,
     host_gpu,
+    map_dataflow,
     read_config,
     read_stages,
     validate_trace,
 )
 from hf_mapper.cli import main
-from hf_protocols import ConfigError, GenerationSpec, MachinePlan, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
+from hf_protocols import (
+    ConfigError,
+    Dataflow,
+    GenerationSpec,
+    MachinePlan,
+    MappingPlan,
+    ModelPlan,
+    ModelShape,
+    ParallelSpec,
+    PoolPlan,
+)
 
 CONFIG = {
     "model_type": "llama", "num_hidden_layers": 3, "hidden_size": 160, "intermediate_size": 448,
@@ -149,6 +162,23 @@ def test_calibration_finds_the_device_again_and_predicts_another_size(tmp_path: 
     # predicted over measured, less one
     for error in validate_trace(other):
         assert error.error == pytest.approx(error.predicted_s / error.measured_s - 1)
+
+
+@pytest.mark.parametrize(("preset", "times"), [("remax", 2), ("grpo", 1), ("safe-rlhf", 1)])
+def test_a_stage_counts_as_often_as_the_recipe_calls_it(tmp_path: Path, preset: str, times: int) -> None:
+    """ReMax generates twice in an iteration, once greedily; the trace has the sum."""
+    trace = write_run(tmp_path / "run", MEASURED)
+    once = {case.fit_group: case.predict() for case in read_stages(trace)}
+    shape = ModelShape.from_config(trace.parent / "model" / "config.json")
+    flow = Dataflow.preset(preset)
+    models = {role: shape for role in flow.roles if role not in ("reward", "cost", "advantage")}
+    made = map_dataflow(flow, models, ClusterSpec.host(2, 2**31), WorkloadSpec(**WORKLOAD), backends=("fsdp",))
+    assert made.models["actor"].train == ParallelSpec(dp_size=2), "as in the run"
+    (trace.parent / "plan.json").write_text(made.to_json())
+    found = {case.fit_group: case.predict() for case in read_stages(trace)}
+    expected = {name: once[name] * (times if "generate" in name else 1) for name in found}
+    assert found == pytest.approx(expected)
+    assert ("critic.update_critic training" in found) is ("critic" in models)
 
 
 def test_constants_travel_as_json() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -168,6 +169,22 @@ def test_engines_of_2023_sum_around_a_ring(write: Write, framework: str, one_sho
     [table] = read_tables(write([run]))
     [(_, [case])] = build_cases(table)
     assert case.engine.one_shot_reduce == one_shot
+
+
+def test_an_engine_that_evicts_nothing_goes_in_whole_rounds(write: Write) -> None:
+    """70B in 16 bits on 4 x 40 GiB: what 0.9 of each leaves beside 1 GiB and the weights holds 18 whole sequences."""
+    free = 0.9 * 40 * 2**30 - 2**30 - 2 * 68.98e9 / 4
+    token = 2 * 80 * 8 * 128 * 2 / 4
+    assert int(free / token / 2048) == 18
+    run = {
+        "source": "LLM-Inference-Bench", "gpu": "A100", "model": "llama2-70b", "tp": 4, "input_len": 1024,
+        "output_len": 1024, "latency_s": 1.0,
+    }  # fmt: skip
+    whole = predict(write([run | {"framework": "TensorRT-LLM", "batch": batch} for batch in (18, 19, 36, 37)]))
+    assert whole[2] == pytest.approx(2 * whole[0], rel=1e-3)
+    assert [bool(after > 1.4 * before) for before, after in itertools.pairwise(whole)] == [True, False, True]
+    freed = predict(write([run | {"framework": "vLLM", "batch": batch} for batch in range(16, 40)]))
+    assert all(before < after < 1.1 * before for before, after in itertools.pairwise(freed))
 
 
 @pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie beside the repository")

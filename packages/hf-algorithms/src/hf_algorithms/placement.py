@@ -164,6 +164,12 @@ def _check_machines(config: ClusterConfig, plan: MappingPlan) -> None:
     names = dict.fromkeys(plan.models[role].pool for role in plan.models if role in MODEL_ROLES)
     pools = [plan.pool(name) for name in names]
     given = f"{config.machines} x {config.gpus_per_machine} {config.gpu}"
+    kinds = dict.fromkeys(machine.gpu_kind for pool in pools for machine in pool.machines)
+    if len(kinds) > 1:
+        raise PlanError(
+            f"the plan's models are on {' and '.join(kinds)}, the cluster has {given}: a run is on one kind of device, "
+            "Ray does not tell kinds apart; make a plan for the machines of one kind"
+        )
     for pool in pools:
         for machine in pool.machines:
             if machine.gpu_kind != config.gpu or machine.slots > config.gpus_per_machine:

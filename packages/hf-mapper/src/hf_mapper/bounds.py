@@ -37,7 +37,10 @@ class Bottleneck:
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """The best plan with one more machine of a kind: its seconds, and the part of an iteration that it saves."""
+    """The best plan with one more machine of a kind: its seconds, and the part of an iteration that it saves.
+
+    ``gpu_kind`` is the name of the machines (``ClusterSpec.names``).
+    """
 
     gpu_kind: str
     num_machines: int
@@ -88,7 +91,7 @@ def try_extensions(problem: MapperConfig, iteration_s: float, should_stop: StopS
             break
         found.append(
             Extension(
-                gpu_kind=machine.gpu.kind,
+                gpu_kind=problem.cluster.names[index],
                 num_machines=more.num_machines,
                 iteration_s=plan.estimates["iteration_s"],
                 saved_part=1 - plan.estimates["iteration_s"] / iteration_s,

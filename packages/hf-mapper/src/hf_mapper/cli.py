@@ -131,7 +131,8 @@ def _write_page(path: Path, page: str) -> None:
     "--placement",
     required=True,
     metavar="PLACEMENT",
-    help="Pools, such as actor+reference=8,critic+reward=8 (=8@h100 names the kind), or a plan's JSON file.",
+    help="Pools, such as actor+reference=8,critic+reward=8 (=8@h100 names the kind, =8@h100#2 its second entry), or a "
+    "plan's JSON file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan of the placement and every call as JSON.")
 def simulate(config: Path, placement: str, as_json: bool) -> None:

@@ -49,10 +49,10 @@ FITS: tuple[Fit, ...] = (
         source="Argonne",
         models=("llama-2-7b", "llama-3-8b"),
         values={
-            "inference_flops": 0.643,
+            "inference_flops": 0.649,
             "memory_bandwidth": 0.882,
             "layer_latency_s": 0.000119,
-            "sequence_latency_s": 7.07e-06,
+            "sequence_latency_s": 7.53e-06,
         },
     ),
     Fit(
@@ -74,9 +74,9 @@ FITS: tuple[Fit, ...] = (
         models=("llama-2-7b", "llama-3-8b"),
         values={
             "inference_flops": 0.8,
-            "memory_bandwidth": 0.775,
-            "layer_latency_s": 0.000142,
-            "sequence_latency_s": 2.25e-05,
+            "memory_bandwidth": 0.794,
+            "layer_latency_s": 0.000148,
+            "sequence_latency_s": 2.34e-05,
         },
     ),
     Fit(
@@ -97,10 +97,10 @@ FITS: tuple[Fit, ...] = (
         source="Argonne",
         models=("llama-2-7b", "llama-3-8b"),
         values={
-            "inference_flops": 0.732,
-            "memory_bandwidth": 0.733,
-            "layer_latency_s": 0.000108,
-            "sequence_latency_s": 1.46e-05,
+            "inference_flops": 0.586,
+            "memory_bandwidth": 0.756,
+            "layer_latency_s": 0.000109,
+            "sequence_latency_s": 1.28e-05,
         },
     ),
     Fit(

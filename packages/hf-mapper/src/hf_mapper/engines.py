@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ __all__ = ["GenerationCase", "build_generation_cases"]
 
 _ENGINES = (
     (r"turbomind|lmdeploy", EngineSpec(name="lmdeploy", one_shot_reduce=False, first_token_decodes=True)),
-    (r"tensorrt", EngineSpec(name="tensorrt-llm")),
+    (r"tensorrt", EngineSpec(name="tensorrt-llm", evicts=False)),
     (r"vllm fork|splitwise", EngineSpec(name="vllm-2023", one_shot_reduce=False)),
     (r"vllm", EngineSpec(name="vllm")),
     (r"deepspeed-mii", EngineSpec(name="deepspeed-mii", one_shot_reduce=False)),
@@ -66,15 +67,18 @@ class GenerationCase:
         return self.model.name
 
     def predict(self) -> float:
-        """What the simulator answers: a batch beyond the cache runs as places become free, in fractions of rounds."""
-        batch = self.workload.num_sequences
-        running = min(batch, self._places())
+        """What the simulator answers: a batch beyond the cache runs as places become free, in fractions of rounds.
+
+        Where nothing is evicted, in whole ones: equal sequences end together.
+        """
+        batch, places = self.workload.num_sequences, self._places()
         if self.phase == "prefill":
             return self._prefill_s(1 if self.single else batch)
-        decode_s = self._rollout(running)["decode_s"]
+        rounds = max(1.0, batch / places) if self.engine.evicts else -(-batch // places)
+        decode_s = self._rollout(min(places, math.ceil(batch / rounds)))["decode_s"]
         if self.phase == "decode":
             return decode_s / self.workload.response_tokens
-        return self._prefill_s(batch) + decode_s * batch / running
+        return self._prefill_s(batch) + decode_s * rounds
 
     def with_constants(self, efficiency: EfficiencySpec, **links: float) -> GenerationCase:
         """The same case with other constants."""
@@ -95,13 +99,14 @@ class GenerationCase:
         ).breakdown
 
     def _places(self) -> int:
-        """Sequences of mean length that the cache holds beside the weights and the runtime."""
+        """Sequences that the cache holds beside the weights and the runtime: half of their responses, or all."""
         size = self.generation.replica_size
         spec = self.cluster.machine.gpu
         total = spec.memory_bytes * self.engine.memory_fraction - spec.reserved_bytes
         free = total - weight_bytes(self.model, self.workload) / size
         token = float(kv_token_bytes(self.model, self.generation, self.workload))
-        return max(1, int(free / token / (self.workload.prompt_tokens + self.workload.response_tokens / 2)))
+        held = self.workload.prompt_tokens + self.workload.response_tokens / (2 if self.engine.evicts else 1)
+        return max(1, int(free / token / held))
 
 
 def build_generation_cases(table: MeasuredTable) -> Iterator[tuple[Row, list[GenerationCase] | SkipRow]]:

@@ -120,7 +120,8 @@ def _draw_time(plan: MappingPlan) -> Iterable[str]:
         roles = [role for role in plan.roles_of(pool.name) if role in plan.estimates["models"]]
         idle = 1 - sum(plan.estimates["pools"][pool.name]["stage_s"]) / total
         yield f"<h3>{escape(pool.name)}</h3>"
-        yield f'<p class="soft">{escape(describe_devices(pool))}, idle {100 * max(0.0, idle):.0f} % of the time</p>'
+        devices = escape(describe_devices(plan, pool))
+        yield f'<p class="soft">{devices}, idle {100 * max(0.0, idle):.0f} % of the time</p>'
         yield _draw_gantt(plan, roles, busy, total)
 
 

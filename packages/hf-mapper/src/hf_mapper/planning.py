@@ -12,7 +12,7 @@ from hf_mapper.pools import PoolOption
 from hf_mapper.specs import HOST_KIND, ClusterSpec, WorkloadSpec
 from hf_protocols import Dataflow, MachinePlan, MappingPlan, ModelPlan, PoolPlan
 
-__all__ = ["FUNCTION_BACKEND", "PlacedPool", "build_plan"]
+__all__ = ["FUNCTION_BACKEND", "PlacedPool", "build_plan", "find_machines"]
 
 FUNCTION_BACKEND = "function"
 
@@ -38,8 +38,9 @@ def build_plan(
     """The plan of ``pools`` and of one host slot for each of ``functions``; roles in the dataflow's order.
 
     A pool is named after its roles, joined by ``+``. ``estimates`` has ``iteration_s``; per stage its calls, its time
-    and the pool that it waits for; per pool its time in each stage, bytes used and usable per device; per model its
-    time in each stage, state, work and host bytes per device and generation waves; the idle devices; and ``search``.
+    and the pool that it waits for; per pool its time in each stage, bytes used and usable per device, and the name of
+    its machines (``ClusterSpec.names``); per model its time in each stage, state, work and host bytes per device and
+    generation waves; the idle devices; and ``search``.
     """
     order = {role: number for number, role in enumerate(dataflow.roles)}
     named = {"+".join(sorted(pool.roles, key=order.__getitem__)): pool for pool in pools}
@@ -57,6 +58,14 @@ def build_plan(
         models=models,
         estimates=_build_estimates(dataflow, cluster, named, chosen, search),
     )
+
+
+def find_machines(plan: MappingPlan, pool: str, kind: str) -> str:
+    """The name of the pool's machines in the estimates; their kind where that was edited, or nothing is said."""
+    estimates = plan.estimates.get("pools", {})
+    of_pool = estimates.get(pool, {}) if isinstance(estimates, Mapping) else {}
+    name = of_pool.get("machines", kind) if isinstance(of_pool, Mapping) else kind
+    return name if isinstance(name, str) and name.partition("#")[0] == kind else kind
 
 
 def _plan_pool(name: str, pool: PlacedPool, cluster: ClusterSpec) -> PoolPlan:
@@ -118,4 +127,5 @@ def _estimate_pool(pool: PlacedPool, cluster: ClusterSpec) -> dict[str, Any]:
         "stage_s": list(pool.option.stage_s),
         "memory_bytes": pool.option.memory_bytes,
         "usable_bytes": cluster.machines[pool.option.request.machine].gpu.usable_bytes,
+        "machines": cluster.names[pool.option.request.machine],
     }

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_mapper.calibration import Calibration
+from hf_mapper.planning import find_machines
 from hf_mapper.validation import SourceErrors
 from hf_protocols import GenerationSpec, MappingPlan, ModelPlan, ParallelSpec, PlanError, PoolPlan
 
@@ -108,7 +109,7 @@ def _build_pool_table(plan: MappingPlan) -> Table:
     table = build_table("Pools", "pool", "devices")
     table.add_column("GiB on each", no_wrap=True)
     for pool in plan.pools:
-        table.add_row(pool.name, describe_devices(pool), _draw_memory(plan.estimates["pools"].get(pool.name)))
+        table.add_row(pool.name, describe_devices(plan, pool), _draw_memory(plan.estimates["pools"].get(pool.name)))
     return table
 
 
@@ -154,16 +155,17 @@ def _build_summary(estimates: Any) -> Text:
     return Text(f"iteration {format_seconds(estimates['iteration_s'])} s{idle}{proven}", style="bold")
 
 
-def describe_devices(pool: PoolPlan) -> str:
+def describe_devices(plan: MappingPlan, pool: PoolPlan) -> str:
     """``"16 x a100-80 on 2 machines"``, one part for each kind."""
     slots, machines = Counter[str](), Counter[str]()
     for machine in pool.machines:
         slots[machine.gpu_kind] += machine.slots
         machines[machine.gpu_kind] += 1
-    parts = [
-        f"{slots[kind]} x {kind}" + (f" on {machines[kind]} machines" if machines[kind] > 1 else "") for kind in slots
-    ]
-    return ", ".join(parts)
+    return ", ".join(
+        f"{slots[kind]} x {find_machines(plan, pool.name, kind)}"
+        + (f" on {machines[kind]} machines" if machines[kind] > 1 else "")
+        for kind in slots
+    )
 
 
 def describe_role(role: str, model: ModelPlan) -> str:

@@ -18,7 +18,7 @@ from hf_mapper.frontier import find_frontier
 from hf_mapper.movement import count_swaps, transfer_call_s
 from hf_mapper.parallelism import ModelOption, build_options, default_backends
 from hf_mapper.placements import PoolRequest, pack
-from hf_mapper.planning import PlacedPool, build_plan
+from hf_mapper.planning import PlacedPool, build_plan, find_machines
 from hf_mapper.pools import PoolOption
 from hf_mapper.simulators.estimate import Estimate
 from hf_mapper.simulators.generation import simulate_generation
@@ -37,7 +37,7 @@ _GIB = 2**30
 class PoolChoice:
     """Roles that share ``num_gpus`` devices; ``layouts`` are given ones, by role, others are chosen.
 
-    ``gpu_kind`` is needed where the cluster has several kinds.
+    ``gpu_kind`` is needed where the cluster has several kinds: a name of ``ClusterSpec.names``.
     """
 
     roles: tuple[str, ...]
@@ -138,9 +138,8 @@ def read_placement(plan: MappingPlan) -> tuple[PoolChoice, ...]:
         if layouts and len(kinds) > 1:
             raise PlanError(f"pool {pool.name!r} has {' and '.join(sorted(kinds))}: a pool is of one kind")
         if layouts:
-            found.append(
-                PoolChoice(roles=tuple(layouts), num_gpus=pool.num_slots, gpu_kind=kinds.pop(), layouts=layouts)
-            )
+            name = find_machines(plan, pool.name, kinds.pop())
+            found.append(PoolChoice(roles=tuple(layouts), num_gpus=pool.num_slots, gpu_kind=name, layouts=layouts))
     return tuple(found)
 
 
@@ -203,12 +202,18 @@ def _check_roles(demands: Mapping[str, ModelDemand], pools: Sequence[PoolChoice]
 
 
 def _build_request(cluster: ClusterSpec, pool: PoolChoice) -> PoolRequest:
-    kinds = [machine.gpu.kind for machine in cluster.machines]
-    if pool.gpu_kind is None and len(kinds) > 1:
-        raise PlanError(f"placement: pool {'+'.join(pool.roles)} names no kind of device: add @{' or @'.join(kinds)}")
-    if pool.gpu_kind is not None and pool.gpu_kind not in kinds:
-        raise unknown_name("placement: kind of device", pool.gpu_kind, kinds)
-    return PoolRequest(machine=kinds.index(pool.gpu_kind) if pool.gpu_kind else 0, num_gpus=pool.num_gpus)
+    kind = pool.gpu_kind
+    names = [
+        name
+        for name, machine in zip(cluster.names, cluster.machines, strict=True)
+        if kind in (None, name, machine.gpu.kind)
+    ]
+    if not names:
+        raise unknown_name("placement: kind of device", kind or "", cluster.names)
+    if len(names) > 1:
+        lack = f"says {kind} alone" if kind else "names no kind of device"
+        raise PlanError(f"placement: pool {'+'.join(pool.roles)} {lack}: add @{' or @'.join(names)}")
+    return PoolRequest(machine=cluster.names.index(names[0]), num_gpus=pool.num_gpus)
 
 
 def _list_options(

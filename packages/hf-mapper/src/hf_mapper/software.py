@@ -81,9 +81,12 @@ class EngineSpec:
     ``memory_fraction`` of a device holds what the runtime reserves, the weights and the cache.
     ``one_shot_reduce``: small all-reduces inside a machine read every peer at once rather than go around a ring.
     ``first_token_decodes``: the first token comes from a decode step after the prefill rather than from the prefill.
+    ``evicts``: sequences start as long as the cache has room, and are set back when it has not; otherwise each starts
+    when there is room for all of it, as by TensorRT-LLM's default policy, GUARANTEED_NO_EVICT.
     """
 
     name: str = "vllm"
     memory_fraction: float = 0.9
     one_shot_reduce: bool = True
     first_token_decodes: bool = False
+    evicts: bool = True

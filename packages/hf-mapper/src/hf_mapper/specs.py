@@ -242,6 +242,15 @@ class ClusterSpec:
         return self.machines[0]
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """A name for each of ``machines``: its GPU's kind, and where several have that, a number: ``a100-80#2``."""
+        kinds = [machine.gpu.kind for machine in self.machines]
+        return tuple(
+            kind if kinds.count(kind) == 1 else f"{kind}#{kinds[: index + 1].count(kind)}"
+            for index, kind in enumerate(kinds)
+        )
+
+    @property
     def num_gpus(self) -> int:
         """Accelerators of the whole cluster."""
         return sum(machine.total_gpus for machine in self.machines)

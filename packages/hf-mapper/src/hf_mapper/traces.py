@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -69,7 +70,10 @@ class TraceConstants:
 
 @dataclass(frozen=True, kw_only=True)
 class StageCase:
-    """One stage of a run: ``measured`` seconds an iteration, and all that a simulator needs."""
+    """One stage of a run: ``measured`` seconds an iteration, and all that a simulator needs.
+
+    ``times``: how often an iteration calls the method on all of its rows, as ReMax generates twice.
+    """
 
     role: str
     method: str
@@ -81,6 +85,7 @@ class StageCase:
     backend: str
     workload: WorkloadSpec
     measured: float
+    times: int = 1
 
     @property
     def fit_group(self) -> str:
@@ -88,7 +93,10 @@ class StageCase:
         return f"{self.role}.{self.method} {self.phase}"
 
     def predict(self) -> float:
-        """Seconds that the simulator of the phase answers."""
+        """Seconds that the simulator of the phase answers, for all calls of an iteration."""
+        return self.times * self._predict_once()
+
+    def _predict_once(self) -> float:
         model, cluster, workload = self.model, self.cluster, self.workload
         if self.phase == "training":
             return simulate_training(model, cluster, self.parallel, workload, backend=self.backend).latency_s
@@ -174,6 +182,8 @@ def calibrate_traces(paths: Sequence[Path | str]) -> TraceConstants:
 def read_stages(path: Path | str, constants: TraceConstants | None = None) -> list[StageCase]:
     """The stages of the run beside a trace, in order of their first calls.
 
+    How often a recipe makes a call is in the estimates of the mapper's plan; once where a plan has none.
+
     Raises:
         ConfigError: as :func:`validate_trace`.
     """
@@ -187,9 +197,11 @@ def read_stages(path: Path | str, constants: TraceConstants | None = None) -> li
     model = ModelShape.from_config(run / "model" / "config.json")
     try:
         stages = _measure(events)
+        planned = Counter(name for stage in plan.estimates.get("stages", ()) for name in stage["calls"])
         WorkloadSpec(**workload)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}, or summary.json beside it, is not as a run wrote it: {error!r}") from error
+        names = f"{path}, or summary.json or plan.json beside it,"
+        raise ConfigError(f"{names} is not as a run wrote it: {error!r}") from error
     found = []
     for (role, method, phase), measured in stages.items():
         placed = plan.models.get(role)
@@ -207,6 +219,7 @@ def read_stages(path: Path | str, constants: TraceConstants | None = None) -> li
                 backend=placed.backend,
                 workload=WorkloadSpec(**{**workload, "micro_batch_tokens": placed.micro_batch_tokens}),
                 measured=measured,
+                times=max(1, planned[f"{role}.{method}"]),
             )
         )
     if not found:
