@@ -169,6 +169,44 @@ def test_a_rank_holds_its_generation_shard_and_nothing_beside_it(ranks2, tmp_pat
     assert steps[0] > 5 if bucket_bytes == 1 << 14 else steps[0] < 5
 
 
+def lend_equal_shards(model, bucket_bytes):
+    """Where this rank generates with what it trains with, nothing is copied: no parameter is ever there twice."""
+    train, rollout, engine = build_engine(model, model, bucket_bytes=bucket_bytes)
+    memory, views, own = engine.memory, train.local_weights().values(), rollout.weight_buffers().values()
+    batch, prompts = build_batch(4, vocab_size=VOCAB_SIZE), build_prompts(4, vocab_size=VOCAB_SIZE)
+
+    def live():
+        return storage_bytes([*views, *own, *rollout.weight_buffers().values()])
+
+    for _ in range(2):
+        step(train)
+        before, scored = bits(train.local_weights()), train.compute_logprobs(batch)["logprobs"].values()
+        seen = [live()]
+        with watch_storages(lambda seen=seen: seen.append(live())), engine.generation():
+            seen.append(live())
+            assert all(torch.equal(found, before[name]) for name, found in rollout.weight_buffers().items())
+            responses = engine.generate(prompts, GREEDY)
+            for refused in (lambda: train.compute_logprobs(batch), lambda: step(train), train.local_weights):
+                with pytest.raises(BackendError, match=r"leave generation\(\) first"):
+                    refused()
+            for method in ("release", "close"):
+                with pytest.raises(BackendError, match="would lose the training weights"):
+                    getattr(rollout, method)()
+        assert max(seen) == memory.peak_bytes <= memory.generation_bytes + bucket_bytes, (max(seen), memory)
+        assert responses["weight_version"].tolist() == [engine.weight_version] * 4
+        assert storage_bytes(rollout.weight_buffers().values()) == 0
+        assert live() == storage_bytes(views) == engine.plan.source.held_bytes(0)
+        assert all(torch.equal(found, before[name]) for name, found in train.local_weights().items())
+        assert torch.equal(train.compute_logprobs(batch)["logprobs"].values(), scored)
+    assert (memory.training, memory.training_bytes, memory.host_bytes) == ("moved", 0, 0)
+    engine.close()
+
+
+def test_equal_shards_are_lent_and_never_there_twice(ranks1, tmp_path):
+    """The embedding is four times as large as a bucket."""
+    ranks1.run(lend_equal_shards, write_tiny_model(tmp_path), 1 << 12)
+
+
 def use_moved_weights(model, backend, directory):
     """Everything that needs the weights is refused while they are moved, and works again afterwards."""
     topology = Topology(ParallelSpec(dp_size=dist.get_world_size()), GenerationSpec())

@@ -7,6 +7,7 @@ any torch.distributed launcher. Backends are entry points and load only when the
 from __future__ import annotations
 
 from hf_engine.backends import (
+    AdoptsWeights,
     DrawsItself,
     FormsReplicas,
     LossFunction,
@@ -35,6 +36,7 @@ from hf_engine.weight_sync import WeightSync
 
 __all__ = [
     "LOGPROB_BOUNDS",
+    "AdoptsWeights",
     "Box",
     "ConversionReport",
     "DrawsItself",

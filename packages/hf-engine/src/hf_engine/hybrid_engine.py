@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._abilities import SupportsShardLoading, SupportsWeightBuffers
+from hf_engine.backends._abilities import AdoptsWeights, SupportsShardLoading, SupportsWeightBuffers
 from hf_engine.backends._base import RolloutBackend, SamplingParams, TrainBackend
 from hf_engine.backends._lost_peers import lost_peers_are_errors
 from hf_engine.pairing import agree_on_plan, build_transfer_group
@@ -68,7 +68,8 @@ class TransitionMemory:
     peak_bytes: int
     """The most bytes of training and generation weights that are live at once on the way into generation, in it and on
     the way back. Where the training shard is moved a parameter is there twice while it is copied: this may pass the
-    generation shard, by the largest training storage at most or by what one bucket brings."""
+    generation shard, by the largest training storage at most or by what one bucket brings. What both layouts hold alike
+    is lent to an engine that `AdoptsWeights`, and is never there twice."""
     staging_bytes: int
     """Communication buffers, kept for the engine's lifetime, and the shards on their way into an engine that keeps
     its weights itself."""
@@ -128,7 +129,8 @@ class HybridEngine:
             self._executor = ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device)
             if training_weights == "move" or (training_weights is None and source.dtype == target.dtype):
                 buffers = as_parts(rollout.weight_buffers())
-                self._mover = ShardMover(plan, rank, as_parts(train.local_weights()), buffers)
+                adopt = rollout.adopt_weights if isinstance(rollout, AdoptsWeights) else None
+                self._mover = ShardMover(plan, rank, as_parts(train.local_weights()), buffers, adopt=adopt)
                 rollout.release()
         else:
             self._stream = ShardStream(plan, group=group, bucket_bytes=bucket_bytes, device=device)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from hf_engine.backends._abilities import DrawsItself, FormsReplicas, SupportsShardLoading, SupportsWeightBuffers
+from hf_engine.backends._abilities import (
+    AdoptsWeights,
+    DrawsItself,
+    FormsReplicas,
+    SupportsShardLoading,
+    SupportsWeightBuffers,
+)
 from hf_engine.backends._base import (
     Head,
     LossFunction,
@@ -20,6 +26,7 @@ from hf_engine.backends._registry import (
 )
 
 __all__ = [
+    "AdoptsWeights",
     "DrawsItself",
     "FormsReplicas",
     "Head",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from hf_engine.backends._base import SamplingParams
 
-__all__ = ["DrawsItself", "FormsReplicas", "SupportsShardLoading", "SupportsWeightBuffers"]
+__all__ = ["AdoptsWeights", "DrawsItself", "FormsReplicas", "SupportsShardLoading", "SupportsWeightBuffers"]
 
 
 @runtime_checkable
@@ -22,6 +22,20 @@ class SupportsWeightBuffers(Protocol):
 
         Each has a resizable storage of its own, empty between `release` and `resume`: a transition takes and frees
         them one by one.
+        """
+        ...
+
+
+@runtime_checkable
+class AdoptsWeights(Protocol):
+    """A rollout backend with weight buffers that can compute with training tensors: what both hold alike is lent."""
+
+    def adopt_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Uses these tensors in the place of those that it has under these names, without a copy.
+
+        Args:
+            weights: by Hugging Face name, in the shape, dtype, strides and on the device of `weight_buffers()`. They
+                are read only; the next call takes them back and gives the backend's own.
         """
         ...
 

@@ -274,8 +274,8 @@ class TrainBackend(Protocol):
         Raises:
             BatchError: on every rank, if none has a row.
             NonFiniteLossError: on every rank, before the step, if loss or gradient norm is not finite on any.
-            BackendError: for a loss without gradient, or metrics of another kind; if another rank died or did not come
-                within the deadline of the process groups, which is that of the default group.
+            BackendError: for a loss without gradient, or metrics of another kind; if another rank failed, died or did
+                not come within the deadline of the process groups, which is that of the default group.
         """
         ...
 

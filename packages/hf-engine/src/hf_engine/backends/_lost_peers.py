@@ -1,24 +1,32 @@
-"""What torch.distributed says when another rank died or did not come, in our words."""
+"""What a rank says and does when another one died, did not come, or failed in the middle of a pass or step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from hf_protocols.errors import BackendError, ReshardError
 
-__all__ = ["is_of_a_lost_peer", "lost_peers_are_errors"]
+__all__ = ["failures_end_all", "is_of_a_lost_peer", "lost_peers_are_errors"]
 
 # gloo's errors have no class of their own. Most name its source files; the one of a rank that had a pair closed by its
 # own deadline says nothing else.
 _OF_GLOO = ("gloo", "Application timeout caused pair closure")
 
+_FAILURE = "hf_engine/failure"
+"""Key of the store: which rank failed first in a pass or step, and why."""
+_NEVER_SENT = 2**30 + 7
+"""Tag of a message that nobody sends."""
+_ANEW = "The process groups cannot be used again: start the ranks anew from a checkpoint"
+
 
 @contextmanager
 def lost_peers_are_errors(method: str) -> Iterator[None]:
-    """Names the method whose collective failed because a rank died or did not come within the groups' deadline.
+    """Names the method whose collective failed because a rank failed, died or did not come within the groups' deadline.
 
     Raises:
         BackendError: in place of torch.distributed's error.
@@ -29,13 +37,61 @@ def lost_peers_are_errors(method: str) -> Iterator[None]:
         reason = error.__cause__ if isinstance(error, ReshardError) else error
         if not is_of_a_lost_peer(reason):
             raise
+        _hang_up()  # ranks that wait for this one in other groups do not know yet
+        rank, failure = dist.get_rank(), _told_failure()
+        if failure:
+            raise BackendError(f"{method} ended on rank {rank}: {failure}. {_ANEW}") from error
         raise BackendError(
-            f"{method} lost another rank on rank {dist.get_rank()}: {reason}; that rank's own error says why. The "
-            "process groups cannot be used again: start the ranks anew from a checkpoint. A rank that was only slow "
-            "needs a longer timeout of init_process_group"
+            f"{method} lost another rank on rank {rank}: {reason}; that rank's own error says why. {_ANEW}. A rank "
+            "that was only slow needs a longer timeout of init_process_group"
         ) from error
+
+
+@contextmanager
+def failures_end_all(outcome: str) -> Iterator[None]:
+    """A part that all ranks have to get through: one rank's failure ends the others, which say who failed and why.
+
+    A rank in a collective cannot be asked. So this one leaves its reason in the store and closes its connections: what
+    waits for it fails at once (over gloo; over NCCL at the groups' deadline), and `lost_peers_are_errors` reads why.
+
+    Args:
+        outcome: what came of it on all ranks: `"no rank took the step"`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if dist.get_world_size() > 1 and not is_of_a_lost_peer(error):
+            told = f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}; {outcome}"
+            with suppress(RuntimeError):  # the process that holds the store is gone
+                dist.distributed_c10d._get_default_store().compare_set(_FAILURE, "", told)
+            _hang_up()
+            error.add_note(f"{outcome}; the other ranks were told. {_ANEW}")
+        raise
 
 
 def is_of_a_lost_peer(error: BaseException | None) -> bool:
     """Whether torch.distributed raised it because another rank died or did not come."""
     return isinstance(error, dist.DistError) or any(text in str(error) for text in _OF_GLOO)
+
+
+def _told_failure() -> str | None:
+    """Which rank failed first, and why; None where none did, or nothing can be read any more."""
+    with suppress(RuntimeError):
+        store = dist.distributed_c10d._get_default_store()
+        if store.check([_FAILURE]):
+            return store.get(_FAILURE).decode()
+    return None
+
+
+def _hang_up() -> None:
+    """Closes this process's connections over gloo, those of all groups: whoever waits for it there gets an error now.
+
+    gloo has no call for it, but closes all connections of a group when a receive's deadline passes.
+    """
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        if "cpu:gloo" in dist.get_backend_config(group) and (size := dist.get_world_size(group)) > 1:
+            with suppress(RuntimeError):  # the deadline, or they are closed
+                peer = (dist.get_rank(group) + 1) % size
+                receive = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
+                assert receive is not None, "this rank is in the groups that it knows"
+                receive.wait(timedelta(milliseconds=1))

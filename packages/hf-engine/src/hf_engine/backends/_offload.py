@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from hf_engine.resharding.moving import hold_training_weights
 from hf_protocols.errors import BackendError
 
 __all__ = ["OffloadedMemory"]
@@ -76,8 +77,9 @@ class OffloadedMemory:
         """
         if self._lacks_weights:
             raise BackendError(f"{method} needs the weights, which are offloaded: call reload() first")
+        weights = [tensor for tensor in self._weights() if tensor.numel()]
         # Whoever reads a storage without bytes dies of it, without an error.
-        if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in self._weights()):
+        if any(not tensor.untyped_storage().nbytes() for tensor in weights) or hold_training_weights(weights):
             raise BackendError(
                 f"{method} needs the weights, which are inside those of a generation engine: leave generation() "
                 'first, or build the HybridEngine with training_weights="keep"'

@@ -19,11 +19,7 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_engine.backends._agreement import (
-    agree_on_micro_batches,
-    refuse_non_finite,
-    together,
-)
+from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite, together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._causal_lm import load_causal_lm, save_causal_lm
 from hf_engine.backends._checkpoint import load_sharded, save_sharded
@@ -31,7 +27,7 @@ from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import check_directory, write_directory
 from hf_engine.backends._fsdp_model import check_same_shapes, find_head_name, head_only_at, read_tensor, shard_model
 from hf_engine.backends._loss import ForwardPasses, StepLoss
-from hf_engine.backends._lost_peers import lost_peers_are_errors
+from hf_engine.backends._lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends._optimizer import ShardedAdamW
@@ -161,7 +157,8 @@ class FsdpBackend:
         sequences, micro_batches = self._agreed_micro_batches(batch, temperature, denominator, needs_rows=True)
         loss = StepLoss(loss_fn, sequences, self._device)
         forward = partial(self._forward, temperature=temperature, entropy=entropy)
-        with self._accumulating(optimizer):
+        outcome = f"no rank took optimizer step {optimizer.steps + 1}"
+        with failures_end_all(outcome), self._accumulating(optimizer):
             for number, micro_batch in enumerate(micro_batches, 1):
                 self._reduce_after_backward(number == len(micro_batches))
                 passed, outputs = self._pass(loss, micro_batch, forward)
@@ -173,7 +170,8 @@ class FsdpBackend:
             raise
         grad_norm = self._agreed_grad_norm(optimizer, loss.total)
         learning_rate = optimizer.next_learning_rate
-        optimizer.step(grad_norm)
+        with failures_end_all(f"other ranks may have taken optimizer step {optimizer.steps + 1}"):
+            optimizer.step(grad_norm)
         optimizer.zero_grad()
         self._weight_changes += 1
         return loss.metrics | {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0)}
@@ -279,7 +277,7 @@ class FsdpBackend:
         parts: dict[str, list[tuple[MicroBatch, torch.Tensor]]] = defaultdict(list)
         passes = ForwardPasses(self._device)
         forward = partial(self._forward, temperature=temperature, entropy=entropy)
-        with torch.no_grad():
+        with failures_end_all("no rank has its outputs"), torch.no_grad():
             for micro_batch in micro_batches:
                 for name, output in self._pass(passes, micro_batch, forward)[1].items():
                     parts[name].append((micro_batch, output))

@@ -102,6 +102,11 @@ class TransformersBackend:
         """The model's own parameters."""
         return {name: parameter.data for name, parameter in self._model.named_parameters()}
 
+    def adopt_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Uses these tensors in the place of those parameters', without a copy; see `AdoptsWeights`."""
+        for name, tensor in weights.items():
+            self._model.get_parameter(name).data = tensor
+
     def commit_weights(self, version: int) -> None:
         """Declares the weights complete and stamps the samples that follow.
 

@@ -4,13 +4,14 @@ A parameter's training storage is emptied as soon as its contents are in the gen
 filled again from there on the way back: the same bits, and during generation no second copy (paper, section 5.4:
 redundancy 0). On the way a parameter is there twice while it is copied, because storages can only be freed whole; how
 many bytes are live then is computed beforehand. What lies outside the generation shard, where layouts do not nest,
-waits in a copy on the host.
+waits in a copy on the host. A parameter of which the rank holds the same box in both layouts need not move: an engine
+that can compute with another's tensors is lent the training tensor until the way back.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from weakref import WeakSet
 
 import torch
@@ -45,9 +46,18 @@ class ShardMover:
         rank: this rank.
         train: its training tensors; their storages must be resizable.
         generation: its generation tensors, each with a storage of its own.
+        adopt: puts tensors in the place of the engine's own, by name, where training tensors may be lent to it.
     """
 
-    def __init__(self, plan: ReshardPlan, rank: int, train: _Tensors, generation: _Tensors) -> None:
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        rank: int,
+        train: _Tensors,
+        generation: _Tensors,
+        *,
+        adopt: Callable[[Mapping[str, torch.Tensor]], object] | None = None,
+    ) -> None:
         self._train, self._generation = train, generation
         held, wanted = plan.source.boxes_of(rank), plan.target.boxes_of(rank)
         self._kept: dict[str, list[tuple[Region, Region]]] = defaultdict(list)
@@ -55,7 +65,12 @@ class ShardMover:
         for name, box in plan.kept.get(rank, ()):
             self._kept[name].append((locate(wanted, name, box), locate(held, name, box)))
             kept_numel[name] += box.numel
-        self._groups = _storage_groups(train)
+        groups = _storage_groups(train)
+        alike = {name for name in held if held[name] == wanted.get(name) and self._is_alike(name)} if adopt else set()
+        self._adopt = adopt
+        self._loans = {name: train[name][0] for names in groups.values() if names <= alike for name in names}
+        self._lent: dict[str, torch.Tensor] = {}
+        self._groups = {key: names for key, names in groups.items() if self._loans.keys().isdisjoint(names)}
         inside = {name for name, boxes in held.items() if kept_numel[name] == sum(box.numel for box in boxes)}
         self._waiting = {
             key: self._find_gaps(key, names) if names <= inside else [slice(0, self._storage(key).nbytes())]
@@ -88,7 +103,7 @@ class ShardMover:
         Args:
             order: of the calls on the way there: the parameters to `prepare`, and those to `empty` after them.
         """
-        live = peak = sum(self._train_bytes.values())
+        live = peak = sum(self._train_bytes.values()) + storage_bytes(self._loans.values())
         finished: set[str] = set()
         full = set(self._groups)
         for prepared, done in order:
@@ -106,8 +121,12 @@ class ShardMover:
         return peak
 
     def prepare(self, names: Iterable[str]) -> None:
-        """Allocates the generation tensors of these parameters and copies what the rank holds already."""
+        """Allocates the generation tensors of these parameters and copies what the rank holds already, or lends it."""
         for name in names:
+            if self._adopt is not None and name in self._loans:
+                self._lent[name] = self._loans[name]
+                self._adopt({name: self._loans[name]})
+                continue
             for part, tensor in enumerate(self._generation.get(name, ())):
                 tensor.untyped_storage().resize_(self._bytes[name, part])
             for destination, origin in self._kept[name]:
@@ -129,12 +148,17 @@ class ShardMover:
             storage.resize_(0)
 
     def has_moved_into(self, keys: Set[int]) -> bool:
-        """Whether any of these storages holds the only copy of training weights."""
+        """Whether any of these storages holds the only copy of training weights, and an engine has it."""
+        if not keys.isdisjoint(tensor.untyped_storage()._cdata for tensor in self._lent.values()):
+            return True
         generation = {t.untyped_storage()._cdata for tensors in self._generation.values() for t in tensors}
         return bool(self._emptied) and not keys.isdisjoint(generation)
 
     def restore(self) -> None:
-        """Fills the training storages again, parameter by parameter, and empties the generation tensors."""
+        """Takes back what was lent, fills the other training storages again, and empties the generation tensors."""
+        if self._adopt is not None:
+            self._adopt({name: self._generation[name][0] for name in self._lent})
+        self._lent.clear()
         self._empty_generation(self._unneeded)
         for key, done in self._way_back:
             if key in self._emptied:
@@ -168,7 +192,18 @@ class ShardMover:
             for tensor in self._generation.get(name, ()):
                 tensor.untyped_storage().resize_(0)
 
+    def _is_alike(self, name: str) -> bool:
+        """Whether an engine's kernels find in the one training tensor what they would in the engine's own."""
+        tensors = [*self._generation.get(name, ()), *self._train.get(name, ())]
+        kinds = {(tensor.dtype, tensor.device, tensor.shape, tensor.stride()) for tensor in tensors}
+        if len(tensors) != 2 or len(kinds) > 1:  # several boxes, or what the transfer will refuse
+            return False
+        other = tensors[1]
+        return other.storage_offset() == 0 and other.untyped_storage().nbytes() == other.nbytes
+
     def _generation_bytes(self, name: str) -> int:
+        if name in self._loans:
+            return 0
         return sum(self._bytes[name, part] for part in range(len(self._generation.get(name, ()))))
 
     def _storage(self, key: int) -> torch.UntypedStorage:

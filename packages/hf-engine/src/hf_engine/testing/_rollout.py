@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._abilities import DrawsItself, FormsReplicas, SupportsShardLoading, SupportsWeightBuffers
+from hf_engine.backends._abilities import (
+    AdoptsWeights,
+    DrawsItself,
+    FormsReplicas,
+    SupportsShardLoading,
+    SupportsWeightBuffers,
+)
 from hf_engine.backends._base import (
     RolloutBackend,
     SamplingParams,
@@ -43,8 +49,8 @@ def check_rollout_backend(
     equal seeds give equal samples, row by row, however rows are spread; another seed, step or sample index gives
     others; stop tokens and strings end a response and are kept; minimum and maximum lengths hold; too long a prompt is
     refused, and so is what a `DrawsItself` says that it cannot draw; memory that was released is taken again; weights
-    that are missing, unknown or mis-shaped are refused; the engine's replicas are the topology's; the global random
-    generator is left alone.
+    that are missing, unknown or mis-shaped are refused; tensors that are adopted are used where they are; the engine's
+    replicas are the topology's; the global random generator is left alone.
 
     Args:
         build: builds the backend with the reference's weights, of a model by `write_tiny_model`, or with its
@@ -173,6 +179,8 @@ class _Laws:
             self.check_greedy(f"after the update to version {version}")
             stamps = self._backend.generate(self._prompts, SamplingParams(max_new_tokens=1))["weight_version"]
             assert stamps.tolist() == [version] * len(stamps), f"samples of {version} are stamped {stamps.tolist()}"
+        if isinstance(self._backend, AdoptsWeights):
+            self._check_adopted(self._backend)
         versions: tuple[Any, ...] = ("x", -1, 1.5, None)
         for wrong in versions:
             self._check_error(partial(self._backend.commit_weights, wrong), f"version {wrong!r}", BackendError)
@@ -181,6 +189,22 @@ class _Laws:
         assert self._backend.release() > 0, "weights in buffers were released and freed nothing"
         self._backend.resume()
         self._check_refused("released weights that nobody sent again were used")
+
+    def _check_adopted(self, backend: Any) -> None:
+        """Somebody else's tensors while its own are empty, and its own again."""
+        own, lent = backend.weight_buffers(), {name: parts[0] for name, parts in self._shards().items()}
+        kept = {name: tensor.clone() for name, tensor in own.items()}
+        backend.adopt_weights(lent)
+        copied = [name for name, used in backend.weight_buffers().items() if used.data_ptr() != lent[name].data_ptr()]
+        assert not copied, f"the backend does not use the tensors that it was given as {copied}"
+        for tensor in own.values():
+            tensor.untyped_storage().resize_(0)
+        self.check_greedy("with adopted weights")
+        for name, tensor in own.items():
+            tensor.untyped_storage().resize_(kept[name].nbytes)
+            tensor.copy_(kept[name])
+        backend.adopt_weights(own)
+        self.check_greedy("with its own weights after others were adopted")
 
     def _check_released_cache(self, backend: SupportsShardLoading) -> None:
         before = backend.engine_bytes

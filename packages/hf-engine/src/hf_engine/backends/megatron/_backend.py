@@ -16,7 +16,7 @@ from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import write_directory
 from hf_engine.backends._loss import StepLoss
-from hf_engine.backends._lost_peers import lost_peers_are_errors
+from hf_engine.backends._lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends.megatron._checkpoint import load_sharded, write_shard
 from hf_engine.backends.megatron._config import ModelConfig
@@ -150,12 +150,14 @@ class MegatronBackend:
             outputs = self._stage.decoder.outputs(hidden, micro_batch, temperature=temperature, entropy=entropy)
             return loss.of(micro_batch, outputs) / denominator
 
-        run_backward(self._stage.module, micro_batches, compute_loss, window=self._window, device=self._device)
+        with failures_end_all(f"no rank took optimizer step {optimizer.steps + 1}"):
+            run_backward(self._stage.module, micro_batches, compute_loss, window=self._window, device=self._device)
         loss.agree(self._world, "no rank took the step")
         total, metrics = self._from_last_stage((loss.total, loss.metrics))
         grad_norm = self._agreed_grad_norm(optimizer, total)
         learning_rate = optimizer.next_learning_rate
-        optimizer.step(grad_norm)
+        with failures_end_all(f"other ranks may have taken optimizer step {optimizer.steps + 1}"):
+            optimizer.step(grad_norm)
         optimizer.zero_grad()
         self._weight_changes += 1
         return dict(metrics) | {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0)}
@@ -225,7 +227,8 @@ class MegatronBackend:
             outputs = self._stage.decoder.outputs(hidden, micro_batch, temperature=temperature, entropy=entropy)
             return micro_batch, outputs
 
-        results = run_forward(self._stage.decoder, micro_batches, compute, window=self._window, device=self._device)
+        with failures_end_all("no rank has its outputs"):
+            results = run_forward(self._stage.decoder, micro_batches, compute, window=self._window, device=self._device)
         columns = {}
         for name in names:
             column = sequences.jagged([(micro_batch, outputs[name]) for micro_batch, outputs in results])
