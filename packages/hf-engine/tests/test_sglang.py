@@ -127,6 +127,8 @@ def spend_while_idle(model):
 
 
 def refuse(models, directory):
+    with pytest.raises(BackendError, match="topology=None: give a Topology"):
+        build(models["tied"], None)
     with pytest.raises(BackendError, match="it has 1 ranks, the topology 2"):
         build(models["tied"], Topology(ParallelSpec(dp_size=2), GenerationSpec()))
     with pytest.raises(BackendError, match=r"there is no model in '.*absent'"):

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._causal_lm import load_causal_lm
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._decoding import LENGTH, Decoding
@@ -73,6 +74,7 @@ class TransformersBackend:
         Raises:
             BackendError: for a generation layout other than 1-1, or a model that transformers cannot load.
         """
+        check_rollout_arguments(topology, seed)
         check_dtype(dtype)
         check_count(BackendError, "cache_bytes", cache_bytes)
         generation = topology.generation

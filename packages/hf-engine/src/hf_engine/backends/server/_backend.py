@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._model_directory import read_end_of_sequence_ids
 from hf_engine.backends._replica import Replica
 from hf_engine.backends.server._connection import Connection
@@ -114,6 +115,7 @@ class ServerBackend:
             BackendError: if a server does not answer, is none of a supported version, or has another model; for a
                 generation layout other than 1-1.
         """
+        check_rollout_arguments(topology, seed)
         ranks = require_ranks(topology, urls)
         url = urls[dist.get_rank() % len(urls)]
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._memory import choose_cache_bytes
 from hf_engine.backends._replica import Replica
@@ -114,6 +115,7 @@ class SglangBackend:
             BackendError: for a layout or a model that does not run, too small a cache, or an engine that does not
                 start.
         """
+        check_rollout_arguments(topology, seed)
         check_dtype(dtype)
         cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
         if max_positions is not None:

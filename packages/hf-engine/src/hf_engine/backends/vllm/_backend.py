@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._memory import choose_cache_bytes
 from hf_engine.backends.vllm._library import check_version, embedded
@@ -78,6 +79,7 @@ class VllmBackend:
             BackendError: for a layout, architecture or head size that does not run, a cache too small for one sequence,
                 or another engine in this process.
         """
+        check_rollout_arguments(topology, seed)
         ranks = dist.get_world_size() if dist.is_initialized() else 0
         if ranks != topology.world_size:
             raise BackendError(
