@@ -22,7 +22,7 @@ class StopStrings:
     Args:
         tokenizer: decodes token ids, with special tokens.
         strings: what ends a response.
-        min_tokens: a response of this many tokens or fewer goes on.
+        min_tokens: a response of this many tokens or fewer goes on; what was complete by then ends nothing later on.
     """
 
     def __init__(self, tokenizer: Path, strings: Sequence[str], min_tokens: int) -> None:
@@ -38,8 +38,18 @@ class StopStrings:
         """Whether the last of these tokens, a whole response so far, completes a string."""
         if len(tokens) <= self._min_tokens:
             return False
-        text = self._tokenizer.decode(list(tokens[-self._window :]), skip_special_tokens=False)
-        return any(string in text for string in self._strings)
+        window = list(tokens[-self._window :])
+        text = self._decode(window)
+        if not any(string in text for string in self._strings):
+            return False
+        # One that was complete before, under the minimum length, ends nothing any more. A character of which bytes are
+        # missing is none yet.
+        old = len(self._decode(window[:-1]).rstrip("\ufffd"))
+        return any(string in text[max(0, old - len(string) + 1) :] for string in self._strings)
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
 
     def cut(self, tokens: Sequence[int]) -> int | None:
         """How many tokens a response keeps that was drawn without looking for strings; None if it has none."""
