@@ -144,6 +144,10 @@ def test_what_cannot_be_generated_is_refused(models):
         BackendError, match=r"row 1 needs 42 tokens x 2 samples = 43008 bytes .* above cache_bytes=1000"
     ):
         backend.generate(batch, SamplingParams(max_new_tokens=2, n=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_engine.backends.transformers.draw_uniforms", None)  # takes the memory that is not there
+        with pytest.raises(BackendError, match="lower n or max_new_tokens"):
+            backend.generate(batch, SamplingParams(max_new_tokens=2, n=10**5))
     empty = torch.nested.nested_tensor([torch.arange(0)], layout=torch.jagged)
     with pytest.raises(BackendError, match="prompt of row 0 is empty"):
         backend.generate(

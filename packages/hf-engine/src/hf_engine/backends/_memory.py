@@ -1,4 +1,4 @@
-"""How much memory an engine's KV cache takes."""
+"""How much memory there is, and how much of it an engine's KV cache takes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import BackendError
 
-__all__ = ["choose_cache_bytes"]
+__all__ = ["choose_cache_bytes", "host_bytes"]
 
 
 def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
@@ -34,4 +34,9 @@ def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
         return int((fraction or 0.3) * torch.cuda.mem_get_info()[1])
     if fraction is None:
         return 256 << 20
-    return int(fraction * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return int(fraction * host_bytes())
+
+
+def host_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

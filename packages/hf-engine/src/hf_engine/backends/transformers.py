@@ -153,13 +153,14 @@ class TransformersBackend:
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         prompts = read_prompts(batch, sampling, vocab_size=vocab_size, positions=positions)
         strings = load_stop_strings(self._model.name_or_path, sampling)
+        turns = list(self._turns(prompts, sampling))
         uniforms = draw_uniforms(batch["row_id"], sampling)
         num_samples, capacity = uniforms.shape
         tokens = torch.zeros(num_samples, capacity, dtype=torch.int64)
         logprobs = torch.zeros(num_samples, capacity)
         lengths = torch.zeros(num_samples, dtype=torch.int64)
         reasons = torch.full((num_samples,), LENGTH)
-        for rows in self._turns(prompts, sampling):
+        for rows in turns:
             samples = (rows[:, None] * sampling.n + torch.arange(sampling.n)).flatten()
             width = int(prompts.lengths[rows].max())
             decoding = Decoding(self._model, self._stop_token_ids, sampling, strings)

@@ -205,8 +205,8 @@ class ServerBackend:
         from hf_engine.backends._sampling import draw_seeds
         from hf_engine.backends._stop_strings import load_stop_strings
 
-        self._require_ready(sampling)
         read_prompts(batch, sampling, vocab_size=self._vocab_size, positions=self._max_positions)
+        self._require_ready(sampling)
         strings = load_stop_strings(self._directory, sampling)
         samples = self._server.generate(
             [row.tolist() for row in batch["prompt_ids"].unbind() for _ in range(sampling.n)],
