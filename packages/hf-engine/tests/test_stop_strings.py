@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,8 +15,9 @@ from tokenizers.models import BPE
 from hf_engine import SamplingParams, load_rollout_backend
 from hf_engine.backends._stop_strings import load_stop_strings
 from hf_engine.testing import write_tiny_model
+from hf_engine.testing._cases import build_prompts, rows_of
 from hf_protocols import ParallelSpec, Topology
-from hf_protocols.errors import BackendError, ConfigError
+from hf_protocols.errors import BackendError, BackendUnavailableError, ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +82,50 @@ def test_a_model_without_a_tokenizer_is_refused_with_what_to_do(tmp_path):
     from tensordict import TensorDict
 
     batch = TensorDict({"prompt_ids": prompts, "row_id": torch.zeros(1, dtype=torch.int64)}, batch_size=[1])
-    with pytest.raises(BackendError, match=r"stop_strings=\('end',\) needs tokenizer.json.*or give stop_token_ids"):
+    with pytest.raises(BackendError, match=r"stop_strings=\('end',\) needs tokenizer.json of .*or give stop_token_ids"):
         backend.generate(batch, SamplingParams(max_new_tokens=2, stop_strings=("end",)))
+
+
+SAMPLING = SamplingParams(max_new_tokens=8, stop_strings=("w4 w7",))
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A cache of the hub's client that holds a model `maker/tiny`, and no network."""
+    revision = "0" * 40
+    kept = tmp_path / "models--maker--tiny"
+    snapshot = write_tiny_model(kept / "snapshots" / revision)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text(revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return snapshot
+
+
+def test_a_model_of_the_hub_has_its_tokenizer_there(hub):
+    backend = load_rollout_backend("transformers").build("maker/tiny", topology=Topology(ParallelSpec()))
+    prompts = build_prompts(8, vocab_size=64)
+    whole = rows_of(backend.generate(prompts, SamplingParams(max_new_tokens=8, greedy=True))["response_ids"])
+    first, second = whole[0][2:4].tolist()
+    sampling = SamplingParams(max_new_tokens=8, greedy=True, stop_strings=(f"w{first} w{second}",))
+    found = rows_of(backend.generate(prompts, sampling)["response_ids"])
+    assert torch.equal(found[0], whole[0][: len(found[0])])
+    assert found[0][-2:].tolist() == [first, second]
+    assert load_stop_strings("maker/tiny", SAMPLING).cut([4, 7]) == 2
+    (hub / "tokenizer.json").unlink()
+    with pytest.raises(BackendError, match=r"needs tokenizer.json of 'maker/tiny' .*or give stop_token_ids: "):
+        load_stop_strings("maker/tiny", SAMPLING)
+    with pytest.raises(BackendError, match=r"needs tokenizer.json of 'maker/other'"):
+        load_stop_strings("maker/other", SAMPLING)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(BackendError, match=r"cannot be read from '.*tokenizer.json': EOF .*; save the tokenizer anew"):
+        load_stop_strings(tmp_path, SAMPLING)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(BackendUnavailableError, match=r'need tokenizers.*: pip install "tokenizers>=0.22"'):
+        load_stop_strings(tmp_path, SAMPLING)
 
 
 def test_an_empty_string_is_refused():

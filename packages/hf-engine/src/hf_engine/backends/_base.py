@@ -136,7 +136,7 @@ class SamplingParams:
     """A response ends with any of these, beside the model's own end-of-sequence tokens; the token is kept."""
     stop_strings: tuple[str, ...] = ()
     """A response ends with the token that completes any of these in its text; the token is kept. Needs
-    `tokenizer.json` beside the model."""
+    `tokenizer.json` beside the model, in its directory or on the hub."""
     seed: int = 0
     """Seed of the run."""
     step: int = 0

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_protocols.errors import BackendError
+from hf_engine.backends._model_directory import find_file
+from hf_protocols.errors import BackendError, BackendUnavailableError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from hf_engine.backends._base import SamplingParams
 
 __all__ = ["StopStrings", "load_stop_strings"]
@@ -25,10 +28,8 @@ class StopStrings:
         min_tokens: a response of this many tokens or fewer goes on; what was complete by then ends nothing later on.
     """
 
-    def __init__(self, tokenizer: Path, strings: Sequence[str], min_tokens: int) -> None:
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_file(str(tokenizer))
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], min_tokens: int) -> None:
+        self._tokenizer = tokenizer
         self._strings = tuple(strings)
         self._min_tokens = min_tokens
         # A token is a byte or more; a few further ones give decoders that look back their context.
@@ -60,14 +61,30 @@ def load_stop_strings(model: str | Path, sampling: SamplingParams) -> StopString
     """What ends responses of this model beside its stop tokens; None without strings.
 
     Raises:
-        BackendError: without a tokenizer beside the model.
+        BackendError: without a tokenizer beside the model, or with one that cannot be read.
     """
     if not sampling.stop_strings:
         return None
-    path = Path(model) / _FILE
-    if not path.is_file():
+    try:
+        path = find_file(model, _FILE)
+    except (OSError, ValueError) as error:
         raise BackendError(
-            f"stop_strings={sampling.stop_strings} needs {_FILE} in {str(model)!r} to read the responses: save the "
-            "tokenizer beside the model, or give stop_token_ids"
-        )
-    return StopStrings(path, sampling.stop_strings, sampling.min_new_tokens)
+            f"stop_strings={sampling.stop_strings} needs {_FILE} of {str(model)!r} to read the responses: save the "
+            f"tokenizer beside the model, or give stop_token_ids: {error}"
+        ) from error
+    return StopStrings(_read_tokenizer(path), sampling.stop_strings, sampling.min_new_tokens)
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise BackendUnavailableError(
+            'stop_strings need tokenizers, which is not installed: pip install "tokenizers>=0.22"'
+        ) from error
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises no other
+        raise BackendError(
+            f"the tokenizer cannot be read from {str(path)!r}: {error}; save the tokenizer anew, or give stop_token_ids"
+        ) from error
