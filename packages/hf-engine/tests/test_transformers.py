@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -121,6 +123,47 @@ def test_memory_is_given_back_and_taken_again(models):
     assert dict(backend.weight_layout().shapes) == shapes
     backend.resume()
     assert {name: tuple(tensor.shape) for name, tensor in backend.weight_buffers().items()} == shapes
+
+
+def test_the_cache_is_sized_by_a_share_of_the_memory_too(models):
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if torch.cuda.is_available():
+        memory = torch.cuda.mem_get_info()[1]
+    share = 1000.5 / memory
+    with pytest.raises(BackendError, match=r"bytes of keys and values, above cache_bytes=1000; raise it"):
+        build(models["tied"], cache_fraction=share).generate(
+            build_prompts(1, vocab_size=VOCAB_SIZE), SamplingParams(max_new_tokens=9)
+        )
+    with pytest.raises(BackendError, match=r"cache_bytes=1 and cache_fraction=0.5 both size the cache: give one"):
+        build(models["tied"], cache_bytes=1, cache_fraction=0.5)
+
+
+@pytest.mark.parametrize("fails", ["on the host", "on a device"])
+def test_memory_that_is_not_there_is_one_error_and_the_next_batch_is_drawn(models, monkeypatch, fails):
+    backend, prompts = build(models["tied"], cache_bytes=1 << 20), build_prompts(3, vocab_size=VOCAB_SIZE)
+    sampling = SamplingParams(max_new_tokens=4)
+    before = backend.generate(prompts, sampling)
+
+    def allocate(model, capacity):
+        if fails == "on the host":
+            return torch.empty(1 << 60, dtype=torch.uint8)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_engine.backends.transformers._build_cache", allocate)
+        with pytest.raises(BackendError, match=r"to decode 3 rows .* cache_bytes=1048576.*: lower cache_bytes"):
+            backend.generate(prompts, sampling)
+    after = backend.generate(prompts, sampling)
+    assert torch.equal(before["response_ids"].values(), after["response_ids"].values())
+
+
+def test_other_failures_keep_their_names(models, monkeypatch):
+    def fail(model, capacity):
+        raise RuntimeError("a kernel is missing")
+
+    monkeypatch.setattr("hf_engine.backends.transformers._build_cache", fail)
+    with pytest.raises(RuntimeError, match="a kernel is missing"):
+        build(models["tied"]).generate(build_prompts(3, vocab_size=VOCAB_SIZE), SamplingParams(max_new_tokens=4))
 
 
 def test_what_cannot_be_generated_is_refused(models):

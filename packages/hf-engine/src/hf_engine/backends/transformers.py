@@ -22,6 +22,7 @@ from hf_engine.backends._closed import Closed
 from hf_engine.backends._decoding import LENGTH, Decoding
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._jagged import Ragged
+from hf_engine.backends._memory import choose_cache_bytes, lack_of_memory_is_an_error
 from hf_engine.backends._responses import build_responses, end_of_sequence_ids, read_prompts
 from hf_engine.backends._sampling import draw_uniforms
 from hf_engine.backends._stop_strings import load_stop_strings
@@ -60,7 +61,8 @@ class TransformersBackend:
         topology: Topology,
         seed: int = 0,
         dtype: RolloutDtype = "float32",
-        cache_bytes: int = 4 << 30,
+        cache_bytes: int | None = None,
+        cache_fraction: float | None = None,
     ) -> TransformersBackend:
         """Loads a causal language model of transformers in evaluation mode.
 
@@ -69,14 +71,17 @@ class TransformersBackend:
             topology: ranks and generation sizes.
             seed: nothing is drawn here; samples derive from `SamplingParams.seed`.
             dtype: of weights and computation, whatever the training dtype: shards are cast on their way.
-            cache_bytes: bound on keys and values; more rows than fit are generated in turns.
+            cache_bytes: bound on keys and values, 4 GiB by default; more rows than fit are generated in turns.
+            cache_fraction: instead, as a share of the device's memory (the host's, without a device), below 1.
 
         Raises:
             BackendError: for a generation layout other than 1-1, or a model that transformers cannot load.
         """
         check_rollout_arguments(topology, seed)
         check_dtype(dtype)
-        check_count(BackendError, "cache_bytes", cache_bytes)
+        if cache_fraction is None and cache_bytes is None:
+            cache_bytes = 4 << 30
+        cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
         generation = topology.generation
         if generation is not None and generation != cls.largest_generation:
             raise BackendError(
@@ -164,7 +169,9 @@ class TransformersBackend:
             samples = (rows[:, None] * sampling.n + torch.arange(sampling.n)).flatten()
             width = int(prompts.lengths[rows].max())
             decoding = Decoding(self._model, self._stop_token_ids, sampling, strings)
-            decoding.run(*prompts.pad_left(rows, width), uniforms[samples], _build_cache(self._model, width + capacity))
+            padded, failed = prompts.pad_left(rows, width), f"no memory to decode {len(rows)} rows of {width} tokens"
+            with lack_of_memory_is_an_error(f"{failed}, cache_bytes={self._cache_bytes}", "lower cache_bytes"):
+                decoding.run(*padded, uniforms[samples], _build_cache(self._model, width + capacity))
             tokens[samples], logprobs[samples] = decoding.tokens.cpu(), decoding.logprobs.cpu()
             lengths[samples], reasons[samples] = decoding.lengths.cpu(), decoding.reasons.cpu()
         mask = torch.arange(capacity) < lengths[:, None]
