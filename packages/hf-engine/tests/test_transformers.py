@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_engine import SamplingParams, load_rollout_backend
 from hf_engine.testing import check_rollout_backend, write_tiny_model
@@ -112,6 +112,21 @@ def test_columns_can_be_used_in_training(models):
     assert isinstance(result, TensorDict)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_samples_do_not_depend_on_the_programs_default_dtype(models, dtype):
+    backend, prompts = build(models["tied"]), build_prompts(3, vocab_size=VOCAB_SIZE)
+    sampling = SamplingParams(max_new_tokens=4)
+    expected = backend.generate(prompts, sampling)
+    torch.set_default_dtype(dtype)
+    try:
+        found = backend.generate(prompts, sampling)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name in ("response_ids", "rollout_logprobs"):
+        assert torch.equal(found[name].values(), expected[name].values())
+    assert found["rollout_logprobs"].dtype == torch.float32
+
+
 def test_memory_is_given_back_and_taken_again(models):
     backend = build(models["untied"])
     shapes = dict(backend.weight_layout().shapes)
@@ -164,6 +179,22 @@ def test_other_failures_keep_their_names(models, monkeypatch):
     monkeypatch.setattr("hf_engine.backends.transformers._build_cache", fail)
     with pytest.raises(RuntimeError, match="a kernel is missing"):
         build(models["tied"]).generate(build_prompts(3, vocab_size=VOCAB_SIZE), SamplingParams(max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "found"),
+    [
+        ("mamba", {"state_size": 4}, "LinearAttentionLayer"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_attention_heads": 2}, "LinearAttentionLayer"),
+        ("recurrent_gemma", {"num_attention_heads": 2, "attention_window_size": 8}, "a state of its own"),
+        ("rwkv", {"attention_hidden_size": 32}, "a state of its own"),
+    ],
+)
+def test_models_that_remember_more_than_keys_and_values_are_refused(tmp_path, family, config, found):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **config)).save_pretrained(tmp_path)
+    with pytest.raises(BackendError, match=rf"keeps {found} .*: choose a model with attention in all layers"):
+        build(tmp_path)
 
 
 def test_what_cannot_be_generated_is_refused(models):

@@ -6,6 +6,7 @@ prompt share its prefill, keys and values live in buffers of the final length, a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from tensordict import TensorDict
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
@@ -34,6 +35,8 @@ from hf_protocols.errors import BackendError
 from hf_protocols.topology import GenerationSpec, Topology
 
 __all__ = ["TransformersBackend"]
+
+_ATTENTION = {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 class TransformersBackend:
@@ -75,7 +78,8 @@ class TransformersBackend:
             cache_fraction: instead, as a share of the device's memory (the host's, without a device), below 1.
 
         Raises:
-            BackendError: for a generation layout other than 1-1, or a model that transformers cannot load.
+            BackendError: for a generation layout other than 1-1, a model that transformers cannot load, or one whose
+                layers remember something else than keys and values.
         """
         check_rollout_arguments(topology, seed)
         check_dtype(dtype)
@@ -89,6 +93,7 @@ class TransformersBackend:
                 f"gen_tp_size={generation.gen_tp_size} are not supported; set both to 1 or choose another backend"
             )
         loaded, _ = load_causal_lm(model, getattr(torch, dtype))
+        _check_layers(loaded)
         loaded.eval().requires_grad_(False)
         for parameter in loaded.parameters():
             # What was loaded may be a view of a file's pages: a storage of its own can be freed and taken again.
@@ -162,7 +167,7 @@ class TransformersBackend:
         uniforms = draw_uniforms(batch["row_id"], sampling)
         num_samples, capacity = uniforms.shape
         tokens = torch.zeros(num_samples, capacity, dtype=torch.int64)
-        logprobs = torch.zeros(num_samples, capacity)
+        logprobs = torch.zeros(num_samples, capacity, dtype=torch.float32)
         lengths = torch.zeros(num_samples, dtype=torch.int64)
         reasons = torch.full((num_samples,), LENGTH)
         for rows in turns:
@@ -252,6 +257,18 @@ def _build_cache(model: Any, capacity: int) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     cache.layers = [_StaticLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def _check_layers(model: Any) -> None:
+    """Refuses recurrent layers: their state is of the padding too, and is not spread over the samples of a prompt."""
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - _ATTENTION
+    takes_keys = "past_key_values" in inspect.signature(model.forward).parameters
+    if kinds or model._is_stateful or not takes_keys:
+        found = ", ".join(sorted(kind.__name__ for kind in kinds)) or "a state of its own"
+        raise BackendError(
+            f"backend 'transformers' shares keys and values among the samples of a prompt; {model.name_or_path!r}, a "
+            f"{type(model).__name__}, keeps {found} beside them or instead: choose a model with attention in all layers"
+        )
 
 
 def _cache_bytes_per_token(model: Any) -> int:

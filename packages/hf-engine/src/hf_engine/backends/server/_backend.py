@@ -219,7 +219,7 @@ class ServerBackend:
             samples = [sample.cut(strings.cut(sample.token_ids)) for sample in samples]
         return build_responses(
             torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int64),
-            torch.tensor([logprob for sample in samples for logprob in sample.logprobs]),
+            torch.tensor([logprob for sample in samples for logprob in sample.logprobs], dtype=torch.float32),
             torch.tensor([len(sample.token_ids) for sample in samples]),
             torch.tensor([_STOP if sample.is_stopped else _LENGTH for sample in samples]),
             n=sampling.n,

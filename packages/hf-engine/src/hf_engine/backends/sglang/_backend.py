@@ -247,7 +247,7 @@ class SglangBackend:
             samples = [_cut(sample, strings.cut(sample[0])) for sample in samples]
         return build_responses(
             torch.tensor([token for ids, _, _ in samples for token in ids], dtype=torch.int64),
-            torch.tensor([logprob for _, logprobs, _ in samples for logprob in logprobs]),
+            torch.tensor([logprob for _, logprobs, _ in samples for logprob in logprobs], dtype=torch.float32),
             torch.tensor([len(ids) for ids, _, _ in samples]),
             torch.tensor([_STOP if reason == "stop" else _LENGTH for _, _, reason in samples]),
             n=sampling.n,

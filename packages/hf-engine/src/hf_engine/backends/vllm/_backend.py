@@ -169,7 +169,7 @@ class VllmBackend:
         responses = engine.run(batch, sampling, stops, strings)
         return build_responses(
             torch.tensor([token for response in responses for token in response.token_ids], dtype=torch.int64),
-            torch.tensor([logprob for response in responses for logprob in response.logprobs]),
+            torch.tensor([logprob for each in responses for logprob in each.logprobs], dtype=torch.float32),
             torch.tensor([len(response.token_ids) for response in responses], dtype=torch.int64),
             torch.tensor([_STOP if response.is_stopped else _LENGTH for response in responses], dtype=torch.int64),
             n=sampling.n,
