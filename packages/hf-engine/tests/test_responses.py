@@ -62,3 +62,24 @@ def test_row_ids_that_are_no_column_of_whole_numbers_are_refused(row_ids):
 def test_sampling_parameters_of_another_kind_are_refused():
     with pytest.raises(BackendError, match=r"sampling=\{'max_new_tokens': 2\}: give SamplingParams"):
         read([[3]], sampling={"max_new_tokens": 2})
+
+
+@pytest.mark.parametrize(
+    ("sampling", "positions"),
+    [
+        (SamplingParams(max_new_tokens=2, n=10**9), 8),
+        (SamplingParams(max_new_tokens=2, n=10**30), 8),
+        (SamplingParams(max_new_tokens=10**12), None),
+        (SamplingParams(max_new_tokens=10**6, n=10**6), None),
+    ],
+)
+def test_more_samples_than_the_machine_holds_are_refused(monkeypatch, sampling, positions):
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 28}[name])
+    wanted = f"2 prompts x n={sampling.n} samples of max_new_tokens={sampling.max_new_tokens} take about"
+    with pytest.raises(BackendError, match=rf"{wanted} \d+ bytes, this machine has 1099511627776; lower n or"):
+        read_prompts(batch_of([[3], [3]], torch.arange(2)), sampling, vocab_size=64, positions=positions)
+
+
+def test_many_samples_that_the_machine_holds_are_read(monkeypatch):
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 22}[name])
+    assert len(read([[3]], sampling=SamplingParams(max_new_tokens=4, n=10**6)).lengths) == 1

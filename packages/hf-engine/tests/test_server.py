@@ -154,6 +154,8 @@ def use_wrongly(engine, model, url):
     with pytest.raises(BackendError, match="call begin_weights first"):
         backend.load_shards({})
     refused = {"sglang": {"min_new_tokens": 2}, "vllm": {"temperature": 0.7}}[engine]
+    with pytest.raises(BackendError, match="sampling=None: give SamplingParams"):
+        backend.generate(build_prompts(2, vocab_size=VOCAB_SIZE), None)
     with pytest.raises(BackendError, match=rf"cannot generate with .*: .*{next(iter(refused))}"):
         backend.generate(prompts, SamplingParams(max_new_tokens=4, **refused))
     send(backend, model, 4)

@@ -127,6 +127,15 @@ def spend_while_idle(model):
 
 
 def refuse(models, directory):
+    with pytest.raises(BackendError, match="topology=None: give a Topology"):
+        build(models["tied"], None)
+    for wrong, message in (
+        ({"timeout_s": float("inf")}, "timeout_s=inf must be a finite number above 0"),
+        ({"start_timeout_s": "10 min"}, "start_timeout_s='10 min' must be a finite number above 0"),
+        ({"staging_bytes": 0}, "staging_bytes=0 must be a whole number of at least 1"),
+    ):
+        with pytest.raises(BackendError, match=f"^{message}"):
+            build(models["tied"], ONE, **wrong)
     with pytest.raises(BackendError, match="it has 1 ranks, the topology 2"):
         build(models["tied"], Topology(ParallelSpec(dp_size=2), GenerationSpec()))
     with pytest.raises(BackendError, match=r"there is no model in '.*absent'"):

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,10 +18,12 @@ import pytest
 import torch
 
 from hf_engine import load_rollout_backend
+from hf_engine.backends.sglang._options import EngineModel, build_options
 from hf_engine.backends.sglang._process import EngineProcess
 from hf_engine.backends.sglang._session import end_session, find_segments
 from hf_engine.backends.sglang._staging import Staging, read_staging, write_report
 from hf_engine.resharding.boxes import Box
+from hf_engine.testing import write_tiny_model
 from hf_protocols import BackendError, BackendUnavailableError
 
 without_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed here")
@@ -39,6 +42,23 @@ def is_gone(pid):
 
 def start():
     return EngineProcess(lambda directory: {**os.environ, "TMPDIR": directory})
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"tp_size": 2}, "engine_options={'tp_size': 2} would change tp_size, which is set by the other arguments"),
+        ({"log_level": "info", "sampling_backend": "pytorch"}, "would change sampling_backend, which"),
+        (5, "engine_options=5: give a table of SGLang's server arguments"),
+    ],
+)
+def test_options_that_are_ours_are_refused(tmp_path, more, message):
+    model = EngineModel(write_tiny_model(tmp_path))
+    sizes = {"tp_size": 1, "positions": 48, "cache_bytes": 1 << 20, "max_rows": 4}
+    with pytest.raises(BackendError, match=re.escape(message)):
+        build_options(model, dtype="float32", seed=0, more=more, **sizes)
+    options = build_options(model, dtype="float32", seed=0, more={"log_level": "info"}, **sizes)
+    assert (options["log_level"], options["tp_size"]) == ("info", 1)
 
 
 def test_a_request_that_fails_leaves_the_process():

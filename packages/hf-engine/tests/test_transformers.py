@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_engine import SamplingParams, load_rollout_backend
 from hf_engine.testing import check_rollout_backend, write_tiny_model
@@ -110,6 +112,21 @@ def test_columns_can_be_used_in_training(models):
     assert isinstance(result, TensorDict)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_samples_do_not_depend_on_the_programs_default_dtype(models, dtype):
+    backend, prompts = build(models["tied"]), build_prompts(3, vocab_size=VOCAB_SIZE)
+    sampling = SamplingParams(max_new_tokens=4)
+    expected = backend.generate(prompts, sampling)
+    torch.set_default_dtype(dtype)
+    try:
+        found = backend.generate(prompts, sampling)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name in ("response_ids", "rollout_logprobs"):
+        assert torch.equal(found[name].values(), expected[name].values())
+    assert found["rollout_logprobs"].dtype == torch.float32
+
+
 def test_memory_is_given_back_and_taken_again(models):
     backend = build(models["untied"])
     shapes = dict(backend.weight_layout().shapes)
@@ -121,6 +138,63 @@ def test_memory_is_given_back_and_taken_again(models):
     assert dict(backend.weight_layout().shapes) == shapes
     backend.resume()
     assert {name: tuple(tensor.shape) for name, tensor in backend.weight_buffers().items()} == shapes
+
+
+def test_the_cache_is_sized_by_a_share_of_the_memory_too(models):
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if torch.cuda.is_available():
+        memory = torch.cuda.mem_get_info()[1]
+    share = 1000.5 / memory
+    with pytest.raises(BackendError, match=r"bytes of keys and values, above cache_bytes=1000; raise it"):
+        build(models["tied"], cache_fraction=share).generate(
+            build_prompts(1, vocab_size=VOCAB_SIZE), SamplingParams(max_new_tokens=9)
+        )
+    with pytest.raises(BackendError, match=r"cache_bytes=1 and cache_fraction=0.5 both size the cache: give one"):
+        build(models["tied"], cache_bytes=1, cache_fraction=0.5)
+
+
+@pytest.mark.parametrize("fails", ["on the host", "on a device"])
+def test_memory_that_is_not_there_is_one_error_and_the_next_batch_is_drawn(models, monkeypatch, fails):
+    backend, prompts = build(models["tied"], cache_bytes=1 << 20), build_prompts(3, vocab_size=VOCAB_SIZE)
+    sampling = SamplingParams(max_new_tokens=4)
+    before = backend.generate(prompts, sampling)
+
+    def allocate(model, capacity):
+        if fails == "on the host":
+            return torch.empty(1 << 60, dtype=torch.uint8)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_engine.backends.transformers._build_cache", allocate)
+        with pytest.raises(BackendError, match=r"to decode 3 rows .* cache_bytes=1048576.*: lower cache_bytes"):
+            backend.generate(prompts, sampling)
+    after = backend.generate(prompts, sampling)
+    assert torch.equal(before["response_ids"].values(), after["response_ids"].values())
+
+
+def test_other_failures_keep_their_names(models, monkeypatch):
+    def fail(model, capacity):
+        raise RuntimeError("a kernel is missing")
+
+    monkeypatch.setattr("hf_engine.backends.transformers._build_cache", fail)
+    with pytest.raises(RuntimeError, match="a kernel is missing"):
+        build(models["tied"]).generate(build_prompts(3, vocab_size=VOCAB_SIZE), SamplingParams(max_new_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "found"),
+    [
+        ("mamba", {"state_size": 4}, "LinearAttentionLayer"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"], "num_attention_heads": 2}, "LinearAttentionLayer"),
+        ("recurrent_gemma", {"num_attention_heads": 2, "attention_window_size": 8}, "a state of its own"),
+        ("rwkv", {"attention_hidden_size": 32}, "a state of its own"),
+    ],
+)
+def test_models_that_remember_more_than_keys_and_values_are_refused(tmp_path, family, config, found):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **config)).save_pretrained(tmp_path)
+    with pytest.raises(BackendError, match=rf"keeps {found} .*: choose a model with attention in all layers"):
+        build(tmp_path)
 
 
 def test_what_cannot_be_generated_is_refused(models):
@@ -144,6 +218,10 @@ def test_what_cannot_be_generated_is_refused(models):
         BackendError, match=r"row 1 needs 42 tokens x 2 samples = 43008 bytes .* above cache_bytes=1000"
     ):
         backend.generate(batch, SamplingParams(max_new_tokens=2, n=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_engine.backends.transformers.draw_uniforms", None)  # takes the memory that is not there
+        with pytest.raises(BackendError, match="lower n or max_new_tokens"):
+            backend.generate(batch, SamplingParams(max_new_tokens=2, n=10**5))
     empty = torch.nested.nested_tensor([torch.arange(0)], layout=torch.jagged)
     with pytest.raises(BackendError, match="prompt of row 0 is empty"):
         backend.generate(

@@ -131,6 +131,8 @@ def train_and_generate(backend, topology, train_model, rollout_model, directory)
 
 def refuse(models, directory):
     one = Topology(ParallelSpec(), GenerationSpec())
+    with pytest.raises(BackendError, match="topology=None: give a Topology"):
+        build(models["tied"], None)
     with pytest.raises(BackendError, match="that has 1 ranks, the topology 2"):
         build(models["tied"], Topology(ParallelSpec(dp_size=2), GenerationSpec()))
     with pytest.raises(BackendError, match=r"has head_dim=48; vLLM on a CPU runs \[32, 64, .* 'transformers'"):

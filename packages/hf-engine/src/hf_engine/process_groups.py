@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hf_protocols.arguments import check_kind, check_number
 from hf_protocols.errors import TopologyError
 from hf_protocols.topology import Axis, Topology
 
@@ -26,8 +27,11 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
         timeout_s: how long a collective of the new groups may wait; None: as long as one of the default group.
 
     Raises:
-        TopologyError: if the default group has another number of ranks.
+        TopologyError: if the default group has another number of ranks; for what is no topology or no deadline.
     """
+    check_kind(TopologyError, "topology", topology, Topology, "a Topology, such as Topology(ParallelSpec(dp_size=2))")
+    if timeout_s is not None:
+        check_number(TopologyError, "timeout_s", timeout_s)
     if dist.get_world_size() != topology.world_size:
         raise TopologyError(
             f"the topology has {topology.world_size} ranks, the default process group {dist.get_world_size()}; "

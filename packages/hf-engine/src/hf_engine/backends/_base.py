@@ -121,7 +121,7 @@ class SamplingParams:
     max_new_tokens: int
     """A response ends here at the latest, with finish reason 1 (length)."""
     min_new_tokens: int = 0
-    """Stop tokens cannot be drawn before this many tokens, and stop strings end nothing."""
+    """Stop tokens cannot be drawn before this many tokens, and a stop string that is complete by then ends nothing."""
     temperature: float = 1.0
     """Logits are divided by it."""
     top_p: float = 1.0
@@ -136,7 +136,7 @@ class SamplingParams:
     """A response ends with any of these, beside the model's own end-of-sequence tokens; the token is kept."""
     stop_strings: tuple[str, ...] = ()
     """A response ends with the token that completes any of these in its text; the token is kept. Needs
-    `tokenizer.json` beside the model."""
+    `tokenizer.json` beside the model, in its directory or on the hub."""
     seed: int = 0
     """Seed of the run."""
     step: int = 0
@@ -372,8 +372,8 @@ class RolloutBackend(Protocol):
             `response_mask`, `rollout_logprobs` (jagged), `finish_reason` (0 stop, 1 length), `weight_version`.
 
         Raises:
-            BackendError: for a prompt that does not fit the model with `max_new_tokens`, with row and numbers, or
-                weights that were released and not committed again.
+            BackendError: for a prompt that does not fit the model with `max_new_tokens`, with row and numbers, more
+                samples than the machine's memory holds, or weights that were released and not committed again.
             NonFiniteLossError: for logits that are not finite.
         """
         ...

@@ -35,7 +35,7 @@ class Decoding:
         num_samples, capacity = uniforms.shape
         self._uniforms = uniforms.to(device)
         self.tokens = torch.zeros(num_samples, capacity, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(num_samples, capacity, device=device)
+        self.logprobs = torch.zeros(num_samples, capacity, dtype=torch.float32, device=device)
         self.lengths = torch.zeros(num_samples, dtype=torch.int64, device=device)
         self.reasons = torch.full((num_samples,), LENGTH, device=device)
         width = prompt_ids.shape[1]

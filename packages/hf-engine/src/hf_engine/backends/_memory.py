@@ -1,15 +1,17 @@
-"""How much memory an engine's KV cache takes."""
+"""How much memory there is, and how much of it an engine's KV cache takes."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import BackendError
 
-__all__ = ["choose_cache_bytes"]
+__all__ = ["choose_cache_bytes", "host_bytes", "lack_of_memory_is_an_error"]
 
 
 def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
@@ -34,4 +36,29 @@ def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
         return int((fraction or 0.3) * torch.cuda.mem_get_info()[1])
     if fraction is None:
         return 256 << 20
-    return int(fraction * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return int(fraction * host_bytes())
+
+
+def host_bytes() -> int:
+    """Memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@contextmanager
+def lack_of_memory_is_an_error(failed: str, knob: str) -> Iterator[None]:
+    """Inside the block torch may ask for more memory than there is.
+
+    Args:
+        failed: what could not be done.
+        knob: what to turn.
+
+    Raises:
+        BackendError: with both and torch's own words; any other failure is raised as it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in reason:
+            raise
+        raise BackendError(f"{failed}: {knob}: {reason}") from error

@@ -9,7 +9,7 @@ from typing import Any
 from hf_protocols.arguments import check_kind
 from hf_protocols.errors import BackendError
 
-__all__ = ["check_model", "find_model", "read_end_of_sequence_ids"]
+__all__ = ["check_model", "find_file", "find_model", "read_end_of_sequence_ids"]
 
 
 def check_model(model: object) -> None:
@@ -50,6 +50,24 @@ def find_model(model: str | Path) -> Path:
         return Path(snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors"]))
     except (OSError, HFValidationError) as error:
         raise BackendError(f"there is no model in {str(model)!r}: {error}") from error
+
+
+def find_file(model: str | Path, name: str) -> Path:
+    """One file of a model: in its directory, or where the hub's client keeps it, which fetches it if it must.
+
+    Raises:
+        OSError: if there is none.
+        ValueError: for a name that is none on the hub.
+    """
+    directory = Path(model)
+    if not directory.is_dir():
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(str(model), name))
+    path = directory / name
+    if not path.is_file():
+        raise FileNotFoundError(f"{str(directory)!r} has no {name}")
+    return path
 
 
 def read_end_of_sequence_ids(directory: Path) -> frozenset[int]:

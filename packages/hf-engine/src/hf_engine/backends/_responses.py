@@ -9,10 +9,14 @@ from tensordict import TensorDict
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._jagged import Ragged, read_ids, require_columns, to_jagged
+from hf_engine.backends._memory import host_bytes
 from hf_protocols.arguments import check_kind
 from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError
 
 __all__ = ["build_responses", "end_of_sequence_ids", "read_prompts"]
+
+_SAMPLE_BYTES, _TOKEN_BYTES = 4 << 10, 64
+"""Of the host's memory, about: an engine's request, and the random number, id and log-prob of each of its tokens."""
 
 
 def read_prompts(batch: TensorDict, sampling: SamplingParams, *, vocab_size: int, positions: int | None) -> Ragged:
@@ -28,7 +32,8 @@ def read_prompts(batch: TensorDict, sampling: SamplingParams, *, vocab_size: int
 
     Raises:
         BatchError: for columns that are missing or of another kind, or an id outside the vocabulary.
-        BackendError: for prompts that are empty or do not fit, or a stop token outside the vocabulary.
+        BackendError: for prompts that are empty or do not fit, a stop token outside the vocabulary, or more samples
+            than the machine's memory holds.
     """
     check_kind(BackendError, "sampling", sampling, SamplingParams, "SamplingParams(max_new_tokens=...)")
     require_columns(batch, ("prompt_ids", "row_id"))
@@ -48,6 +53,7 @@ def read_prompts(batch: TensorDict, sampling: SamplingParams, *, vocab_size: int
                 f"prompt of row {row} has {length} tokens, above the model's {positions} positions - "
                 f"max_new_tokens={sampling.max_new_tokens} = {limit}; shorten the prompt or lower max_new_tokens"
             )
+    _check_memory(len(prompts.lengths), sampling)
     return prompts
 
 
@@ -92,6 +98,16 @@ def end_of_sequence_ids(generation_config: Any, text_config: Any) -> frozenset[i
     stated = getattr(generation_config, "eos_token_id", None)
     ids = stated if stated is not None else text_config.eos_token_id
     return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+
+
+def _check_memory(num_prompts: int, sampling: SamplingParams) -> None:
+    """One bound for all engines: where it is passed some run out of memory on the way, and cannot be used again."""
+    needed = num_prompts * sampling.n * (_SAMPLE_BYTES + sampling.max_new_tokens * _TOKEN_BYTES)
+    if needed > (memory := host_bytes()):
+        raise BackendError(
+            f"{num_prompts} prompts x n={sampling.n} samples of max_new_tokens={sampling.max_new_tokens} take about "
+            f"{needed} bytes, this machine has {memory}; lower n or max_new_tokens, or give fewer prompts at a time"
+        )
 
 
 def _check_row_ids(column: Any, shape: torch.Size) -> None:

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_protocols.errors import BackendError
+from hf_engine.backends._model_directory import find_file
+from hf_protocols.errors import BackendError, BackendUnavailableError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from hf_engine.backends._base import SamplingParams
 
 __all__ = ["StopStrings", "load_stop_strings"]
@@ -22,13 +25,11 @@ class StopStrings:
     Args:
         tokenizer: decodes token ids, with special tokens.
         strings: what ends a response.
-        min_tokens: a response of this many tokens or fewer goes on.
+        min_tokens: a response of this many tokens or fewer goes on; what was complete by then ends nothing later on.
     """
 
-    def __init__(self, tokenizer: Path, strings: Sequence[str], min_tokens: int) -> None:
-        from tokenizers import Tokenizer
-
-        self._tokenizer = Tokenizer.from_file(str(tokenizer))
+    def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], min_tokens: int) -> None:
+        self._tokenizer = tokenizer
         self._strings = tuple(strings)
         self._min_tokens = min_tokens
         # A token is a byte or more; a few further ones give decoders that look back their context.
@@ -38,8 +39,18 @@ class StopStrings:
         """Whether the last of these tokens, a whole response so far, completes a string."""
         if len(tokens) <= self._min_tokens:
             return False
-        text = self._tokenizer.decode(list(tokens[-self._window :]), skip_special_tokens=False)
-        return any(string in text for string in self._strings)
+        window = list(tokens[-self._window :])
+        text = self._decode(window)
+        if not any(string in text for string in self._strings):
+            return False
+        # One that was complete before, under the minimum length, ends nothing any more. A character of which bytes are
+        # missing is none yet.
+        old = len(self._decode(window[:-1]).rstrip("\ufffd"))
+        return any(string in text[max(0, old - len(string) + 1) :] for string in self._strings)
+
+    def _decode(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
 
     def cut(self, tokens: Sequence[int]) -> int | None:
         """How many tokens a response keeps that was drawn without looking for strings; None if it has none."""
@@ -50,14 +61,30 @@ def load_stop_strings(model: str | Path, sampling: SamplingParams) -> StopString
     """What ends responses of this model beside its stop tokens; None without strings.
 
     Raises:
-        BackendError: without a tokenizer beside the model.
+        BackendError: without a tokenizer beside the model, or with one that cannot be read.
     """
     if not sampling.stop_strings:
         return None
-    path = Path(model) / _FILE
-    if not path.is_file():
+    try:
+        path = find_file(model, _FILE)
+    except (OSError, ValueError) as error:
         raise BackendError(
-            f"stop_strings={sampling.stop_strings} needs {_FILE} in {str(model)!r} to read the responses: save the "
-            "tokenizer beside the model, or give stop_token_ids"
-        )
-    return StopStrings(path, sampling.stop_strings, sampling.min_new_tokens)
+            f"stop_strings={sampling.stop_strings} needs {_FILE} of {str(model)!r} to read the responses: save the "
+            f"tokenizer beside the model, or give stop_token_ids: {error}"
+        ) from error
+    return StopStrings(_read_tokenizer(path), sampling.stop_strings, sampling.min_new_tokens)
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        from tokenizers import Tokenizer
+    except ModuleNotFoundError as error:
+        raise BackendUnavailableError(
+            'stop_strings need tokenizers, which is not installed: pip install "tokenizers>=0.22"'
+        ) from error
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises no other
+        raise BackendError(
+            f"the tokenizer cannot be read from {str(path)!r}: {error}; save the tokenizer anew, or give stop_token_ids"
+        ) from error

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite, together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
+from hf_engine.backends._build_arguments import check_train_arguments
 from hf_engine.backends._causal_lm import load_causal_lm, save_causal_lm
 from hf_engine.backends._checkpoint import load_sharded, save_sharded
 from hf_engine.backends._closed import Closed
@@ -91,6 +92,7 @@ class FsdpBackend:
             BackendError: for a layout with more than data parallelism, or on every rank for a model that any of them
                 cannot load.
         """
+        check_train_arguments(topology, config, head=head, trainable=trainable, seed=seed)
         sizes = topology.train
         if sizes.world_size != sizes.dp_size or sizes.ep_size != 1:
             raise BackendError(

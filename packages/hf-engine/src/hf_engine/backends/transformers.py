@@ -6,6 +6,7 @@ prompt share its prefill, keys and values live in buffers of the final length, a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,14 +14,16 @@ from typing import Any, ClassVar
 import torch
 from tensordict import TensorDict
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._causal_lm import load_causal_lm
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._decoding import LENGTH, Decoding
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._jagged import Ragged
+from hf_engine.backends._memory import choose_cache_bytes, lack_of_memory_is_an_error
 from hf_engine.backends._responses import build_responses, end_of_sequence_ids, read_prompts
 from hf_engine.backends._sampling import draw_uniforms
 from hf_engine.backends._stop_strings import load_stop_strings
@@ -32,6 +35,8 @@ from hf_protocols.errors import BackendError
 from hf_protocols.topology import GenerationSpec, Topology
 
 __all__ = ["TransformersBackend"]
+
+_ATTENTION = {DynamicLayer, DynamicSlidingWindowLayer}
 
 
 class TransformersBackend:
@@ -59,7 +64,8 @@ class TransformersBackend:
         topology: Topology,
         seed: int = 0,
         dtype: RolloutDtype = "float32",
-        cache_bytes: int = 4 << 30,
+        cache_bytes: int | None = None,
+        cache_fraction: float | None = None,
     ) -> TransformersBackend:
         """Loads a causal language model of transformers in evaluation mode.
 
@@ -68,13 +74,18 @@ class TransformersBackend:
             topology: ranks and generation sizes.
             seed: nothing is drawn here; samples derive from `SamplingParams.seed`.
             dtype: of weights and computation, whatever the training dtype: shards are cast on their way.
-            cache_bytes: bound on keys and values; more rows than fit are generated in turns.
+            cache_bytes: bound on keys and values, 4 GiB by default; more rows than fit are generated in turns.
+            cache_fraction: instead, as a share of the device's memory (the host's, without a device), below 1.
 
         Raises:
-            BackendError: for a generation layout other than 1-1, or a model that transformers cannot load.
+            BackendError: for a generation layout other than 1-1, a model that transformers cannot load, or one whose
+                layers remember something else than keys and values.
         """
+        check_rollout_arguments(topology, seed)
         check_dtype(dtype)
-        check_count(BackendError, "cache_bytes", cache_bytes)
+        if cache_fraction is None and cache_bytes is None:
+            cache_bytes = 4 << 30
+        cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
         generation = topology.generation
         if generation is not None and generation != cls.largest_generation:
             raise BackendError(
@@ -82,6 +93,7 @@ class TransformersBackend:
                 f"gen_tp_size={generation.gen_tp_size} are not supported; set both to 1 or choose another backend"
             )
         loaded, _ = load_causal_lm(model, getattr(torch, dtype))
+        _check_layers(loaded)
         loaded.eval().requires_grad_(False)
         for parameter in loaded.parameters():
             # What was loaded may be a view of a file's pages: a storage of its own can be freed and taken again.
@@ -156,17 +168,20 @@ class TransformersBackend:
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         prompts = read_prompts(batch, sampling, vocab_size=vocab_size, positions=positions)
         strings = load_stop_strings(self._model.name_or_path, sampling)
+        turns = list(self._turns(prompts, sampling))
         uniforms = draw_uniforms(batch["row_id"], sampling)
         num_samples, capacity = uniforms.shape
         tokens = torch.zeros(num_samples, capacity, dtype=torch.int64)
-        logprobs = torch.zeros(num_samples, capacity)
+        logprobs = torch.zeros(num_samples, capacity, dtype=torch.float32)
         lengths = torch.zeros(num_samples, dtype=torch.int64)
         reasons = torch.full((num_samples,), LENGTH)
-        for rows in self._turns(prompts, sampling):
+        for rows in turns:
             samples = (rows[:, None] * sampling.n + torch.arange(sampling.n)).flatten()
             width = int(prompts.lengths[rows].max())
             decoding = Decoding(self._model, self._stop_token_ids, sampling, strings)
-            decoding.run(*prompts.pad_left(rows, width), uniforms[samples], _build_cache(self._model, width + capacity))
+            padded, failed = prompts.pad_left(rows, width), f"no memory to decode {len(rows)} rows of {width} tokens"
+            with lack_of_memory_is_an_error(f"{failed}, cache_bytes={self._cache_bytes}", "lower cache_bytes"):
+                decoding.run(*padded, uniforms[samples], _build_cache(self._model, width + capacity))
             tokens[samples], logprobs[samples] = decoding.tokens.cpu(), decoding.logprobs.cpu()
             lengths[samples], reasons[samples] = decoding.lengths.cpu(), decoding.reasons.cpu()
         mask = torch.arange(capacity) < lengths[:, None]
@@ -247,6 +262,18 @@ def _build_cache(model: Any, capacity: int) -> DynamicCache:
     cache = DynamicCache(config=model.config)
     cache.layers = [_StaticLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def _check_layers(model: Any) -> None:
+    """Refuses recurrent layers: their state is of the padding too, and is not spread over the samples of a prompt."""
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - _ATTENTION
+    takes_keys = "past_key_values" in inspect.signature(model.forward).parameters
+    if kinds or model._is_stateful or not takes_keys:
+        found = ", ".join(sorted(kind.__name__ for kind in kinds)) or "a state of its own"
+        raise BackendError(
+            f"backend 'transformers' shares keys and values among the samples of a prompt; {model.name_or_path!r}, a "
+            f"{type(model).__name__}, keeps {found} beside them or instead: choose a model with attention in all layers"
+        )
 
 
 def _cache_bytes_per_token(model: Any) -> int:

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite, together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
+from hf_engine.backends._build_arguments import check_train_arguments
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import write_directory
 from hf_engine.backends._loss import StepLoss
@@ -80,6 +81,7 @@ class MegatronBackend:
 
         Every rank reads its own boxes only. Two backends of one process must have the same layout.
         """
+        check_train_arguments(topology, config, head=head, trainable=trainable, seed=seed)
         if config.compile:
             raise BackendError("backend 'megatron' does not use torch.compile: set compile=False")
         with together("load", None):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._model_directory import read_end_of_sequence_ids
 from hf_engine.backends._replica import Replica
 from hf_engine.backends.server._connection import Connection
@@ -114,6 +115,7 @@ class ServerBackend:
             BackendError: if a server does not answer, is none of a supported version, or has another model; for a
                 generation layout other than 1-1.
         """
+        check_rollout_arguments(topology, seed)
         ranks = require_ranks(topology, urls)
         url = urls[dist.get_rank() % len(urls)]
 
@@ -203,8 +205,8 @@ class ServerBackend:
         from hf_engine.backends._sampling import draw_seeds
         from hf_engine.backends._stop_strings import load_stop_strings
 
-        self._require_ready(sampling)
         read_prompts(batch, sampling, vocab_size=self._vocab_size, positions=self._max_positions)
+        self._require_ready(sampling)
         strings = load_stop_strings(self._directory, sampling)
         samples = self._server.generate(
             [row.tolist() for row in batch["prompt_ids"].unbind() for _ in range(sampling.n)],
@@ -217,7 +219,7 @@ class ServerBackend:
             samples = [sample.cut(strings.cut(sample.token_ids)) for sample in samples]
         return build_responses(
             torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int64),
-            torch.tensor([logprob for sample in samples for logprob in sample.logprobs]),
+            torch.tensor([logprob for sample in samples for logprob in sample.logprobs], dtype=torch.float32),
             torch.tensor([len(sample.token_ids) for sample in samples]),
             torch.tensor([_STOP if sample.is_stopped else _LENGTH for sample in samples]),
             n=sampling.n,

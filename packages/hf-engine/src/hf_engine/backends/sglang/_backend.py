@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._memory import choose_cache_bytes
 from hf_engine.backends._replica import Replica
@@ -23,7 +24,7 @@ from hf_engine.process_groups import build_groups, local_device
 from hf_engine.resharding.execute import check_weights
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
-from hf_protocols.arguments import check_count
+from hf_protocols.arguments import check_count, check_number
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.topology import GenerationSpec, Topology
 
@@ -108,17 +109,21 @@ class SglangBackend:
             staging_bytes: memory of every rank through which its shards reach the engine.
             start_timeout_s: deadline of the start.
             timeout_s: deadline of every later request to the engine, one whole `generate` included.
-            engine_options: more of SGLang's own server arguments.
+            engine_options: more of SGLang's own server arguments, beside those that the others set.
 
         Raises:
             BackendError: for a layout or a model that does not run, too small a cache, or an engine that does not
                 start.
         """
+        check_rollout_arguments(topology, seed)
         check_dtype(dtype)
         cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
         if max_positions is not None:
             check_count(BackendError, "max_positions", max_positions)
-        check_count(BackendError, "max_rows", max_rows)
+        for name, size in (("max_rows", max_rows), ("staging_bytes", staging_bytes)):
+            check_count(BackendError, name, size)
+        for name, seconds in (("start_timeout_s", start_timeout_s), ("timeout_s", timeout_s)):
+            check_number(BackendError, name, seconds)
         topology = _require_topology(topology)
         found_model = EngineModel(model)
         layout = generation_layout(found_model.shape, topology, dtype=dtype)
@@ -134,7 +139,7 @@ class SglangBackend:
             positions=positions,
             cache_bytes=cache_bytes,
             max_rows=max_rows,
-            more=engine_options or {},
+            more={} if engine_options is None else engine_options,
         )
         devices = replica.gather(local_device().index or 0)
         environment = partial(build_environment, tp_size=tp_size, devices=devices)
@@ -242,7 +247,7 @@ class SglangBackend:
             samples = [_cut(sample, strings.cut(sample[0])) for sample in samples]
         return build_responses(
             torch.tensor([token for ids, _, _ in samples for token in ids], dtype=torch.int64),
-            torch.tensor([logprob for _, logprobs, _ in samples for logprob in logprobs]),
+            torch.tensor([logprob for _, logprobs, _ in samples for logprob in logprobs], dtype=torch.float32),
             torch.tensor([len(ids) for ids, _, _ in samples]),
             torch.tensor([_STOP if reason == "stop" else _LENGTH for _, _, reason in samples]),
             n=sampling.n,

@@ -10,6 +10,7 @@ import torch
 
 from hf_engine.backends._model_directory import find_model
 from hf_engine.backends.sglang._plugins import LOADER, SAMPLER
+from hf_protocols.arguments import check_kind
 from hf_protocols.errors import BackendError, ConfigError
 from hf_protocols.models import ModelShape
 
@@ -18,11 +19,14 @@ __all__ = ["RESERVED", "EngineModel", "build_options"]
 RESERVED = 2
 """Positions, and tokens of the cache, that SGLang keeps to itself."""
 
-_FIXED: dict[str, Any] = {
+_OURS: dict[str, Any] = {
     "sampling_backend": SAMPLER,
     "enable_custom_logit_processor": True,
     "custom_weight_loader": [LOADER],
     "skip_tokenizer_init": True,
+}
+"""Without these samples are not drawn as elsewhere, or weights not loaded."""
+_DEFAULTS: dict[str, Any] = {
     "skip_server_warmup": True,
     "grammar_backend": "none",
     "sleep_on_idle": True,  # else it asks for work without a pause, on a core that training needs
@@ -80,15 +84,16 @@ def build_options(
     """SGLang's server arguments.
 
     Raises:
-        BackendError: for a cache that holds no token.
+        BackendError: for a cache that holds no token, or options in `more` that are set here.
     """
+    check_kind(BackendError, "engine_options", more, Mapping, "a table of SGLang's server arguments")
     token_bytes = model.cache_token_bytes(tp_size, dtype)
     tokens = cache_bytes // token_bytes
     if tokens <= RESERVED:
         raise BackendError(
             f"cache_bytes={cache_bytes} holds {tokens} tokens of {token_bytes} bytes of keys and values each; raise it"
         )
-    return {
+    fixed = {
         "model_path": str(model.directory),
         "dtype": dtype,
         "random_seed": seed % (1 << 31),
@@ -96,7 +101,11 @@ def build_options(
         "context_length": positions + RESERVED,
         "max_total_tokens": tokens,
         "max_running_requests": max_rows,
-        **_FIXED,
-        **(_GPU if torch.cuda.is_available() else _CPU),
-        **more,
+        **_OURS,
     }
+    if taken := sorted(fixed.keys() & more.keys()):
+        raise BackendError(
+            f"engine_options={dict(more)} would change {', '.join(taken)}, which is set by the other arguments of the "
+            "backend, or must be as it is: leave it out"
+        )
+    return {**_DEFAULTS, **(_GPU if torch.cuda.is_available() else _CPU), **more, **fixed}

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._memory import choose_cache_bytes
 from hf_engine.backends.vllm._library import check_version, embedded
@@ -78,6 +79,7 @@ class VllmBackend:
             BackendError: for a layout, architecture or head size that does not run, a cache too small for one sequence,
                 or another engine in this process.
         """
+        check_rollout_arguments(topology, seed)
         ranks = dist.get_world_size() if dist.is_initialized() else 0
         if ranks != topology.world_size:
             raise BackendError(
@@ -167,7 +169,7 @@ class VllmBackend:
         responses = engine.run(batch, sampling, stops, strings)
         return build_responses(
             torch.tensor([token for response in responses for token in response.token_ids], dtype=torch.int64),
-            torch.tensor([logprob for response in responses for logprob in response.logprobs]),
+            torch.tensor([logprob for each in responses for logprob in each.logprobs], dtype=torch.float32),
             torch.tensor([len(response.token_ids) for response in responses], dtype=torch.int64),
             torch.tensor([_STOP if response.is_stopped else _LENGTH for response in responses], dtype=torch.int64),
             n=sampling.n,

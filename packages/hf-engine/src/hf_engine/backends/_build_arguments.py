@@ -1,0 +1,34 @@
+"""What `build` is given, whatever the backend: refused before a file is read or an engine started."""
+
+from __future__ import annotations
+
+from hf_engine.backends._base import TrainConfig
+from hf_protocols.arguments import check_kind
+from hf_protocols.errors import BackendError
+from hf_protocols.topology import Topology
+
+__all__ = ["check_rollout_arguments", "check_train_arguments"]
+
+
+def check_rollout_arguments(topology: object, seed: object) -> None:
+    """Refuses other kinds in the places of a topology and a seed.
+
+    Raises:
+        BackendError: naming what was given and what is wanted.
+    """
+    wanted = "a Topology, such as Topology(ParallelSpec(dp_size=2))"
+    check_kind(BackendError, "topology", topology, Topology, wanted)
+    check_kind(BackendError, "seed", seed, int, "a whole number")
+
+
+def check_train_arguments(topology: object, config: object, *, head: object, trainable: object, seed: object) -> None:
+    """Refuses other kinds in the places of what a training backend takes.
+
+    Raises:
+        BackendError: naming what was given and what is wanted.
+    """
+    check_rollout_arguments(topology, seed)
+    check_kind(BackendError, "config", config, TrainConfig, "a TrainConfig(learning_rate=...)")
+    check_kind(BackendError, "trainable", trainable, bool, "True or False")
+    if head not in ("lm", "value"):
+        raise BackendError(f"head={head!r}: give lm or value")
