@@ -7,6 +7,7 @@ import signal
 import time
 
 import pytest
+import torch
 
 from hf_controller import (
     InProcessExecutor,
@@ -85,6 +86,10 @@ class Side(Worker):
         return counts, sorted(self.context.connections)
 
     @register(protocol=ONE_TO_ALL, returns="object")
+    def meet(self, name):
+        torch.distributed.all_reduce(torch.ones(()), group=self.context.connections[name].group)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
     def sleep(self, seconds):
         time.sleep(seconds)
 
@@ -111,10 +116,14 @@ def test_what_survives_a_rebuild_connects_again_and_keeps_nothing_of_the_old_con
         for survivor_opens in (True, False):
             connect(*((left, right) if survivor_opens else (right, left)), name="pair")
             assert left.footprint().result()[0][1] == ["pair"]
+            waiting = left.meet("pair")
             os.kill(right.pid().result()[0], signal.SIGKILL)
             with pytest.raises(WorkerError, match=r"process right/0 is gone: .*rebuild\(executor, \[pool\]\)"):
                 connect(right, left, name="lost")
             right = rebuild(ray_executor, pools[1:])["right"]
+            with pytest.raises(WorkerError, match=r"process right/0 is gone") as death:
+                waiting.result()  # the connection is gone, and so is the process: it is the cause all the same
+            assert "of rank 0, whose process lives:" in death.value.__notes__[0]
             now_open, connections = left.footprint().result()[0]
             assert now_open[0] < files and now_open[1] < threads and connections == []
         connect(right, left, name="lost")

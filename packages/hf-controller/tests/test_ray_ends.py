@@ -369,7 +369,8 @@ def told(call):
         print("told:", error, flush=True)
 
 batch = TensorDict({"x": torch.arange(4)}, batch_size=[4])
-with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20) as executor:
+timeout_s = 4.0 if sys.argv[1] == "a pool that is late" else 600.0
+with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20, call_timeout_s=timeout_s) as executor:
     pools = [ResourcePool([slots], device="cpu") for slots in (2, 1)]
     classes = {"pair": Pair, "single": Single}
     pair, single = (
@@ -384,6 +385,11 @@ with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20) as executor:
         pair.echo(single.echo(batch, seconds=60))
         executor.release(pools[1])
         pair.rest()
+    elif sys.argv[1] == "a pool that is late":
+        single.echo(batch, seconds=30)
+        for _ in range(3):
+            pair.echo(batch, seconds=2)
+        pair.fail()
     else:
         lost = single.echo(batch)
         lost.wait()
@@ -391,12 +397,16 @@ with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20) as executor:
         told(pair.fail())  # its own exception, whoever died elsewhere
         told(pair.echo(lost))
         pair.echo(lost)  # the program knows why
+        early, dying = pair.fail(), pair.die(1)
+        told(dying)
+        told(early)  # answered before the process died
 print("closed")
 """
 
 CAUSES = {
     "a death behind its peer's error": r"pair\.die on rank 1 failed: .*process pair/1 is gone",
     "an input that was released": r"pair\.echo on rank [01] failed: .*result is lost with its process",
+    "a pool that is late": r"pair\.fail on rank 0 failed: KeyError: 'own'",  # at its turn, while the other one is late
     "deaths and failures apart": None,
 }
 
@@ -412,8 +422,10 @@ def test_a_block_and_its_calls_say_the_cause_of_a_failure(argument):
         return
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if line.startswith(("told: ", "closed"))]  # Ray says more
-    death, own, loss, closed = said
+    death, own, loss, last_death, early, closed = said
     assert death.startswith("told: single.die on rank 0 failed: ") and "process single/0 is gone" in death
     assert own.startswith("told: pair.fail on rank 0 failed: KeyError: 'own'")
     assert loss.startswith("told: pair.echo on rank ") and "process single/0 is gone" in loss
+    assert last_death.startswith("told: pair.die on rank 1 failed: ") and "process pair/1 is gone" in last_death
+    assert early == own
     assert closed == "closed"

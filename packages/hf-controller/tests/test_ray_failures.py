@@ -118,9 +118,7 @@ def test_slow_and_dead_ranks_are_named_and_the_group_can_be_built_again(ray_exec
         group.meet(but=1, how="die").result()
     assert death.value.rank == 1
     assert str(death.value).endswith("; rebuild(executor, [pool]) builds the groups of pool 'fragile' again")
-    assert re.search(
-        rf"its last call: call \d+ fragile.meet; it was process {before[1]} on .*, log /", str(death.value)
-    )
+    assert re.search(rf"given last: call \d+ fragile.meet; it was process {before[1]} on .*, log /", str(death.value))
     with pytest.raises(RemoteCallError, match="process fragile/1 is gone"):
         group.pid().result()
     assert "no answer" in ray_executor.describe(group)[1]
@@ -163,7 +161,7 @@ def test_a_rank_that_stands_still_is_named_with_its_last_call_and_process(ray_ex
     assert "rank(s) 0, 1:" in str(timeout.value)
     assert "rank 0: call" in str(timeout.value)
     assert re.search(
-        rf"rank 1: no answer .* last call: call \d+ fragile.meet; .* process {pid} on ", str(timeout.value)
+        rf"rank 1: no answer .* given last: call \d+ fragile.meet; .* process {pid} on ", str(timeout.value)
     )
 
 
@@ -347,7 +345,7 @@ def test_calls_of_a_released_pool_and_of_a_dead_rank_say_so(ray_executor, ray_st
     try:
         os.kill(group.pid().result()[0], signal.SIGKILL)
         for call in (group.pid, group.raise_on_all):
-            with pytest.raises(WorkerError, match=r"its last call: call \d+ short\.pid;"):
+            with pytest.raises(WorkerError, match=r"given last: call \d+ short\.pid;"):
                 call().result()
     finally:
         ray_executor.release(pool)

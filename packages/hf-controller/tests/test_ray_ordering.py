@@ -14,7 +14,7 @@ from tensordict import TensorDict
 
 from hf_controller import ResourcePool, Worker, WorkerSpec
 from hf_controller.testing import ProbeWorker
-from hf_protocols import DP, RANK_ZERO, ParallelSpec, Topology, WorkerError, register
+from hf_protocols import DP, RANK_ZERO, ParallelSpec, Topology, WorkerError, WorkerTimeoutError, register
 
 
 def batch(num_rows: int = 4, width: int = 1) -> TensorDict:
@@ -96,6 +96,22 @@ def test_a_call_that_fails_before_its_turn_lets_nobody_overtake_an_earlier_one(r
     finally:
         ray_executor.release(shared)
         ray_executor.release(apart)
+
+
+def test_a_call_whose_turn_does_not_come_names_who_computes(ray_executor, monkeypatch):
+    spec = WorkerSpec(worker=HostWorker, topology=Topology(ParallelSpec()))
+    pool = ResourcePool([1], device="cpu", name="taken")
+    try:
+        groups = ray_executor.build_groups(pool, {"first": spec, "second": spec})
+        monkeypatch.setattr(ray_executor, "call_timeout_s", 1.0)
+        busy = groups["first"].work(6.0)
+        with pytest.raises(WorkerTimeoutError, match=r"^second\.work: it is not this rank's turn after 1 s") as late:
+            groups["second"].work().result(timeout_s=30.0)
+        assert "\nfirst/0: call " in str(late.value) and "first.work: computing for " in str(late.value)
+        assert "time.sleep(seconds)" in str(late.value)
+        busy.result(timeout_s=30.0)
+    finally:
+        ray_executor.release(pool)
 
 
 def test_other_pools_do_not_wait(ray_stage):

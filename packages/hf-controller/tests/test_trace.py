@@ -163,7 +163,18 @@ def test_failures_of_a_pool_that_is_built_again_are_no_news():
 
 def test_labels_that_cannot_be_written_are_refused_when_they_are_given():
     trace = Trace()
-    with pytest.raises(ConfigError, match=r"^labels=\{'step': .*give texts and numbers"), trace.label(step=object()):
+    with (
+        pytest.raises(ConfigError, match=r"^labels=\{'step': .*give texts and finite numbers"),
+        trace.label(step=object()),
+    ):
         pass
-    with trace.label(step=1):
-        assert trace.labels == {"step": 1}
+    nested: list = []
+    for _ in range(5000):
+        nested = [nested]
+    for value in (10**5000, float("nan"), nested):
+        with pytest.raises(ConfigError, match=r"^labels=.*give texts and finite numbers"), trace.label(step=value):
+            pass
+    given = [1]
+    with trace.label(step=given):
+        given.append(object())
+        assert trace.labels == {"step": [1]}

@@ -19,7 +19,7 @@ from hf_controller.results import Outcome, publish
 from hf_controller.trace import CallReport, Span
 from hf_controller.transport import ObjectStore, Shard
 from hf_controller.worker import Worker, WorkerSpec, takes_pieces
-from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection, registered_methods
+from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection, WorkerTimeoutError, registered_methods
 
 __all__ = ["RankHost", "Stage", "close_workers"]
 
@@ -125,7 +125,10 @@ class RankHost:
         worker.context.sub_spans.clear()
         if call.after:
             self._enter(call, "waiting for the pool's earlier call")
-            self._store.wait(list(call.after), call.timeout_s)
+            try:
+                self._store.wait(list(call.after), call.timeout_s)
+            except WorkerTimeoutError as error:
+                raise WorkerTimeoutError(f"{call.role}.{call.method}: {error}") from error
         method = getattr(worker, call.method)
         if any(isinstance(value, BatchArgument | StoredArgument) for value in (*call.args, *call.kwargs.values())):
             try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hf_controller.failures import Failure
 from hf_protocols import ConfigError
+from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     from hf_controller.dispatch import Call
@@ -170,10 +171,10 @@ class Trace:
             ConfigError: for labels that cannot be written into it as JSON.
         """
         try:
-            json.dumps(labels)
+            kept = json.loads(json.dumps(labels, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"labels={labels!r:.200}: give texts and numbers ({error})") from error
-        before, self.labels = self.labels, {**self.labels, **labels}
+            raise ConfigError(f"labels={show(labels)}: give texts and finite numbers ({error})") from error
+        before, self.labels = self.labels, {**self.labels, **kept}
         try:
             yield
         finally:

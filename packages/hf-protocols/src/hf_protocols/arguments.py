@@ -20,6 +20,7 @@ __all__ = [
     "check_number",
     "check_seconds",
     "check_weights",
+    "show",
 ]
 
 Error = type[HybridFlowError]
@@ -30,7 +31,7 @@ _MOST_SHOWN = 200
 _MOST_SECONDS = 10**9
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
     """What was given, for an error, whatever it is."""
     try:
         shown = repr(value)
@@ -49,40 +50,40 @@ def are_whole(values: object) -> bool:
 def check_kind(error: Error, name: str, value: object, kind: type | UnionType, wanted: str) -> None:
     """Refuse a ``value`` that is no ``kind``."""
     if not isinstance(value, kind):
-        raise error(f"{name}={_show(value)}: give {wanted}")
+        raise error(f"{name}={show(value)}: give {wanted}")
 
 
 def check_all(error: Error, name: str, values: object, kind: type[Kind], wanted: str) -> tuple[Kind, ...]:
     """The values, read once, if they are some and each is a ``kind``."""
     checked = tuple(values) if isinstance(values, Iterable) else None
     if checked is None or not all(isinstance(each, kind) for each in checked):
-        raise error(f"{name}={_show(values)}: give {wanted}")
+        raise error(f"{name}={show(values)}: give {wanted}")
     return checked
 
 
 def check_name(error: Error, name: str, value: object) -> None:
     """Refuse what is no text, or an empty one."""
     if not isinstance(value, str) or not value:
-        raise error(f"{name}={_show(value)}: give a name")
+        raise error(f"{name}={show(value)}: give a name")
 
 
 def check_count(error: Error, name: str, value: object, *, least: int = 1) -> None:
     """Refuse what is no whole number of at least ``least``: True and 1.0 are none."""
     if type(value) is not int or value < least:
-        raise error(f"{name}={_show(value)} must be a whole number of at least {least}")
+        raise error(f"{name}={show(value)} must be a whole number of at least {least}")
 
 
 def check_columns(error: Error, name: str, columns: object, *, may_lack: bool) -> tuple[str, ...]:
     """The column names, if they are some; where a column ``may_lack``, a name that ends in ``?`` says so."""
     if isinstance(columns, str):
-        raise error(f"{name}={_show(columns)} is one string: give a list of column names, [{columns!r}]")
+        raise error(f"{name}={show(columns)} is one string: give a list of column names, [{columns!r}]")
     names = tuple(columns) if isinstance(columns, Iterable) else None
     if names is None or not all(isinstance(each, str) for each in names):
-        raise error(f"{name}={_show(columns)}: give a list of column names")
+        raise error(f"{name}={show(columns)}: give a list of column names")
     marked = [] if may_lack else [each for each in names if each.endswith("?")]
     if marked:
         lacking = f"{marked[0]!r} ends in ?, which marks a column that a reader may do without"
-        raise error(f"{name}={_show(columns)}: {lacking}")
+        raise error(f"{name}={show(columns)}: {lacking}")
     return names
 
 
@@ -90,14 +91,14 @@ def check_number(error: Error, name: str, value: object, *, may_be_zero: bool = 
     """Refuse what is no finite number above 0; 0 itself is one where it ``may_be_zero``."""
     number: float = value if isinstance(value, int | float) and not isinstance(value, bool) else nan
     if not 0 <= number <= sys.float_info.max or (number == 0 and not may_be_zero):
-        raise error(f"{name}={_show(value)} must be a finite number {'of at least' if may_be_zero else 'above'} 0")
+        raise error(f"{name}={show(value)} must be a finite number {'of at least' if may_be_zero else 'above'} 0")
 
 
 def check_seconds(error: Error, name: str, value: object) -> None:
     """Refuse what is no number of seconds: a wait without an end is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST_SECONDS:
         raise error(
-            f"{name}={_show(value)} must be a finite number of seconds of at least 0 and at most {_MOST_SECONDS}"
+            f"{name}={show(value)} must be a finite number of seconds of at least 0 and at most {_MOST_SECONDS}"
         )
 
 
@@ -108,4 +109,4 @@ def check_weights(error: Error, weights: Any, num_rows: int) -> None:
     except TypeError:
         fit = False
     if not fit:
-        raise error(f"weights={_show(weights)}: give one finite number >= 0 for each of the {num_rows} rows")
+        raise error(f"weights={show(weights)}: give one finite number >= 0 for each of the {num_rows} rows")

@@ -71,6 +71,9 @@ def _join(address: str, options: dict[str, Any]) -> Any:
             # Ray itself tries for minutes.
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_TIMEOUT_S).close()
         return ray.init(address=address, **options)
+    except ValueError as error:
+        given = {name: options[name] for name in ("num_cpus", "object_store_memory") if name in options}
+        raise PoolError(f"Ray starts no cluster with address={address!r} and {given}: {error}") from error
     except OSError as error:
         raise PoolError(
             f"no Ray cluster lets us in at {address!r} ({error.__cause__ or error}): start it with `ray start --head`, "

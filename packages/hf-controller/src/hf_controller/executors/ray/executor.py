@@ -31,7 +31,7 @@ from hf_controller.signals import SignalGuard, shielded
 from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
-from hf_protocols import ConfigError, MethodSpec, PoolError, ProtocolError
+from hf_protocols import ConfigError, HybridFlowError, MethodSpec, PoolError, ProtocolError, WorkerTimeoutError
 from hf_protocols.arguments import check_count, check_kind, check_seconds
 
 __all__ = ["RayExecutor"]
@@ -198,6 +198,7 @@ class RayExecutor(Executor):
 
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
         """What each rank is at; see :meth:`Executor.describe`."""
+        check_kind(PoolError, "group", group, WorkerGroup, "a group of this executor")
         return describe_processes(dict(enumerate(self._host_set_of(group).processes)), self._inquirer, timeout_s)
 
     def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
@@ -227,8 +228,16 @@ class RayExecutor(Executor):
             self._close(orderly=orderly)
 
     def _finish_calls(self) -> None:
+        late: dict[ResourcePool, HybridFlowError] = {}
         for call in self.trace.find_unsettled():
-            call.finish()
+            if call.pool in late:
+                continue  # it waits for the one that is late
+            try:
+                call.finish()
+            except WorkerTimeoutError as error:
+                late[call.pool] = error
+        if late:
+            raise next(iter(late.values()))
 
     def _start(self, pool: ResourcePool, packed: PackedRoles) -> HostSet:
         host_set = HostSet(
@@ -315,7 +324,7 @@ class RayExecutor(Executor):
             collected=collected,
             timeout_s=self.call_timeout_s,
             waiter=self._waiter,
-            peers=host_set.list_peers,
+            connected=host_set.list_connected(),
             everyone=self._list_processes,
             inquirer=self._inquirer,
             store=self._store,

@@ -122,7 +122,7 @@ def describe_death(
     else:
         process.note_death()
         also = f"; gone as well: {', '.join(other.label for other in others)}" if others else ""
-        where = f"its last call: {process.last_call}; it was {process.describe_location()}"
+        where = f"it was given last: {process.last_call}; it was {process.describe_location()}"
         message = f"process {process.label} is gone: {in_one_line(error)} ({where}){also}"
         if process.was_ended:
             message += f"; its pool {process.pool!r} was released: ask for results before"
@@ -183,7 +183,7 @@ def _describe(process: HostProcess, answer: Any) -> str:
             where = "it never started: its slot is gone, or Ray cannot start a process there"
         else:
             where = f"for its stack see {where}"
-        return f"no answer ({type(answer).__name__}); last call: {process.last_call}; {where}"
+        return f"no answer ({type(answer).__name__}); given last: {process.last_call}; {where}"
     stage, stack = answer
     if process.last_call != "none" and not stage.startswith(f"{process.last_call}:"):
         why = "waiting for the inputs of" if "idle for" in stage else "has not begun"

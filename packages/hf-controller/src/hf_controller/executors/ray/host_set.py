@@ -112,10 +112,9 @@ class HostSet:
             actor.give_up.remote(joining.name, joining.token)
         self.disconnect(joining.role, joining.name)
 
-    def list_peers(self) -> list[HostProcess]:
-        """The processes that have a process group with these: themselves, and those that they are connected with."""
-        host_sets = dict.fromkeys((self, *self._connections.values()))
-        return [process for host_set in host_sets for process in host_set.processes]
+    def list_connected(self) -> list[HostProcess]:
+        """The processes of the groups that these are connected with."""
+        return [process for other in dict.fromkeys(self._connections.values()) for process in other.processes]
 
     def disconnect_all(self, others: Sequence[HostSet]) -> None:
         """Leave the connections with ``others``."""

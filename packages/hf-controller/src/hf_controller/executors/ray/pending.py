@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["RayCall", "take_ready"]
 
 _ANSWER_TIMEOUT_S = 5.0
+# What a rank raises whose peer left a collective went through torch's own code, or names the library below it.
+_OF_A_COLLECTIVE = re.compile(r"torch.distributed|gloo|nccl", re.IGNORECASE)
 
 
 @dataclass
@@ -61,7 +64,7 @@ class RayCall:
         collected: the ranks whose outcomes make the result.
         timeout_s: deadline where none is given.
         waiter: waits.
-        peers: the processes whose death makes this call's collectives fail: those of its group and of connected ones.
+        connected: the processes of groups that its group is connected with now, whose death makes collectives fail.
         everyone: every process of the executor: one of another group may have died, and its results with it.
         inquirer: asks processes how they are.
         store: has the objects that the call returned.
@@ -82,7 +85,7 @@ class RayCall:
         collected: Sequence[int],
         timeout_s: float,
         waiter: Waiter,
-        peers: Callable[[], Sequence[HostProcess]],
+        connected: Sequence[HostProcess],
         everyone: Callable[[], Sequence[HostProcess]],
         inquirer: Inquirer,
         store: ObjectStore,
@@ -100,7 +103,7 @@ class RayCall:
         self._collected = tuple(collected)
         self._timeout_s = timeout_s
         self._waiter = waiter
-        self._peers = peers
+        self._connected = connected
         self._everyone = everyone
         self._inquirer = inquirer
         self._store = store
@@ -178,7 +181,8 @@ class RayCall:
         except RayError:
             rank, error = next(_lost_reports(ready))
             brought_from = find_maker(error) if isinstance(error, RayTaskError) else ""
-            self._seen.failure = self._find_death(brought_from or None) or self._describe_loss(rank, error)
+            suspects = self._find_makers(brought_from) if brought_from else self._find_unanswered()
+            self._seen.failure = self._find_death(suspects) or self._describe_loss(rank, error)
             return
         self._note_answers(ready, answers)
 
@@ -191,18 +195,41 @@ class RayCall:
             self._trace.note_watched(self._answers[rank], report)
         failed = [report for _, report in answers if report.failure is not None]
         if failed:
-            first = failed[0].failure
-            death = None if first is None or failed[0].upstream else self._find_death(first.lost_from)
-            self._seen.failure = death or first
+            first = failed[0]
+            assert first.failure is not None
+            self._seen.failure = first.failure if first.upstream else self._find_cause(first.failure)
 
-    def _find_death(self, lost_from: str | None) -> Failure | None:
-        """The death that is the cause of a rank's failure: of who held what it could not read, or else of a peer, which
-        makes the others fail in their collective.
+    def _find_cause(self, failure: Failure) -> Failure:
+        """What a rank's failure comes from: itself, the death of who made what it could not read, or that of a peer,
+        which makes the others fail in their collective.
         """
-        if lost_from is None:
-            processes = list(self._peers())
-        else:
-            processes = [process for process in self._everyone() if lost_from in ("", process.origin)]
+        suspects: Sequence[HostProcess] = ()
+        if failure.lost_from is not None:
+            suspects = self._find_makers(failure.lost_from)
+        elif _OF_A_COLLECTIVE.search(failure.remote_traceback):
+            suspects = [*self._find_unanswered(), *self._connected]
+        death = self._find_death(suspects)
+        if death is not None:
+            said = f"of rank {failure.rank}, whose process lives:\n{failure.remote_traceback}"
+            return replace(death, remote_traceback=said)
+        return self._say_who_computes(failure) if failure.cause_type == WorkerTimeoutError.__name__ else failure
+
+    def _find_makers(self, lost_from: str) -> list[HostProcess]:
+        return [process for process in self._everyone() if lost_from in ("", process.origin)]
+
+    def _find_unanswered(self) -> list[HostProcess]:
+        """Processes of the call that have not answered it: one that has may have died later, of something else."""
+        answers = list(self._answers.values())
+        over = set(ray.wait(answers, num_returns=len(answers), timeout=0)[0])
+        return [
+            process
+            for rank, process in self._processes.items()
+            if self._answers[rank] not in over or _error_of(self._answers[rank]) is not None
+        ]
+
+    def _find_death(self, processes: Sequence[HostProcess]) -> Failure | None:
+        if not processes:
+            return None
         answers = self._inquirer.ask([process.actor for process in processes], "ping", _ANSWER_TIMEOUT_S)
         dead = {
             process: answer
@@ -246,12 +273,27 @@ class RayCall:
         late = {self._processes[rank]: rank for rank in ranks}
         lines += [f"rank {late[everyone[i]]}: {text}" for i, text in described.items() if everyone[i] in late]
         # What a late rank waits for is what others are at.
-        lines += [
-            f"{everyone[i].label}: {text}"
-            for i, text in described.items()
-            if everyone[i] not in late and ": computing for " in text.partition("\n")[0]
-        ]
+        lines += _list_computing({everyone[i]: text for i, text in described.items() if everyone[i] not in late})
         return WorkerTimeoutError("\n".join(lines))
+
+    def _say_who_computes(self, failure: Failure) -> Failure:
+        """A rank that waited in vain does not know for whom."""
+        everyone = dict(enumerate(self._everyone()))
+        described = describe_processes(everyone, self._inquirer, _ANSWER_TIMEOUT_S)
+        lines = [failure.message, *_list_computing({everyone[i]: text for i, text in described.items()})]
+        told = Failure.of(
+            WorkerTimeoutError("\n".join(lines)),
+            role=self._role,
+            method=self._method,
+            rank=failure.rank,
+            origin=failure.origin,
+        )
+        return replace(told, remote_traceback=failure.remote_traceback)
+
+
+def _list_computing(described: Mapping[HostProcess, str]) -> list[str]:
+    computing = {process: text for process, text in described.items() if ": computing for " in text.partition("\n")[0]}
+    return [f"{process.label}: {text}" for process, text in computing.items()]
 
 
 def _lost_reports(handles: Mapping[int, Any]) -> Iterator[tuple[int, RayError]]:

@@ -197,7 +197,8 @@ class RayStore:
         pending = ray.wait(list(handles), num_returns=len(handles), timeout=timeout_s, fetch_local=False)[1]
         if pending:
             raise WorkerTimeoutError(
-                f"the pool's earlier call was not done after {timeout_s:g} s on {len(pending)} rank(s)"
+                f"it is not this rank's turn after {timeout_s:g} s: earlier calls of the pool's other groups are not "
+                f"over on {len(pending)} rank(s). Raise call_timeout_s, or look at what they are at"
             )
 
     def is_far(self, origin: Origin) -> bool:
