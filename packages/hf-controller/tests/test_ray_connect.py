@@ -116,17 +116,35 @@ def test_what_survives_a_rebuild_connects_again_and_keeps_nothing_of_the_old_con
         for survivor_opens in (True, False):
             connect(*((left, right) if survivor_opens else (right, left)), name="pair")
             assert left.footprint().result()[0][1] == ["pair"]
-            waiting = left.meet("pair")
             os.kill(right.pid().result()[0], signal.SIGKILL)
             with pytest.raises(WorkerError, match=r"process right/0 is gone: .*rebuild\(executor, \[pool\]\)"):
                 connect(right, left, name="lost")
             right = rebuild(ray_executor, pools[1:])["right"]
-            with pytest.raises(WorkerError, match=r"process right/0 is gone") as death:
-                waiting.result()  # the connection is gone, and so is the process: it is the cause all the same
-            assert "of rank 0, whose process lives:" in death.value.__notes__[0]
             now_open, connections = left.footprint().result()[0]
             assert now_open[0] < files and now_open[1] < threads and connections == []
         connect(right, left, name="lost")
+    finally:
+        for pool in pools:
+            ray_executor.release(pool)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_partner_that_died_is_the_cause_also_after_it_was_built_again(ray_executor: RayExecutor) -> None:
+    spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
+    pools = [ResourcePool([1], device="cpu", name=name) for name in ("left", "right")]
+    left, right = (ray_executor.build_groups(pool, {pool.name: spec}, wait=False)[pool.name] for pool in pools)
+    try:
+        connect(left, right, name="pair")
+        waiting = left.meet("pair")
+        os.kill(right.pid().result()[0], signal.SIGKILL)
+        right = rebuild(ray_executor, pools[1:])["right"]
+        with pytest.raises(WorkerError, match=r"process right/0 is gone") as death:
+            waiting.result()  # the connection was given up, and its process is another one now
+        assert "of rank 0, whose process lives:" in death.value.__notes__[0]
+        connect(left, right, name="pair")
+        joined = [side.meet("pair") for side in (left, right)]
+        assert [each.result() for each in joined] == [[None], [None]]
     finally:
         for pool in pools:
             ray_executor.release(pool)
