@@ -334,9 +334,10 @@ def test_a_block_raises_a_death_that_its_program_was_not_told_of_once(argument):
 
 CAUSES_PROGRAM = """
 import os, sys, time
+from pathlib import Path
 import torch
 from tensordict import TensorDict
-from hf_protocols import DP, ONE_TO_ALL, RANK_ZERO, ParallelSpec, Topology, WorkerError, register
+from hf_protocols import DP, ONE_TO_ALL, RANK_ZERO, ParallelSpec, Topology, WorkerError, WorkerTimeoutError, register
 from hf_controller import RayExecutor, ResourcePool, Worker, WorkerSpec
 
 class Pair(Worker):
@@ -346,7 +347,8 @@ class Pair(Worker):
         return batch.clone()
 
     @register(protocol=ONE_TO_ALL, returns="object")
-    def die(self, rank):
+    def die(self, rank, seconds=0):
+        time.sleep(seconds)
         if self.context.rank == rank:
             os._exit(1)
         torch.distributed.all_reduce(torch.ones(()))
@@ -358,6 +360,10 @@ class Pair(Worker):
     @register(protocol=ONE_TO_ALL, returns="object")
     def rest(self):
         pass
+
+    @register(protocol=RANK_ZERO, returns="object")
+    def save(self, path):
+        Path(path).write_text("saved")
 
 class Single(Pair):
     needs_process_group = False
@@ -372,11 +378,11 @@ batch = TensorDict({"x": torch.arange(4)}, batch_size=[4])
 timeout_s = 4.0 if sys.argv[1] == "a pool that is late" else 600.0
 with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20, call_timeout_s=timeout_s) as executor:
     pools = [ResourcePool([slots], device="cpu") for slots in (2, 1)]
-    classes = {"pair": Pair, "single": Single}
-    pair, single = (
-        executor.build_groups(pool, {role: WorkerSpec(
-            worker=worker, topology=Topology(ParallelSpec(dp_size=pool.num_slots)))}, wait=False)[role]
-        for (role, worker), pool in zip(classes.items(), pools))
+    specs = [WorkerSpec(worker=worker, topology=Topology(ParallelSpec(dp_size=pool.num_slots)))
+             for worker, pool in zip((Pair, Single), pools)]
+    pair = executor.build_groups(pools[0], {"pair": specs[0]}, wait=False)["pair"]
+    colocated = executor.build_groups(pools[1], {"single": specs[1], "behind": specs[1]}, wait=False)
+    single, behind = colocated.values()
     executor.wait_until_ready()
     if sys.argv[1] == "a death behind its peer's error":
         pair.die(1)
@@ -387,9 +393,15 @@ with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20, call_timeout_s=time
         pair.rest()
     elif sys.argv[1] == "a pool that is late":
         single.echo(batch, seconds=30)
+        behind.rest()  # in vain: its turn does not come in time
         for _ in range(3):
             pair.echo(batch, seconds=2)
-        pair.fail()
+        pair.save(sys.argv[2])
+    elif sys.argv[1] == "a death of which it was told that it is late":
+        try:
+            single.die(0, seconds=2).wait(timeout_s=0.5)
+        except WorkerTimeoutError:
+            time.sleep(6)
     else:
         lost = single.echo(batch)
         lost.wait()
@@ -406,18 +418,21 @@ print("closed")
 CAUSES = {
     "a death behind its peer's error": r"pair\.die on rank 1 failed: .*process pair/1 is gone",
     "an input that was released": r"pair\.echo on rank [01] failed: .*result is lost with its process",
-    "a pool that is late": r"pair\.fail on rank 0 failed: KeyError: 'own'",  # at its turn, while the other one is late
+    "a pool that is late": r"WorkerTimeoutError: single\.echo is not done after 4 s on rank\(s\) 0:",
+    "a death of which it was told that it is late": r"single\.die on rank 0 failed: .*process single/0 is gone",
     "deaths and failures apart": None,
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("argument", CAUSES)
-def test_a_block_and_its_calls_say_the_cause_of_a_failure(argument):
-    done = subprocess.run([sys.executable, "-c", CAUSES_PROGRAM, argument], capture_output=True, text=True, timeout=120)
+def test_a_block_and_its_calls_say_the_cause_of_a_failure(argument, tmp_path):
+    command = [sys.executable, "-c", CAUSES_PROGRAM, argument, str(tmp_path / "saved")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (tmp_path / "saved").exists() is (argument == "a pool that is late")  # whose other pools go on
     if CAUSES[argument] is not None:
         assert done.returncode == 1
-        raised = next(line for line in done.stderr.splitlines() if line.startswith("hf_controller.failures."))
+        raised = next(line for line in done.stderr.splitlines() if re.match(r"hf_\w+\.\w+\.\w+Error: ", line))
         assert re.search(CAUSES[argument], raised), done.stderr
         return
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ class RemoteCallError(WorkerError):
         method: the method that was called.
         rank: the first rank that failed.
         cause_type: class name of the exception there, or what became of the process.
-        remote_traceback: the traceback there; empty if there is none.
+        remote_traceback: the traceback there, or of a rank that lives where this one died; empty if there is none.
     """
 
     def __init__(

@@ -131,8 +131,8 @@ class Watched(Protocol):
     call_id: int
     pool: ResourcePool
 
-    def finish(self) -> None:
-        """Wait for its end, and have the trace know why it failed."""
+    def finish(self) -> bool:
+        """Wait for its end, and have the trace know why it failed, or that it is late; whether it was in time."""
 
 
 class _Untold(NamedTuple):
@@ -204,7 +204,9 @@ class Trace:
     def explain(self, call: Watched, failure: Failure) -> None:
         """Why a call failed for whose result nobody asked, whatever its ranks report."""
         own = f"call {call.call_id}"
-        if failure.origin != own:
+        if failure.origin == own:
+            self._untold.pop(own, None)  # what a rank said of it
+        else:
             self._settle(own)
         self._note_failure(call.call_id, failure, call.pool)
 

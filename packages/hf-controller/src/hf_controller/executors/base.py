@@ -17,7 +17,7 @@ from hf_controller.resource_pool import ResourcePool
 from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
-from hf_protocols import HybridFlowError, MethodSpec, PerRank, PoolError, ProtocolError, Topology
+from hf_protocols import MethodSpec, PerRank, PoolError, ProtocolError, Topology
 from hf_protocols.arguments import check_kind
 
 if TYPE_CHECKING:
@@ -122,19 +122,13 @@ class Executor(ABC):
 
     def _end_calls(self) -> None:
         """Wait until the calls are over, and raise the first failure that the program was not told of."""
-        late: HybridFlowError | None = None
-        try:
-            self._finish_calls()
-        except HybridFlowError as error:
-            late = error
+        self._finish_calls()
         untold = self.trace.find_untold()
         if untold is not None:
             raise untold.to_error() from untold.exception
-        if late is not None:
-            raise late
 
     def _finish_calls(self) -> None:  # noqa: B027 - nothing is left to do where a call is over when it is made
-        """Wait for the calls, and have the trace know why they failed; raises if one is late."""
+        """Wait for the calls, and have the trace know why they failed, or that they are late."""
 
     def put(self, batch: TensorDict) -> BatchFuture:
         """Store a batch of this process, so that groups can read it.

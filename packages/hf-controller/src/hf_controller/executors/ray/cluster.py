@@ -30,7 +30,8 @@ class Cluster:
         log_to_driver: show what workers print.
 
     Raises:
-        PoolError: if Ray already runs in this process, or no cluster at the address lets us in.
+        PoolError: if Ray already runs in this process, refuses the address or the sizes, or no cluster there lets us
+            in.
     """
 
     def __init__(self, *, address: str, num_cpus: int | None, object_store_bytes: int, log_to_driver: bool) -> None:

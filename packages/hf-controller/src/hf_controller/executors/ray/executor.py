@@ -31,7 +31,7 @@ from hf_controller.signals import SignalGuard, shielded
 from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
-from hf_protocols import ConfigError, HybridFlowError, MethodSpec, PoolError, ProtocolError, WorkerTimeoutError
+from hf_protocols import ConfigError, MethodSpec, PoolError, ProtocolError
 from hf_protocols.arguments import check_count, check_kind, check_seconds
 
 __all__ = ["RayExecutor"]
@@ -228,16 +228,11 @@ class RayExecutor(Executor):
             self._close(orderly=orderly)
 
     def _finish_calls(self) -> None:
-        late: dict[ResourcePool, HybridFlowError] = {}
+        late: set[ResourcePool] = set()
         for call in self.trace.find_unsettled():
-            if call.pool in late:
-                continue  # it waits for the one that is late
-            try:
-                call.finish()
-            except WorkerTimeoutError as error:
-                late[call.pool] = error
-        if late:
-            raise next(iter(late.values()))
+            # Where one is late, those behind it wait for it.
+            if call.pool not in late and not call.finish():
+                late.add(call.pool)
 
     def _start(self, pool: ResourcePool, packed: PackedRoles) -> HostSet:
         host_set = HostSet(

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError, RayTaskError
 
 from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.failures import Failure
@@ -120,7 +120,8 @@ def describe_death(
     elif cause is not None:
         message = str(cause)
     else:
-        process.note_death()
+        if not isinstance(error, ActorUnavailableError):  # which may come back
+            process.note_death()
         also = f"; gone as well: {', '.join(other.label for other in others)}" if others else ""
         where = f"it was given last: {process.last_call}; it was {process.describe_location()}"
         message = f"process {process.label} is gone: {in_one_line(error)} ({where}){also}"

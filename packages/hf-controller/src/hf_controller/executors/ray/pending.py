@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from hf_controller.executors.ray.host_process import (
     HostProcess,
@@ -35,18 +35,21 @@ if TYPE_CHECKING:
 __all__ = ["RayCall", "take_ready"]
 
 _ANSWER_TIMEOUT_S = 5.0
-# What a rank raises whose peer left a collective went through torch's own code, or names the library below it.
-_OF_A_COLLECTIVE = re.compile(r"torch.distributed|gloo|nccl", re.IGNORECASE)
+# What a rank raises whose peer left a collective went through torch's collectives, or names the library below them.
+_OF_A_COLLECTIVE = re.compile(
+    r"distributed_c10d|_functional_collectives|torch\.distributed\.Dist|gloo|nccl", re.IGNORECASE
+)
 
 
 @dataclass
 class _Seen:
-    """What the controller knows of a call, and whether it told the program that the call failed or is late."""
+    """What the controller knows of a call, and whether it told the program why it failed, or that it is late."""
 
     reports: dict[int, CallReport] = field(default_factory=dict)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     failure: Failure | None = None
-    error_raised: bool = False
+    is_told: bool = False
+    is_late: bool = False
 
 
 class RayCall:
@@ -116,18 +119,27 @@ class RayCall:
         call.handles = []
         return call
 
-    def finish(self) -> None:
-        """Wait for every rank and have the trace know why the call failed, unless somebody was told that it failed or
-        is late, or its group was ended.
+    def finish(self) -> bool:
+        """Wait for every rank and have the trace know why the call failed, or that it is late; whether it was in time.
 
-        Raises:
-            WorkerTimeoutError: as :meth:`wait` does.
+        The program knows of one that it was told of, and of the end of a group. One that it was told is late is not
+        waited for any more.
         """
-        if self._seen.error_raised or any(process.was_ended for process in self._processes.values()):
-            return
-        failure = self._find_failure(self._timeout_s)
+        is_known = self._seen.is_told or any(process.was_ended for process in self._processes.values())
+        if is_known or (self._seen.is_late and not self._is_over()):
+            return True
+        is_late = False
+        try:
+            failure = self._find_failure(self._timeout_s)
+        except WorkerTimeoutError as error:
+            failure, is_late = self._fail(error, rank=min(self._answers)), True
         if failure is not None:
             self._trace.explain(self, failure)
+        return not is_late
+
+    def _is_over(self) -> bool:
+        answers = list(self._answers.values())
+        return not ray.wait(answers, num_returns=len(answers), timeout=0)[1]
 
     def wait(self, timeout_s: float | None) -> list[int]:
         """Wait for every rank; the rows that each collected rank returned.
@@ -138,7 +150,7 @@ class RayCall:
         """
         failure = self._find_failure(self._timeout_s if timeout_s is None else timeout_s)
         if failure is not None:
-            self._seen.error_raised = True
+            self._seen.is_told = True
             self._trace.tell(self.call_id, failure)
             raise failure.to_error()
         return [self._seen.reports[rank].num_rows for rank in self._collected]
@@ -153,7 +165,7 @@ class RayCall:
             left_s = max(0.0, deadline_s - time.monotonic())
             ready = self._waiter.wait_some(list(pending), left_s)
             if not ready:
-                self._seen.error_raised = True
+                self._seen.is_late = True
                 raise self._to_timeout(sorted(pending.values()), timeout_s)
             self._read_answers({pending[handle]: handle for handle in ready})
         return self._seen.failure
@@ -212,7 +224,7 @@ class RayCall:
         if death is not None:
             said = f"of rank {failure.rank}, whose process lives:\n{failure.remote_traceback}"
             return replace(death, remote_traceback=said)
-        return self._say_who_computes(failure) if failure.cause_type == WorkerTimeoutError.__name__ else failure
+        return self._say_who_computes(failure) if _is_our_timeout(failure) else failure
 
     def _find_makers(self, lost_from: str) -> list[HostProcess]:
         return [process for process in self._everyone() if lost_from in ("", process.origin)]
@@ -234,7 +246,7 @@ class RayCall:
         dead = {
             process: answer
             for process, answer in zip(processes, answers, strict=True)
-            if isinstance(answer, RayError) and not isinstance(answer, GetTimeoutError)
+            if isinstance(answer, RayError) and not isinstance(answer, GetTimeoutError | ActorUnavailableError)
         }
         ranks = {process: rank for rank, process in self._processes.items()}
         # With a machine many die: this call's own ranks come first.
@@ -280,15 +292,21 @@ class RayCall:
         """A rank that waited in vain does not know for whom."""
         everyone = dict(enumerate(self._everyone()))
         described = describe_processes(everyone, self._inquirer, _ANSWER_TIMEOUT_S)
-        lines = [failure.message, *_list_computing({everyone[i]: text for i, text in described.items()})]
-        told = Failure.of(
-            WorkerTimeoutError("\n".join(lines)),
-            role=self._role,
-            method=self._method,
-            rank=failure.rank,
-            origin=failure.origin,
-        )
+        computing = _list_computing({everyone[i]: text for i, text in described.items()})
+        if not computing:
+            return failure
+        told = self._fail(WorkerTimeoutError("\n".join([failure.message, *computing])), rank=failure.rank)
         return replace(told, remote_traceback=failure.remote_traceback)
+
+    def _fail(self, error: WorkerTimeoutError, rank: int) -> Failure:
+        """A failure of this call that the controller itself found."""
+        origin = f"call {self.call_id}"
+        found = Failure.of(error, role=self._role, method=self._method, rank=rank, origin=origin)
+        return replace(found, remote_traceback="", exception=None)
+
+
+def _is_our_timeout(failure: Failure) -> bool:
+    return bool(failure.pickled) and failure.cause_type == WorkerTimeoutError.__name__
 
 
 def _list_computing(described: Mapping[HostProcess, str]) -> list[str]:
