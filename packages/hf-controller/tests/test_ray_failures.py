@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import signal
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,21 +72,6 @@ class Fragile(Worker):
         total = torch.ones(())
         torch.distributed.all_reduce(total)
         return total.item()
-
-
-class Holding(Worker):
-    needs_process_group = False
-
-    @register(protocol=ONE_TO_ALL, returns="object")
-    def hold_and_fail(self):
-        gc.disable()
-        held = torch.zeros(2)
-        self.held = weakref.ref(held)
-        raise MemoryError("with something in its hands")
-
-    @register(protocol=ONE_TO_ALL, returns="object")
-    def is_held(self):
-        return self.held() is not None
 
 
 class Unbuildable(Worker):
@@ -166,18 +149,6 @@ def test_an_exception_on_every_rank_is_shown_once(ray_executor, pool, capfd):
         time.sleep(0.1)
         shown += "".join(capfd.readouterr())
     assert shown.count('raise KeyError(f"rank {self.context.rank}")') == 1
-
-
-def test_what_a_failed_method_held_is_freed_without_a_garbage_collection(ray_executor):
-    pool = ResourcePool([1], device="cpu", name="holding")
-    try:
-        spec = WorkerSpec(worker=Holding, topology=ONE)
-        group = ray_executor.build_groups(pool, {"holding": spec})["holding"]
-        with pytest.raises(WorkerError, match="MemoryError: with something"):
-            group.hold_and_fail().result()
-        assert group.is_held().result() == [False]
-    finally:
-        ray_executor.release(pool)
 
 
 @pytest.mark.slow

@@ -100,19 +100,17 @@ class RankHost:
         controller.
         """
         progress = _Progress()
-        outcome, upstream = self._attempt(call, progress)
-        return outcome, self._report(call, outcome, progress, upstream=upstream)
-
-    def _attempt(self, call: Call, progress: _Progress) -> tuple[Outcome, bool]:
-        # No name here stands for a failure: its exception has this frame, and what the method held would stay in memory
-        # until the next garbage collection.
+        outcome: Outcome
+        upstream = False
         try:
-            return self._run(call, progress), False
+            outcome = self._run(call, progress)
         except UpstreamFailure as error:
-            return error.failure, True
+            outcome, upstream = error.failure, True
         except BaseException as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
-            origin = f"call {call.call_id}"
-            return Failure.of(error, role=call.role, method=call.method, rank=self._rank, origin=origin), False
+            outcome = Failure.of(
+                error, role=call.role, method=call.method, rank=self._rank, origin=f"call {call.call_id}"
+            )
+        return outcome, self._report(call, outcome, progress, upstream=upstream)
 
     def enter(self, doing: str) -> None:
         """Say what this rank is at between calls."""

@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -236,11 +236,7 @@ class HostActor:
         self._role = call.role
         outcome, report = self._host.run(call)
         self._role = self._name
-        if report.failure is None:
-            return outcome, report
-        # Ray keeps what it is given for a while, and an exception keeps all that the method held.
-        bare = replace(report.failure, exception=None)
-        return bare, report._replace(failure=bare)
+        return outcome, report
 
     @ray.method(concurrency_group="service")
     def describe(self) -> tuple[str, str]:
