@@ -375,7 +375,7 @@ def told(call):
         print("told:", error, flush=True)
 
 batch = TensorDict({"x": torch.arange(4)}, batch_size=[4])
-timeout_s = 4.0 if sys.argv[1] == "a pool that is late" else 600.0
+timeout_s = 8.0 if sys.argv[1] == "a pool that is late" else 600.0
 with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20, call_timeout_s=timeout_s) as executor:
     pools = [ResourcePool([slots], device="cpu") for slots in (2, 1)]
     specs = [WorkerSpec(worker=worker, topology=Topology(ParallelSpec(dp_size=pool.num_slots)))
@@ -392,10 +392,11 @@ with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20, call_timeout_s=time
         executor.release(pools[1])
         pair.rest()
     elif sys.argv[1] == "a pool that is late":
-        single.echo(batch, seconds=30)
+        pair.echo(batch).wait(timeout_s=60)  # it loads libraries
+        single.echo(batch, seconds=60)
         behind.rest()  # in vain: its turn does not come in time
         for _ in range(3):
-            pair.echo(batch, seconds=2)
+            pair.echo(batch, seconds=4)
         pair.save(sys.argv[2])
     elif sys.argv[1] == "a death of which it was told that it is late":
         try:
@@ -418,7 +419,7 @@ print("closed")
 CAUSES = {
     "a death behind its peer's error": r"pair\.die on rank 1 failed: .*process pair/1 is gone",
     "an input that was released": r"pair\.echo on rank [01] failed: .*result is lost with its process",
-    "a pool that is late": r"WorkerTimeoutError: single\.echo is not done after 4 s on rank\(s\) 0:",
+    "a pool that is late": r"WorkerTimeoutError: single\.echo is not done after 8 s on rank\(s\) 0:",
     "a death of which it was told that it is late": r"single\.die on rank 0 failed: .*process single/0 is gone",
     "deaths and failures apart": None,
 }

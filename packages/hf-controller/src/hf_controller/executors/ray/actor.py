@@ -33,6 +33,7 @@ from hf_controller.results import Value
 from hf_controller.trace import CallReport, refuse
 from hf_controller.transport import Shard
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec, construct_worker
+from hf_protocols import WorkerTimeoutError
 
 if TYPE_CHECKING:
     from hf_controller.results import Outcome
@@ -119,6 +120,7 @@ class HostActor:
         self._pool = ""
         self._rendezvous_stores: dict[str, Any] = {}
         self._given_up: set[str] = set()
+        self._constructed = threading.Event()
         self._thread: int | None = None
         self._unbuilt: Failure | None = None
         self._role = name
@@ -128,8 +130,11 @@ class HostActor:
         return "host"
 
     @ray.method(concurrency_group="service")
-    def open_rendezvous(self, token: str, on_one_machine: bool) -> Rendezvous:
-        """Listen for other ranks."""
+    def open_rendezvous(self, token: str, on_one_machine: bool, construction_s: float = 0.0) -> Rendezvous:
+        """Listen for other ranks, after waiting ``construction_s`` at most for the workers of this one."""
+        # Two threads that import torch at once fail.
+        if construction_s and not self._constructed.wait(construction_s):
+            raise WorkerTimeoutError(f"{self._name}/{self._rank} is not constructed after {construction_s:g} s")
         address = "127.0.0.1" if on_one_machine else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         rendezvous, store = open_rendezvous(str(address), token)
         if token not in self._given_up:
@@ -147,6 +152,12 @@ class HostActor:
 
     def construct(self, construction: Construction, rendezvous: Rendezvous | None) -> Failure | None:
         """Join the process group and construct every worker; what goes wrong is the answer."""
+        try:
+            return self._construct(construction, rendezvous)
+        finally:
+            self._constructed.set()
+
+    def _construct(self, construction: Construction, rendezvous: Rendezvous | None) -> Failure | None:
         self._thread = threading.get_ident()
         self._pool = construction.pool
         attribute_streams(lambda: f"{self._role}/{self._rank}")

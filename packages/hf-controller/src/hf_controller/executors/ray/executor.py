@@ -188,7 +188,8 @@ class RayExecutor(Executor):
         )
         # Waited for here: in the ranks' queues it would hold up their later calls for as long as it does not come.
         opener = host_sets[0].processes[0]
-        opened = opener.actor.open_rendezvous.remote(joinings[0].token, joinings[0].on_one_machine)
+        joining = joinings[0]
+        opened = opener.actor.open_rendezvous.remote(joining.token, joining.on_one_machine, self._start_timeout_s)
         undone = await_all({opened: opener})
         if undone is None:
             asked = [each.connect(joining, ray.get(opened)) for each, joining in zip(host_sets, joinings, strict=True)]
