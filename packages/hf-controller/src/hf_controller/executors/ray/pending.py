@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from hf_controller.executors.ray.host_process import (
     HostProcess,
@@ -239,21 +239,24 @@ class RayCall:
             if self._answers[rank] not in over or _error_of(self._answers[rank]) is not None
         ]
 
-    def _find_death(self, processes: Sequence[HostProcess]) -> Failure | None:
-        if not processes:
+    def _find_death(self, suspects: Sequence[HostProcess]) -> Failure | None:
+        """The death of the first of the suspects that is gone, with all others that are."""
+        if not suspects:
             return None
+        processes = list(dict.fromkeys([*suspects, *self._everyone()]))
         answers = self._inquirer.ask([process.actor for process in processes], "ping", _ANSWER_TIMEOUT_S)
         dead = {
             process: answer
             for process, answer in zip(processes, answers, strict=True)
-            if isinstance(answer, RayError) and not isinstance(answer, GetTimeoutError | ActorUnavailableError)
+            if isinstance(answer, RayError) and not isinstance(answer, GetTimeoutError)
         }
         ranks = {process: rank for rank, process in self._processes.items()}
         # With a machine many die: this call's own ranks come first.
-        first = min(dead, key=lambda process: process not in ranks, default=None)
+        guilty = [process for process in suspects if process in dead]
+        first = min(guilty, key=lambda process: process not in ranks, default=None)
         if first is None:
             return None
-        others = [process for process in dead if process is not first]
+        others = [process for process in dead if process is not first and not process.was_ended]
         return self._describe_death(ranks.get(first, min(ranks.values())), dead[first], first, others)
 
     def _describe_loss(self, rank: int, error: RayError) -> Failure:
