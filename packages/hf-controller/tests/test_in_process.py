@@ -252,6 +252,8 @@ def test_what_is_no_batch_and_no_whole_number_is_refused_by_name():
         for count in ("2", True, 0):
             with pytest.raises(BatchError, match=f"split: count={count!r} must be a whole number of at least 1"):
                 future.split(count)
+        with pytest.raises(BatchError, match="split: count=1000000000000 is more than 1048576 parts"):
+            future.split(10**12)
         with pytest.raises(BatchError, match=r"repeat: times=1\.5 must be a whole number of at least 1"):
             future.repeat(1.5)
         with pytest.raises(BatchError, match="mapping of old to new"):

@@ -19,6 +19,7 @@ from hf_controller import (
     connect,
     rebuild,
 )
+from hf_controller.executors.ray.actor import HostActor
 from hf_controller.testing import SoloWorker
 from hf_protocols import (
     ONE_TO_ALL,
@@ -88,6 +89,10 @@ class Side(Worker):
     @register(protocol=ONE_TO_ALL, returns="object")
     def meet(self, name):
         torch.distributed.all_reduce(torch.ones(()), group=self.context.connections[name].group)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def meet_a_stranger(self, name):
+        torch.distributed.broadcast(torch.ones(()), src=7, group=self.context.connections[name].group)
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def sleep(self, seconds):
@@ -205,3 +210,28 @@ def test_a_group_stays_usable_whose_partner_has_no_worker_or_does_not_answer(
     finally:
         for pool in pools:
             ray_executor.release(pool)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_partner_that_was_released_is_not_the_cause_of_what_failed_before(ray_executor: RayExecutor) -> None:
+    spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
+    pools = [ResourcePool([1], device="cpu", name=name) for name in ("left", "right")]
+    left, right = (ray_executor.build_groups(pool, {pool.name: spec}, wait=False)[pool.name] for pool in pools)
+    try:
+        connect(left, right, name="pair")
+        failed = left.meet_a_stranger("pair")
+        left.pid().result()  # the call before it is over
+        ray_executor.release(pools[1])
+        with pytest.raises(WorkerError, match=r"^left\.meet_a_stranger on rank 0 failed: ValueError: .*7"):
+            failed.result()
+    finally:
+        for pool in pools:
+            ray_executor.release(pool)
+
+
+def test_a_rank_opens_no_connection_before_it_is_constructed():
+    # Two threads that import torch at once fail.
+    rank = HostActor("left", 0, 1, None)
+    with pytest.raises(WorkerTimeoutError, match=r"left/0 is not constructed after 0\.2 s"):
+        rank.open_rendezvous("token", True, 0.2)

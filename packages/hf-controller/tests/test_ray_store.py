@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from tensordict import TensorDict
 
 from hf_controller import ResourcePool, Worker, WorkerGroup, WorkerSpec
 from hf_controller.executors.ray.store import RayStore
-from hf_protocols import ONE_TO_ALL, RANK_ZERO, BatchError, ParallelSpec, PoolError, Topology, register
+from hf_protocols import ONE_TO_ALL, RANK_ZERO, BatchError, ParallelSpec, PoolError, Topology, WorkerError, register
 
 
 def test_a_sealed_reference_outlives_the_name_it_was_put_under(ray_executor):
@@ -85,6 +86,18 @@ class Sharer(Worker):
         else:
             batch["x"][0, 0] = -1.0
 
+    @register(protocol=RANK_ZERO, returns="object")
+    def fail_with(self, size):
+        gc.disable()
+        activation = torch.zeros(size)
+        self.activation = weakref.ref(activation)
+        raise MemoryError("the next one does not fit")
+
+    @register(protocol=RANK_ZERO, returns="object")
+    def holds_it(self):
+        gc.enable()
+        return self.activation() is not None
+
 
 @pytest.fixture(scope="module")
 def sharers(ray_executor) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
@@ -130,3 +143,10 @@ def test_a_write_reaches_every_reader_and_torchs_own_ends_in_an_error(sharers, h
     else:
         written.result()
     assert seen_before[0, 0] == made.result()["x"][0, 0] == -1.0
+
+
+def test_what_a_failed_method_held_is_freed_at_once(sharers):
+    maker, _ = sharers
+    with pytest.raises(WorkerError, match="the next one does not fit"):
+        maker.fail_with(2**20).result()
+    assert maker.holds_it().result() is False

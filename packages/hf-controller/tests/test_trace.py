@@ -15,9 +15,13 @@ POOL, OTHER_POOL = (ResourcePool([1], device="cpu", name="gpus") for _ in range(
 class Call:
     """What a trace keeps of a call that runs elsewhere."""
 
-    def __init__(self, call_id: int = 1, pool: ResourcePool = POOL) -> None:
+    def __init__(self, call_id: int = 1, pool: ResourcePool = POOL, failure: Failure | None = None) -> None:
         self.call_id = call_id
         self.pool = pool
+        self._failure = failure
+
+    def find_failure(self) -> Failure | None:
+        return self._failure
 
     def finish(self) -> None:
         raise AssertionError("a trace waits for nobody")
@@ -127,6 +131,30 @@ def test_a_failure_is_untold_until_its_own_call_or_one_that_needs_it_is_asked_fo
     assert [each.call_id for each in trace.drain()] == [3, 2, 1, 1]
 
 
+def test_a_failure_that_was_passed_on_is_told_as_its_own_call_tells_it():
+    found = {}
+    trace = Trace(lambda handles: {handle: found[handle] for handle in handles if handle in found})
+    death = Failure.of(KeyError("death"), role="actor", method="generate", rank=1, origin="process 7")
+    trace.watch(["1/0", "1/1"], Call(1, failure=death))
+    trace.watch(["2/0"], Call(2))
+    seen = failed(1).failure
+    assert trace.find_cause(seen) is death  # although a rank has not answered
+    found |= {"1/0": failed(1), "1/1": None}
+    assert trace.find_cause(seen) is death
+    trace.tell(1, death)
+    assert trace.find_cause(seen) == death
+    unknown = failed(3).failure
+    assert trace.find_cause(unknown) is unknown
+    assert trace.find_cause(failed(2).failure).origin == "call 2"
+
+
+def test_what_was_told_keeps_no_exception():
+    trace, seen = Trace(), failed(1).failure
+    assert seen.exception is not None
+    trace.tell(1, seen)
+    assert trace.find_cause(seen).exception is None
+
+
 def test_a_call_is_settled_when_all_its_ranks_succeeded_or_the_program_was_told_why_it_failed():
     found = {}
     trace = Trace(lambda handles: {handle: found[handle] for handle in handles if handle in found})
@@ -143,6 +171,7 @@ def test_a_call_is_settled_when_all_its_ranks_succeeded_or_the_program_was_told_
     trace.tell(5, failed(5).failure)
     found |= {"4/1": CallReport(span=span(call_id=4, rank=1)), "5/1": failed(5, rank=1)}
     assert trace.find_unsettled() == [calls[2]]
+    assert trace.find_failed() == [calls[2]]
     trace.forget(POOL)
     assert trace.find_unsettled() == []
     assert trace.find_untold() is None

@@ -14,7 +14,7 @@ from hf_controller.algebra import Chunk, Concat, Rename, Repeat, Rows, Select, U
 from hf_controller.expressions import Expression, Extent, Source
 from hf_controller.failures import UpstreamFailure
 from hf_protocols import BatchError, ConfigError, ProtocolError, RowSelection
-from hf_protocols.arguments import check_columns, check_count, check_seconds
+from hf_protocols.arguments import check_columns, check_count, check_seconds, show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -33,6 +33,8 @@ __all__ = [
     "as_selection",
     "refuse_foreign",
 ]
+
+_MAX_PARTS = 2**20
 
 
 class PendingCall(Protocol):
@@ -95,8 +97,10 @@ class BatchFuture:
         return self._with(Rows(self._expression, as_selection(index)))
 
     def split(self, count: int) -> tuple[BatchFuture, ...]:
-        """``count`` consecutive parts whose sizes differ by at most one, larger first."""
+        """``count`` consecutive parts whose sizes differ by at most one, larger first; 2**20 parts at most."""
         check_count(BatchError, "split: count", count)
+        if count > _MAX_PARTS:
+            raise BatchError(f"split: count={show(count)} is more than {_MAX_PARTS} parts, each a future: give fewer")
         return tuple(self._with(Chunk(self._expression, index, count)) for index in range(count))
 
     def repeat(self, times: int) -> BatchFuture:

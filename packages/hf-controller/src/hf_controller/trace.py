@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -134,6 +134,9 @@ class Watched(Protocol):
     def finish(self) -> bool:
         """Wait for its end, and have the trace know why it failed, or that it is late; whether it was in time."""
 
+    def find_failure(self) -> Failure | None:
+        """Why it failed, after waiting for its end, or for its first rank that failed."""
+
 
 class _Untold(NamedTuple):
     """A failure that the program was not told of, and the call that failed."""
@@ -159,7 +162,7 @@ class Trace:
         self._spans: list[Span] = []
         self.labels: dict[str, Any] = {}
         self._untold: dict[str, _Untold] = {}
-        self._told: set[str] = set()
+        self._told: dict[str, Failure] = {}
         self._last_call_id = 0
         self._forgotten: dict[ResourcePool, int] = {}
 
@@ -198,8 +201,8 @@ class Trace:
         an earlier call or a process, which it needs.
         """
         self._failed.pop(call_id, None)
-        self._settle(f"call {call_id}")
-        self._settle(failure.origin)
+        self._settle(f"call {call_id}", failure)
+        self._settle(failure.origin, failure)
 
     def explain(self, call: Watched, failure: Failure) -> None:
         """Why a call failed for whose result nobody asked, whatever its ranks report."""
@@ -207,7 +210,7 @@ class Trace:
         if failure.origin == own:
             self._untold.pop(own, None)  # what a rank said of it
         else:
-            self._settle(own)
+            self._settle(own, failure)
         self._note_failure(call.call_id, failure, call.pool)
 
     def forget(self, pool: ResourcePool) -> None:
@@ -216,11 +219,22 @@ class Trace:
         self._untold = {origin: each for origin, each in self._untold.items() if each.pool is not pool}
         self._failed = {call_id: call for call_id, call in self._failed.items() if call.pool is not pool}
 
+    def find_cause(self, failure: Failure) -> Failure:
+        """What the program is told of the call that failed, where another one was passed on what a rank said of it."""
+        if failure.origin in self._told:
+            return self._told[failure.origin]
+        found = next((call for call in self.find_unsettled() if f"call {call.call_id}" == failure.origin), None)
+        return failure if found is None else found.find_failure() or failure
+
     def find_unsettled(self) -> list[Watched]:
         """Watched calls, in their order, that are not over, or failed, and the program was not told why."""
         self._collect()
-        unsettled = self._failed | {call.call_id: call for call in self._watched.values()}
-        return [unsettled[call_id] for call_id in sorted(unsettled)]
+        return _in_order([*self._failed.values(), *self._watched.values()])
+
+    def find_failed(self) -> list[Watched]:
+        """Watched calls, in their order, of which a rank failed, and the program was not told why."""
+        self._collect()
+        return _in_order(self._failed.values())
 
     def find_untold(self) -> Failure | None:
         """The failure of the first call that failed, but for those that the program was told of."""
@@ -232,8 +246,9 @@ class Trace:
         if failure.origin not in self._told and call_id > self._forgotten.get(pool, 0):
             self._untold.setdefault(failure.origin, _Untold(call_id, pool, failure))
 
-    def _settle(self, origin: str) -> None:
-        self._told.add(origin)
+    def _settle(self, origin: str, failure: Failure) -> None:
+        # Without the exception, whose frames would keep what the method held.
+        self._told.setdefault(origin, replace(failure, exception=None))
         self._untold.pop(origin, None)
 
     def note_watched(self, handle: Any, report: CallReport) -> None:
@@ -265,6 +280,11 @@ class Trace:
         """Write every span so far as a Chrome trace (chrome://tracing, Perfetto): one row per host and rank."""
         self.drain()
         Path(path).write_text(json.dumps({"traceEvents": list(_chrome_events(self._spans))}) + "\n", encoding="utf-8")
+
+
+def _in_order(calls: Iterable[Watched]) -> list[Watched]:
+    by_number = {call.call_id: call for call in calls}
+    return [by_number[call_id] for call_id in sorted(by_number)]
 
 
 def _chrome_events(spans: Iterable[Span]) -> Iterable[dict[str, Any]]:

@@ -8,7 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -247,7 +247,14 @@ class HostActor:
         self._role = call.role
         outcome, report = self._host.run(call)
         self._role = self._name
-        return outcome, report
+        if report.failure is None:
+            return outcome, report
+        # Its frames hold what the method did, in cycles: activations, after an out-of-memory error.
+        failure = replace(report.failure, exception=None)
+        del outcome
+        report = report._replace(failure=failure)
+        gc.collect()
+        return failure, report
 
     @ray.method(concurrency_group="service")
     def describe(self) -> tuple[str, str]:

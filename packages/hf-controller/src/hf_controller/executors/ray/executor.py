@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hf_controller.dispatch import Call
 from hf_controller.executors.base import Executor, check_pool, check_specs
 from hf_controller.executors.ray.actor import Joining, Slicer
+from hf_controller.executors.ray.causes import Causes, SentCall
 from hf_controller.executors.ray.cluster import Cluster
 from hf_controller.executors.ray.host_process import HostProcess, describe_processes
 from hf_controller.executors.ray.host_set import HostSet, Undone, await_answers, await_ready
@@ -210,6 +211,9 @@ class RayExecutor(Executor):
         """Close every group on ``pool`` and give its slots back. Processes that do not answer in time are killed."""
         check_pool(pool)
         if pool in self._occupied:
+            # Why calls failed is looked for before processes end that were not at fault.
+            for call in self.trace.find_failed():
+                call.finish()
             self._end(pool, self._occupied[pool].host_sets, orderly=True)
 
     def close(self) -> None:
@@ -308,21 +312,20 @@ class RayExecutor(Executor):
             host_set.processes[rank].note_call(f"call {call.call_id} {call.role}.{call.method}", answers[rank])
         collected = spec.protocol.collect(group.topology).ranks
         first = next(iter(calls.values()))
+        processes = {rank: host_set.processes[rank] for rank in calls}
+        sent = SentCall(
+            call_id=first.call_id, role=group.role, method=first.method, processes=processes, answers=answers
+        )
+        connected = host_set.list_connected()
         made = RayCall(
-            call_id=first.call_id,
+            sent=sent,
             pool=group.pool,
-            role=group.role,
-            method=first.method,
-            processes={rank: host_set.processes[rank] for rank in calls},
             handles=[handles[rank] for rank in collected],
-            answers=answers,
             inputs=[reference.binary() for message in packed.values() for reference in message[2:]],
             collected=collected,
             timeout_s=self.call_timeout_s,
             waiter=self._waiter,
-            connected=host_set.list_connected(),
-            everyone=self._list_processes,
-            inquirer=self._inquirer,
+            causes=Causes(sent, connected=connected, everyone=self._list_processes, inquirer=self._inquirer),
             store=self._store,
             trace=self.trace,
         )

@@ -61,6 +61,7 @@ class HostProcess:
         last_answer: reference of its answer, or None. It is there once all calls are over: a process runs them in
             order, those too whose inputs are lost.
         was_ended: whether its pool was released, or its group ended.
+        was_killed: whether it lived until then, as far as is known.
     """
 
     def __init__(self, label: str, pool: str, actor: Any) -> None:
@@ -71,6 +72,7 @@ class HostProcess:
         self.last_call = "none"
         self.last_answer: Any = None
         self.was_ended = False
+        self.was_killed = False
         self._is_gone = False
         # Asked now: a dead process, or one that stands still, could not answer later.
         self._location = actor.locate.remote()
@@ -86,7 +88,7 @@ class HostProcess:
 
     def end(self) -> None:
         """Kill it."""
-        self.was_ended = True
+        self.was_ended, self.was_killed = True, not self._is_gone
         ray.kill(self.actor)
 
     def find_location(self) -> Location | None:
@@ -125,8 +127,10 @@ def describe_death(
         also = f"; gone as well: {', '.join(other.label for other in others)}" if others else ""
         where = f"it was given last: {process.last_call}; it was {process.describe_location()}"
         message = f"process {process.label} is gone: {in_one_line(error)} ({where}){also}"
-        if process.was_ended:
+        if process.was_killed:
             message += f"; its pool {process.pool!r} was released: ask for results before"
+        elif process.was_ended:
+            message += "; its group was ended since"
         elif method != "__init__":  # else its pool's groups never stood, and a note says what to do
             pools = ", ".join(dict.fromkeys(repr(each.pool) for each in (process, *others)))
             message += f"; rebuild(executor, [pool]) builds the groups of pool {pools} again"

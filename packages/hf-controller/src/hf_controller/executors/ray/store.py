@@ -13,7 +13,7 @@ import ray
 from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayError
 
-from hf_controller.executors.ray.host_process import find_maker
+from hf_controller.executors.ray.host_process import find_maker, own_origin
 from hf_controller.failures import CLOSED, LostResultError
 from hf_protocols import PoolError, WorkerTimeoutError
 
@@ -113,10 +113,11 @@ class _Fetched:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where objects lie: a machine, and the actor there that cuts slices of them, if there is one."""
+    """Where objects lie: a machine, the actor there that cuts slices of them, if there is one, and who made them."""
 
     node: str
     slicer: str | None
+    maker: str = ""
 
 
 class RayStore:
@@ -137,8 +138,8 @@ class RayStore:
 
     @cached_property
     def origin(self) -> Origin:
-        """This process's machine and slicer."""
-        return Origin(ray.get_runtime_context().get_node_id(), self._slicer)
+        """This process's machine and slicer, and what its death is called."""
+        return Origin(ray.get_runtime_context().get_node_id(), self._slicer, own_origin())
 
     def put(self, value: Any) -> Any:
         """Store a list of arrays; they are copied into shared memory once."""
@@ -218,7 +219,7 @@ class RayStore:
                 self._actors[name] = ray.get_actor(name)
         except ValueError as error:
             raise LostResultError(
-                f"an earlier call's result is lost: the process {name} that holds it is gone"
+                f"an earlier call's result is lost: the process {name} that holds it is gone", shard.origin.maker
             ) from error
         # In a list, so that the object itself stays where it is.
         return self._actors[name].cut.remote([_first_reference(shard.arrays)], request)
