@@ -3,8 +3,9 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
-from hf_engine.backends._memory import choose_cache_bytes
+from hf_engine.backends._memory import choose_cache_bytes, take_again
 from hf_protocols.errors import BackendError
 
 
@@ -33,3 +34,18 @@ def test_bytes_are_taken_and_shares_are_of_the_memory(monkeypatch):
 def test_sizes_that_are_none_are_refused(cache_bytes, fraction, message):
     with pytest.raises(BackendError, match=message):
         choose_cache_bytes(cache_bytes, fraction)
+
+
+def test_caches_are_taken_again_with_zeros_all_or_none():
+    caches = [torch.full((size,), 7, dtype=torch.uint8).untyped_storage() for size in (64, 32)]
+    for storage in caches:
+        storage.resize_(0)
+    with pytest.raises(
+        BackendError, match="4611686018427387968 bytes cannot be taken again: lower cache_bytes"
+    ) as error:
+        take_again(caches, [64, 1 << 62])
+    assert "\n" not in str(error.value)
+    assert [storage.nbytes() for storage in caches] == [0, 0]
+    take_again(caches, [64, 32])
+    assert [storage.nbytes() for storage in caches] == [64, 32]
+    assert not any(any(storage.tolist()) for storage in caches)

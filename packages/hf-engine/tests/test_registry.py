@@ -67,6 +67,17 @@ def test_a_missing_library_is_answered_with_the_line_that_installs_it(installed,
     assert 'pip install "no-such-library>=2.1,<3"' in str(error.value)
 
 
+def test_a_library_that_lacks_a_name_is_answered_with_the_line_that_installs_another(installed, tmp_path, monkeypatch):
+    (tmp_path / "no_such_library.py").write_text("")
+    (tmp_path / "backend_of_another.py").write_text("from no_such_library import engine\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    installed.append(entry_point("backend_of_another:Backend"))
+    with pytest.raises(BackendUnavailableError) as error:
+        load_train_backend("other")
+    assert "needs no_such_library, and not the version that is installed (cannot import name 'eng" in str(error.value)
+    assert str(error.value).endswith('pip install "no-such-library>=2.1,<3"')
+
+
 def test_a_backend_that_is_itself_missing_is_not_blamed_on_a_library(installed):
     installed.append(entry_point("no_module_of_this_name:Backend"))
     with pytest.raises(ModuleNotFoundError):

@@ -195,7 +195,7 @@ def test_what_text_never_uses_can_be_imported_and_not_be_called():
 @without_sglang
 def test_another_version_is_refused_with_the_line_that_installs_one(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda distribution: "0.5.24.post1")
-    with pytest.raises(BackendError, match=r"supports SGLang >=0.5.23,<0.5.24 and 0.5.24.post1 is installed: pip inst"):
+    with pytest.raises(BackendError, match=r"supports SGLang >=0.5.23,<0.5.24 and sglang 0.5.24.post1 is inst"):
         load_rollout_backend("sglang")
 
 

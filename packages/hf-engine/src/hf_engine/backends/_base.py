@@ -162,6 +162,8 @@ class SamplingParams:
         check_kind(ConfigError, "stop_strings", self.stop_strings, tuple | list, 'a tuple of strings, ("end",)')
         for text in self.stop_strings:
             check_kind(ConfigError, "a text in stop_strings", text, str, "strings")
+            if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+                raise ConfigError(f"a text in stop_strings={text!r} has half a character, which no response has")
         if "" in self.stop_strings:
             raise ConfigError(f"stop_strings={self.stop_strings!r}: give no empty string, which would stop everything")
         if self.greedy and self.n > 1:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from hf_engine.backends._model_directory import check_model
+from hf_engine.backends._versions import TRANSFORMERS
 from hf_protocols.errors import BackendError
 
 __all__ = ["load_causal_lm", "save_causal_lm"]
@@ -20,8 +21,9 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype) -> tuple[Any, list[str
     """The model, and the names of parameters that its files lack: transformers draws these at random.
 
     Raises:
-        BackendError: for a directory that transformers cannot load one from.
+        BackendError: for a directory that transformers cannot load one from, or an unsupported version of it.
     """
+    TRANSFORMERS.check()
     try:
         check_model(model)
         answer: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, output_loading_info=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import BackendError
 
-__all__ = ["choose_cache_bytes", "host_bytes", "lack_of_memory_is_an_error"]
+__all__ = ["choose_cache_bytes", "host_bytes", "lack_of_memory_is_an_error", "take_again"]
 
 
 def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
@@ -62,3 +62,22 @@ def lack_of_memory_is_an_error(failed: str, knob: str) -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in reason:
             raise
         raise BackendError(f"{failed}: {knob}: {reason}") from error
+
+
+def take_again(caches: Sequence[torch.UntypedStorage], sizes: Sequence[int]) -> None:
+    """Gives emptied caches their sizes again, in bytes, filled with zeros; all of them or none.
+
+    Raises:
+        BackendError: if there is not enough memory.
+    """
+    failed = f"the KV cache's {sum(sizes)} bytes cannot be taken again"
+    try:
+        with lack_of_memory_is_an_error(failed, "lower cache_bytes, or hold less beside it"):
+            for storage, num_bytes in zip(caches, sizes, strict=True):
+                storage.resize_(num_bytes)
+                # What is masked is multiplied by zero, and memory may hold what is not finite.
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+    except BaseException:
+        for storage in caches:
+            storage.resize_(0)
+        raise

@@ -33,7 +33,7 @@ def load_train_backend(name: str) -> type[TrainBackend]:
 
     Raises:
         BackendError: for a name that no distribution registers, or that two register.
-        BackendUnavailableError: if the backend's library is missing, with the line that installs it.
+        BackendUnavailableError: if its library is missing, or too old or new, with the line that installs it.
     """
     check_name(BackendError, "the training backend", name)
     return cast("type[TrainBackend]", _load(_TRAIN, name))
@@ -66,11 +66,13 @@ def _load(group: str, name: str) -> type:
         raise BackendError(f"{name!r} in {group} is claimed by {owners}; uninstall all but one")
     try:
         return cast("type", claims[0].load())
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if error.name is None or error.name.partition(".")[0] == claims[0].module.partition(".")[0]:
             raise
+        is_missing = isinstance(error, ModuleNotFoundError)
+        why = "which is not installed" if is_missing else f"and not the version that is installed ({error})"
         raise BackendUnavailableError(
-            f"backend {name!r} needs {error.name}, which is not installed: {_install_line(claims[0], error.name)}"
+            f"backend {name!r} needs {error.name}, {why}: {_install_line(claims[0], error.name)}"
         ) from error
 
 

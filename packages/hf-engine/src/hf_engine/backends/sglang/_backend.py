@@ -16,7 +16,8 @@ from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._memory import choose_cache_bytes
 from hf_engine.backends._replica import Replica
-from hf_engine.backends.sglang._library import build_environment, check_version
+from hf_engine.backends._versions import SGLANG
+from hf_engine.backends.sglang._library import build_environment
 from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_options
 from hf_engine.backends.sglang._process import EngineProcess
 from hf_engine.backends.sglang._staging import Staging
@@ -46,7 +47,7 @@ class SglangBackend:
     Supports `gen_pp_size = 1`, replicas whose ranks share a machine, and models whose parameters `ModelShape` knows.
     """
 
-    sglang_version: ClassVar[str] = check_version()
+    sglang_version: ClassVar[str] = SGLANG.check()
     """What is installed; without a supported version this class cannot be imported."""
     largest_generation: ClassVar[GenerationSpec | None] = GenerationSpec(gen_tp_size=8)
 

@@ -1,37 +1,16 @@
-"""SGLang itself: which versions are supported, and the environment that its processes start in."""
+"""The environment that SGLang's processes start in."""
 
 from __future__ import annotations
 
 import os
-from importlib import metadata
 
 import torch
 
 from hf_engine.backends.sglang._plugins import OURS, PLATFORM
-from hf_protocols.errors import BackendError, BackendUnavailableError
 
-__all__ = ["build_environment", "check_version"]
+__all__ = ["build_environment"]
 
-_OLDEST, _TOO_NEW = (0, 5, 23), (0, 5, 24)
-_INSTALL = 'pip install "hf-engine[sglang]" on a machine with CUDA devices, scripts/env.sh sglang in a clone on any'
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-
-
-def check_version() -> str:
-    """The installed SGLang's version.
-
-    Raises:
-        BackendUnavailableError: without SGLang, with the line that installs it.
-        BackendError: for a version that the sampler and the loader here were not made for.
-    """
-    try:
-        found = metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        raise BackendUnavailableError(f"backend 'sglang' needs SGLang, which is not installed: {_INSTALL}") from None
-    numbers = tuple(int(part) for part in found.split(".")[:3] if part.isdecimal())
-    if not _OLDEST <= numbers < _TOO_NEW:
-        raise BackendError(f"backend 'sglang' supports SGLang >=0.5.23,<0.5.24 and {found} is installed: {_INSTALL}")
-    return found
 
 
 def build_environment(directory: str, *, tp_size: int, devices: list[int]) -> dict[str, str]:

@@ -14,7 +14,8 @@ from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._memory import choose_cache_bytes
-from hf_engine.backends.vllm._library import check_version, embedded
+from hf_engine.backends._versions import VLLM
+from hf_engine.backends.vllm._library import embedded
 from hf_engine.resharding.execute import check_weights
 from hf_engine.resharding.layouts import WeightLayout
 from hf_protocols.arguments import check_count
@@ -40,7 +41,7 @@ class VllmBackend:
     Supports `gen_pp_size = 1`, and dense models whose parameters `ModelShape` knows. vLLM is imported by `build`.
     """
 
-    vllm_version: ClassVar[str] = check_version()
+    vllm_version: ClassVar[str] = VLLM.check()
     """What is installed; without a supported version this class cannot be imported."""
     largest_generation: ClassVar[GenerationSpec | None] = GenerationSpec(gen_tp_size=64)
 

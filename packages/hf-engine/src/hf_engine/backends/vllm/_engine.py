@@ -20,6 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._memory import take_again
 from hf_engine.backends._responses import end_of_sequence_ids
 from hf_engine.backends._shard import Shard
 from hf_engine.backends.vllm._draws import DrawProcessor
@@ -245,10 +246,7 @@ class Engine:
 
     def resume_cache(self) -> None:
         """Takes the KV cache's memory again."""
-        for storage, num_bytes in zip(self._caches, self._cache_sizes, strict=True):
-            storage.resize_(num_bytes)
-            # What is masked is multiplied by zero, and memory may hold what is not finite.
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
+        take_again(self._caches, self._cache_sizes)
 
     @options_set()
     def close(self) -> None:

