@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, WorkerCrashedError
 
-from hf_controller.executors.ray.causes import find_suspects
+from hf_controller.executors.ray.causes import choose_telling, find_suspects
 from hf_controller.failures import Failure, LostResultError
+from hf_controller.trace import CallReport, Span
 
 PEER, PARTNER, MAKER, STRANGER = (
     SimpleNamespace(label=label, origin=f"process {number:032x}")
@@ -54,3 +55,39 @@ def test_only_who_can_explain_a_failure_is_suspected(case):
     everyone = [STRANGER, PEER, PARTNER, MAKER]
     suspects = find_suspects(seen, unanswered=lambda: [PEER], connected=[PARTNER], everyone=everyone)
     assert [each.label for each in suspects] == [each.label for each in expected]
+
+
+def report(failed: Failure | None, end_s: float, *, upstream: bool = False) -> CallReport:
+    times = dict.fromkeys(("submit_s", "ready_s", "fetched_s", "computed_s"), 0.0)
+    span = Span(
+        call_id=3,
+        pool="gpus",
+        host="actor",
+        role="actor",
+        method="update",
+        rank=0,
+        end_s=end_s,
+        bytes_read=0,
+        bytes_written=0,
+        labels={},
+        **times,
+    )
+    return CallReport(span=span, failure=failed, upstream=upstream)
+
+
+OWN, OTHER = failure(KeyError("own")), failure(KeyError("other"))
+LEFT_ALONE = failure(RuntimeError("x"), "[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        ([report(None, 1.0), report(None, 2.0)], None),
+        ([report(LEFT_ALONE, 1.0), report(None, 2.0)], (LEFT_ALONE, False)),
+        ([report(LEFT_ALONE, 1.0), report(OWN, 2.0)], (OWN, False)),  # although its clock is behind
+        ([report(OTHER, 2.0), report(OWN, 1.0)], (OWN, False)),
+        ([report(OTHER, 2.0), report(OWN, 1.0, upstream=True)], (OWN, True)),
+    ],
+)
+def test_of_failures_that_come_together_the_one_is_told_that_makes_the_others(reports, expected):
+    assert choose_telling(reports) == expected

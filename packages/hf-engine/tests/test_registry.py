@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -76,6 +77,16 @@ def test_a_library_that_lacks_a_name_is_answered_with_the_line_that_installs_ano
         load_train_backend("other")
     assert "needs no_such_library, and not the version that is installed (cannot import name 'eng" in str(error.value)
     assert str(error.value).endswith('pip install "no-such-library>=2.1,<3"')
+
+
+def test_a_shared_library_that_does_not_load_is_no_other_version(installed, tmp_path, monkeypatch):
+    (tmp_path / "broken_library").mkdir()
+    (tmp_path / "broken_library" / f"_core{EXTENSION_SUFFIXES[0]}").write_text("no library")
+    (tmp_path / "backend_of_a_third.py").write_text("import broken_library._core\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    installed.append(entry_point("backend_of_a_third:Backend"))
+    with pytest.raises(ImportError, match=r"_core.*: file too short|_core.*: invalid ELF header"):
+        load_train_backend("other")
 
 
 def test_a_backend_that_is_itself_missing_is_not_blamed_on_a_library(installed):

@@ -64,3 +64,21 @@ def test_a_model_is_not_loaded_by_an_unsupported_transformers(monkeypatch, tmp_p
     monkeypatch.setattr(importlib.metadata, "version", lambda distribution: "5.20.1")
     with pytest.raises(BackendError, match=r"hf-engine supports transformers >=5\.16\.1,<5\.20 and .*5\.20\.1 is inst"):
         load_causal_lm(tmp_path, torch.float32)
+
+
+def import_from_another_megatron():
+    from hf_engine.backends.megatron import _core
+
+    assert _core.GPTModel.__name__ == "GPTModel"
+    import megatron.core
+
+    supported, megatron.core.__version__ = megatron.core.__version__, "0.17.0rc0"
+    try:
+        with pytest.raises(BackendError, match=r"megatron-core >=0\.16\.1,<0\.17 and megatron-core 0\.17\.0rc0"):
+            _ = _core.GPTModel
+    finally:
+        megatron.core.__version__ = supported
+
+
+def test_megatron_is_asked_itself_because_it_may_be_there_without_having_been_installed(ranks1):
+    ranks1.run(import_from_another_megatron)

@@ -67,9 +67,11 @@ def _load(group: str, name: str) -> type:
     try:
         return cast("type", claims[0].load())
     except ImportError as error:
+        is_missing, lacks_name = isinstance(error, ModuleNotFoundError), str(error).startswith("cannot import name")
         if error.name is None or error.name.partition(".")[0] == claims[0].module.partition(".")[0]:
             raise
-        is_missing = isinstance(error, ModuleNotFoundError)
+        if not (is_missing or lacks_name):  # such as a shared library that does not load
+            raise
         why = "which is not installed" if is_missing else f"and not the version that is installed ({error})"
         raise BackendUnavailableError(
             f"backend {name!r} needs {error.name}, {why}: {_install_line(claims[0], error.name)}"

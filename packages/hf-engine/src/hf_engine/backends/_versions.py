@@ -31,24 +31,30 @@ class Supported:
     too_new: str
     install: str
 
-    def check(self) -> str:
+    def check(self, imported: str = "") -> str:
         """The installed version.
+
+        Args:
+            imported: what the library says of itself, where it may be there without having been installed.
 
         Raises:
             BackendUnavailableError: without the library, with the line that installs it.
             BackendError: for another version.
         """
+        distribution, found = (self.distributions[0], imported) if imported else self._find()
+        if not _numbers(self.oldest) <= _numbers(found) < _numbers(self.too_new):
+            raise BackendError(
+                f"{self.user} supports {self.library} >={self.oldest},<{self.too_new} and {distribution} {found} is "
+                f"installed: {self.install}"
+            )
+        return found
+
+    def _find(self) -> tuple[str, str]:
         for distribution in self.distributions:
             try:
-                found = metadata.version(distribution)
+                return distribution, metadata.version(distribution)
             except metadata.PackageNotFoundError:
                 continue
-            if not _numbers(self.oldest) <= _numbers(found) < _numbers(self.too_new):
-                raise BackendError(
-                    f"{self.user} supports {self.library} >={self.oldest},<{self.too_new} and "
-                    f"{distribution} {found} is installed: {self.install}"
-                )
-            return found
         raise BackendUnavailableError(f"{self.user} needs {self.library}, which is not installed: {self.install}")
 
 

@@ -169,7 +169,8 @@ class HostActor:
                 self._role = role
                 self._workers[role] = self._construct_worker(role, spec, construction, device)
         except BaseException as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
-            self._unbuilt = Failure.of(error, role=self._role, method="__init__", rank=self._rank, origin=own_origin())
+            failure = Failure.of(error, role=self._role, method="__init__", rank=self._rank, origin=own_origin())
+            self._unbuilt = replace(failure, exception=None)
             return self._unbuilt
         from hf_controller.rank_host import RankHost
 
@@ -247,7 +248,7 @@ class HostActor:
         self._role = call.role
         outcome, report = self._host.run(call)
         self._role = self._name
-        if report.failure is None:
+        if report.failure is None or report.failure.exception is None:
             return outcome, report
         # Its frames hold what the method did, in cycles: activations, after an out-of-memory error.
         failure = replace(report.failure, exception=None)

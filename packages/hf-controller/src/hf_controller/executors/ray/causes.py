@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -21,7 +21,10 @@ from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.failures import Failure
 from hf_protocols import WorkerTimeoutError
 
-__all__ = ["Causes", "SentCall", "find_lost", "find_suspects"]
+if TYPE_CHECKING:
+    from hf_controller.trace import CallReport
+
+__all__ = ["Causes", "SentCall", "choose_telling", "find_lost", "find_suspects"]
 
 _ANSWER_TIMEOUT_S = 5.0
 # What a rank raises whose peer left a collective went through torch's collectives, or names the library below them.
@@ -53,16 +56,28 @@ class SentCall:
         """What it is called as a :class:`Failure`'s origin."""
         return f"call {self.call_id}"
 
-    def find_pending(self) -> list[Any]:
-        """The answers that are not there."""
-        answers = list(self.answers.values())
-        return ray.wait(answers, num_returns=len(answers), timeout=0)[1]
-
     def find_unanswered(self) -> list[HostProcess]:
         """The processes that have not answered: one that has may have died later, of something else."""
-        pending = set(self.find_pending())
-        lost = find_lost({rank: answer for rank, answer in self.answers.items() if answer not in pending})
-        return [process for rank, process in self.processes.items() if self.answers[rank] in pending or rank in lost]
+        answers = list(self.answers.values())
+        ready, lost = ray.wait(answers, num_returns=len(answers), timeout=0)[0], find_lost(self.answers)
+        return [each for rank, each in self.processes.items() if rank in lost or self.answers[rank] not in ready]
+
+
+def choose_telling(reports: Iterable[CallReport]) -> tuple[Failure, bool] | None:
+    """Of the failures that ranks reported together, the one that tells most, and whether it was passed on to its rank.
+
+    Who failed in a collective may have been left alone there by who failed of something else; of others the first.
+    """
+    failed = [(report.failure, report) for report in reports if report.failure is not None]
+    if not failed:
+        return None
+    failure, report = min(failed, key=lambda each: (is_of_collective(each[0]), each[1].span.end_s))
+    return failure, report.upstream
+
+
+def is_of_collective(failure: Failure) -> bool:
+    """Whether it came out of one, as far as its traceback tells."""
+    return _OF_A_COLLECTIVE.search(failure.remote_traceback) is not None
 
 
 def find_suspects(
@@ -81,7 +96,7 @@ def find_suspects(
     if isinstance(seen, Failure):
         if seen.lost_from is not None:
             return _find_process(seen.lost_from, everyone)
-        return [*unanswered(), *connected] if _OF_A_COLLECTIVE.search(seen.remote_traceback) else []
+        return [*unanswered(), *connected] if is_of_collective(seen) else []
     # Ray runs no method whose input is lost, and says so in place of its answer.
     maker = find_maker(seen) if isinstance(seen, RayTaskError) else ""
     return _find_process(maker, everyone) if maker else list(unanswered())
@@ -116,7 +131,7 @@ class Causes:
 
     def of_failure(self, failure: Failure) -> Failure:
         """What a rank's own failure comes from."""
-        death = self._find_death(failure)
+        death = self._find_death(failure, failure.rank)
         if death is not None:
             said = f"of rank {failure.rank}, whose process lives:\n{failure.remote_traceback}"
             return replace(death, remote_traceback=said)
@@ -124,7 +139,7 @@ class Causes:
 
     def of_lost_answer(self, rank: int, error: RayError) -> Failure:
         """Why the answer of ``rank`` cannot be had."""
-        return self._find_death(error) or self.of_lost_object(rank, error)
+        return self._find_death(error, rank) or self.of_lost_object(rank, error)
 
     def of_lost_object(self, rank: int, error: RayError) -> Failure:
         """What a call says whose process lives, and whose answer, inputs or result cannot be had."""
@@ -166,8 +181,8 @@ class Causes:
         told = self.of_lateness(WorkerTimeoutError("\n".join([failure.message, *computing])), failure.rank)
         return replace(told, remote_traceback=failure.remote_traceback)
 
-    def _find_death(self, seen: Failure | RayError) -> Failure | None:
-        """The death of the first suspect that is gone, with all others that are."""
+    def _find_death(self, seen: Failure | RayError, rank: int) -> Failure | None:
+        """The death that explains what is seen of ``rank``, with all others that are gone."""
         everyone = self._everyone()
         suspects = find_suspects(
             seen, unanswered=self._sent.find_unanswered, connected=self._connected, everyone=everyone
@@ -181,14 +196,14 @@ class Causes:
             for process, answer in zip(processes, answers, strict=True)
             if isinstance(answer, RayError) and not isinstance(answer, GetTimeoutError)
         }
-        ranks = {process: rank for rank, process in self._sent.processes.items()}
-        # With a machine many die: this call's own ranks come first.
-        guilty = [process for process in suspects if process in dead]
-        first = min(guilty, key=lambda process: process not in ranks, default=None)
+        first = next((process for process in suspects if process in dead), None)
         if first is None:
             return None
         others = [process for process in dead if process is not first and not process.was_ended]
-        return self._describe_death(ranks.get(first, min(ranks.values())), dead[first], first, others)
+        for process in others:
+            process.note_death(dead[process])
+        ranks = {process: rank for rank, process in self._sent.processes.items()}
+        return self._describe_death(ranks.get(first, rank), dead[first], first, others)
 
     def _describe_death(
         self, rank: int, error: RayError, process: HostProcess, others: Sequence[HostProcess] = ()
@@ -199,13 +214,15 @@ class Causes:
 
 
 def find_lost(handles: Mapping[int, Any]) -> dict[int, RayError]:
-    """What became of those handles, all of them ready, behind which there is no value."""
+    """What became of those handles behind which there is no value; those that are not ready are left out."""
+    ready = set(ray.wait(list(handles.values()), num_returns=len(handles), timeout=0)[0])
     lost = {}
     for rank, handle in handles.items():
-        try:
-            ray.get(handle)
-        except RayError as error:
-            lost[rank] = error
+        if handle in ready:
+            try:
+                ray.get(handle)
+            except RayError as error:
+                lost[rank] = error
     return lost
 
 

@@ -211,10 +211,17 @@ class RayExecutor(Executor):
         """Close every group on ``pool`` and give its slots back. Processes that do not answer in time are killed."""
         check_pool(pool)
         if pool in self._occupied:
-            # Why calls failed is looked for before processes end that were not at fault.
-            for call in self.trace.find_failed():
+            try:
+                self._explain_failures()
+            finally:
+                self._end(pool, self._occupied[pool].host_sets, orderly=True)
+
+    def _explain_failures(self) -> None:
+        """Look for why calls failed, while processes live that were not at fault; for some seconds."""
+        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        for call in self.trace.find_failed():
+            if time.monotonic() < deadline_s:
                 call.finish()
-            self._end(pool, self._occupied[pool].host_sets, orderly=True)
 
     def close(self) -> None:
         """End every worker, give all slots back and stop the cluster if it is our own, in a few seconds."""

@@ -82,9 +82,9 @@ class HostProcess:
         if not self._is_gone:
             self.last_call, self.last_answer = call, answer
 
-    def note_death(self) -> None:
-        """It is gone: what it was given last stays what it is."""
-        self._is_gone = True
+    def note_death(self, error: RayError) -> None:
+        """It is gone, unless Ray says that it may come back: what it was given last stays what it is."""
+        self._is_gone = self._is_gone or not isinstance(error, ActorUnavailableError)
 
     def end(self) -> None:
         """Kill it."""
@@ -122,8 +122,7 @@ def describe_death(
     elif cause is not None:
         message = str(cause)
     else:
-        if not isinstance(error, ActorUnavailableError):  # which may come back
-            process.note_death()
+        process.note_death(error)
         also = f"; gone as well: {', '.join(other.label for other in others)}" if others else ""
         where = f"it was given last: {process.last_call}; it was {process.describe_location()}"
         message = f"process {process.label} is gone: {in_one_line(error)} ({where}){also}"

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from hf_controller.executors.ray.causes import Causes, SentCall, find_lost
+from hf_controller.executors.ray.causes import Causes, SentCall, choose_telling, find_lost
 from hf_controller.executors.ray.store import ValueHandle, describe_unread
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.executors.ray.wire import unpack_answer
-from hf_controller.failures import Failure
-from hf_protocols import HybridFlowError, WorkerError, WorkerTimeoutError
+from hf_controller.failures import Failure, LostResultError
+from hf_protocols import WorkerTimeoutError
 
 if TYPE_CHECKING:
     from hf_controller.resource_pool import ResourcePool
@@ -93,17 +93,20 @@ class RayCall:
         The program knows of one that it was told of, and of the end of a group. One that it was told is late is not
         waited for any more.
         """
-        is_known = self._seen.is_told or any(process.was_ended for process in self._sent.processes.values())
-        if is_known or (self._seen.is_late and self._sent.find_pending()):
+        if self._seen.is_told or any(process.was_ended for process in self._sent.processes.values()):
             return True
-        is_late = False
-        try:
-            failure = self.find_failure()
-        except WorkerTimeoutError as error:
-            failure, is_late = self._causes.of_lateness(error, rank=min(self._sent.answers)), True
+        was_told_late = self._seen.is_late
+        late = self._await_failure(0.0 if was_told_late else self._timeout_s)
+        if late and was_told_late:
+            return True
+        failure = self._seen.failure
+        if late:
+            self._seen.is_late = True
+            error = self._to_timeout(late, self._timeout_s)
+            failure = self._causes.of_lateness(error, rank=min(self._sent.answers))
         if failure is not None:
             self._trace.explain(self, failure)
-        return not is_late
+        return not late
 
     def find_failure(self) -> Failure | None:
         """Wait for every rank, or for the first that failed: why it did.
@@ -128,19 +131,25 @@ class RayCall:
         return [self._seen.reports[rank].num_rows for rank in self._collected]
 
     def _find_failure(self, timeout_s: float) -> Failure | None:
+        late = self._await_failure(timeout_s)
+        if late:
+            self._seen.is_late = True
+            raise self._to_timeout(late, timeout_s)
+        return self._seen.failure
+
+    def _await_failure(self, timeout_s: float) -> list[int]:
+        """Wait for every rank, or for the first that failed; the ranks that are late, if neither is in time."""
         answers = self._sent.answers
         deadline_s = time.monotonic() + timeout_s
         if not self._seen.reports and self._seen.failure is None:
             self._note_answers(answers, self._waiter.get_all(list(answers.values()), timeout_s))
         while self._seen.failure is None and len(self._seen.reports) < len(answers):
             pending = {handle: rank for rank, handle in answers.items() if rank not in self._seen.reports}
-            left_s = max(0.0, deadline_s - time.monotonic())
-            ready = self._waiter.wait_some(list(pending), left_s)
+            ready = self._waiter.wait_some(list(pending), max(0.0, deadline_s - time.monotonic()))
             if not ready:
-                self._seen.is_late = True
-                raise self._to_timeout(sorted(pending.values()), timeout_s)
+                return sorted(pending.values())
             self._read_answers({pending[handle]: handle for handle in ready})
-        return self._seen.failure
+        return []
 
     def outcomes(self, timeout_s: float | None) -> list[Outcome]:
         """After waiting, what the collected ranks left beside batches."""
@@ -149,13 +158,13 @@ class RayCall:
             return [self._seen.outcomes[rank] for rank in self._collected]
         try:
             return self._store.get(self.handles, self._timeout_s if timeout_s is None else timeout_s)
-        except WorkerError:
+        except LostResultError:
             # An object that cannot be packed is this call's failure, not the loss of another's.
             contents = {rank: handle.contents for rank, handle in zip(self._collected, self.handles, strict=True)}
-            lost = next(iter(find_lost(contents).items()), None)
-            if lost is None:
+            lost = find_lost(contents)
+            if not lost:
                 raise
-            failure = self._causes.of_lost_object(*lost)
+            failure = self._causes.of_lost_object(*next(iter(lost.items())))
             self._trace.tell(self.call_id, failure)
             raise failure.to_error() from None
 
@@ -163,23 +172,29 @@ class RayCall:
         try:
             answers = ray.get(list(ready.values()))
         except RayError:
-            self._seen.failure = self._causes.of_lost_answer(*next(iter(find_lost(ready).items())))
+            lost = find_lost(ready)
+            here = {rank: handle for rank, handle in ready.items() if rank not in lost}
+            self._note_answers(here, ray.get(list(here.values())))
+            if self._seen.failure is None:
+                self._seen.failure = self._causes.of_lost_answer(*next(iter(lost.items())))
             return
         self._note_answers(ready, answers)
 
     def _note_answers(self, ranks: Iterable[int], packed: Sequence[Any]) -> None:
         if not packed:
             return
-        answers = [unpack_answer(answer) for answer in packed]
-        for rank, (outcome, report) in zip(ranks, answers, strict=True):
-            self._seen.outcomes[rank], self._seen.reports[rank] = outcome, report
-            self._trace.note_watched(self._sent.answers[rank], report)
-        first = next((report for _, report in answers if report.failure is not None), None)
-        if first is not None and first.failure is not None:
-            find = self._trace.find_cause if first.upstream else self._causes.of_failure
-            self._seen.failure = find(first.failure)
+        reports = []
+        for rank, answer in zip(ranks, packed, strict=True):
+            self._seen.outcomes[rank], self._seen.reports[rank] = unpack_answer(answer)
+            reports.append(self._seen.reports[rank])
+            self._trace.note_watched(self._sent.answers[rank], reports[-1])
+        seen = choose_telling(reports)
+        if seen is not None:
+            failure, is_passed_on = seen
+            self._seen.failure = failure  # for who asks again after an interrupt
+            self._seen.failure = (self._trace.find_cause if is_passed_on else self._causes.of_failure)(failure)
 
-    def _to_timeout(self, ranks: Sequence[int], timeout_s: float) -> HybridFlowError:
+    def _to_timeout(self, ranks: Sequence[int], timeout_s: float) -> WorkerTimeoutError:
         what = f"{self._sent.role}.{self._sent.method}"
         head = f"{what} is not done after {round(timeout_s, 3):g} s on rank(s) {', '.join(map(str, ranks))}"
         lost = describe_unread([ray.ObjectRef(each) for each in self._inputs])

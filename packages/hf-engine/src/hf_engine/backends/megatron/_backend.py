@@ -19,7 +19,6 @@ from hf_engine.backends._directories import write_directory
 from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
-from hf_engine.backends._versions import MEGATRON
 from hf_engine.backends.megatron._checkpoint import load_sharded, write_shard
 from hf_engine.backends.megatron._config import ModelConfig
 from hf_engine.backends.megatron._export import export_stage
@@ -82,7 +81,6 @@ class MegatronBackend:
 
         Every rank reads its own boxes only. Two backends of one process must have the same layout.
         """
-        MEGATRON.check()
         check_train_arguments(topology, config, head=head, trainable=trainable, seed=seed)
         if config.compile:
             raise BackendError("backend 'megatron' does not use torch.compile: set compile=False")

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from hf_engine.backends._versions import MEGATRON
 from hf_engine.backends.megatron._cpu import allow_cpu
 
 __all__ = ["quiet"]
@@ -36,6 +37,7 @@ def __getattr__(name: str) -> Any:
     Raises:
         AttributeError: for a name that the backend does not use.
         ModuleNotFoundError: if megatron-core is not installed.
+        BackendError: for an unsupported version.
     """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -43,7 +45,7 @@ def __getattr__(name: str) -> Any:
     with quiet():
         import megatron.core
 
-        assert megatron.core.__version__, "imported for its own sake"
+        MEGATRON.check(megatron.core.__version__)
         return getattr(import_module(_HOMES[name]), name)
 
 
