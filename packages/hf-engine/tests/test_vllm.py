@@ -95,6 +95,14 @@ def conform(model, topology, num_rows=6):
     backends[0].close()
 
 
+def find_sockets():
+    """Where vLLM's tensor-parallel group talks on this machine."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    queue = get_tp_group().mq_broadcaster
+    return [] if queue is None else [queue.handle.local_subscribe_addr, queue.handle.local_notify_addr]
+
+
 def train_and_generate(backend, topology, train_model, rollout_model, directory):
     """The engine starts from other weights than the training backend."""
     config = TrainConfig(learning_rate=3e-2, max_grad_norm=10.0)
@@ -123,6 +131,7 @@ def train_and_generate(backend, topology, train_model, rollout_model, directory)
         assert responses["weight_version"].tolist() == [engine.weight_version] * 4
     # Named after rank 0's process.
     assert not list(Path("/dev/shm").glob(f"hf-engine-{os.getpid()}-*"))
+    assert not [address for address in find_sockets() if Path(address.removeprefix("ipc://")).exists()]
     assert engine.weight_version == 2
     assert engine.plan.recv_bytes[rank] == count_lacking_bytes(engine.plan, rank)
     engine.close()

@@ -24,7 +24,7 @@ from hf_engine.backends._memory import take_again
 from hf_engine.backends._responses import end_of_sequence_ids
 from hf_engine.backends._shard import Shard
 from hf_engine.backends.vllm._draws import DrawProcessor
-from hf_engine.backends.vllm._groups import SETTINGS, GroupSettings, current_tp_ranks, destroy_groups
+from hf_engine.backends.vllm._groups import SETTINGS, GroupSettings, current_tp_ranks, destroy_groups, unlink_sockets
 from hf_engine.backends.vllm._library import options_set, serving_threads
 from hf_engine.backends.vllm._requests import Response, run_requests
 from hf_engine.backends.vllm._weights import TRANSFER, register_transfer
@@ -141,6 +141,7 @@ class Engine:
                 f"vLLM did not start with {str(model)!r}, gen_tp_size={len(groups[0])}, cache_bytes={cache_bytes}, "
                 f"max_positions={max_positions} (a cache that is too small: raise cache_bytes): {error}"
             ) from error
+        unlink_sockets()
         # It would destroy the default process group, which is the caller's; `close` does the rest of it.
         self._engine.engine_core._finalizer.detach()
         layers = self._engine.vllm_config.compilation_config.static_forward_context.values()

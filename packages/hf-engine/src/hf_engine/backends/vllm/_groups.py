@@ -12,7 +12,7 @@ import torch.distributed as dist
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 
-__all__ = ["SETTINGS", "GroupSettings", "current_tp_ranks", "destroy_groups", "form_groups"]
+__all__ = ["SETTINGS", "GroupSettings", "current_tp_ranks", "destroy_groups", "form_groups", "unlink_sockets"]
 
 SETTINGS = "hf_engine"
 """Key of the `GroupSettings` in vLLM's additional_config."""
@@ -60,6 +60,18 @@ def destroy_groups() -> None:
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
     parallel_state._WORLD = parallel_state._NODE_COUNT = None
+
+
+def unlink_sockets() -> None:
+    """Takes the names of the sockets that this rank's group talks through, once all of it is connected: vLLM leaves
+    them behind.
+    """
+    queue = parallel_state.get_tp_group().mq_broadcaster
+    if queue is None or not queue._is_writer:
+        return
+    for address in (queue.handle.local_subscribe_addr, queue.handle.local_notify_addr):
+        if address is not None:
+            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 def _unlink_shared_memory(name: str) -> None:
