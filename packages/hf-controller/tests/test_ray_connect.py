@@ -230,6 +230,18 @@ def test_a_partner_that_was_released_is_not_the_cause_of_what_failed_before(ray_
             ray_executor.release(pool)
 
 
+def test_two_groups_of_one_role_are_refused_before_a_rank_waits(ray_executor: RayExecutor) -> None:
+    spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
+    pools = [ResourcePool([1], device="cpu", name=name) for name in ("left", "right")]
+    try:
+        first, second = (ray_executor.build_groups(pool, {"side": spec}, wait=False)["side"] for pool in pools)
+        with pytest.raises(ProtocolError, match="both groups have the role 'side', which tells a connection's sides"):
+            connect(first, second)
+    finally:
+        for pool in pools:
+            ray_executor.release(pool)
+
+
 def test_a_rank_opens_no_connection_before_it_is_constructed():
     # Two threads that import torch at once fail.
     rank = HostActor("left", 0, 1, None)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hf_controller.algebra import Select
-from hf_controller.dispatch import BatchArgument, Call, StoredArgument
+from hf_controller.dispatch import BatchArgument, Call, StoredArgument, compute_called_ranks
 from hf_controller.failures import Failure, UpstreamFailure
 from hf_controller.gather import BatchReader
 from hf_controller.results import Outcome, publish
@@ -95,14 +95,17 @@ class RankHost:
         self._collected: dict[tuple[str, str], bool] = {}
         self._methods = {role: registered_methods(spec.worker) for role, spec in specs.items()}
 
-    def run(self, call: Call) -> tuple[Outcome, CallReport]:
+    def run(self, call: Call, before: Callable[[Call], None] | None = None) -> tuple[Outcome, CallReport]:
         """Run one call. It never raises: what goes wrong is in the outcome, for readers, and in the report, for the
-        controller.
+        controller. ``before`` waits until the rank may.
         """
         progress = _Progress()
         outcome: Outcome
         upstream = False
         try:
+            if before is not None:
+                self._enter(call, "waiting for ranks that are in a call that failed here")
+                before(call)
             outcome = self._run(call, progress)
         except UpstreamFailure as error:
             outcome, upstream = error.failure, True
@@ -199,6 +202,11 @@ class RankHost:
                 weights[num_rows] = reader.row_weights(batch.expression, num_rows) if balanced else None
             selections[id(batch)] = spec.protocol.distribute(topology, num_rows, weights[num_rows])[self._rank]
         return selections, counts[0] if counts else 0
+
+    def find_peers(self, call: Call) -> list[int]:
+        """The other ranks that run a call."""
+        called = compute_called_ranks(self._methods[call.role][call.method].protocol, self._specs[call.role].topology)
+        return [rank for rank in called if rank != self._rank]
 
     def _is_collected(self, role: str, method: str) -> bool:
         key = role, method

@@ -26,6 +26,7 @@ from hf_controller.default_group import (
     seed_generators,
 )
 from hf_controller.executors.ray.host_process import Location, find_location, own_origin
+from hf_controller.executors.ray.step import LEFT, Step, describe_progress
 from hf_controller.executors.ray.store import HostStore, pack_shard
 from hf_controller.executors.ray.wire import pack_answer, unpack_call
 from hf_controller.failures import Failure
@@ -124,6 +125,9 @@ class HostActor:
         self._thread: int | None = None
         self._unbuilt: Failure | None = None
         self._role = name
+        self._over = 0
+        self._step = Step()
+        self._meets_peers = False
 
     def __repr__(self) -> str:
         # Ray puts it before every printed line; the line itself says role and rank.
@@ -160,6 +164,7 @@ class HostActor:
     def _construct(self, construction: Construction, rendezvous: Rendezvous | None) -> Failure | None:
         self._thread = threading.get_ident()
         self._pool = construction.pool
+        self._meets_peers = construction.process_group
         attribute_streams(lambda: f"{self._role}/{self._rank}")
         try:
             specs: Mapping[str, WorkerSpec] = cloudpickle.loads(construction.specs)
@@ -246,9 +251,15 @@ class HostActor:
             assert self._unbuilt is not None
             return self._unbuilt, refuse(call, self._unbuilt, pool=self._pool, host=self._name, rank=self._rank)
         self._role = call.role
-        outcome, report = self._host.run(call)
-        self._role = self._name
-        if report.failure is None or report.failure.exception is None:
+        try:
+            outcome, report = self._host.run(call, self._step.wait if self._step.is_behind() else None)
+        finally:
+            self._role, self._over = self._name, call.call_id
+        if report.failure is None:
+            return outcome, report
+        if self._meets_peers:
+            self._step.leave(call, self._host.find_peers(call))
+        if report.failure.exception is None:
             return outcome, report
         # Its frames hold what the method did, in cycles: activations, after an out-of-memory error.
         failure = replace(report.failure, exception=None)
@@ -264,6 +275,11 @@ class HostActor:
         frame = sys._current_frames().get(self._thread or -1)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         return stage, stack
+
+    @ray.method(concurrency_group="service")
+    def progress(self, call_id: int) -> str:
+        """Whether this rank has left a call, and if not whether it is in a collective."""
+        return LEFT if self._over >= call_id else describe_progress(self._thread)
 
     @ray.method(concurrency_group="service")
     def ping(self) -> int:

@@ -32,6 +32,8 @@ _OF_A_COLLECTIVE = re.compile(
     r"distributed_c10d|_functional_collectives|torch\.distributed\.Dist|gloo|nccl", re.IGNORECASE
 )
 
+_TIMED_OUT = re.compile(r"time[d ]*out", re.IGNORECASE)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SentCall:
@@ -135,7 +137,10 @@ class Causes:
         if death is not None:
             said = f"of rank {failure.rank}, whose process lives:\n{failure.remote_traceback}"
             return replace(death, remote_traceback=said)
-        return self._say_who_computes(failure) if _is_our_timeout(failure) else failure
+        if _is_our_timeout(failure):
+            return self._say_who_computes(failure)
+        is_missing = is_of_collective(failure) and _TIMED_OUT.search(failure.message)
+        return self._say_who_is_missing(failure) if is_missing else failure
 
     def of_lost_answer(self, rank: int, error: RayError) -> Failure:
         """Why the answer of ``rank`` cannot be had."""
@@ -180,6 +185,14 @@ class Causes:
             return failure
         told = self.of_lateness(WorkerTimeoutError("\n".join([failure.message, *computing])), failure.rank)
         return replace(told, remote_traceback=failure.remote_traceback)
+
+    def _say_who_is_missing(self, failure: Failure) -> Failure:
+        """A rank whose collective timed out does not know who did not come."""
+        others = [rank for rank in self._sent.processes if rank != failure.rank]
+        if not others:
+            return failure
+        head = "who did not come in time? Raise collective_timeout_s, or look at what the other ranks are at:"
+        return replace(failure, message="\n".join([f"{failure.message}: {head}", *self.describe_late(others)]))
 
     def _find_death(self, seen: Failure | RayError, rank: int) -> Failure | None:
         """The death that explains what is seen of ``rank``, with all others that are gone."""

@@ -154,6 +154,8 @@ class RayExecutor(Executor):
         host_sets = [self._host_set_of(group) for group in (first, second)]
         if host_sets[0] is host_sets[1]:
             raise ProtocolError(f"{first.role} and {second.role} share their processes: they have one group already")
+        if first.role == second.role:
+            raise ProtocolError(f"both groups have the role {first.role!r}, which tells a connection's sides apart")
         for group, host_set in zip((first, second), host_sets, strict=True):
             host_set.check_connection(group.role, name)
         nodes = self._occupied[first.pool].placed.nodes | self._occupied[second.pool].placed.nodes
