@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from hf_controller.dispatch import Call
 from hf_protocols import WorkerError, WorkerTimeoutError
@@ -113,6 +113,8 @@ def _ask(name: str, call_id: int) -> str:
     try:
         peer: Any = ray.get_actor(name)
         progress: str = ray.get(peer.progress.remote(call_id), timeout=_ANSWER_TIMEOUT_S)
-    except (RayError, ValueError):
+    except (ActorDiedError, ValueError):
         return LEFT
+    except RayError:
+        return _IN_METHOD  # it stands still, or cannot be reached
     return progress
