@@ -49,11 +49,10 @@ def test_ranks_that_left_a_call_do_not_meet_those_that_are_in_it(ray_executor, p
     failed, after, alone = group.fail_on([1]), group.total(1.0), group.total(2.0)
     with pytest.raises(WorkerError, match=r"fail_on on rank 1 failed: KeyError: 'own'"):
         failed.result()
-    refusal = (
-        r"^members\.total: an earlier call members\.fail_on failed on this rank, and rank\(s\) \[0\] wait for it in a"
-    )
-    with pytest.raises(WorkerError, match=refusal + r" collective: out of step\. rebuild\(executor, \[pool\]\)"):
+    with pytest.raises(WorkerError, match=r"out of step\. rebuild\(executor, \[pool\]\) builds") as refusal:
         after.result()
+    earlier = "members.total: an earlier call members.fail_on failed on this rank"
+    assert str(refusal.value).startswith(f"{earlier}, and rank(s) [0] wait in its collective: ")
     with pytest.raises(WorkerError, match=r"out of step|left it after|on rank 0 failed: RuntimeError"):
         alone.result()
     group = rebuild(ray_executor, [pool])["members"]

@@ -38,10 +38,36 @@ def test_settings_of_generation_that_contradict_each_other_are_exported_as_they_
 def load_without_a_head(model, incomplete):
     backend = build(model)
     before = {name: shard.clone() for name, shard in backend.local_weights().items()}
-    with pytest.raises(BackendError, match=r"incomplete' lacks the parameters \['lm_head.weight'\]"):
+    with pytest.raises(BackendError, match=r"incomplete' lacks the parameters lm_head.weight: give"):
         backend.load_hf(incomplete)
     assert all(torch.equal(shard, before[name]) for name, shard in backend.local_weights().items())
     backend.close()
+    for load in (build, build_rollout):
+        with pytest.raises(BackendError, match=r"incomplete' lacks the parameters lm_head.weight: give"):
+            load(incomplete)
+
+
+def build_rollout(model):
+    topology = Topology(ParallelSpec(dp_size=dist.get_world_size()))
+    return load_rollout_backend("transformers").build(model, topology=topology)
+
+
+def refuse_configurations(model, change):
+    path = model / "config.json"
+    stated = json.loads(path.read_text())
+    path.write_text(json.dumps(stated | change))
+    try:
+        with pytest.raises(BackendError, match="transformers cannot load a causal language model from"):
+            build_rollout(model)
+    finally:
+        path.write_text(json.dumps(stated))
+
+
+@pytest.mark.parametrize(
+    "change", [{"eos_token_id": "7"}, {"quantization_config": {"quant_method": "gptq", "bits": 4}}]
+)
+def test_a_configuration_that_transformers_cannot_use_is_one_error(ranks1, tmp_path, change):
+    ranks1.run(refuse_configurations, write_tiny_model(tmp_path / "model"), change)
 
 
 def test_files_that_lack_a_parameter_are_not_loaded(ranks2, tmp_path):

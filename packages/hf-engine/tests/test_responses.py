@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tensordict import TensorDict
 
 from hf_engine import SamplingParams
-from hf_engine.backends._responses import read_prompts
+from hf_engine.backends._responses import end_of_sequence_ids, read_prompts
 from hf_protocols import BackendError, BatchError
 
 TWO = SamplingParams(max_new_tokens=2)
@@ -48,6 +50,20 @@ def test_a_token_outside_the_vocabulary_is_refused(token):
 def test_a_stop_token_outside_the_vocabulary_is_refused(token):
     with pytest.raises(BackendError, match=rf"stop_token_ids=\(3, {token}\) holds {token}, the model's .* 0 to 63"):
         read([[3]], sampling=SamplingParams(max_new_tokens=2, stop_token_ids=(3, token)))
+
+
+def test_a_minimum_length_that_leaves_no_token_is_refused():
+    stops = tuple(range(64))
+    assert read([[3]], sampling=SamplingParams(max_new_tokens=2, stop_token_ids=stops)).lengths.tolist() == [1]
+    with pytest.raises(BackendError, match="min_new_tokens=1 and all 64 tokens in stop_token_ids: none is left"):
+        read([[3]], sampling=SamplingParams(max_new_tokens=2, min_new_tokens=1, stop_token_ids=stops))
+
+
+def test_an_end_that_the_vocabulary_lacks_is_never_drawn():
+    config = SimpleNamespace(eos_token_id=5, vocab_size=64)
+    assert end_of_sequence_ids(SimpleNamespace(eos_token_id=[7, 99]), config) == {7}
+    assert end_of_sequence_ids(SimpleNamespace(eos_token_id=99), config) == set()
+    assert end_of_sequence_ids(None, config) == {5}
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,10 @@ with_vllm = [pytest.mark.vllm, pytest.mark.timeout(400)]
 def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
+    (file,) = write_tiny_model(folder / "damaged").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:10_000])
     return {
+        "damaged": folder / "damaged",
         "tied": write_tiny_model(folder / "tied"),
         # More rows than a multiple of the padding, so that the last rank holds fewer.
         "untied": write_tiny_model(folder / "untied", tie_embeddings=False, vocab_size=70, **heads),
@@ -158,8 +161,10 @@ def refuse(models, directory):
     with pytest.raises(BackendError, match=r"48 positions needs 24576 bytes .* above cache_bytes=24575; raise it"):
         build(models["tied"], one, cache_bytes=24_575)
     # vLLM's blocks have more tokens than the model positions.
-    with pytest.raises(BackendError, match=r"vLLM did not start .* cache_bytes=30000, .*: raise cache_bytes\): "):
+    with pytest.raises(BackendError, match=r"vLLM did not start .* cache_bytes=30000 \(raise it if .*: "):
         build(models["tied"], one, cache_bytes=30_000)
+    with pytest.raises(BackendError, match=r"vLLM did not start with '.*damaged', .*(header|metadata)"):
+        build(models["damaged"], one)
 
 
 def refuse_stages(model):

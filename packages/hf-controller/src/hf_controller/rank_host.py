@@ -102,6 +102,7 @@ class RankHost:
         progress = _Progress()
         outcome: Outcome
         upstream = False
+        self._workers[call.role].context.sub_spans.clear()
         try:
             if before is not None:
                 self._enter(call, "waiting for ranks that are in a call that failed here")
@@ -125,7 +126,6 @@ class RankHost:
 
     def _run(self, call: Call, progress: _Progress) -> Outcome:
         spec, worker = self._methods[call.role][call.method], self._workers[call.role]
-        worker.context.sub_spans.clear()
         if call.after:
             self._enter(call, "waiting for the pool's earlier call")
             try:

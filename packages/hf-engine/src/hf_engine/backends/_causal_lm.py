@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from hf_engine.backends._model_directory import check_model
 from hf_engine.backends._versions import TRANSFORMERS
 from hf_protocols.errors import BackendError
 
-__all__ = ["load_causal_lm", "save_causal_lm"]
+__all__ = ["load_causal_lm", "refuse_lacking", "save_causal_lm"]
 
 
 def load_causal_lm(model: str | Path, dtype: torch.dtype) -> tuple[Any, list[str]]:
@@ -27,10 +26,23 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype) -> tuple[Any, list[str
     try:
         check_model(model)
         answer: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, output_loading_info=True)
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+    except BackendError:
+        raise
+    except Exception as error:  # of a configuration that it cannot use it raises anything
         raise BackendError(f"transformers cannot load a causal language model from {str(model)!r}: {error}") from error
     loaded, report = answer
     return loaded, sorted(report["missing_keys"])
+
+
+def refuse_lacking(model: str | Path, missing: Sequence[str]) -> None:
+    """Refuses a model whose files lack parameters, or have them under other names.
+
+    Raises:
+        BackendError: naming them.
+    """
+    if missing:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise BackendError(f"{str(model)!r} lacks the parameters {shown}: give a directory of the same model")
 
 
 def save_causal_lm(model: Any, weights: Mapping[str, torch.Tensor], directory: Path) -> None:

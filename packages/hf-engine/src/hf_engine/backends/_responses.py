@@ -44,6 +44,10 @@ def read_prompts(batch: TensorDict, sampling: SamplingParams, *, vocab_size: int
             f"stop_token_ids={sampling.stop_token_ids} holds {strangers[0]}, the model's ids are 0 to "
             f"{vocab_size - 1}: use the model's own tokenizer"
         )
+    if sampling.min_new_tokens and len(set(sampling.stop_token_ids)) == vocab_size:
+        raise BackendError(
+            f"min_new_tokens={sampling.min_new_tokens} and all {vocab_size} tokens in stop_token_ids: none is left"
+        )
     limit = None if positions is None else positions - sampling.max_new_tokens
     for row, length in enumerate(prompts.lengths.tolist()):
         if length == 0:
@@ -94,10 +98,13 @@ def build_responses(
 
 
 def end_of_sequence_ids(generation_config: Any, text_config: Any) -> frozenset[int]:
-    """The tokens that end a response of a model by themselves: its generation config's, else its config's."""
+    """The tokens that end a response of a model by themselves: its generation config's, else its config's; without
+    those that its vocabulary lacks, which are never drawn.
+    """
     stated = getattr(generation_config, "eos_token_id", None)
     ids = stated if stated is not None else text_config.eos_token_id
-    return frozenset() if ids is None else frozenset([ids] if isinstance(ids, int) else ids)
+    tokens = [] if ids is None else [ids] if isinstance(ids, int) else ids
+    return frozenset(token for token in tokens if 0 <= token < text_config.vocab_size)
 
 
 def _check_memory(num_prompts: int, sampling: SamplingParams) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite, together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._build_arguments import check_train_arguments
-from hf_engine.backends._causal_lm import load_causal_lm, save_causal_lm
+from hf_engine.backends._causal_lm import load_causal_lm, refuse_lacking, save_causal_lm
 from hf_engine.backends._checkpoint import load_sharded, save_sharded
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import check_directory, write_directory
@@ -101,9 +101,7 @@ class FsdpBackend:
             )
         dtype = torch.float32 if trainable else getattr(torch, config.dtype)
         with together("load", None), torch.random.fork_rng():
-            # Weights that the directory lacks are drawn at random, alike on every rank.
-            torch.manual_seed(seed)
-            loaded, _ = _load_model(model, dtype, head, is_complete=False)
+            loaded, _ = _load_model(model, dtype, head)
         loaded.requires_grad_(trainable)
         return cls(loaded, topology=topology, config=config, head=head, trainable=trainable)
 
@@ -196,7 +194,7 @@ class FsdpBackend:
         self._offloaded.require_all("load_hf")
         with together("load", self._group):
             check_directory(directory)
-            loaded, has_head = _load_model(Path(directory), self._dtype, self._head, is_complete=True)
+            loaded, has_head = _load_model(Path(directory), self._dtype, self._head)
             full = dict(loaded.named_parameters())
             check_same_shapes(self.weight_layout().shapes, full, directory)
         if not has_head:
@@ -382,11 +380,10 @@ class FsdpBackend:
         return self._optimizer
 
 
-def _load_model(model: str | Path, dtype: torch.dtype, head: Head, *, is_complete: bool) -> tuple[Any, bool]:
+def _load_model(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[Any, bool]:
     """Loads a causal language model; for a value head, says whether the directory had one. True for `"lm"`."""
     loaded, missing = load_causal_lm(model, dtype)
-    if is_complete and (missing := [name for name in missing if head == "lm" or name != find_head_name(loaded)]):
-        raise BackendError(f"{str(model)!r} lacks the parameters {missing}: give a directory of the same model")
+    refuse_lacking(model, [name for name in missing if head == "lm" or name != find_head_name(loaded)])
     if head == "lm":
         return loaded, True
     value_head = torch.nn.Linear(loaded.get_output_embeddings().weight.shape[1], 1, bias=False, dtype=dtype)

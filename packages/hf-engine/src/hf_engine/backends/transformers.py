@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
-from hf_engine.backends._causal_lm import load_causal_lm
+from hf_engine.backends._causal_lm import load_causal_lm, refuse_lacking
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._decoding import LENGTH, Decoding
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
@@ -78,8 +78,8 @@ class TransformersBackend:
             cache_fraction: instead, as a share of the device's memory (the host's, without a device), below 1.
 
         Raises:
-            BackendError: for a generation layout other than 1-1, a model that transformers cannot load, or one whose
-                layers remember something else than keys and values.
+            BackendError: for a generation layout other than 1-1, a model that transformers cannot load or whose files
+                lack parameters, or one whose layers remember something else than keys and values.
         """
         check_rollout_arguments(topology, seed)
         check_dtype(dtype)
@@ -92,7 +92,8 @@ class TransformersBackend:
                 f"backend 'transformers' holds the whole model on every rank: gen_pp_size={generation.gen_pp_size}, "
                 f"gen_tp_size={generation.gen_tp_size} are not supported; set both to 1 or choose another backend"
             )
-        loaded, _ = load_causal_lm(model, getattr(torch, dtype))
+        loaded, missing = load_causal_lm(model, getattr(torch, dtype))
+        refuse_lacking(model, missing)
         _check_layers(loaded)
         loaded.eval().requires_grad_(False)
         for parameter in loaded.parameters():

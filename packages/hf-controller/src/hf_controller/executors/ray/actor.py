@@ -26,7 +26,7 @@ from hf_controller.default_group import (
     seed_generators,
 )
 from hf_controller.executors.ray.host_process import Location, find_location, own_origin
-from hf_controller.executors.ray.step import LEFT, Step, describe_progress
+from hf_controller.executors.ray.step import Progress, Step, describe_progress
 from hf_controller.executors.ray.store import HostStore, pack_shard
 from hf_controller.executors.ray.wire import pack_answer, unpack_call
 from hf_controller.failures import Failure
@@ -249,6 +249,7 @@ class HostActor:
         call = unpack_call(*message)
         if self._host is None:
             assert self._unbuilt is not None
+            self._over = call.call_id
             return self._unbuilt, refuse(call, self._unbuilt, pool=self._pool, host=self._name, rank=self._rank)
         self._role = call.role
         try:
@@ -277,9 +278,13 @@ class HostActor:
         return stage, stack
 
     @ray.method(concurrency_group="service")
-    def progress(self, call_id: int) -> str:
-        """Whether this rank has left a call, and if not whether it is in a collective."""
-        return LEFT if self._over >= call_id else describe_progress(self._thread)
+    def progress(self, call_id: int) -> Progress:
+        """How far this rank is with a call."""
+        if self._over >= call_id:
+            return Progress(True)
+        call = self._host.stage.call if self._host is not None else None
+        is_in_it = call is not None and call.call_id == call_id
+        return describe_progress(self._thread) if is_in_it else Progress(False)
 
     @ray.method(concurrency_group="service")
     def ping(self) -> int:

@@ -6,6 +6,7 @@ call's tensors, and both would go on with wrong numbers.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -18,23 +19,31 @@ from ray.exceptions import ActorDiedError, RayError
 from hf_controller.dispatch import Call
 from hf_protocols import WorkerError, WorkerTimeoutError
 
-__all__ = ["LEFT", "Step", "describe_progress"]
+__all__ = ["Progress", "Step", "describe_progress"]
 
-LEFT, _IN_METHOD, _IN_COLLECTIVE = "left", "in the method", "in a collective"
-_COLLECTIVES = ("distributed_c10d", "_functional_collectives")
-_POLL_S = 0.02
-_SLOW_POLL_S = 1.0
+_COLLECTIVES = os.sep + os.path.join("torch", "distributed", "")
+_FIRST_POLL_S = 0.02
+_POLL_S = 1.0
+_STILL_S = 5.0
 _ANSWER_TIMEOUT_S = 5.0
 
 
-def describe_progress(thread: int | None) -> str:
-    """Whether a thread that runs a method is in a collective of torch's."""
+class Progress(NamedTuple):
+    """How far a rank is with a call: out of it, or where it waits inside of torch.distributed, if it does there."""
+
+    has_left: bool
+    waits_at: int | None = None
+
+
+def describe_progress(thread: int | None) -> Progress:
+    """Where a thread is that runs a method."""
     frame: FrameType | None = sys._current_frames().get(thread or -1)
+    is_waiting, place = False, []
     while frame is not None:
-        if any(module in frame.f_code.co_filename for module in _COLLECTIVES):
-            return _IN_COLLECTIVE
+        is_waiting = is_waiting or _COLLECTIVES in frame.f_code.co_filename
+        place.append((id(frame), frame.f_lasti))
         frame = frame.f_back
-    return _IN_METHOD
+    return Progress(False, hash(tuple(place)) if is_waiting else None)
 
 
 class _Left(NamedTuple):
@@ -50,41 +59,39 @@ class _Left(NamedTuple):
     what: str
     peers: Sequence[int]
 
-    def await_peers(self, call: Call) -> None:
+    def await_peers(self, call: Call, timeout_s: float) -> None:
         """Wait until all peers have left it, or died, before ``call``.
 
         Raises:
-            WorkerError: if one stays in a collective of it, which this rank will not join any more.
-            WorkerTimeoutError: if one does not leave it within the call's ``timeout_s``.
+            WorkerError: if all that have not wait in the same collectives of it for some seconds: for this rank.
+            WorkerTimeoutError: if one does not leave it within ``timeout_s``.
         """
-        deadline_s = time.monotonic() + call.timeout_s
-        stuck: set[int] = set()
-        wait_s = _POLL_S
-        while True:
-            progress = self._ask_peers()
-            inside = [rank for rank, at in progress.items() if at != LEFT]
-            if not inside:
-                return
-            waiting = {rank for rank in inside if progress[rank] == _IN_COLLECTIVE}
-            alone = sorted(waiting & stuck)
-            where = f"{call.role}.{call.method}: an earlier call {self.what} failed on this rank"
-            again = "rebuild(executor, [pool]) builds the pool's groups again"
-            if alone:
-                raise WorkerError(f"{where}, and rank(s) {alone} wait for it in a collective: out of step. {again}")
-            if time.monotonic() > deadline_s:
+        deadline_s = time.monotonic() + timeout_s
+        where = f"{call.role}.{call.method}: an earlier call {self.what} failed on this rank"
+        again = "rebuild(executor, [pool]) builds the pool's groups again"
+        wait_s, since_s, before = _FIRST_POLL_S, time.monotonic(), dict[int, int | None]()
+        while inside := self._find_inside():
+            if None in inside.values() or inside != before:
+                before, since_s = inside, time.monotonic()
+            if time.monotonic() - since_s > _STILL_S:
+                raise WorkerError(f"{where}, and rank(s) {list(inside)} wait in its collective: out of step. {again}")
+            if time.monotonic() >= deadline_s:
                 raise WorkerTimeoutError(
-                    f"{where}, and rank(s) {inside} have not left it after {call.timeout_s:g} s: raise "
+                    f"{where}, and rank(s) {list(inside)} have not left it after {call.timeout_s:g} s: raise "
                     f"call_timeout_s, or {again}"
                 )
-            time.sleep(min(wait_s, call.timeout_s))
-            if wait_s == _SLOW_POLL_S:
-                stuck = waiting
-            wait_s = min(2 * wait_s, _SLOW_POLL_S)
+            time.sleep(min(wait_s, max(0.0, deadline_s - time.monotonic())))
+            wait_s = min(2 * wait_s, _POLL_S)
 
-    def _ask_peers(self) -> dict[int, str]:
-        """How far each peer is; one that is gone has left."""
+    def _find_inside(self) -> dict[int, int | None]:
+        """The peers that have not left it, and where each waits; one that is gone has left."""
         name = str(ray.get_runtime_context().get_actor_name()).rpartition("-")[0]
-        return {rank: _ask(f"{name}-{rank}", self.call_id) for rank in self.peers}
+        asked = {rank: _ask(f"{name}-{rank}", self.call_id) for rank in self.peers}
+        pending = [answer for answer in asked.values() if answer is not None]
+        if pending:
+            ray.wait(pending, num_returns=len(pending), timeout=_ANSWER_TIMEOUT_S)
+        found = {rank: _read(answer) for rank, answer in asked.items() if answer is not None}
+        return {rank: progress.waits_at for rank, progress in found.items() if not progress.has_left}
 
 
 class Step:
@@ -92,6 +99,7 @@ class Step:
 
     def __init__(self) -> None:
         self._left: list[_Left] = []
+        self._waited_in_vain = False
 
     def leave(self, call: Call, peers: Sequence[int]) -> None:
         """It left ``call`` with a failure."""
@@ -99,9 +107,14 @@ class Step:
             self._left.append(_Left(call.call_id, f"{call.role}.{call.method}", peers))
 
     def wait(self, call: Call) -> None:
-        """Before ``call``: wait until all ranks have left the calls that failed here; raises what a wait raises."""
+        """Before ``call``: wait until all ranks have left the calls that failed here; raises what a wait raises.
+
+        Calls that are queued behind one that waited in vain do not wait as long again.
+        """
         while self._left:
-            self._left[0].await_peers(call)
+            waited_in_vain, self._waited_in_vain = self._waited_in_vain, True
+            self._left[0].await_peers(call, 0.0 if waited_in_vain else call.timeout_s)
+            self._waited_in_vain = False
             del self._left[0]
 
     def is_behind(self) -> bool:
@@ -109,12 +122,19 @@ class Step:
         return bool(self._left)
 
 
-def _ask(name: str, call_id: int) -> str:
+def _ask(name: str, call_id: int) -> Any:
+    """Reference of a peer's answer; None for one that is gone."""
     try:
-        peer: Any = ray.get_actor(name)
-        progress: str = ray.get(peer.progress.remote(call_id), timeout=_ANSWER_TIMEOUT_S)
-    except (ActorDiedError, ValueError):
-        return LEFT
+        return ray.get_actor(name).progress.remote(call_id)
+    except ValueError:
+        return None
+
+
+def _read(answer: Any) -> Progress:
+    try:
+        progress: Progress = ray.get(answer, timeout=0)
+    except ActorDiedError:
+        return Progress(True)
     except RayError:
-        return _IN_METHOD  # it stands still, or cannot be reached
+        return Progress(False)  # it stands still, or cannot be reached
     return progress

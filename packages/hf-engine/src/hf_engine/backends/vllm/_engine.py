@@ -135,11 +135,14 @@ class Engine:
         )
         try:
             self._engine = LLMEngine.from_engine_args(arguments)
-        except (ValueError, RuntimeError, AssertionError) as error:
+        except BaseException as error:
             destroy_groups()
+            if not isinstance(error, Exception):
+                raise
             raise BackendError(
-                f"vLLM did not start with {str(model)!r}, gen_tp_size={len(groups[0])}, cache_bytes={cache_bytes}, "
-                f"max_positions={max_positions} (a cache that is too small: raise cache_bytes): {error}"
+                f"vLLM did not start with {str(model)!r}, gen_tp_size={len(groups[0])}, cache_bytes={cache_bytes} "
+                f"(raise it if the cache is too small, lower it if there is less memory), "
+                f"max_positions={max_positions}: {error}"
             ) from error
         unlink_sockets()
         # It would destroy the default process group, which is the caller's; `close` does the rest of it.
