@@ -280,11 +280,11 @@ class HostActor:
     @ray.method(concurrency_group="service")
     def progress(self, call_id: int) -> Progress:
         """How far this rank is with a call."""
-        if self._over >= call_id:
-            return Progress(True)
         call = self._host.stage.call if self._host is not None else None
-        is_in_it = call is not None and call.call_id == call_id
-        return describe_progress(self._thread) if is_in_it else Progress(False)
+        now = 0 if call is None else call.call_id
+        if self._over >= call_id or now > call_id:
+            return Progress(True)
+        return describe_progress(self._thread) if now == call_id else Progress(False)
 
     @ray.method(concurrency_group="service")
     def ping(self) -> int:

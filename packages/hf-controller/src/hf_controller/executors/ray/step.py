@@ -38,12 +38,23 @@ class Progress(NamedTuple):
 def describe_progress(thread: int | None) -> Progress:
     """Where a thread is that runs a method."""
     frame: FrameType | None = sys._current_frames().get(thread or -1)
-    is_waiting, place = False, []
+    is_waiting, place = False, list[tuple[int, int]]()
     while frame is not None:
         is_waiting = is_waiting or _COLLECTIVES in frame.f_code.co_filename
         place.append((id(frame), frame.f_lasti))
         frame = frame.f_back
-    return Progress(False, hash(tuple(place)) if is_waiting else None)
+    if thread is None or not is_waiting:
+        return Progress(False)
+    # Who waits spends no time; a loop over collectives is found at the same place again and again.
+    spent_ns = time.clock_gettime_ns(time.pthread_getcpuclockid(thread))
+    return Progress(False, hash((spent_ns, *place)))
+
+
+class _Refusal(NamedTuple):
+    """Why a call may not run, and as which error."""
+
+    error: type[WorkerError]
+    reason: str
 
 
 class _Left(NamedTuple):
@@ -59,29 +70,23 @@ class _Left(NamedTuple):
     what: str
     peers: Sequence[int]
 
-    def await_peers(self, call: Call, timeout_s: float) -> None:
-        """Wait until all peers have left it, or died, before ``call``.
-
-        Raises:
-            WorkerError: if all that have not wait in the same collectives of it for some seconds: for this rank.
-            WorkerTimeoutError: if one does not leave it within ``timeout_s``.
+    def await_peers(self, timeout_s: float) -> _Refusal | None:
+        """Wait until all peers have left it, or died. Else, after ``timeout_s`` at most, why the next call may not run:
+        all that have not left it wait in the same collectives of it for some seconds, for this rank; or are not done.
         """
         deadline_s = time.monotonic() + timeout_s
-        where = f"{call.role}.{call.method}: an earlier call {self.what} failed on this rank"
-        again = "rebuild(executor, [pool]) builds the pool's groups again"
         wait_s, since_s, before = _FIRST_POLL_S, time.monotonic(), dict[int, int | None]()
         while inside := self._find_inside():
             if None in inside.values() or inside != before:
                 before, since_s = inside, time.monotonic()
             if time.monotonic() - since_s > _STILL_S:
-                raise WorkerError(f"{where}, and rank(s) {list(inside)} wait in its collective: out of step. {again}")
+                return _Refusal(WorkerError, f"rank(s) {list(inside)} wait in its collective: out of step")
             if time.monotonic() >= deadline_s:
-                raise WorkerTimeoutError(
-                    f"{where}, and rank(s) {list(inside)} have not left it after {call.timeout_s:g} s: raise "
-                    f"call_timeout_s, or {again}"
-                )
+                late = f"rank(s) {list(inside)} have not left it after {timeout_s:g} s (call_timeout_s)"
+                return _Refusal(WorkerTimeoutError, late)
             time.sleep(min(wait_s, max(0.0, deadline_s - time.monotonic())))
             wait_s = min(2 * wait_s, _POLL_S)
+        return None
 
     def _find_inside(self) -> dict[int, int | None]:
         """The peers that have not left it, and where each waits; one that is gone has left."""
@@ -99,7 +104,8 @@ class Step:
 
     def __init__(self) -> None:
         self._left: list[_Left] = []
-        self._waited_in_vain = False
+        self._refusal: _Refusal | None = None
+        self._refused_s = 0.0
 
     def leave(self, call: Call, peers: Sequence[int]) -> None:
         """It left ``call`` with a failure."""
@@ -107,15 +113,27 @@ class Step:
             self._left.append(_Left(call.call_id, f"{call.role}.{call.method}", peers))
 
     def wait(self, call: Call) -> None:
-        """Before ``call``: wait until all ranks have left the calls that failed here; raises what a wait raises.
+        """Before ``call``: wait until all ranks have left the calls that failed here.
 
-        Calls that are queued behind one that waited in vain do not wait as long again.
+        Calls that were queued behind one that waited in vain do not wait as long again, and are told the same.
+
+        Raises:
+            WorkerError: if the others wait for this rank in a collective that it will not join any more.
+            WorkerTimeoutError: if they have not left within the call's ``timeout_s``.
         """
         while self._left:
-            waited_in_vain, self._waited_in_vain = self._waited_in_vain, True
-            self._left[0].await_peers(call, 0.0 if waited_in_vain else call.timeout_s)
-            self._waited_in_vain = False
-            del self._left[0]
+            was_queued = self._refusal is not None and call.submit_s < self._refused_s
+            refusal = self._left[0].await_peers(0.0 if was_queued else call.timeout_s)
+            if refusal is None:
+                del self._left[0]
+                continue
+            if self._refusal is None or not was_queued:
+                self._refusal, self._refused_s = refusal, time.time()
+            raise self._refusal.error(
+                f"{call.role}.{call.method}: an earlier call {self._left[0].what} failed on this rank, and "
+                f"{self._refusal.reason}. rebuild(executor, [pool]) builds the pool's groups again"
+            )
+        self._refusal = None
 
     def is_behind(self) -> bool:
         """Whether there is something to wait for."""
