@@ -73,11 +73,11 @@ def choose_telling(reports: Iterable[CallReport]) -> tuple[Failure, bool] | None
     failed = [(report.failure, report) for report in reports if report.failure is not None]
     if not failed:
         return None
-    failure, report = min(failed, key=lambda each: (is_of_collective(each[0]), each[1].span.end_s))
+    failure, report = min(failed, key=lambda each: (_is_of_collective(each[0]), each[1].span.end_s))
     return failure, report.upstream
 
 
-def is_of_collective(failure: Failure) -> bool:
+def _is_of_collective(failure: Failure) -> bool:
     """Whether it came out of one, as far as its traceback tells."""
     return _OF_A_COLLECTIVE.search(failure.remote_traceback) is not None
 
@@ -98,7 +98,7 @@ def find_suspects(
     if isinstance(seen, Failure):
         if seen.lost_from is not None:
             return _find_process(seen.lost_from, everyone)
-        return [*unanswered(), *connected] if is_of_collective(seen) else []
+        return [*unanswered(), *connected] if _is_of_collective(seen) else []
     # Ray runs no method whose input is lost, and says so in place of its answer.
     maker = find_maker(seen) if isinstance(seen, RayTaskError) else ""
     return _find_process(maker, everyone) if maker else list(unanswered())
@@ -139,7 +139,7 @@ class Causes:
             return replace(death, remote_traceback=said)
         if _is_our_timeout(failure):
             return self._say_who_computes(failure)
-        is_missing = is_of_collective(failure) and _TIMED_OUT.search(failure.message)
+        is_missing = _is_of_collective(failure) and _TIMED_OUT.search(failure.message)
         return self._say_who_is_missing(failure) if is_missing else failure
 
     def of_lost_answer(self, rank: int, error: RayError) -> Failure:
