@@ -33,6 +33,10 @@ def brought_in_vain(maker: SimpleNamespace | None) -> RayTaskError:
 
 CASES = {
     "its own exception": (failure(KeyError("x"), 'File "train.py", line 3, in update'), []),
+    "its own exception that names a library": (
+        failure(ValueError("x"), 'File "/gloo/train.py", line 3, in update\nValueError: there is no backend nccl'),
+        [],
+    ),
     "the error of a collective": (
         failure(RuntimeError("x"), 'File ".../torch/distributed/distributed_c10d.py", line 3, in all_reduce'),
         [PEER, PARTNER],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -38,6 +40,16 @@ def test_a_larger_group_stands_beside_groups_of_one_rank_without_a_default_group
         assert still.echo(larger.echo(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))).num_rows == 2
         with pytest.raises(PoolError, match=r"^wide has 2 rank\(s\) .*, pool 'pool' has 1 slot\(s\): make them equal"):
             executor.build_groups(one, {"wide": spec(Joining, 2)})
+
+
+def test_calls_leave_the_programs_tracebacks_as_they_are():
+    before = sys.excepthook
+    with InProcessExecutor() as executor:
+        larger = executor.build_groups(pool(2), {"larger": spec(Joining, 2)})["larger"]
+        larger.echo(TensorDict({"x": torch.zeros(2)}, batch_size=[2])).result()
+    with InProcessExecutor() as executor:
+        executor.build_groups(pool(1), {"trained": spec(Joining, 1)})
+    assert sys.excepthook is before
 
 
 def test_a_larger_group_is_refused_beside_a_default_group_with_the_knob():

@@ -23,7 +23,7 @@ def batches(draw: st.DrawFn, depth: int = 3) -> Expression:
         source = Source((columns,), columns=columns if draw(st.booleans()) else None)
         return Leaf(source)
     below = batches(depth=depth - 1)
-    kind = draw(st.sampled_from(["rows", "halves", "union", "union", "concat", "select", "rename"]))
+    kind = draw(st.sampled_from(["rows", "halves", "union", "union", "concat", "joined", "select", "rename"]))
     batch = draw(below)
     if kind == "rows":
         return Rows(batch, RowSelection.from_rows(draw(st.permutations(range(NUM_ROWS)))))
@@ -33,10 +33,23 @@ def batches(draw: st.DrawFn, depth: int = 3) -> Expression:
         return Union(batch, draw(below))
     if kind == "concat":
         return Concat((Chunk(batch, 0, 3), Chunk(batch, 1, 3), Chunk(batch, 2, 3)))
+    if kind == "joined":
+        return draw(joined(batch))
     if kind == "select":
         return Select(batch, tuple(draw(st.permutations([f"{name}?" for name in NAMES]))[:3]))
     columns = batch.columns(extents_of(batch))
     return Rename(batch, ((columns[0], "z"),)) if columns and "z" not in columns else batch
+
+
+@st.composite
+def joined(draw: st.DrawFn, batch: Expression) -> Expression:
+    """A part of a batch, and one of another with the same columns that came about otherwise."""
+    columns = batch.columns(extents_of(batch))
+    sides = [columns, draw(st.permutations(columns))[: len(columns) // 2]]
+    leaves = [Leaf(Source((side,), columns=side if draw(st.booleans()) else None)) for side in map(tuple, sides)]
+    other = Union(*leaves) if draw(st.booleans()) else leaves[0]
+    parts = [Chunk(batch, 0, 2), Chunk(other, 1, 2)]
+    return Concat(tuple(draw(st.permutations(parts))))
 
 
 def extents_of(batch: Expression) -> dict[Source, Extent]:
@@ -68,6 +81,15 @@ def test_a_call_does_not_wait_for_what_it_does_not_read() -> None:
     assert prune(batch, {"response"}) == responses
     assert prune(batch, {"prompt", "response"}).sources() == [prompts.source, responses.source]
     assert prune(batch, {"prompt", "values"}).sources() == [prompts.source, values.source]
+
+
+def test_parts_keep_the_same_columns_of_which_more_or_less_is_cut_away() -> None:
+    prompts, responses = (Leaf(Source((), columns=(name,))) for name in ("prompt", "response"))
+    old = Leaf(Source((), columns=("prompt", "response")))
+    pruned = prune(Concat((Union(prompts, responses), old)), {"response"})
+    assert pruned.sources() == [responses.source, old.source]
+    extents = {source: Extent(1, source.columns) for source in pruned.sources()}
+    assert pruned.columns(extents) == ("response",) and pruned.num_rows(extents) == 2
 
 
 def test_a_source_that_does_not_say_what_it_holds_stays() -> None:

@@ -242,6 +242,17 @@ def test_two_groups_of_one_role_are_refused_before_a_rank_waits(ray_executor: Ra
             ray_executor.release(pool)
 
 
+def test_two_groups_that_take_turns_are_refused_before_a_rank_waits(ray_executor: RayExecutor) -> None:
+    spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
+    pool = ResourcePool([1], device="cpu", name="shared")
+    try:
+        groups = ray_executor.build_groups(pool, {"left": spec, "right": spec}, wait=False)
+        with pytest.raises(ProtocolError, match=r"left and right stand on one pool \('shared'\) and take turns"):
+            connect(groups["left"], groups["right"])
+    finally:
+        ray_executor.release(pool)
+
+
 def test_a_rank_opens_no_connection_before_it_is_constructed():
     # Two threads that import torch at once fail.
     rank = HostActor("left", 0, 1, None)

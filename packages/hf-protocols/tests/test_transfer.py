@@ -86,7 +86,9 @@ def test_too_few_rows_are_refused_with_both_numbers_and_the_knob() -> None:
         split_rows(5, 0)
 
 
-@pytest.mark.parametrize("weights", [[], [1, 2], [1, 2, 3, 4], [1, -1, 1], [1, math.nan, 1], [1, math.inf, 1]])
+@pytest.mark.parametrize(
+    "weights", [[], [1, 2], [1, 2, 3, 4], [1, -1, 1], [1, math.nan, 1], [1, math.inf, 1], [1e308] * 3]
+)
 def test_weights_are_one_finite_number_for_each_row(weights: list[float]) -> None:
     with pytest.raises(BatchError, match=r"one finite number >= 0 for each of the 3 rows"):
         split_rows(3, 2, weights)

@@ -88,7 +88,7 @@ def test_an_unknown_method_is_refused() -> None:
         compute_transition_cost(1.0, layout("1-2-1", "1-1"), "nccl")
 
 
-@pytest.mark.parametrize("wrong", [-7, "7b", None, float("nan"), True])
+@pytest.mark.parametrize("wrong", [-7, "7b", None, float("nan"), float("inf"), True])
 def test_bytes_are_a_number(wrong: object) -> None:
     topology = Topology(ParallelSpec(tp_size=2), GenerationSpec())
     with pytest.raises(TopologyError, match=r"^parameter_bytes=.*: give the bytes of the whole model"):

@@ -74,14 +74,15 @@ class Assembly:
     @cached_property
     def _row_indices(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """For every array that is read: (array, its rows, their places in the result)."""
-        taken: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        place = 0
-        for array, start, stop in self._runs:
-            source, target = taken.setdefault(array, ([], []))
-            source.append(torch.arange(start, stop))
-            target.append(torch.arange(place, place + stop - start))
-            place += stop - start
-        return [(array, torch.cat(source), torch.cat(target)) for array, (source, target) in taken.items()]
+        arrays, starts, stops = torch.tensor(self._runs).unbind(1)
+        counts = stops - starts
+        places = counts.cumsum(0) - counts
+        indices = []
+        for array in dict.fromkeys(arrays.tolist()):
+            (runs,) = (arrays == array).nonzero(as_tuple=True)
+            source, target = (_count_on(each[runs], counts[runs]) for each in (starts, places))
+            indices.append((array, source, target))
+        return indices
 
     def _token_indices(
         self, lengths: Sequence[torch.Tensor], offsets: torch.Tensor
@@ -91,17 +92,17 @@ class Assembly:
             indices = []
             for array, source, target in self._row_indices:
                 counts = lengths[array].index_select(0, source).long()
-                within = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
                 starts = compute_offsets(lengths[array]).index_select(0, source)
-                indices.append(
-                    (
-                        array,
-                        starts.repeat_interleave(counts) + within,
-                        offsets.index_select(0, target).repeat_interleave(counts) + within,
-                    )
-                )
+                places = offsets.index_select(0, target)
+                indices.append((array, _count_on(starts, counts), _count_on(places, counts)))
             self._tokens[key] = offsets, indices
         return self._tokens[key][1]
+
+
+def _count_on(starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """For every run its start and the numbers after it, as many as it counts, one run after another."""
+    within = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return starts.repeat_interleave(counts) + within
 
 
 def _join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:

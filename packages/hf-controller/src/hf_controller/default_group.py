@@ -23,6 +23,7 @@ __all__ = [
     "join_joint_group",
     "leave_joint_group",
     "open_rendezvous",
+    "plain_tracebacks",
     "seed_generators",
 ]
 
@@ -96,13 +97,24 @@ def join_default_group(
     store.set(f"arrived/{rank}", "")
     meeting = timeout if meeting_timeout_s is None else timedelta(seconds=meeting_timeout_s)
     store.wait([f"arrived/{each}" for each in range(world_size)], meeting)
-    distributed.init_process_group(
-        _backend(device),
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
-    )
+    with plain_tracebacks():
+        distributed.init_process_group(
+            _backend(device),
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+        )
+
+
+@contextmanager
+def plain_tracebacks() -> Iterator[None]:
+    """``sys.excepthook`` as before: every new default group has it put its rank before each line, for ever."""
+    hook = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
 
 
 def join_joint_group(

@@ -98,6 +98,8 @@ def _cut(task: _Task, known: Mapping[int, Known]) -> _Cut:
             return _cut_rename(node, batch, names, wanted)
         case Union():
             return _cut_union(node, wanted, known[id(node.right)])
+        case Concat():
+            return _cut_concat(node, wanted)
     return _Cut([_Task(child, wanted) for child in node.children()], lambda below: _put_over(node, below))
 
 
@@ -119,6 +121,15 @@ def _cut_union(union: Union, wanted: frozenset[str], from_right: Known) -> _Cut:
         if not left or not right:
             return _Cut([_Task(union.right if right else union.left, wanted)], lambda below: below[0])
     return _Cut([_Task(union.left, left), _Task(union.right, right)], lambda below: _put_over(union, below))
+
+
+def _cut_concat(concat: Concat, wanted: frozenset[str]) -> _Cut:
+    # Of one part more is cut away than of another, and all must have the same columns.
+    columns = tuple(f"{name}?" for name in sorted(wanted))
+    return _Cut(
+        [_Task(part, wanted) for part in concat.parts],
+        lambda below: Concat.over([part if isinstance(part, Concat) else Select(part, columns) for part in below]),
+    )
 
 
 def _put_over(node: Expression, below: Sequence[Expression]) -> Expression:

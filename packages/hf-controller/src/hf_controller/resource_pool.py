@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Literal, get_args
 
 from hf_protocols import MappingPlan, PoolError
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_kind, check_name
 
 __all__ = ["Device", "ResourcePool", "build_pools"]
 
 Device = Literal["cuda", "cpu"]
+
+_NO_LISTS = (Mapping, Set, str, bytes, bytearray)
 
 
 class ResourcePool:
@@ -19,7 +21,8 @@ class ResourcePool:
     Groups that are built on one pool object share its slots: they are colocated and take turns.
 
     Args:
-        slots: number of slots on each machine, for example ``[8] * 2``.
+        slots: number of slots on each machine, for example ``[8] * 2``. A cluster that an executor started by itself is
+            one machine, which stands for all of them.
         device: ``"cuda"``: a slot is one GPU; ``"cpu"``: a slot is one core.
         name: the pool's name in traces and errors.
 
@@ -29,7 +32,7 @@ class ResourcePool:
     """
 
     def __init__(self, slots: Sequence[int], *, device: Device = "cuda", name: str = "pool") -> None:
-        check_kind(PoolError, "a pool's name", name or None, str, "a name")
+        check_name(PoolError, "a pool's name", name)
         if device not in get_args(Device):
             raise PoolError(f"pool {name!r} has device={device!r}: give one of {', '.join(get_args(Device))}")
         self.slots = _read_slots(slots, name)
@@ -51,7 +54,7 @@ class ResourcePool:
 
 
 def _read_slots(slots: object, name: str) -> tuple[int, ...]:
-    counts = tuple(slots) if isinstance(slots, Iterable) and not isinstance(slots, Mapping | Set) else ()
+    counts = tuple(slots) if isinstance(slots, Iterable) and not isinstance(slots, _NO_LISTS) else ()
     if not counts or not all(type(count) is int and count >= 1 for count in counts):
         raise PoolError(
             f"pool {name!r} has slots={slots!r}: give each machine at least one, a list of whole numbers such as [8, 8]"

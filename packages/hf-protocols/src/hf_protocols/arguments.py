@@ -103,9 +103,10 @@ def check_seconds(error: Error, name: str, value: object) -> None:
 
 
 def check_weights(error: Error, weights: Any, num_rows: int) -> None:
-    """Refuse what is not one finite number of at least 0 for each row."""
+    """Refuse what is not one finite number of at least 0 for each row, or sums up to none."""
+    most = sys.float_info.max / max(1, num_rows)
     try:
-        fit = len(weights) == num_rows and all(0 <= weight <= sys.float_info.max for weight in weights)
+        fit = len(weights) == num_rows and all(0 <= weight <= most for weight in weights)
     except TypeError:
         fit = False
     if not fit:

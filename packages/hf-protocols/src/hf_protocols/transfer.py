@@ -158,6 +158,7 @@ def _own_function(function: Any) -> Any:
 
 
 def _ask(protocol: str, what: str, function: Any, *inputs: Any) -> Any:
+    check_kind(ProtocolError, "topology", inputs[0], Topology, "a Topology")
     try:
         return function(*inputs)
     except HybridFlowError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from math import inf
 from numbers import Real
 from typing import Literal, get_args
 
@@ -47,7 +48,7 @@ def compute_transition_cost(
             for those).
     """
     check_kind(TopologyError, "topology", topology, Topology, "a Topology with a generation layout")
-    if isinstance(parameter_bytes, bool) or not isinstance(parameter_bytes, Real) or not parameter_bytes >= 0:
+    if isinstance(parameter_bytes, bool) or not isinstance(parameter_bytes, Real) or not 0 <= parameter_bytes < inf:
         raise TopologyError(f"parameter_bytes={parameter_bytes!r}: give the bytes of the whole model, such as 14e9")
     if method not in get_args(Method):
         raise TopologyError(f"method={method!r}: give one of {', '.join(get_args(Method))}")

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import distributed
 
+from hf_controller.default_group import plain_tracebacks
 from hf_protocols import ProtocolError
 
 __all__ = ["no_collectives"]
@@ -60,12 +61,13 @@ def no_collectives(rank: int, world_size: int) -> Iterator[None]:
         )
     if _BACKEND.upper() not in distributed.Backend._plugins:
         distributed.Backend.register_backend(_BACKEND, _create, devices=["cpu", "cuda"])
-    distributed.init_process_group(
-        _BACKEND,
-        store=distributed.HashStore(),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=world_size,
-    )
+    with plain_tracebacks():
+        distributed.init_process_group(
+            _BACKEND,
+            store=distributed.HashStore(),  # type: ignore[attr-defined]
+            rank=rank,
+            world_size=world_size,
+        )
     try:
         yield
     finally:

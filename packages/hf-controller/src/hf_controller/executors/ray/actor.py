@@ -284,7 +284,9 @@ class HostActor:
         now = 0 if call is None else call.call_id
         if self._over >= call_id or now > call_id:
             return Progress(True)
-        return describe_progress(self._thread) if now == call_id else Progress(False)
+        # Who waits for another group's rank over a connection stands still, and goes on when that one comes.
+        is_connected = any(worker.context.connections for worker in self._workers.values())
+        return describe_progress(self._thread) if now == call_id and not is_connected else Progress(False)
 
     @ray.method(concurrency_group="service")
     def ping(self) -> int:

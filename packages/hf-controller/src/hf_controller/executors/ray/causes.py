@@ -29,7 +29,8 @@ __all__ = ["Causes", "SentCall", "choose_telling", "find_lost", "find_suspects"]
 _ANSWER_TIMEOUT_S = 5.0
 # What a rank raises whose peer left a collective went through torch's collectives, or names the library below them.
 _OF_A_COLLECTIVE = re.compile(
-    r"distributed_c10d|_functional_collectives|torch\.distributed\.Dist|gloo|nccl", re.IGNORECASE
+    r"(distributed_c10d|_functional_collectives)\.py\"|torch\.distributed\.Dist|gloo/[\w/]+\.(cc|h)\b"
+    r"|ProcessGroup(Gloo|NCCL)|NCCL error"
 )
 
 _TIMED_OUT = re.compile(r"time[d ]*out", re.IGNORECASE)

@@ -154,6 +154,11 @@ class RayExecutor(Executor):
         host_sets = [self._host_set_of(group) for group in (first, second)]
         if host_sets[0] is host_sets[1]:
             raise ProtocolError(f"{first.role} and {second.role} share their processes: they have one group already")
+        if first.pool is second.pool:
+            raise ProtocolError(
+                f"{first.role} and {second.role} stand on one pool ({first.pool.name!r}) and take turns, so they never "
+                "meet in a collective: give each a pool of its own, or fuse them (fused=True)"
+            )
         if first.role == second.role:
             raise ProtocolError(f"both groups have the role {first.role!r}, which tells a connection's sides apart")
         for group, host_set in zip((first, second), host_sets, strict=True):

@@ -198,7 +198,8 @@ class RayCall:
         what = f"{self._sent.role}.{self._sent.method}"
         head = f"{what} is not done after {round(timeout_s, 3):g} s on rank(s) {', '.join(map(str, ranks))}"
         lost = describe_unread([ray.ObjectRef(each) for each in self._inputs])
-        advice = lost or "raise call_timeout_s, or look at what they are at"
+        knob = "call_timeout_s" if timeout_s == self._timeout_s else "the timeout_s of result()"
+        advice = lost or f"raise {knob}, or look at what they are at"
         return WorkerTimeoutError("\n".join([f"{head}: {advice}:", *self._causes.describe_late(ranks)]))
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
-from types import FrameType
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import ray
@@ -21,10 +21,12 @@ from hf_protocols import WorkerError, WorkerTimeoutError
 
 __all__ = ["Progress", "Step", "describe_progress"]
 
-_COLLECTIVES = os.sep + os.path.join("torch", "distributed", "")
+_DISTRIBUTED = os.sep + os.path.join("torch", "distributed", "")
+_NO_COLLECTIVES = _DISTRIBUTED + os.path.join("checkpoint", "")
+_DISPATCHER = os.sep + os.path.join("torch", "_ops.py")
 _FIRST_POLL_S = 0.02
 _POLL_S = 1.0
-_STILL_S = 5.0
+_STILL_S = 8.0
 _ANSWER_TIMEOUT_S = 5.0
 
 
@@ -36,57 +38,60 @@ class Progress(NamedTuple):
 
 
 def describe_progress(thread: int | None) -> Progress:
-    """Where a thread is that runs a method."""
-    frame: FrameType | None = sys._current_frames().get(thread or -1)
-    is_waiting, place = False, list[tuple[int, int]]()
+    """Where a thread is that runs a method. What torch.distributed calls, such as a model's forward, is no waiting."""
+    frame = sys._current_frames().get(thread or -1)
+    while frame is not None and frame.f_code.co_filename.endswith(_DISPATCHER):
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    if thread is None or _DISTRIBUTED not in file or _NO_COLLECTIVES in file:
+        return Progress(False)
+    place = list[tuple[int, int]]()
     while frame is not None:
-        is_waiting = is_waiting or _COLLECTIVES in frame.f_code.co_filename
         place.append((id(frame), frame.f_lasti))
         frame = frame.f_back
-    if thread is None or not is_waiting:
-        return Progress(False)
-    # Who waits spends no time; a loop over collectives is found at the same place again and again.
+    # Who waits spends no time; a loop over collectives is found at the same place again and again. A large collective
+    # is computed by threads of gloo's, which the clock of the whole process sees.
     spent_ns = time.clock_gettime_ns(time.pthread_getcpuclockid(thread))
-    return Progress(False, hash((spent_ns, *place)))
+    return Progress(False, hash((spent_ns, int(time.process_time()), *place)))
 
 
-class _Refusal(NamedTuple):
-    """Why a call may not run, and as which error."""
-
-    error: type[WorkerError]
-    reason: str
-
-
-class _Left(NamedTuple):
+@dataclass
+class _Left:
     """A call that this rank left with a failure.
 
     Attributes:
         call_id: its number.
         what: its role and method.
         peers: the other called ranks.
+        standing: where the peers stood that had not left it when a later call was refused.
     """
 
     call_id: int
     what: str
     peers: Sequence[int]
+    standing: Mapping[int, int | None] = field(default_factory=dict)
 
-    def await_peers(self, timeout_s: float) -> _Refusal | None:
-        """Wait until all peers have left it, or died. Else, after ``timeout_s`` at most, why the next call may not run:
-        all that have not left it wait in the same collectives of it for some seconds, for this rank; or are not done.
+    def await_peers(self, call: Call) -> None:
+        """Wait until all peers have left it, or died.
+
+        Raises:
+            WorkerError: if all that have not left it wait in its collectives for some seconds, for this rank.
+            WorkerTimeoutError: if they are not done within the ``timeout_s`` of ``call``.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + call.timeout_s
         wait_s, since_s, before = _FIRST_POLL_S, time.monotonic(), dict[int, int | None]()
         while inside := self._find_inside():
+            ranks = f"rank(s) {list(inside)}"
             if None in inside.values() or inside != before:
                 before, since_s = inside, time.monotonic()
-            if time.monotonic() - since_s > _STILL_S:
-                return _Refusal(WorkerError, f"rank(s) {list(inside)} wait in its collective: out of step")
+            if time.monotonic() - since_s > _STILL_S or (inside == self.standing and None not in inside.values()):
+                self.standing = inside  # for the calls that are queued behind this one
+                raise WorkerError(self._describe(call, f"{ranks} wait in its collective: out of step"))
             if time.monotonic() >= deadline_s:
-                late = f"rank(s) {list(inside)} have not left it after {timeout_s:g} s (call_timeout_s)"
-                return _Refusal(WorkerTimeoutError, late)
+                late = f"{ranks} have not left it after {call.timeout_s:g} s (call_timeout_s)"
+                raise WorkerTimeoutError(self._describe(call, late))
             time.sleep(min(wait_s, max(0.0, deadline_s - time.monotonic())))
             wait_s = min(2 * wait_s, _POLL_S)
-        return None
 
     def _find_inside(self) -> dict[int, int | None]:
         """The peers that have not left it, and where each waits; one that is gone has left."""
@@ -98,14 +103,18 @@ class _Left(NamedTuple):
         found = {rank: _read(answer) for rank, answer in asked.items() if answer is not None}
         return {rank: progress.waits_at for rank, progress in found.items() if not progress.has_left}
 
+    def _describe(self, call: Call, reason: str) -> str:
+        return (
+            f"{call.role}.{call.method}: an earlier call {self.what} failed on this rank, and {reason}. "
+            "rebuild(executor, [pool]) builds the pool's groups again"
+        )
+
 
 class Step:
     """The calls that this rank left with a failure, and in which others may still be."""
 
     def __init__(self) -> None:
         self._left: list[_Left] = []
-        self._refusal: _Refusal | None = None
-        self._refused_s = 0.0
 
     def leave(self, call: Call, peers: Sequence[int]) -> None:
         """It left ``call`` with a failure."""
@@ -115,25 +124,13 @@ class Step:
     def wait(self, call: Call) -> None:
         """Before ``call``: wait until all ranks have left the calls that failed here.
 
-        Calls that were queued behind one that waited in vain do not wait as long again, and are told the same.
-
         Raises:
             WorkerError: if the others wait for this rank in a collective that it will not join any more.
             WorkerTimeoutError: if they have not left within the call's ``timeout_s``.
         """
         while self._left:
-            was_queued = self._refusal is not None and call.submit_s < self._refused_s
-            refusal = self._left[0].await_peers(0.0 if was_queued else call.timeout_s)
-            if refusal is None:
-                del self._left[0]
-                continue
-            if self._refusal is None or not was_queued:
-                self._refusal, self._refused_s = refusal, time.time()
-            raise self._refusal.error(
-                f"{call.role}.{call.method}: an earlier call {self._left[0].what} failed on this rank, and "
-                f"{self._refusal.reason}. rebuild(executor, [pool]) builds the pool's groups again"
-            )
-        self._refusal = None
+            self._left[0].await_peers(call)
+            del self._left[0]
 
     def is_behind(self) -> bool:
         """Whether there is something to wait for."""
