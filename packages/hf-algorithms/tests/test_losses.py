@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from hf_algorithms.losses import PPOPolicyLoss, PPOValueLoss, SupervisedLoss
@@ -47,7 +48,7 @@ def test_policy_gradient_is_zero_where_the_ratio_is_clipped_away() -> None:
 
 
 def test_a_ratio_above_the_cap_weighs_as_much_as_the_cap() -> None:
-    log_ratios = np.array([-1.0, 0.1, 0.6, 0.9, 80.0])
+    log_ratios = np.array([-1.0, 0.05, 0.6, 0.9, 80.0])
     logprobs = torch.tensor(log_ratios[None], dtype=torch.float32, requires_grad=True)
     batch = {
         "old_logprobs": torch.zeros(1, 5),
@@ -62,6 +63,9 @@ def test_a_ratio_above_the_cap_weighs_as_much_as_the_cap() -> None:
     # The worse of the two counts: where the ratio is below 0.8 that is the clipped one, which has no gradient.
     np.testing.assert_allclose(logprobs.grad[0], 3.0 * np.where(log_ratios < np.log(0.8), 0.0, truncated), rtol=1e-5)
     assert metrics["actor/truncated_fraction"] == (2.0, 5.0)
+    assert metrics["actor/sampler_gap"] == (pytest.approx(np.abs(log_ratios).sum()), 5.0)
+    assert metrics["actor/sampler_gap_max"] == (80.0, 1.0)
+    assert metrics["actor/sampler_gap_share"] == (4.0, 5.0)
 
 
 def test_value_loss_takes_the_worse_of_clipped_and_unclipped() -> None:

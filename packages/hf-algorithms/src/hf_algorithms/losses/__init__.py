@@ -6,8 +6,8 @@ by the global number of tokens, and ``{name: (sum, count)}``.
 
 from __future__ import annotations
 
-from hf_algorithms.losses._policy import PPOPolicyLoss
+from hf_algorithms.losses._policy import GAP_BOUND, PPOPolicyLoss
 from hf_algorithms.losses._supervised import SupervisedLoss
 from hf_algorithms.losses._value import PPOValueLoss
 
-__all__ = ["PPOPolicyLoss", "PPOValueLoss", "SupervisedLoss"]
+__all__ = ["GAP_BOUND", "PPOPolicyLoss", "PPOValueLoss", "SupervisedLoss"]

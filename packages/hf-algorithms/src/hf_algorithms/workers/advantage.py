@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AdvantageWorker"]
 
-_GAP_BOUND = 0.1
-"""Nats. Two engines in float32 differ by 1e-5, in bfloat16 by 0.01 to 0.05."""
-
 Estimator = Callable[[Mapping[str, "torch.Tensor"]], dict[str, "torch.Tensor"]]
 
 
@@ -49,8 +46,8 @@ class AdvantageWorker(Worker):
         """Means over responses: score, sampled KL to the reference in nats, tokens; and the sampler's mismatch.
 
         ``rollout/logprob_gap`` is the mean over tokens of |sampler's log-prob - trainer's|, ``..._max`` the largest,
-        ``..._share`` the share of tokens above 0.1. They are left out where the sampler's log-probs were taken as old
-        ones: then there is nothing to compare before the update.
+        ``..._share`` the share of tokens above `GAP_BOUND`. They are left out where the sampler's log-probs were taken
+        as old ones: then there is nothing to compare before the update.
         """
         rows = float(len(batch))
         mask = pad_rows(batch["response_mask"])
@@ -64,8 +61,10 @@ class AdvantageWorker(Worker):
             "response/tokens": (tokens, rows),
         }
         if compares_sampler:
+            from hf_algorithms.losses import GAP_BOUND
+
             gaps = (sampled - old).abs()
             metrics["rollout/logprob_gap"] = (float(gaps.sum()), tokens)
             metrics["rollout/logprob_gap_max"] = (float(gaps.max()), 1.0)
-            metrics["rollout/logprob_gap_share"] = (float((gaps > _GAP_BOUND).sum()), tokens)
+            metrics["rollout/logprob_gap_share"] = (float((gaps > GAP_BOUND).sum()), tokens)
         return metrics
