@@ -57,6 +57,7 @@ test-matrix: env ## test every training layout and the quickstart with every eng
 	scripts/env.sh vllm
 	scripts/env.sh sglang
 	$(BIN)/python benchmarks/matrix.py
+	$(BIN)/python benchmarks/quickstart_gains.py
 	.venv-vllm/bin/pytest integration-tests/tests/test_swap_page.py -m vllm
 	.venv-sglang/bin/pytest integration-tests/tests/test_swap_page.py -m sglang
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENTS = {"transformers": ".venv", "vllm": ".venv-vllm", "sglang": ".venv-sglang"}
 PAGE = ROOT / "docs" / "how-to" / "swap-inference-backend.md"
 NUM_ROUNDS = 7
 CACHE_BYTES = 256 << 20
@@ -37,8 +36,9 @@ def main() -> int:
         backend, directory = sys.argv[1:]
         print(json.dumps(measure(backend, directory)))
         return 0
+    from engine_programs import ENVIRONMENTS, read_engine_versions
     from generation_workload import write_model
-    from measurement import record
+    from measurement import record, write_table
 
     metrics: dict[str, tuple[float, str]] = {"load_before": (round(os.getloadavg()[0], 2), "processes")}
     measured, failed = [], []
@@ -52,11 +52,11 @@ def main() -> int:
             found = _run(python, backend, directory)
             metrics |= {f"{backend}_{name}": value for name, value in found.items()}
             (measured if found else failed).append(backend)
-    record("backends", metrics)
+    record("backends", metrics, versions=read_engine_versions())
     table = _table(metrics, measured)
     print(table)
     if sys.argv[1:] and not failed:
-        _write(table)
+        write_table(PAGE, "bench_backends", table)
     return 1 if failed else 0
 
 
@@ -117,12 +117,14 @@ def _read_weights(directory: str) -> dict[str, Any]:
 
 def _run(python: Path, backend: str, directory: str) -> dict[str, tuple[float, str]]:
     """One backend's metrics; none, and why on stderr, where it failed."""
+    from engine_programs import watch_memory
+
     begun = time.time()
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [str(python), __file__, backend, directory], stdout=output, stderr=errors, start_new_session=True
         )
-        peak = _watch(process)
+        peak = watch_memory(process, deadline_s=DEADLINE_S)
         output.seek(0)
         errors.seek(0)
         if process.returncode:
@@ -147,25 +149,6 @@ def _spread(name: str, seconds: list[float]) -> dict[str, tuple[float, str]]:
     return {f"{name}_{kind}": (round(value, 1), unit) for kind, value in kinds.items()}
 
 
-def _watch(process: subprocess.Popen[bytes]) -> int:
-    """Waits for the program; the most memory that it and all it started had resident at a time, in bytes."""
-    import psutil
-
-    peak, stop = 0, time.monotonic() + DEADLINE_S
-    while process.poll() is None:
-        total = 0
-        for each in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
-            try:
-                total += each.memory_info().rss
-            except psutil.NoSuchProcess:
-                continue
-        peak = max(peak, total)
-        if time.monotonic() > stop:
-            process.kill()  # what it started ends with it
-        time.sleep(0.1)
-    return peak
-
-
 def _table(metrics: dict[str, tuple[float, str]], backends: list[str]) -> str:
     """The page's table, in Markdown."""
     from generation_workload import WORKLOADS
@@ -183,14 +166,6 @@ def _table(metrics: dict[str, tuple[float, str]], backends: list[str]) -> str:
         rest = [f"{metrics[f'{backend}_{name}'][0]:g}" for name in ("start", "peak_memory")]
         lines.append([f"`{backend}`", *cells, *rest])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _write(table: str) -> None:
-    """Replaces what stands between the page's two comments."""
-    before, start, rest = PAGE.read_text().partition("<!-- bench_backends -->\n")
-    _, end, after = rest.partition("<!-- end of bench_backends -->\n")
-    assert start and end, f"{PAGE} has lost its comments"
-    PAGE.write_text(f"{before}{start}\n{table}\n\n{end}{after}")
 
 
 if __name__ == "__main__":

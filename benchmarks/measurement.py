@@ -13,10 +13,16 @@ RESULTS = Path(__file__).parent / "results"
 VERSIONS_OF = ("hf-protocols", "numpy", "ray", "tensordict", "torch", "transformers")
 
 
-def record(subject: str, metrics: dict[str, tuple[float, str]], *, device: str | None = None) -> None:
+def record(
+    subject: str,
+    metrics: dict[str, tuple[float, str]],
+    *,
+    device: str | None = None,
+    versions: dict[str, str] | None = None,
+) -> None:
     """Print one JSON object and keep it as results/<subject>.json; a metric is (value, unit).
 
-    `device` names the accelerator that it ran on.
+    `device` names the accelerator that it ran on, `versions` those of libraries in other environments.
     """
     result = {
         "subject": subject,
@@ -24,12 +30,24 @@ def record(subject: str, metrics: dict[str, tuple[float, str]], *, device: str |
         "metrics": {name: {"value": value, "unit": unit} for name, (value, unit) in metrics.items()},
         "hardware": {"cpu": describe_processor(), "num_cores": os.cpu_count(), "system": platform.system()}
         | ({"device": device} if device else {}),
-        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in VERSIONS_OF},
+        "versions": {"python": platform.python_version()}
+        | {name: metadata.version(name) for name in VERSIONS_OF}
+        | (versions or {}),
     }
     text = json.dumps(result, indent=2)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{subject}.json").write_text(text + "\n")
     print(text)
+
+
+def write_table(page: Path, name: str, table: str) -> None:
+    """Replace what stands between the page's comments `<name>` and `end of <name>`, with the hardware below it."""
+    start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    before, found_start, rest = page.read_text().partition(start)
+    _, found_end, after = rest.partition(end)
+    assert found_start and found_end, f"{page} has lost its comments"
+    where = f"On {os.cpu_count()} cores of: {describe_processor()}; no GPU is used."
+    page.write_text(f"{before}{start}\n{table}\n\n{where}\n\n{end}{after}")
 
 
 def describe_processor() -> str:

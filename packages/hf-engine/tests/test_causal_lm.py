@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_engine import TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine.backends._model_directory import refuse_incomplete
 from hf_engine.testing import write_tiny_model
-from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
+from hf_protocols import BackendError, GenerationSpec, ModelShape, ParallelSpec, Topology
 
 
 def build(model):
@@ -95,3 +96,33 @@ def test_a_config_of_other_sizes_than_the_files_is_refused(ranks1, tmp_path):
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"vocab_size": config["vocab_size"] + 1}))
     ranks1.run(refuse_other_sizes, model)
+
+
+def test_an_engine_is_not_started_with_other_weights_than_the_configs(tmp_path):
+    model = write_tiny_model(tmp_path, tie_embeddings=False)
+    shapes, path = ModelShape.from_config(model).parameters(), model / "model.safetensors"
+    refuse_incomplete(model, shapes)
+    weights = load_file(path)
+    save_file(weights | {"rotary.inv_freq": torch.ones(4)}, path)
+    refuse_incomplete(model, shapes)  # engines leave alone what they do not know
+    save_file(weights | {"model.norm.weight": torch.ones(3)}, path)
+    with pytest.raises(
+        BackendError, match=r"1 of \d+ parameters differ, such as 'model.norm.weight', .* is \(3,\); give"
+    ):
+        refuse_incomplete(model, shapes)
+    del weights["lm_head.weight"]
+    save_file(weights, path)
+    with pytest.raises(BackendError, match=r"such as 'lm_head.weight', which must be .* and is absent; give a whole"):
+        refuse_incomplete(model, shapes)
+    path.unlink()
+    with pytest.raises(BackendError, match=r"no weights can be read from .* holds no safetensors files"):
+        refuse_incomplete(model, shapes)
+
+
+@pytest.mark.parametrize("num_layers", [0, -1])
+def test_a_model_has_layers(ranks1, tmp_path, num_layers):
+    model = write_tiny_model(tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+    with pytest.raises(RuntimeError, match=f"num_hidden_layers={num_layers} in its config.json; it must be at least 1"):
+        ranks1.run(build, model)

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from hf_engine.backends._memory import choose_cache_bytes, take_again
+from hf_engine.backends._memory import choose_cache_bytes, choose_positions, take_again
 from hf_protocols.errors import BackendError
 
 
@@ -24,6 +24,7 @@ def test_bytes_are_taken_and_shares_are_of_the_memory(monkeypatch):
         (0, None, "cache_bytes=0 must be a whole number of at least 1"),
         ("1G", None, "cache_bytes='1G' must be a whole number of at least 1"),
         (1.5e6, None, "cache_bytes=1500000.0 must be a whole number"),
+        (1 << 60, None, r"cache_bytes=1152921504606846976 is not below the memory of \d+ bytes; lower it"),
         (None, "a third", "cache_fraction='a third': give a share"),
         (None, 0.0, "cache_fraction=0.0: give a share"),
         (None, 1.0, "cache_fraction=1.0: give a share"),
@@ -34,6 +35,12 @@ def test_bytes_are_taken_and_shares_are_of_the_memory(monkeypatch):
 def test_sizes_that_are_none_are_refused(cache_bytes, fraction, message):
     with pytest.raises(BackendError, match=message):
         choose_cache_bytes(cache_bytes, fraction)
+
+
+def test_sequences_are_at_most_as_long_as_the_models():
+    assert (choose_positions(None, 48), choose_positions(20, 48), choose_positions(48, 48)) == (48, 20, 48)
+    with pytest.raises(BackendError, match="max_positions=49 is above the model's 48 positions; lower it"):
+        choose_positions(49, 48)
 
 
 def test_caches_are_taken_again_with_zeros_all_or_none():

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine.backends import _offload
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, select_rows
 from hf_engine.testing._packed import PackedEngine
@@ -143,6 +144,45 @@ def fail_in_a_block(model):
     with engine.generation():
         engine.generate(PROMPTS, GREEDY)
     engine.close()
+
+
+class DyingEngine(PackedEngine):
+    """On rank 1 it dies while it generates, and whatever it is asked then is an error of its own."""
+
+    is_dead = False
+
+    def generate(self, batch, sampling):
+        if dist.get_rank() == 1:
+            self.is_dead = True
+            raise BackendError("the engine died in 'generate'")
+        return super().generate(batch, sampling)
+
+    def release(self):
+        if self.is_dead:
+            raise BackendError("the engine has ended")
+        return super().release()
+
+
+def lose_the_engine(model):
+    topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
+    config = TrainConfig(learning_rate=1e-2)
+    train = load_train_backend("fsdp").build(model, topology=topology, config=config)
+    inner = load_rollout_backend("transformers").build(model, topology=topology)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_offload, "_is_on_host", lambda storage: False)
+        engine = HybridEngine(train, DyingEngine(inner), topology, training_weights="offload")
+        own = (
+            "^the engine died in 'generate'$"
+            if dist.get_rank() == 1
+            else "rank 1: BackendError: the engine died in 'gen"
+        )
+        with pytest.raises(BackendError, match=own), engine.generation():
+            engine.generate(PROMPTS, GREEDY)
+        assert len(train.compute_logprobs(build_batch(6, vocab_size=VOCAB_SIZE))) == 6
+
+
+def test_an_engine_that_dies_is_an_error_on_all_ranks_and_training_has_its_weights(ranks2, tmp_path):
+    ranks2.run(lose_the_engine, write_tiny_model(tmp_path, max_position_embeddings=128))
 
 
 def fail_after(engine):

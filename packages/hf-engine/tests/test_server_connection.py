@@ -15,7 +15,7 @@ import pytest
 
 from hf_engine import load_rollout_backend
 from hf_engine.backends.server._connection import Connection
-from hf_engine.backends.server._setup import choose_directory
+from hf_engine.backends.server._setup import choose_directory, read_key
 from hf_engine.testing import write_tiny_model
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
 
@@ -62,10 +62,28 @@ def free_url():
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host:1", "http://", "http://host:port", ""])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:30000", "ftp://host:1", "http://", "http://host:port", "http://[::1", "http://a b", ""]
+)
 def test_what_is_no_url_is_refused(url):
     with pytest.raises(BackendError, match=r"rollout.options.urls: '.*' is no URL; give one such as 'http://127.0.0.1"):
         connect(url)
+
+
+def test_a_key_is_something_that_a_request_can_carry(monkeypatch):
+    monkeypatch.setenv("SERVER_KEY", "ab\ncd")
+    with pytest.raises(
+        BackendError, match="the key in the environment variable 'SERVER_KEY' has characters"
+    ) as refused:
+        read_key("SERVER_KEY")
+    assert "ab" not in str(refused.value).replace("variable", "")
+    with pytest.raises(BackendError, match="api_key_variable=5: give the name of an environment variable"):
+        read_key(5)
+
+
+def test_a_name_that_is_none_answers_nothing():
+    with pytest.raises(BackendError, match="nothing answers at http://aaa"):
+        connect("http://" + "a" * 300).get("/version")
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), "5"])
@@ -172,6 +190,36 @@ def refuse(model, foreign, old_sglang, old_vllm):
         build(model, [old_sglang])
     with pytest.raises(BackendError, match=r"vLLM server at .* is version 0.9.1, supported are >=0.32,<0.33"):
         build(model, [old_vllm])
+
+
+ODD = {
+    "a version that is none": {"/version": {"version": None}},
+    "a list without models": {
+        "/version": {"version": "0.32.0"},
+        "/weight_info": {"weight_version": "x"},
+        "/collective_rpc": {"results": ["LlamaForCausalLM"]},
+        "/v1/models": {"data": []},
+    },
+    "an inspection without results": {
+        "/version": {"version": "0.32.0"},
+        "/weight_info": {"weight_version": "x"},
+        "/collective_rpc": {},
+    },
+    "information that lacks the version": {"/server_info": {"max_total_num_tokens": 1}},
+}
+
+
+def refuse_odd(model, odd, sound):
+    """Only the first rank's server is odd."""
+    topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
+    with pytest.raises(BackendError, match=rf"the server at {odd} answered in another form than a supported version"):
+        build(model, [odd, sound], topology)
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_answers_of_another_form_are_one_typed_error_on_all_ranks(ranks2, tmp_path, kind):
+    with listening(answer_as(ODD[kind])) as odd, listening(answer_as({})) as sound:
+        ranks2.run(refuse_odd, write_tiny_model(tmp_path), odd, sound)
 
 
 def refuse_tensor_parallel(model):

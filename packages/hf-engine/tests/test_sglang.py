@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
@@ -140,8 +142,19 @@ def refuse(models, directory):
         build(models["tied"], Topology(ParallelSpec(dp_size=2), GenerationSpec()))
     with pytest.raises(BackendError, match=r"there is no model in '.*absent'"):
         build(models["tied"] / "absent", ONE)
+    with pytest.raises(BackendError, match="max_positions=49 is above the model's 48 positions; lower it"):
+        build(models["tied"], ONE, max_positions=49)
     with pytest.raises(BackendError, match=r"cache_bytes=600 holds 1 tokens of 512 bytes .*; raise it"):
         build(models["tied"], ONE, cache_bytes=600)
+    lacking = write_tiny_model(directory / "lacking")
+    weights = load_file(lacking / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, lacking / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BackendError, match=r"parameters differ, such as 'model.norm.weight', .* and is absent; give a"):
+        build(lacking, ONE)
+    (lacking / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(BackendError, match=r"no weights can be read from '.*lacking': model.safetensors cannot be rea"):
+        build(lacking, ONE)
     experts = write_tiny_model(directory / "experts", family="mixtral")
     with pytest.raises(BackendError, match=r"num_experts=\d+: SGLang's experts are wrong on a CPU .* 'transformers'"):
         build(experts, ONE)
@@ -340,17 +353,12 @@ def test_an_engine_that_fails_on_its_way_up_is_one_typed_error(alone, models):
 
 def fail_to_start(model):
     before = set(os.listdir("/dev/shm"))
-    with pytest.raises(
-        BackendError, match=r"SGLang did not start with '.*', gen_tp_size=1, .*(mmap|safetensors|header)"
-    ):
-        build(broken(model), ONE)
+    broken = write_tiny_model(model.parent / "broken")
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"hidden_act": "swish-swish"}))
+    with pytest.raises(BackendError, match=r"SGLang did not start with '.*', gen_tp_size=1, .*swish"):
+        build(broken, ONE)
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "sgl" in name]
-
-
-def broken(model):
-    target = write_tiny_model(model.parent / "broken")
-    (target / "model.safetensors").write_bytes(b"no weights")
-    return target
 
 
 def test_a_killed_rank_leaves_nothing_behind(models):

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -71,16 +72,32 @@ def test_a_request_that_fails_leaves_the_process():
     process.close()
     process.close()
     assert is_gone(pid) and not directory.exists()
-    with pytest.raises(BackendError, match="has ended; build the backend again"):
+    with pytest.raises(BackendError, match="the SGLang engine has ended; build the backend again"):
         process.call("flush", timeout_s=30)
 
 
 def test_a_killed_process_is_one_typed_error():
     process = start()
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(BackendError, match=r"process ended in 'flush' \(signal 9\): .*; build the backend again"):
+    with pytest.raises(BackendError, match=r"ended in 'flush' \(signal 9\): it left no message; build the backend"):
         process.call("flush", timeout_s=30)
-    with pytest.raises(BackendError, match="has ended; build the backend again"):
+    with pytest.raises(BackendError, match=r"engine has ended \(in 'flush', signal 9\); build the backend again"):
+        process.call("flush", timeout_s=30)
+
+
+def test_an_interrupted_request_ends_the_process_whose_answer_would_be_the_next_ones():
+    process = start()
+    pid = process.pid
+    os.kill(pid, signal.SIGSTOP)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background ignores it
+    try:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            process.call("flush", timeout_s=30)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert is_gone(pid)
+    with pytest.raises(BackendError, match=r"engine has ended \('flush' was interrupted\); build the backend again"):
         process.call("flush", timeout_s=30)
 
 

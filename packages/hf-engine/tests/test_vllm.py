@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import os
 import random
+import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
@@ -40,10 +45,7 @@ with_vllm = [pytest.mark.vllm, pytest.mark.timeout(400)]
 def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
-    (file,) = write_tiny_model(folder / "damaged").glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:10_000])
     return {
-        "damaged": folder / "damaged",
         "tied": write_tiny_model(folder / "tied"),
         # More rows than a multiple of the padding, so that the last rank holds fewer.
         "untied": write_tiny_model(folder / "untied", tie_embeddings=False, vocab_size=70, **heads),
@@ -98,14 +100,6 @@ def conform(model, topology, num_rows=6):
     backends[0].close()
 
 
-def find_sockets():
-    """Where vLLM's tensor-parallel group talks on this machine."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    queue = get_tp_group().mq_broadcaster
-    return [] if queue is None else [queue.handle.local_subscribe_addr, queue.handle.local_notify_addr]
-
-
 def train_and_generate(backend, topology, train_model, rollout_model, directory):
     """The engine starts from other weights than the training backend."""
     config = TrainConfig(learning_rate=3e-2, max_grad_norm=10.0)
@@ -132,9 +126,6 @@ def train_and_generate(backend, topology, train_model, rollout_model, directory)
         train.export_hf(Path(directory) / str(index))
         check_greedy_samples(train, reference_of(Path(directory) / str(index)), prompts, responses)
         assert responses["weight_version"].tolist() == [engine.weight_version] * 4
-    # Named after rank 0's process.
-    assert not list(Path("/dev/shm").glob(f"hf-engine-{os.getpid()}-*"))
-    assert not [address for address in find_sockets() if Path(address.removeprefix("ipc://")).exists()]
     assert engine.weight_version == 2
     assert engine.plan.recv_bytes[rank] == count_lacking_bytes(engine.plan, rank)
     engine.close()
@@ -163,8 +154,33 @@ def refuse(models, directory):
     # vLLM's blocks have more tokens than the model positions.
     with pytest.raises(BackendError, match=r"vLLM did not start .* cache_bytes=30000 \(raise it if .*: "):
         build(models["tied"], one, cache_bytes=30_000)
-    with pytest.raises(BackendError, match=r"vLLM did not start with '.*damaged', .*(header|metadata)"):
-        build(models["damaged"], one)
+    with pytest.raises(BackendError, match=r"vLLM did not start with '.*activation', .*: .*swish"):
+        build(change_config(models["tied"], "activation", hidden_act="swish-swish"), one)
+    for entries in ({"num_attention_heads": 0}, {"vocab_size": "many"}, {"dtype": "float7"}, {"rope_scaling": 5}):
+        odd = change_config(models["tied"], f"odd-{next(iter(entries))}", **entries)
+        with pytest.raises(BackendError, match=r"vLLM finds no model in '.*odd.*', or cannot use its config.json: "):
+            build(odd, one)
+    with pytest.raises(BackendError, match="max_positions=49 is above the model's 48 positions; lower it"):
+        build(models["tied"], one, max_positions=49)
+    damaged = change_config(models["tied"], "damaged")
+    (file,) = damaged.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:10_000])
+    with pytest.raises(BackendError, match=r"no weights can be read from '.*damaged': model.safetensors cannot be"):
+        build(damaged, one)
+    lacking = change_config(models["tied"], "lacking")
+    weights = load_file(lacking / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, lacking / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BackendError, match=r"parameters differ, such as 'model.norm.weight', .* and is absent; give a"):
+        build(lacking, one)
+
+
+def change_config(model, name, **entries):
+    """A copy of a model beside it."""
+    copy = shutil.copytree(model, model.parent / name)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | entries))
+    return copy
 
 
 def refuse_stages(model):
@@ -252,6 +268,30 @@ def use_wrongly(models):
         backend.generate(prompts, GREEDY)
 
 
+def lose_a_rank(model, gen_tp_size):
+    """The last rank is killed while all generate; a survivor keeps its training weights."""
+    topology = Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=gen_tp_size))
+    train = load_train_backend("fsdp").build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
+    before = {name: shard.clone() for name, shard in train.local_weights().items()}
+    backend = build(model, topology)
+    if dist.get_rank() == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    with pytest.raises(BackendError, match="vLLM failed while it generated; close this backend, build another: "):
+        generate_without_end(backend)
+    assert all(torch.equal(train.local_weights()[name], shard) for name, shard in before.items())
+    raise AssertionError("the survivor holds its training weights")
+
+
+def generate_without_end(backend):
+    while True:
+        backend.generate(build_prompts(32, vocab_size=VOCAB_SIZE), SamplingParams(max_new_tokens=40))
+
+
+def find_shared_memory():
+    """Names of all segments; semaphores of multiprocessing end with this program."""
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
+
+
 def samples_of(backend, model, topology):
     options = {"cache_bytes": CACHE_BYTES} if backend == "vllm" else {}
     rollout = load_rollout_backend(backend).build(model, topology=topology, **options)
@@ -299,6 +339,17 @@ class TestEngines:
             alone.run(samples_of, name, models["untied"], topology) for name in ("vllm", "transformers")
         )
         assert found == wanted
+
+    def test_a_rank_that_is_killed_while_it_generates_is_a_typed_error_on_the_others(self, models):
+        before = find_shared_memory()
+        with LocalRanks(2, timeout_s=20) as ranks:
+            with pytest.raises(RuntimeError) as failed:
+                ranks.run(lose_a_rank, models["tied"], 2, deadline_s=120)
+            assert "the survivor holds its training weights" in str(failed.value)
+            assert "the process of rank 1 died" in str(failed.value)
+            topology = Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2))
+            ranks.run(samples_of, "vllm", models["tied"], topology, deadline_s=120)
+        assert find_shared_memory() <= before
 
     def test_what_cannot_run_is_refused_and_the_next_start_is_clean(self, alone, two, models, tmp_path):
         alone.run(refuse, models, tmp_path, deadline_s=300)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -204,11 +204,18 @@ class HybridEngine:
         if self._proof is not None:
             self._proof.begin()
         failure: Exception | None = None
-        with self._weights_inside():
-            try:
-                yield
-            except Exception as error:  # noqa: BLE001 - it is raised below, when the other ranks know
-                failure = error
+        has_begun = False
+        try:
+            with self._weights_inside():
+                has_begun = True
+                try:
+                    yield
+                except Exception as error:  # noqa: BLE001 - it is raised below, when the other ranks know
+                    failure = error
+        except Exception as error:
+            if not has_begun:
+                raise
+            failure = failure or error
         if self._proof is not None:
             self._proof.check(failure)
         if failure is not None:
@@ -237,13 +244,22 @@ class HybridEngine:
                 self._rollout.resume()
             self._is_generating = True
             yield
-        finally:
-            self._is_generating = False
+        except BaseException:
+            with suppress(BackendError):  # of an engine that is gone, which is not what happened first
+                self._leave()
+            raise
+        self._leave()
+
+    def _leave(self) -> None:
+        """Gives the memory back to training, whatever became of the engine."""
+        self._is_generating = False
+        try:
             if self._mover is not None:
                 self._mover.restore()
                 self._rollout.release()
             elif isinstance(self._rollout, SupportsShardLoading):
                 self._released_bytes = self._rollout.release()
+        finally:
             if self._offloads:
                 self._train.reload()
 

@@ -31,6 +31,9 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype) -> tuple[Any, list[str
     except Exception as error:  # of a configuration that it cannot use it raises anything
         raise BackendError(f"transformers cannot load a causal language model from {str(model)!r}: {error}") from error
     loaded, report = answer
+    layers = getattr(loaded.config.get_text_config(), "num_hidden_layers", 1)
+    if layers < 1:
+        raise BackendError(f"{str(model)!r} has num_hidden_layers={layers} in its config.json; it must be at least 1")
     return loaded, sorted(report["missing_keys"])
 
 

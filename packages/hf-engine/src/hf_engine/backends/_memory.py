@@ -11,7 +11,7 @@ import torch
 from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import BackendError
 
-__all__ = ["choose_cache_bytes", "host_bytes", "lack_of_memory_is_an_error", "take_again"]
+__all__ = ["choose_cache_bytes", "choose_positions", "host_bytes", "lack_of_memory_is_an_error", "take_again"]
 
 
 def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
@@ -20,12 +20,15 @@ def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
     Without either: 0.3 of a device, and 256 MiB of a host, whose memory is not the engine's alone.
 
     Raises:
-        BackendError: for both, or a number that is no size or no share.
+        BackendError: for both, or a number that is no size or no share, or more than there is.
     """
     if cache_bytes is not None and fraction is not None:
         raise BackendError(f"cache_bytes={cache_bytes} and cache_fraction={fraction} both size the cache: give one")
     if cache_bytes is not None:
         check_count(BackendError, "cache_bytes", cache_bytes)
+        memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else host_bytes()
+        if cache_bytes >= memory:
+            raise BackendError(f"cache_bytes={cache_bytes} is not below the memory of {memory} bytes; lower it")
         return cache_bytes
     if fraction is not None:
         wanted = "a share of the memory above 0 and below 1, such as 0.3"
@@ -37,6 +40,17 @@ def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
     if fraction is None:
         return 256 << 20
     return int(fraction * host_bytes())
+
+
+def choose_positions(wanted: int | None, positions: int) -> int:
+    """The longest sequence of an engine, prompt and response together: the model's, unless fewer are wanted.
+
+    Raises:
+        BackendError: for more than the model's.
+    """
+    if wanted is not None and wanted > positions:
+        raise BackendError(f"max_positions={wanted} is above the model's {positions} positions; lower it")
+    return wanted or positions
 
 
 def host_bytes() -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_engine.resharding.checking import read_shapes
 from hf_protocols.arguments import check_kind
-from hf_protocols.errors import BackendError
+from hf_protocols.errors import BackendError, ReshardError
 
-__all__ = ["check_model", "find_file", "find_model", "read_end_of_sequence_ids"]
+__all__ = ["check_model", "find_file", "find_model", "read_end_of_sequence_ids", "refuse_incomplete"]
 
 
 def check_model(model: object) -> None:
@@ -79,3 +81,27 @@ def read_end_of_sequence_ids(directory: Path) -> frozenset[int]:
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
+
+
+def refuse_incomplete(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuses weights that an engine would start without, with what its memory happens to hold in their place.
+
+    Args:
+        directory: `config.json` and safetensors files, of which only the headers are read.
+        shapes: of every parameter that the model needs.
+
+    Raises:
+        BackendError: if the files cannot be read, or lack a parameter, or hold one of another shape.
+    """
+    try:
+        found = read_shapes(directory)
+    except ReshardError as error:
+        raise BackendError(f"no weights can be read from {str(directory)!r}: {error}") from error
+    differing = [name for name, shape in shapes.items() if found.get(name) != tuple(shape)]
+    if differing:
+        name = differing[0]
+        raise BackendError(
+            f"{str(directory)!r} holds other weights than its config.json says: {len(differing)} of {len(shapes)} "
+            f"parameters differ, such as {name!r}, which must be {tuple(shapes[name])} and is "
+            f"{found.get(name, 'absent')}; give a whole directory of one model"
+        )

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._jagged import Ragged, read_ids, require_columns, to_jagged
 from hf_engine.backends._memory import host_bytes
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import are_whole, check_kind
 from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError
 
 __all__ = ["build_responses", "end_of_sequence_ids", "read_prompts"]
@@ -104,6 +104,8 @@ def end_of_sequence_ids(generation_config: Any, text_config: Any) -> frozenset[i
     stated = getattr(generation_config, "eos_token_id", None)
     ids = stated if stated is not None else text_config.eos_token_id
     tokens = [] if ids is None else [ids] if isinstance(ids, int) else ids
+    if not are_whole(tokens):
+        raise BackendError(f"the model's eos_token_id={ids!r}: give a token id or a list of them in its configuration")
     return frozenset(token for token in tokens if 0 <= token < text_config.vocab_size)
 
 

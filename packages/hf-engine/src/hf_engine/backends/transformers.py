@@ -23,6 +23,7 @@ from hf_engine.backends._closed import Closed
 from hf_engine.backends._decoding import LENGTH, Decoding
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._jagged import Ragged
+from hf_engine.backends._loading import check_version
 from hf_engine.backends._memory import choose_cache_bytes, lack_of_memory_is_an_error
 from hf_engine.backends._responses import build_responses, end_of_sequence_ids, read_prompts
 from hf_engine.backends._sampling import draw_uniforms
@@ -30,8 +31,7 @@ from hf_engine.backends._stop_strings import load_stop_strings
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
 from hf_engine.resharding.moving import hold_training_weights, storage_bytes
-from hf_protocols.arguments import check_count
-from hf_protocols.errors import BackendError
+from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.topology import GenerationSpec, Topology
 
 __all__ = ["TransformersBackend"]
@@ -116,7 +116,16 @@ class TransformersBackend:
         return {name: parameter.data for name, parameter in self._model.named_parameters()}
 
     def adopt_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Uses these tensors in the place of those parameters', without a copy; see `AdoptsWeights`."""
+        """Uses these tensors in the place of those parameters', without a copy; see `AdoptsWeights`.
+
+        Raises:
+            ReshardError: for a tensor that cannot stand in the place of a parameter.
+        """
+        own = self.weight_buffers()
+        for name, tensor in weights.items():
+            given, wanted = _describe(tensor), _describe(own.get(name))
+            if given != wanted:
+                raise ReshardError(f"{name!r} is {given}, the model's is {wanted}: give one like weight_buffers()'s")
         for name, tensor in weights.items():
             self._model.get_parameter(name).data = tensor
 
@@ -126,7 +135,7 @@ class TransformersBackend:
         Raises:
             BackendError: between `release` and `resume`: there is no weight in memory.
         """
-        check_count(BackendError, "version", version, least=0)
+        check_version(version)
         if any(not parameter.untyped_storage().nbytes() for parameter in self._model.parameters() if parameter.nbytes):
             raise BackendError("the weights were released; resume and send them anew before commit_weights")
         self._weight_version = version
@@ -283,3 +292,9 @@ def _cache_bytes_per_token(model: Any) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize)
+
+
+def _describe(tensor: object) -> str:
+    if not isinstance(tensor, torch.Tensor):
+        return "absent" if tensor is None else repr(tensor)
+    return f"a tensor of shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype} on {tensor.device}"

@@ -48,9 +48,9 @@ def check_rollout_backend(
     times; reported log-probs are those of the full distribution at the temperature, whatever truncates the draw;
     equal seeds give equal samples, row by row, however rows are spread; another seed, step or sample index gives
     others; stop tokens and strings end a response and are kept; minimum and maximum lengths hold; too long a prompt is
-    refused, and so is what a `DrawsItself` says that it cannot draw; memory that was released is taken again; weights
-    that are missing, unknown or mis-shaped are refused; tensors that are adopted are used where they are; the engine's
-    replicas are the topology's; the global random generator is left alone.
+    refused, and so is what a `DrawsItself` says that it cannot draw; no prompts have no responses; memory that was
+    released is taken again; weights that are missing, unknown or mis-shaped are refused; tensors that are adopted are
+    used where they are; the engine's replicas are the topology's; the global random generator is left alone.
 
     Args:
         build: builds the backend with the reference's weights, of a model by `write_tiny_model`, or with its
@@ -82,6 +82,7 @@ def check_rollout_backend(
     laws.check_lengths()
     laws.check_stop_strings()
     laws.check_long_prompt(max_positions)
+    laws.check_no_rows()
     laws.check_weight_update()
 
 
@@ -159,6 +160,11 @@ class _Laws:
                 assert found.tolist() == wanted, f"{found.tolist()} instead of {wanted} with {sampling}"
                 assert reason == (0 if ends else 1), f"finish reason {reason} of {found.tolist()}"
 
+    def check_no_rows(self) -> None:
+        batch = self._backend.generate(self._prompts[:0], SamplingParams(max_new_tokens=2, n=2))
+        assert len(batch) == 0, f"{len(batch)} responses to no prompts"
+        assert set(batch.keys()) == set(self._backend.generate(self._prompts, SamplingParams(max_new_tokens=2)).keys())
+
     def check_long_prompt(self, max_positions: int) -> None:
         room = max_positions - max(len(row) for row in rows_of(self._prompts["prompt_ids"]))
         refusal = ""
@@ -188,7 +194,7 @@ class _Laws:
             assert stamps.tolist() == [version] * len(stamps), f"samples of {version} are stamped {stamps.tolist()}"
         if isinstance(self._backend, AdoptsWeights):
             self._check_adopted(self._backend)
-        versions: tuple[Any, ...] = ("x", -1, 1.5, None)
+        versions: tuple[Any, ...] = ("x", -1, 1.5, None, 10**30)
         for wrong in versions:
             self._check_error(partial(self._backend.commit_weights, wrong), f"version {wrong!r}", BackendError)
 
@@ -210,6 +216,15 @@ class _Laws:
         for name, tensor in own.items():
             tensor.untyped_storage().resize_(kept[name].nbytes)
             tensor.copy_(kept[name])
+        name, tensor = next(iter(own.items()))
+        wrong: tuple[Any, ...] = (
+            {"no.such.weight": tensor},
+            {name: tensor[1:]},
+            {name: tensor.bfloat16()},
+            {name: None},
+        )
+        for each in wrong:
+            self._check_error(partial(backend.adopt_weights, each), "a tensor unlike the backend's own")
         backend.adopt_weights(own)
         self.check_greedy("with its own weights after others were adopted")
 
@@ -230,6 +245,9 @@ class _Laws:
         self._check_error(lambda: backend.load_shards({"no.such.weight": parts}), "an unknown parameter")
         for wrong in ([part.flatten()[1:] for part in parts], [*parts, *parts], []):
             self._check_error(partial(backend.load_shards, {name: wrong}), f"{name} as {len(wrong)} boxes")
+        no_shards: tuple[Any, ...] = (None, parts[0], {name: parts[0]}, {name: None})
+        for nothing in no_shards:
+            self._check_error(partial(backend.load_shards, nothing), f"a {type(nothing).__name__} without lists")
         backend.load_shards({name: parts})
         self._check_error(lambda: backend.load_shards({name: parts}), f"{name} a second time")
         self._check_error(lambda: self._backend.commit_weights(5), "an update without all parameters")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,9 +12,10 @@ import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
+from hf_engine.backends._loading import check_shards, check_version
 from hf_engine.backends._model_directory import read_end_of_sequence_ids
 from hf_engine.backends._replica import Replica
-from hf_engine.backends.server._connection import Connection
+from hf_engine.backends.server._connection import Connection, expected_form
 from hf_engine.backends.server._dialect import Dialect, Sample
 from hf_engine.backends.server._files import WeightFiles
 from hf_engine.backends.server._identify import identify
@@ -27,9 +27,7 @@ from hf_engine.backends.server._setup import (
     read_model,
     require_ranks,
 )
-from hf_engine.resharding.execute import check_weights
 from hf_engine.resharding.layouts import WeightLayout, spread_layout
-from hf_protocols.arguments import check_count
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, Topology
@@ -123,8 +121,9 @@ class ServerBackend:
             directory, shape = read_model(model)
             key = read_key(api_key_variable)
             connection = Connection(url, key=key, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s)
-            server = identify(connection, read_dtype(directory))
-            check_model(server, directory, shape)
+            with expected_form(url):
+                server = identify(connection, read_dtype(directory))
+                check_model(server, directory, shape)
             if reproducible and not server.facts.has_seeds:
                 raise BackendError(
                     f"{server.facts.name} does not draw from seeds: start it with {server.facts.seeds_knob}, or set "
@@ -173,7 +172,7 @@ class ServerBackend:
         loaded = self._loaded
 
         def write() -> None:
-            self._check_shards(shards, loaded)
+            check_shards(self._layout, dist.get_rank(), shards, loaded)
             if shards:
                 self._files.write({name: whole for name, (whole,) in shards.items()})
 
@@ -186,7 +185,7 @@ class ServerBackend:
         Raises:
             ReshardError: if parameters did not arrive since `begin_weights`, or a server did not take them.
         """
-        check_count(BackendError, "version", version, least=0)
+        check_version(version)
         if self._loaded is None:
             self._speak(self._server.flush)
         else:
@@ -208,12 +207,11 @@ class ServerBackend:
         read_prompts(batch, sampling, vocab_size=self._vocab_size, positions=self._max_positions)
         self._require_ready(sampling)
         strings = load_stop_strings(self._directory, sampling)
-        samples = self._server.generate(
-            [row.tolist() for row in batch["prompt_ids"].unbind() for _ in range(sampling.n)],
-            draw_seeds(batch["row_id"], sampling).tolist(),
-            sampling,
-            sorted(self._stops | set(sampling.stop_token_ids)),
-        )
+        prompts = [row.tolist() for row in batch["prompt_ids"].unbind() for _ in range(sampling.n)]
+        seeds = draw_seeds(batch["row_id"], sampling).tolist()
+        stops = sorted(self._stops | set(sampling.stop_token_ids))
+        with expected_form(self._server.facts.url):
+            samples = self._server.generate(prompts, seeds, sampling, stops) if prompts else []
         self._check_stamps(samples)
         if strings is not None:
             samples = [sample.cut(strings.cut(sample.token_ids)) for sample in samples]
@@ -246,7 +244,12 @@ class ServerBackend:
 
     def _speak(self, action: Callable[[], None]) -> None:
         """Does it on one rank of every server, and raises on all what any could not do."""
-        self._ranks.on_all(action if self._speaks else _nothing)
+
+        def speak() -> None:
+            with expected_form(self._server.facts.url):
+                action()
+
+        self._ranks.on_all(speak if self._speaks else _nothing)
 
     def _freed_bytes(self) -> int:
         is_freed = self._is_released and self._speaks and self._server.facts.can_release
@@ -259,14 +262,6 @@ class ServerBackend:
             raise BackendError("the KV cache was released; resume before generating")
         if problem := self.find_unsupported(sampling):
             raise BackendError(f"{self._server.facts.name} cannot generate with {sampling}: {problem}")
-
-    def _check_shards(self, shards: Mapping[str, Sequence[torch.Tensor]], loaded: set[str]) -> None:
-        rank = dist.get_rank()
-        held = self._layout.boxes_of(rank)
-        if again := sorted(loaded & shards.keys()):
-            raise ReshardError(f"the parameters {again} came twice in one update")
-        boxes = {rank: {name: held[name] for name in shards if name in held}}
-        check_weights(replace(self._layout, boxes=boxes), rank, shards, "received")
 
     def _check_stamps(self, samples: Sequence[Sample]) -> None:
         if foreign := {sample.stamp for sample in samples} - {self._stamp}:

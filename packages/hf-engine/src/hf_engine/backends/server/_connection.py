@@ -5,14 +5,15 @@ from __future__ import annotations
 import http.client
 import json
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 from hf_protocols.arguments import check_number
 from hf_protocols.errors import BackendError
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "expected_form"]
 
 _CHUNK_BYTES = 1 << 16
 _PORTS = {"http": 80, "https": 443}
@@ -34,13 +35,13 @@ class Connection:
     def __init__(self, url: str, *, key: str | None = None, connect_timeout_s: float, timeout_s: float) -> None:
         check_number(BackendError, "rollout.options.connect_timeout_s", connect_timeout_s)
         check_number(BackendError, "rollout.options.timeout_s", timeout_s)
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             default = _PORTS[parts.scheme]
             port = parts.port or default
         except (KeyError, ValueError):
             parts, port = urlsplit(""), 0
-        if not parts.hostname:
+        if not parts.hostname or not url.isprintable() or " " in url:
             raise BackendError(f"rollout.options.urls: {url!r} is no URL; give one such as 'http://127.0.0.1:30000'")
         self.url = url
         self._address = parts.hostname, port
@@ -121,12 +122,28 @@ class Connection:
         connection = kind(*self._address, timeout=self._connect_timeout_s)
         try:
             connection.connect()
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise BackendError(
                 f"nothing answers at {self.url} in {self._connect_timeout_s:g} s ({error}): start the server there, or "
                 "give its address in rollout.options.urls"
             ) from error
         return connection
+
+
+@contextmanager
+def expected_form(url: str) -> Iterator[None]:
+    """Inside the block answers are read as a supported version of a server gives them.
+
+    Raises:
+        BackendError: for an answer of another form.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise BackendError(
+            f"the server at {url} answered in another form than a supported version of SGLang or vLLM does "
+            f"({type(error).__name__}: {error}): correct rollout.options.urls, or start a supported version there"
+        ) from error
 
 
 def _left_until(stop: float) -> float:

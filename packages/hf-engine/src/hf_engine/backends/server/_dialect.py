@@ -20,6 +20,7 @@ class ServerFacts:
 
     name: str
     """What messages call it: engine and URL."""
+    url: str
     architectures: tuple[str, ...]
     """Of the model, as its config.json names them."""
     dtype: str

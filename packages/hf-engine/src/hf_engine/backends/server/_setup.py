@@ -14,6 +14,7 @@ from hf_engine.backends._model_directory import find_model
 from hf_engine.backends._replica import Replica
 from hf_engine.backends.server._connection import Connection
 from hf_engine.backends.server._dialect import Dialect
+from hf_protocols.arguments import check_kind
 from hf_protocols.errors import BackendError, ConfigError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, Topology
@@ -80,9 +81,12 @@ def read_key(variable: str | None) -> str | None:
     """
     if variable is None:
         return None
+    check_kind(BackendError, "rollout.options.api_key_variable", variable, str, "the name of an environment variable")
     key = os.environ.get(variable)
     if not key:
         raise BackendError(f"rollout.options.api_key_variable={variable!r}: this environment variable is not set")
+    if not (key.isascii() and key.isprintable()):
+        raise BackendError(f"the key in the environment variable {variable!r} has characters that no request can carry")
     return key
 
 

@@ -41,6 +41,7 @@ class SglangServer:
         (card, *_) = connection.get("/v1/models")["data"]
         self.facts = ServerFacts(
             name=name,
+            url=connection.url,
             architectures=tuple(model["architectures"] or ()),
             dtype=chosen if info["dtype"] == "auto" else info["dtype"],
             max_positions=min(card["max_model_len"], info["max_total_num_tokens"]) - _RESERVED,

@@ -47,6 +47,7 @@ class VllmServer:
         cached = re.search(r'kv_cache_size_tokens="(\d+)"', str(connection.find("/metrics")))
         self.facts = ServerFacts(
             name=name,
+            url=connection.url,
             architectures=tuple(re.findall(r"^\w+", inspected)),
             dtype=dtype,
             max_positions=card["max_model_len"],

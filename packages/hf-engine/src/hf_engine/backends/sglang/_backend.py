@@ -14,7 +14,9 @@ import torch.distributed as dist
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
-from hf_engine.backends._memory import choose_cache_bytes
+from hf_engine.backends._loading import check_shards, check_version
+from hf_engine.backends._memory import choose_cache_bytes, choose_positions
+from hf_engine.backends._model_directory import refuse_incomplete
 from hf_engine.backends._replica import Replica
 from hf_engine.backends._versions import SGLANG
 from hf_engine.backends.sglang._library import build_environment
@@ -22,7 +24,6 @@ from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_opti
 from hf_engine.backends.sglang._process import EngineProcess
 from hf_engine.backends.sglang._staging import Staging
 from hf_engine.process_groups import build_groups, local_device
-from hf_engine.resharding.execute import check_weights
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_protocols.arguments import check_count, check_number
@@ -128,7 +129,8 @@ class SglangBackend:
         topology = _require_topology(topology)
         found_model = EngineModel(model)
         layout = generation_layout(found_model.shape, topology, dtype=dtype)
-        positions = min(max_positions or found_model.shape.max_positions, found_model.shape.max_positions)
+        refuse_incomplete(found_model.directory, layout.shapes)
+        positions = choose_positions(max_positions, found_model.shape.max_positions)
         replica = _form_replica(topology)
         replica.require_one_machine()
         tp_size = len(replica.ranks)
@@ -211,7 +213,7 @@ class SglangBackend:
         Raises:
             ReshardError: if parameters did not arrive since `begin_weights`.
         """
-        check_count(BackendError, "version", version, least=0)
+        check_version(version)
         if self._loaded is not None:
             missing = sorted(self._layout.boxes_of(dist.get_rank()).keys() - self._loaded)
             text = f"the parameters {missing} did not arrive: load them before commit_weights"
@@ -228,6 +230,7 @@ class SglangBackend:
         from hf_engine.backends._sampling import draw_uniforms
         from hf_engine.backends._stop_strings import load_stop_strings
 
+        self._check_open()
         if not self._is_complete:
             raise BackendError("an update of the weights was begun and not committed; send them anew and commit")
         if self._is_released:
@@ -236,14 +239,11 @@ class SglangBackend:
         prompts = read_prompts(batch, sampling, vocab_size=vocab_size, positions=positions)
         self._check_cache(prompts.lengths.tolist(), sampling)
         strings = load_stop_strings(self._model.directory, sampling)
-        samples = self._call(
-            "generate",
-            [row.tolist() for row in batch["prompt_ids"].unbind()],
-            draw_uniforms(batch["row_id"], sampling).tolist(),
-            n=sampling.n,
-            sampling={name: getattr(sampling, name) for name in _SENT},
-            stops=sorted(self._stop_token_ids | set(sampling.stop_token_ids)),
-        )
+        rows = [row.tolist() for row in batch["prompt_ids"].unbind()]
+        uniforms = draw_uniforms(batch["row_id"], sampling).tolist()
+        options = {name: getattr(sampling, name) for name in _SENT}
+        stops = sorted(self._stop_token_ids | set(sampling.stop_token_ids))
+        samples = self._call("generate", rows, uniforms, n=sampling.n, sampling=options, stops=stops) if rows else []
         if strings is not None:
             samples = [_cut(sample, strings.cut(sample[0])) for sample in samples]
         return build_responses(
@@ -266,6 +266,7 @@ class SglangBackend:
 
     def resume(self) -> None:
         """Takes the memory of the KV cache again."""
+        self._check_open()
         if self._is_released:
             self._call("resume")
             self._is_released = False
@@ -293,8 +294,7 @@ class SglangBackend:
         self._cache_tokens = found["cache_tokens"]
 
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None, **options: Any) -> Any:
-        if self._is_closed:
-            raise BackendError("the engine was closed; build the backend again")
+        self._check_open()
 
         def on_first() -> Any:
             assert self._engine is not None, "the first rank has the engine"
@@ -302,15 +302,14 @@ class SglangBackend:
 
         return self._replica.on_first(on_first)
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise BackendError("the engine was closed; build the backend again")
+
     def _find_problem(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> ReshardError | None:
         assert self._loaded is not None, "load_shards has asked"
-        rank = dist.get_rank()
-        held = self._layout.boxes_of(rank)
-        if again := sorted(self._loaded & shards.keys()):
-            return ReshardError(f"the parameters {again} came twice in one update")
         try:
-            boxes = {rank: {name: held[name] for name in shards if name in held}}
-            check_weights(replace(self._layout, boxes=boxes), rank, shards, "received")
+            check_shards(self._layout, dist.get_rank(), shards, self._loaded)
         except ReshardError as error:
             return error
         return None

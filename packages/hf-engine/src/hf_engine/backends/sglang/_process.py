@@ -34,6 +34,7 @@ class EngineProcess:
         self._directory = tempfile.mkdtemp(prefix="hf-engine-sglang-")
         self._log = Path(self._directory) / "engine.log"
         self._segments: set[str] = set()
+        self._ended = ""
         ours, theirs = socket.socketpair()
         arguments = [str(theirs.fileno()), str(os.getpid()), self._directory]
         with theirs, self._log.open("wb") as log:
@@ -62,13 +63,13 @@ class EngineProcess:
 
         Raises:
             BackendError: if the engine refuses, ends on the way or does not answer in time; in the latter cases it is
-                gone.
+                gone. So it is after an interrupt: its answer would be taken for the next request's.
         """
         self._running()
         try:
             self._connection.send_bytes(pickle.dumps((method, arguments, options)))
             if not self._wait(timeout_s, watch=method == "start"):
-                self.close()
+                self._end(f"it did not finish {method!r} in {timeout_s:g} s")
                 raise BackendError(
                     f"SGLang did not finish {method!r} in {timeout_s:g} s and was ended: build the backend again, with "
                     f"a longer {'start_timeout_s' if method == 'start' else 'timeout_s'} if it only needs more time"
@@ -76,9 +77,12 @@ class EngineProcess:
             succeeded, value = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             how, why = self._end_of_process(), self._last_words()
-            self.close()
+            self._end(f"in {method!r}, {how}")
             text = f"SGLang's process ended in {method!r} ({how}): {why}; build the backend again"
             raise BackendError(text) from error
+        except BaseException:
+            self._end(f"{method!r} was interrupted")
+            raise
         if not succeeded:
             raise BackendError(f"SGLang refused {method!r}: {value}")
         return value
@@ -92,6 +96,10 @@ class EngineProcess:
         self._connection.close()
         self._process = None
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _end(self, why: str) -> None:
+        self._ended = self._ended or f" ({why})"
+        self.close()
 
     def _wait(self, timeout_s: float, *, watch: bool) -> bool:
         """Whether an answer came in time. A start is watched for shared memory: an engine that fails ends its tree."""
@@ -107,7 +115,7 @@ class EngineProcess:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            raise BackendError("the SGLang engine has ended; build the backend again")
+            raise BackendError(f"the SGLang engine has ended{self._ended}; build the backend again")
         return self._process
 
     def _end_of_process(self) -> str:
@@ -118,9 +126,9 @@ class EngineProcess:
         return f"signal {-code}" if code < 0 else f"exit code {code}"
 
     def _last_words(self) -> str:
-        """The last error in the engine's log, else its last line."""
+        """The last error in the engine's log."""
         with self._log.open("rb") as log:
             log.seek(max(0, self._log.stat().st_size - _LOG_BYTES))
             lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception"))]
-        return (errors or lines or ["it left no message"])[-1][:500]
+        return (errors or ["it left no message"])[-1][:500]

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
+from hf_engine.backends._loading import check_shards, check_version
 from hf_engine.backends._memory import choose_cache_bytes
 from hf_engine.backends._versions import VLLM
 from hf_engine.backends.vllm._library import embedded
-from hf_engine.resharding.execute import check_weights
 from hf_engine.resharding.layouts import WeightLayout
 from hf_protocols.arguments import check_count
 from hf_protocols.errors import BackendError, ReshardError
@@ -129,12 +129,7 @@ class VllmBackend:
         """Hands this rank's boxes to vLLM's loaders; a layer is packed as soon as it is complete."""
         if self._loaded is None:
             raise BackendError("load_shards needs an update: call begin_weights first")
-        if again := sorted(self._loaded & shards.keys()):
-            raise ReshardError(f"the parameters {again} came twice in one update")
-        rank = dist.get_rank()
-        held = self._layout.boxes_of(rank)
-        wanted = {name: held[name] for name in shards if name in held}
-        check_weights(replace(self._layout, boxes={rank: wanted}), rank, shards, "received")
+        check_shards(self._layout, dist.get_rank(), shards, self._loaded)
         self._open().load({name: part for name, (part,) in shards.items()}, self._layout)
         self._loaded |= shards.keys()
 
@@ -144,7 +139,7 @@ class VllmBackend:
         Raises:
             ReshardError: if parameters did not arrive since `begin_weights`.
         """
-        check_count(BackendError, "version", version, least=0)
+        check_version(version)
         engine = self._open()
         if self._loaded is not None:
             if missing := sorted(self._layout.boxes_of(dist.get_rank()).keys() - self._loaded):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,11 +18,12 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hf_engine.backends._base import SamplingParams
-from hf_engine.backends._memory import take_again
+from hf_engine.backends._memory import choose_positions, take_again
+from hf_engine.backends._model_directory import find_model, refuse_incomplete
 from hf_engine.backends._responses import end_of_sequence_ids
 from hf_engine.backends._shard import Shard
 from hf_engine.backends.vllm._draws import DrawProcessor
-from hf_engine.backends.vllm._groups import SETTINGS, GroupSettings, current_tp_ranks, destroy_groups, unlink_sockets
+from hf_engine.backends.vllm._groups import GROUPS, current_tp_ranks, destroy_groups
 from hf_engine.backends.vllm._library import options_set, serving_threads
 from hf_engine.backends.vllm._requests import Response, run_requests
 from hf_engine.backends.vllm._weights import TRANSFER, register_transfer
@@ -71,7 +70,9 @@ def plan_layout(model: str | Path, topology: Topology, dtype: str) -> tuple[Mode
             f"{str(model)!r} has head_dim={shape.head_dim}; vLLM on a CPU runs {sizes}; choose another model, or "
             "rollout backend 'transformers'"
         )
-    return shape, generation_layout(shape, topology, dtype=dtype)
+    layout = generation_layout(shape, topology, dtype=dtype)
+    refuse_incomplete(find_model(model), layout.shapes)
+    return shape, layout
 
 
 class Engine:
@@ -103,7 +104,7 @@ class Engine:
     ) -> None:
         if model_parallel_is_initialized():
             raise BackendError("a process runs one vLLM engine at a time: close the other backend first")
-        positions = max_positions or shape.max_positions
+        positions = choose_positions(max_positions, shape.max_positions)
         needed = positions * _cache_bytes_per_token(shape, topology, dtype)
         if needed > cache_bytes:
             raise BackendError(
@@ -112,8 +113,6 @@ class Engine:
             )
         register_transfer()
         groups = topology.groups("gen_tp")
-        name: list[Any] = [f"hf-engine-{os.getpid()}-{uuid.uuid4().hex}"]
-        dist.broadcast_object_list(name)
         worker = "_cpu_worker.TopologyCpuWorker" if current_platform.is_cpu() else "_gpu_worker.TopologyGpuWorker"
         arguments = EngineArgs(
             model=str(model),
@@ -125,7 +124,7 @@ class Engine:
             tensor_parallel_size=len(groups[0]),
             distributed_executor_backend="external_launcher",
             worker_cls=f"hf_engine.backends.vllm.{worker}",
-            additional_config={SETTINGS: GroupSettings(groups, name[0])},
+            additional_config={GROUPS: groups},
             weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
             logits_processors=[DrawProcessor],
             logprobs_mode="processed_logits",
@@ -144,7 +143,6 @@ class Engine:
                 f"(raise it if the cache is too small, lower it if there is less memory), "
                 f"max_positions={max_positions}: {error}"
             ) from error
-        unlink_sockets()
         # It would destroy the default process group, which is the caller's; `close` does the rest of it.
         self._engine.engine_core._finalizer.detach()
         layers = self._engine.vllm_config.compilation_config.static_forward_context.values()
@@ -237,8 +235,13 @@ class Engine:
 
     @options_set()
     def reset_prefix_cache(self) -> None:
-        """Forgets the keys and values of all prompts."""
-        self._engine.reset_prefix_cache()
+        """Forgets the keys and values of all prompts.
+
+        Raises:
+            BackendError: if vLLM keeps them, which requests under way would have it do.
+        """
+        if not self._engine.reset_prefix_cache():
+            raise BackendError("vLLM did not drop its prefix cache: close this backend, build another")
 
     def release_cache(self) -> int:
         """Frees the KV cache; the bytes freed."""
@@ -277,8 +280,10 @@ def _cache_bytes_per_token(shape: ModelShape, topology: Topology, dtype: str) ->
 def _read_shape(model: str | Path) -> ModelShape:
     try:
         config = get_config(str(model), trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise BackendError(f"vLLM finds no model in {str(model)!r}: {error}") from error
+    except Exception as error:  # of a config.json that it cannot use it raises anything
+        raise BackendError(
+            f"vLLM finds no model in {str(model)!r}, or cannot use its config.json: {type(error).__name__}: {error}"
+        ) from error
     try:
         return ModelShape.from_config(config.to_dict())
     except ConfigError as error:

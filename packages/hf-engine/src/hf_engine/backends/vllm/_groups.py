@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.platforms import current_platform
 
-__all__ = ["SETTINGS", "GroupSettings", "current_tp_ranks", "destroy_groups", "form_groups", "unlink_sockets"]
+__all__ = ["GROUPS", "current_tp_ranks", "destroy_groups", "form_groups"]
 
-SETTINGS = "hf_engine"
-"""Key of the `GroupSettings` in vLLM's additional_config."""
-
-
-@dataclass(frozen=True)
-class GroupSettings:
-    """What a worker needs to form its groups."""
-
-    gen_tp: tuple[tuple[int, ...], ...]
-    """Every tensor-parallel group, in the order of its ranks."""
-    name: str
-    """Names the engine's shared memory; another engine on this machine has another."""
+GROUPS = "hf_engine_gen_tp_groups"
+"""Key of the tensor-parallel groups, each in the order of its ranks, in vLLM's additional_config."""
 
 
 def form_groups(vllm_config: Any, rank: int, local_rank: int, backend: str) -> None:
@@ -33,20 +21,21 @@ def form_groups(vllm_config: Any, rank: int, local_rank: int, backend: str) -> N
 
     `ensure_model_parallel_initialized` accepts groups that are there, if their sizes are those of its config.
     """
-    settings: GroupSettings = vllm_config.additional_config[SETTINGS]
-    os.environ["VLLM_DIST_IDENT"] = settings.name
+    gen_tp: Sequence[Sequence[int]] = vllm_config.additional_config[GROUPS]
     alone = [[other] for other in range(dist.get_world_size())]
     with set_current_vllm_config(vllm_config):
         parallel_state.set_custom_all_reduce(not vllm_config.parallel_config.disable_custom_all_reduce)
         parallel_state.init_distributed_environment(
             vllm_config.parallel_config.world_size, rank, "env://", local_rank, backend
         )
-        parallel_state._TP = parallel_state._ETP = _build(settings.gen_tp, local_rank, backend, "tp", broadcasts=True)
-        _unlink_shared_memory(settings.name)
+        # On a CPU vLLM lets a group "tp" spin in shared memory: for ever, where a peer has died. Under another name it
+        # takes the collectives of torch.distributed, which have a deadline.
+        name = "gen_tp" if current_platform.is_cpu() else "tp"
+        parallel_state._TP = parallel_state._ETP = _build(gen_tp, local_rank, backend, name)
         for name in ("dcp", "pcp", "pp", "dp"):
             setattr(parallel_state, f"_{name.upper()}", _build(alone, local_rank, backend, name))
         if vllm_config.model_config.is_moe:
-            parallel_state._EP = _build(settings.gen_tp, local_rank, backend, "ep")
+            parallel_state._EP = _build(gen_tp, local_rank, backend, "ep")
 
 
 def current_tp_ranks() -> tuple[int, ...]:
@@ -62,33 +51,8 @@ def destroy_groups() -> None:
     parallel_state._WORLD = parallel_state._NODE_COUNT = None
 
 
-def unlink_sockets() -> None:
-    """Takes the names of the sockets that this rank's group talks through, once all of it is connected: vLLM leaves
-    them behind.
-    """
-    queue = parallel_state.get_tp_group().mq_broadcaster
-    if queue is None or not queue._is_writer:
-        return
-    for address in (queue.handle.local_subscribe_addr, queue.handle.local_notify_addr):
-        if address is not None:
-            Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
-
-
-def _unlink_shared_memory(name: str) -> None:
-    """Takes the names of this rank's group from the shared memory that all of the group have open by now: a process
-    that is killed would leave them behind.
-    """
-    members = f"[{'-'.join(map(str, parallel_state._TP.ranks))}]"
-    for path in Path("/dev/shm").glob(f"{name}-*"):
-        if members in path.name:
-            path.unlink(missing_ok=True)
-
-
-def _build(groups: Sequence[Sequence[int]], local_rank: int, backend: str, name: str, broadcasts: bool = False) -> Any:
+def _build(groups: Sequence[Sequence[int]], local_rank: int, backend: str, name: str) -> Any:
+    # Objects are not broadcast in these groups, so they need none of vLLM's queues, which wait without a deadline.
     return parallel_state.init_model_parallel_group(
-        [list(group) for group in groups],
-        local_rank,
-        backend,
-        use_message_queue_broadcaster=broadcasts,
-        group_name=name,
+        [list(group) for group in groups], local_rank, backend, use_message_queue_broadcaster=False, group_name=name
     )
