@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +26,21 @@ def groups_of(spec, axis):
 def test_groups_are_those_of_the_topology(ranks3, spec, axis, expected):
     found = ranks3.run(groups_of, spec, axis)
     assert found == ([expected] * 3 if expected else [(0,), (1,), (2,)])
+
+
+def leave_early():
+    store, last = dist.distributed_c10d._get_default_store(), dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        time.sleep(1.0)
+        store.set("the last rank", "came")
+    group = build_groups(Topology(ParallelSpec(dp_size=dist.get_world_size())), "tp")
+    assert store.check(["the last rank"])
+    dist.destroy_process_group(group)
+
+
+def test_no_rank_goes_on_while_another_still_connects(ranks3):
+    """One that destroyed its group at once would close a connection that its peer is still making."""
+    ranks3.run(leave_early)
 
 
 def build_too_many():

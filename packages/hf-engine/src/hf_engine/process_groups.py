@@ -12,7 +12,14 @@ from hf_protocols.arguments import check_kind, check_number
 from hf_protocols.errors import TopologyError
 from hf_protocols.topology import Axis, Topology
 
-__all__ = ["build_groups", "default_timeout", "local_device", "local_world_size", "wait_for_device"]
+__all__ = [
+    "build_groups",
+    "default_timeout",
+    "local_device",
+    "local_world_size",
+    "wait_for_connections",
+    "wait_for_device",
+]
 
 
 def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = None) -> dist.ProcessGroup:
@@ -47,7 +54,17 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
         if dist.get_rank() in ranks:
             own = group
     assert own is not None, "every rank is in one group of every axis"
+    wait_for_connections()
     return own
+
+
+def wait_for_connections() -> None:
+    """Waits until every rank has made its groups. Collective over all ranks.
+
+    torch lets a rank go once its own connections stand. If it destroyed its groups at once, refused for another reason,
+    a rank that still connects to it over gloo would report a lost peer in place of that reason.
+    """
+    dist.all_reduce(torch.zeros(1, device=local_device()))
 
 
 def default_timeout() -> timedelta:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends.megatron._core import model_parallel_cuda_manual_seed, parallel_state
-from hf_engine.process_groups import default_timeout
+from hf_engine.process_groups import default_timeout, wait_for_connections
 from hf_protocols.errors import BackendError, TopologyError
 from hf_protocols.topology import Axis, Coordinate, Order, ParallelSpec, Topology
 
@@ -131,6 +131,7 @@ def _initialize(topology: Topology, seed: int) -> None:
         create_gloo_process_groups=False,
         distributed_timeout_minutes=default_timeout().total_seconds() / 60,
     )
+    wait_for_connections()
     _check_groups(topology)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):

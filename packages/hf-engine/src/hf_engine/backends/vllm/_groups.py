@@ -10,6 +10,8 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.platforms import current_platform
 
+from hf_engine.process_groups import wait_for_connections
+
 __all__ = ["GROUPS", "current_tp_ranks", "destroy_groups", "form_groups"]
 
 GROUPS = "hf_engine_gen_tp_groups"
@@ -36,6 +38,7 @@ def form_groups(vllm_config: Any, rank: int, local_rank: int, backend: str) -> N
             setattr(parallel_state, f"_{name.upper()}", _build(alone, local_rank, backend, name))
         if vllm_config.model_config.is_moe:
             parallel_state._EP = _build(gen_tp, local_rank, backend, "ep")
+    wait_for_connections()
 
 
 def current_tp_ranks() -> tuple[int, ...]:
