@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -194,3 +195,47 @@ def test_what_gloo_says_of_a_lost_rank_is_known(ranks1):
 def test_other_errors_stay_as_they_are():
     with pytest.raises(RuntimeError, match="shapes"), lost_peers_are_errors("train_step"):
         raise RuntimeError("shapes do not match")
+
+
+def write_over_others_files(model, folder):
+    """By a path that was meant otherwise: the files that are there stay, on both ranks one error says which."""
+    os.chdir(folder / "work")
+    backend = build_on_two(model)
+    for directory, reason in (
+        ("", "directory='': give the path"),
+        (".", "is the working directory or above it"),
+        ("..", "is the working directory or above it"),
+        (folder / "notes", "holds other files than a model or a checkpoint, such as 'notes.txt'"),
+        (folder / "nested", "holds other files than a model or a checkpoint"),
+        (folder / "notes" / "notes.txt", "is a file: give a directory"),
+    ):
+        for write in (backend.export_hf, backend.save_checkpoint):
+            with pytest.raises(BackendError, match=re.escape(reason)):
+                write(directory)
+    for directory in ("model", folder / "empty"):
+        for _ in range(2):
+            backend.export_hf(directory)
+        backend.save_checkpoint(directory)
+    backend.close()
+
+
+def build_on_two(model):
+    topology = Topology(ParallelSpec(dp_size=2))
+    return load_train_backend("fsdp").build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
+
+
+def test_nobody_elses_files_are_replaced(tmp_path):
+    for name, file in (
+        ("work", "train.py"),
+        ("notes", "notes.txt"),
+        ("nested", "config.json"),
+        ("nested/.git", "HEAD"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("mine")
+    (tmp_path / "empty").mkdir()
+    with LocalRanks(2, timeout_s=30) as ranks:
+        ranks.run(write_over_others_files, write_tiny_model(tmp_path / "model", **SIZES), tmp_path)
+    for name in ("work/train.py", "notes/notes.txt", "nested/config.json", "nested/.git/HEAD"):
+        assert (tmp_path / name).read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "model", "nested", "notes", "work"]

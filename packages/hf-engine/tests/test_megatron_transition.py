@@ -301,12 +301,18 @@ def test_equal_shards_are_one_all_gather_per_micro_dp_group_and_bucket(ranks4, w
             )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_trained_model_moves_within_the_plan_and_a_bucket(ranks4, tmp_path, dtype):
-    """All storages of a real backend, padding of the vocabulary too, which megatron-core by itself makes one."""
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 120}
-    model = write_tiny_model(tmp_path, num_hidden_layers=8, **sizes)
-    bucket_bytes = 3 * 96 * 64 * getattr(torch, dtype).itemsize
+@pytest.mark.parametrize(
+    ("vocab_size", "num_layers", "largest", "dtype"),
+    [(120, 8, 3 * 96, "float32"), (120, 8, 3 * 96, "bfloat16"), (4800, 4, 4800, "float32")],
+)
+def test_a_trained_model_moves_within_the_plan_and_a_bucket(ranks4, tmp_path, vocab_size, num_layers, largest, dtype):
+    """All storages of a real backend, padding of the vocabulary too, which megatron-core by itself makes one.
+
+    A bucket holds the largest storage, and most of the model is the embedding where that is the largest.
+    """
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": vocab_size}
+    model = write_tiny_model(tmp_path, num_hidden_layers=num_layers, **sizes)
+    bucket_bytes = largest * 64 * getattr(torch, dtype).itemsize
     for rank in ranks4.run(move_a_trained_model, model, TRAINED_LAYOUTS, dtype, bucket_bytes):
         for layout, (peak, planned) in zip(TRAINED_LAYOUTS, rank, strict=True):
             assert peak <= planned + bucket_bytes, (layout, peak, planned)

@@ -92,23 +92,24 @@ def test_ranks_of_a_replica_have_the_same_rows(ranks3):
     assert ranks3.run(agree_in_replicas, [whole, changed, whole], [0, 1, 2])[0] == same
 
 
-def test_ranks_of_one_replica_are_given_the_same_arguments(ranks2):
-    batches, replica = [batch_of_three()] * 2, [0, 0]
+@pytest.mark.parametrize("replicas", [[0, 0], [0, 1], None])
+def test_all_ranks_are_given_the_same_arguments(ranks2, replicas):
+    batches = [batch_of_three()] * 2
     # Functions that the ranks can import, which a test's own they cannot.
     first = {"temperature": 1, "loss_fn": partial(json.dumps, indent=1)}
     alike = {"temperature": 1.0, "loss_fn": json.dumps}
-    assert ranks2.run(agree_in_replicas, batches, replica, [first, alike]) == [[[0, 2, 1]]] * 2
-    for other, names in (
-        ({"temperature": 0.5}, "temperature"),
-        ({"loss_fn": json.loads}, "loss_fn"),
-        ({"loss_fn": None, "temperature": 2.0}, "temperature and loss_fn"),
+    assert ranks2.run(agree_in_replicas, batches, replicas, [first, alike]) == [[[0, 2, 1]]] * 2
+    for other, difference in (
+        ({"temperature": 0.5}, "rank 1 was given temperature=0.5, rank 0 temperature=1.0"),
+        ({"loss_fn": json.loads}, "rank 1 was given loss_fn=loads, rank 0 loss_fn=dumps"),
+        (
+            {"loss_fn": None, "temperature": 2.0},
+            "rank 1 was given temperature=2.0, rank 0 temperature=1.0; rank 1 was given loss_fn=None, rank 0 "
+            "loss_fn=dumps",
+        ),
     ):
-        message = (
-            f"rank 1 was given other {names} than rank 0, which is in the same replica: give all 2 ranks of a replica "
-            "the same batch and arguments; the ranks computed nothing"
-        )
-        assert ranks2.run(agree_in_replicas, batches, replica, [first, alike | other]) == [message] * 2
-    assert ranks2.run(agree_in_replicas, batches, [0, 1], [first, alike | other]) == [[[0, 2, 1]]] * 2
+        message = f"{difference}: give all ranks the same, as denominator the sum over all of them; the ranks computed nothing"
+        assert ranks2.run(agree_in_replicas, batches, replicas, [first, alike | other]) == [message] * 2
 
 
 def test_columns_that_no_loss_can_read_are_named():

@@ -227,6 +227,7 @@ def train_and_generate(backend, topology, train_model, rollout, directory):
         train.export_hf(Path(directory) / str(index))
         check_greedy_samples(train, reference_of(Path(directory) / str(index)), prompts, responses)
         assert responses["weight_version"].tolist() == [engine.weight_version] * 4
+        assert 0 < rollout._staging.num_bytes <= rollout.staging_bytes < memory.staging_bytes
     assert engine.weight_version == version + 2
     assert engine.plan.recv_bytes[rank] == count_lacking_bytes(engine.plan, rank)
     train.close()

@@ -164,6 +164,28 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(ranks2, tmp_path, backend, siz
     assert ranks2.run(make_mistakes_on_rank_1, model, backend, sizes) == [[], []]
 
 
+def give_own_denominators(model, backend_name):
+    """A rank's own number of tokens in the place of all ranks' would scale its gradients alone."""
+    backend = load_train_backend(backend_name).build(
+        model, topology=topology_of_all_ranks(), config=TrainConfig(learning_rate=1e-2)
+    )
+    rank, batch = dist.get_rank(), local_rows(4)
+    with pytest.raises(BatchError, match=r"rank 1 was given denominator=11\.0, rank 0 denominator=10\.0: give all"):
+        backend.train_step(batch, negative_logprobs, 10.0 + rank)
+    with pytest.raises(BatchError, match=r"rank 1 was given temperature=2\.0, rank 0 temperature=1\.0: give all"):
+        backend.compute_logprobs(batch, temperature=1.0 + rank)
+    assert backend.optimizer_steps == 0
+    backend.train_step(batch, negative_logprobs, 10.0)
+    backend.close()
+    return True
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_data_parallel_ranks_are_given_one_denominator(ranks2, tmp_path, backend):
+    model = write_tiny_model(tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    assert ranks2.run(give_own_denominators, model, backend) == [True, True]
+
+
 def give_a_replica_different_rows(model, sizes):
     """Every rank is told at once, and the next step is taken."""
     topology = Topology(ParallelSpec.parse(sizes))

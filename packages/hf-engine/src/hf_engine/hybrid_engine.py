@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._abilities import AdoptsWeights, SupportsShardLoading, SupportsWeightBuffers
+from hf_engine.backends._agreement import all_or_none
 from hf_engine.backends._base import RolloutBackend, SamplingParams, TrainBackend
 from hf_engine.backends._lost_peers import lost_peers_are_errors
 from hf_engine.pairing import agree_on_plan, build_transfer_group
@@ -23,6 +24,7 @@ from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.streaming import ShardStream
 from hf_engine.sample_proof import SampleProof
+from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import Topology
 
@@ -71,8 +73,8 @@ class TransitionMemory:
     generation shard, by the largest training storage at most or by what one bucket brings. What both layouts hold alike
     is lent to an engine that `AdoptsWeights`, and is never there twice."""
     staging_bytes: int
-    """Communication buffers, kept for the engine's lifetime, and the shards on their way into an engine that keeps
-    its weights itself."""
+    """Communication buffers, kept for the engine's lifetime; and for an engine that keeps its weights itself the shards
+    on their way into it, with what it needs to take them."""
 
 
 class HybridEngine:
@@ -120,24 +122,17 @@ class HybridEngine:
         self._mover: ShardMover | None = None
         self._proof: SampleProof | None = None
         self._released_bytes = 0
-        self._engine_bytes = 0
+        self._engine_bytes = self._loading_bytes = 0
         self._is_closed = False
-        group, device = build_transfer_group(plan, topology), local_device()
-        self._group = group
-        if isinstance(rollout, SupportsWeightBuffers):
-            rank = dist.get_rank()
-            self._executor = ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device)
-            if training_weights == "move" or (training_weights is None and source.dtype == target.dtype):
-                buffers = as_parts(rollout.weight_buffers())
-                adopt = rollout.adopt_weights if isinstance(rollout, AdoptsWeights) else None
-                self._mover = ShardMover(plan, rank, as_parts(train.local_weights()), buffers, adopt=adopt)
-                rollout.release()
-        else:
-            self._stream = ShardStream(plan, group=group, bucket_bytes=bucket_bytes, device=device)
-            assert isinstance(rollout, SupportsShardLoading), "refused with the plan"
-            self._engine_bytes = rollout.engine_bytes
-            self._released_bytes = rollout.release()
-            self._proof = SampleProof(train, topology, (source.dtype, target.dtype))
+        self._group = build_transfer_group(plan, topology)
+        with all_or_none("there is no HybridEngine on any rank"):
+            if isinstance(rollout, SupportsWeightBuffers):
+                moves = training_weights == "move" or (training_weights is None and source.dtype == target.dtype)
+                self._prepare_buffers(rollout, bucket_bytes, moves)
+            else:
+                assert isinstance(rollout, SupportsShardLoading), "refused with the plan"
+                self._prepare_stream(rollout, bucket_bytes)
+                self._proof = SampleProof(train, topology, (source.dtype, target.dtype))
         self._weight_version = rollout.weight_version
         self._weight_changes = train.weight_changes
         self._digest: int | None = None
@@ -145,6 +140,20 @@ class HybridEngine:
         self._is_current = False
         self._is_generating = False
         self._last_transition: Transition | None = None
+
+    def _prepare_buffers(self, rollout: SupportsWeightBuffers, bucket_bytes: int, moves: bool) -> None:
+        plan, device = self._plan, local_device()
+        self._executor = ReshardExecutor(plan, group=self._group, bucket_bytes=bucket_bytes, device=device)
+        if moves:
+            weights, buffers = as_parts(self._train.local_weights()), as_parts(rollout.weight_buffers())
+            adopt = rollout.adopt_weights if isinstance(rollout, AdoptsWeights) else None
+            self._mover = ShardMover(plan, dist.get_rank(), weights, buffers, adopt=adopt)
+            self._rollout.release()
+
+    def _prepare_stream(self, rollout: SupportsShardLoading, bucket_bytes: int) -> None:
+        self._stream = ShardStream(self._plan, group=self._group, bucket_bytes=bucket_bytes, device=local_device())
+        self._engine_bytes, self._loading_bytes = rollout.engine_bytes, rollout.staging_bytes
+        self._released_bytes = self._rollout.release()
 
     @property
     def plan(self) -> ReshardPlan:
@@ -168,7 +177,7 @@ class HybridEngine:
             training_bytes=0 if moved or self._offloads else trained,
             host_bytes=trained if self._offloads else outside,
             peak_bytes=both if self._mover is None else self._executor.peak_bytes(self._mover),
-            staging_bytes=self._stream.staging_bytes if fed else self._executor.buffer_bytes,
+            staging_bytes=self._stream.staging_bytes + self._loading_bytes if fed else self._executor.buffer_bytes,
         )
 
     @property
@@ -191,12 +200,12 @@ class HybridEngine:
 
         An engine that keeps its weights itself is asked what no digest can see: when the first block that generated
         ends, and the first after the weights changed, the training backend scores some samples again. These ends are
-        collective over all ranks, too, and a block that fails on one fails on all.
+        collective over all ranks, too, and a block that fails on one fails on all; so does one that cannot be entered.
 
         Raises:
             ReshardError: if a transfer fails, or weights of some ranks only changed, or samples are not those of the
                 training weights, which are intact.
-            BackendError: inside another `generation()`; if the block failed on other ranks.
+            BackendError: inside another `generation()`; if other ranks could not enter the block, or it failed there.
         """
         self._check_open("generation()")
         if self._is_generating:
@@ -226,27 +235,31 @@ class HybridEngine:
         start = time.perf_counter()
         changed = self._train.weight_changes != self._weight_changes
         moves = self._mover is not None or not self._is_current or changed
-        if self._mover is None:
-            agree_on_moving(moves, self._group, local_device())
-        digest, received = self._digest, 0
+        digest, received, has_begun = self._digest, 0, False
         try:
-            if moves:
-                received = self._transfer()
-            self._last_transition = Transition(
-                weight_version=self._weight_version,
-                seconds=time.perf_counter() - start if moves else 0.0,
-                recv_bytes=received,
-                is_unchanged=changed and digest is not None and digest == self._digest and self._holds_weights,
-            )
-            if self._offloads:
-                self._train.offload(weights=True)
-            if isinstance(self._rollout, SupportsShardLoading):
-                self._rollout.resume()
+            # Ranks between which nothing moves do not hear of each other in the transfer, nor of what comes after it.
+            with all_or_none("no rank generates") if self._proof is not None else nullcontext():
+                if self._mover is None:
+                    agree_on_moving(moves, self._group, local_device())
+                has_begun = True
+                if moves:
+                    received = self._transfer()
+                self._last_transition = Transition(
+                    weight_version=self._weight_version,
+                    seconds=time.perf_counter() - start if moves else 0.0,
+                    recv_bytes=received,
+                    is_unchanged=changed and digest is not None and digest == self._digest and self._holds_weights,
+                )
+                if self._offloads:
+                    self._train.offload(weights=True)
+                if isinstance(self._rollout, SupportsShardLoading):
+                    self._rollout.resume()
             self._is_generating = True
             yield
         except BaseException:
-            with suppress(BackendError):  # of an engine that is gone, which is not what happened first
-                self._leave()
+            if has_begun:
+                with suppress(BackendError):  # of an engine that is gone, which is not what happened first
+                    self._leave()
             raise
         self._leave()
 
@@ -279,9 +292,19 @@ class HybridEngine:
 
     @lost_peers_are_errors("sum_over_ranks")
     def sum_over_ranks(self, value: float) -> float:
-        """Adds a number over all ranks of the topology; every rank gets the sum. Collective."""
-        total = torch.tensor(value, dtype=torch.float64, device=local_device())
-        dist.all_reduce(total)
+        """Adds a number over all ranks of the topology; every rank gets the sum. Collective.
+
+        Raises:
+            BackendError: on every rank, if any gave something else than a number.
+        """
+        is_number = isinstance(value, int | float)
+        summands = [float(value), 0.0] if is_number else [0.0, 1.0]
+        summed = torch.tensor(summands, dtype=torch.float64, device=local_device())
+        dist.all_reduce(summed)
+        total, refusals = summed.tolist()
+        if refusals:
+            given = show(value) if not is_number else "a number here, and something else on other ranks"
+            raise BackendError(f"sum_over_ranks: value={given}: give a number on every rank")
         return float(total)
 
     def close(self) -> None:

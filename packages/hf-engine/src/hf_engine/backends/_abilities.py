@@ -54,6 +54,12 @@ class SupportsShardLoading(Protocol):
         """Bytes of weights and KV cache that the engine holds now on this rank."""
         ...
 
+    @property
+    def staging_bytes(self) -> int:
+        """The most bytes that this rank's shards occupy on their way through an update, on the device, the host or in
+        files, beside the tensors that `load_shards` is given."""
+        ...
+
     def begin_weights(self) -> None:
         """Starts an update; drops what an unfinished one left behind."""
         ...

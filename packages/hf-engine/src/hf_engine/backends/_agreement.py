@@ -16,10 +16,36 @@ from safetensors import SafetensorError
 from hf_engine.backends._lost_peers import is_of_a_lost_peer
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.process_groups import local_device
-from hf_engine.resharding.agreement import refuse_together
+from hf_engine.resharding.agreement import HIGHEST, refuse_together, spread
 from hf_protocols.errors import BackendError, BatchError, HybridFlowError, NonFiniteLossError
 
-__all__ = ["agree_on_micro_batches", "refuse_non_finite", "together"]
+__all__ = ["agree_on_micro_batches", "all_or_none", "refuse_non_finite", "together"]
+
+
+@contextmanager
+def all_or_none(outcome: str) -> Iterator[None]:
+    """A block that all ranks get through, or none. Collective at its end, over the default group.
+
+    Beside `together` the reasons travel only where there are some, and a rank that failed raises its own error.
+
+    Args:
+        outcome: what comes of it where a rank failed: `"no rank generates"`.
+
+    Raises:
+        BackendError: on the ranks that did not fail, naming those that did and why. Not for a lost rank: nobody could
+            be told.
+    """
+    refusal: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        if is_of_a_lost_peer(error) or is_of_a_lost_peer(error.__cause__):
+            raise
+        refusal = error
+    number = 0 if refusal is None else HIGHEST
+    _, highest = spread(number, number, None, local_device())
+    if highest == HIGHEST:
+        refuse_together(refusal, None, range(dist.get_world_size()), BackendError, outcome)
 
 
 @contextmanager
@@ -78,33 +104,35 @@ def agree_on_micro_batches(
         needs_rows: refuses a batch of which no rank has a row.
         replicas: for every rank of the group the number of its replica, all ranks of which have the same rows; None
             where every rank has rows of its own.
-        arguments: by name, what else the ranks of a replica are given alike; of a function its name counts.
+        arguments: by name, what else all ranks are given alike; of a function its name counts.
 
     Raises:
         HybridFlowError: on every rank, if any refuses its arguments or rows: its own refusal there, on the others a
-            BatchError that names the rank and says why. Or if none has a row and one is needed, or ranks of one replica
-            have different ones, or different arguments.
+            BatchError that names the rank and says why. Or if none has a row and one is needed, ranks of one replica
+            have different ones, or any ranks different arguments.
     """
     refusal: Exception | None = None
     micro_batches: list[MicroBatch] = []
     given: dict[str, str] = {}
-    digest = 0
+    digest = common = 0
     try:
         sequences = prepare()
         micro_batches = sequences.micro_batches(max_tokens)
         given = {name: _described(value) for name, value in (arguments or {}).items()}
-        digest = crc32(repr(given).encode(), sequences.digest()) if replicas else 0
+        digest, common = sequences.digest() if replicas else 0, crc32(repr(given).encode())
     except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
         refusal = error
     digests = _by_replica(digest, replicas or (), group)
-    agreed = torch.tensor([len(micro_batches), refusal is not None, *digests], device=device)
+    agreed = torch.tensor([len(micro_batches), refusal is not None, common, -common, *digests], device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-    num_micro_batches, refused, *digests = agreed.tolist()
+    num_micro_batches, refused, highest, negated, *digests = agreed.tolist()
     if refused:
         ranks = dist.get_process_group_ranks(group)
         refuse_together(refusal, group, ranks, BatchError, "the other ranks computed nothing")
+    if highest != -negated:
+        _refuse_other_arguments(given, group)
     if replicas and any(highest != -negated for highest, negated in zip(digests[::2], digests[1::2], strict=True)):
-        _refuse_differences({"rows": f"{sequences.digest()}"} | given, replicas, group)
+        _refuse_other_rows(digest, replicas, group)
     if needs_rows and not num_micro_batches:
         raise BatchError("the batch has no rows on any data-parallel rank: there is nothing to take a step on")
     dummies = [MicroBatch.dummy() for _ in range(max(1, num_micro_batches) - len(micro_batches))]
@@ -129,21 +157,36 @@ def _described(value: object) -> str:
     return repr(float(value) if isinstance(value, int | float) else value)
 
 
-def _refuse_differences(given: Mapping[str, str], replicas: Sequence[int], group: dist.ProcessGroup) -> NoReturn:
-    """Names the ranks that were given something else than the first of their replica, and what. Collective."""
-    told: list[Mapping[str, str]] = [{}] * len(replicas)
+def _refuse_other_arguments(given: Mapping[str, str], group: dist.ProcessGroup) -> NoReturn:
+    """Names the ranks that were given something else than the first one, and what. Collective."""
+    told: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(told, given, group=group)
+    first, *others = dist.get_process_group_ranks(group)
+    differences = [
+        f"rank {rank} was given {name}={theirs.get(name)}, rank {first} {name}={told[0].get(name)}"
+        for rank, theirs in zip(others, told[1:], strict=True)
+        for name in given
+        if theirs.get(name) != told[0].get(name)
+    ]
+    raise BatchError(
+        f"{'; '.join(differences)}: give all ranks the same, as denominator the sum over all of them; the ranks "
+        "computed nothing"
+    )
+
+
+def _refuse_other_rows(digest: int, replicas: Sequence[int], group: dist.ProcessGroup) -> NoReturn:
+    """Names the ranks that were given other rows than the first of their replica. Collective."""
+    told = [0] * len(replicas)
+    dist.all_gather_object(told, digest, group=group)
     ranks = dist.get_process_group_ranks(group)
     first = {replica: replicas.index(replica) for replica in replicas}
     others = [
-        f"rank {ranks[index]} was given other {' and '.join(names)} than rank {ranks[first[replica]]}, which is in the "
-        "same replica"
+        f"rank {ranks[index]} was given other rows than rank {ranks[first[replica]]}, which is in the same replica"
         for index, replica in enumerate(replicas)
-        if (names := [name for name in given if told[index].get(name) != told[first[replica]].get(name)])
+        if told[index] != told[first[replica]]
     ]
-    what = "batch" if all(" other rows than " in other for other in others) else "batch and arguments"
     raise BatchError(
-        f"{'; '.join(others)}: give all {replicas.count(0)} ranks of a replica the same {what}; the ranks computed "
+        f"{'; '.join(others)}: give all {replicas.count(0)} ranks of a replica the same batch; the ranks computed "
         "nothing"
     )
 

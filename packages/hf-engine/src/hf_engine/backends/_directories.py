@@ -15,14 +15,21 @@ from hf_protocols.errors import BackendError
 
 __all__ = ["check_directory", "write_directory"]
 
+_WRITTEN = ("config.json", "checkpoint.json", ".metadata")
+"""One of these is in every model and checkpoint that was written here: whose folder they lack is somebody else's."""
+
 
 def check_directory(directory: object) -> None:
     """Refuses what names no directory."""
     check_kind(BackendError, "directory", directory, str | Path, "the path of a directory")
+    if directory == "":
+        raise BackendError("directory='': give the path of a directory")
 
 
 def write_directory(directory: str | Path, write: Callable[[Path], None], group: dist.ProcessGroup) -> None:
-    """Fills a directory beside `directory` and then renames it there, replacing what was there. Collective.
+    """Fills a directory beside `directory` and then renames it there. Collective.
+
+    An earlier model or checkpoint there is replaced, and nothing else.
 
     Args:
         directory: what the reader will find; its parent directories are created.
@@ -30,7 +37,8 @@ def write_directory(directory: str | Path, write: Callable[[Path], None], group:
         group: the ranks that write together; they need one file system.
 
     Raises:
-        BackendError: on every rank, if the operating system refused a step on any; what was there is still there.
+        BackendError: on every rank, if the operating system refused a step on any, or where other files are: what was
+            there is still there.
     """
     is_first = dist.get_rank(group) == 0
     with together("write", group):
@@ -38,12 +46,28 @@ def write_directory(directory: str | Path, write: Callable[[Path], None], group:
         target = Path(directory).absolute()
         filling = target.with_name(f".{target.name}.filling")
         if is_first:
+            _refuse_others_files(target)
             _prepare(filling)
     with together("write", group):
         write(filling)
     with together("write", group):
         if is_first:
             _replace(target, filling)
+
+
+def _refuse_others_files(target: Path) -> None:
+    """A working directory or a home that was named by mistake must not go."""
+    if not target.exists():
+        return
+    if not target.is_dir() or Path.cwd().is_relative_to(target.resolve()):
+        what = "the working directory or above it" if target.is_dir() else "a file"
+        raise BackendError(f"{target} is {what}: give a directory of its own, which need not exist")
+    entries = list(target.iterdir())
+    if entries and (any(map(Path.is_dir, entries)) or not any((target / name).is_file() for name in _WRITTEN)):
+        raise BackendError(
+            f"{target} holds other files than a model or a checkpoint, such as {entries[0].name!r}, which would be lost: "
+            "give a directory of its own, or empty it first"
+        )
 
 
 def _prepare(filling: Path) -> None:

@@ -356,8 +356,8 @@ class FsdpBackend:
             check_number(BackendError, "temperature", temperature)
             return SequenceBatch(batch, self._model.get_input_embeddings().weight.shape[0])
 
-        max_tokens = self._config.micro_batch_tokens
-        return agree_on_micro_batches(prepare, max_tokens, self._group, self._device, needs_rows=needs_rows)
+        most, given = self._config.micro_batch_tokens, {"temperature": temperature, "denominator": denominator}
+        return agree_on_micro_batches(prepare, most, self._group, self._device, needs_rows=needs_rows, arguments=given)
 
     def _agreed_grad_norm(self, optimizer: ShardedAdamW, loss: float) -> float:
         """The global gradient norm; refuses the step on every rank if it or the loss is not finite on any."""

@@ -37,6 +37,11 @@ class PackedEngine:
         return sum(buffer.nbytes for buffer in self._inner.weight_buffers().values())
 
     @property
+    def staging_bytes(self) -> int:
+        """Nothing: shards are written where they stay."""
+        return 0
+
+    @property
     def weight_version(self) -> int:
         """Of the inner engine."""
         return self._inner.weight_version

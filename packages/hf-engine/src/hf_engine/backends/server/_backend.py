@@ -151,6 +151,11 @@ class ServerBackend:
         """
         return self._weight_bytes + self._cache_bytes - self._freed_bytes() if self._speaks else 0
 
+    @property
+    def staging_bytes(self) -> int:
+        """The files that this rank writes, in memory where `weights_directory` is."""
+        return self._layout.held_bytes(dist.get_rank())
+
     def weight_layout(self) -> WeightLayout:
         """Every parameter whole on one rank, which writes it to a file; a tied embedding once."""
         return self._layout

@@ -22,7 +22,7 @@ from hf_engine.backends._versions import SGLANG
 from hf_engine.backends.sglang._library import build_environment
 from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_options
 from hf_engine.backends.sglang._process import EngineProcess
-from hf_engine.backends.sglang._staging import Staging
+from hf_engine.backends.sglang._staging import REPORT_BYTES, Staging, staged_bytes
 from hf_engine.process_groups import build_groups, local_device
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
@@ -166,12 +166,18 @@ class SglangBackend:
 
     @property
     def engine_bytes(self) -> int:
-        """Bytes of this rank's weights and KV cache, in the engine's processes.
-
-        The memory through which shards reach them comes beside it, `staging_bytes` at most or the largest shard.
-        """
+        """Bytes of this rank's weights and KV cache, in the engine's processes; 0 once they were closed."""
+        if self._is_closed:
+            return 0
         cache = 0 if self._is_released else self._cache_tokens * self._cache_token_bytes
         return self._layout.held_bytes(dist.get_rank()) + cache
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory shared with the engine's processes: the `staging_bytes` of `build`, or what all or the largest shard
+        takes."""
+        sizes = [self._staged_bytes(name) for name in self._layout.shapes]
+        return REPORT_BYTES + min(sum(sizes), max(self._max_staging_bytes, *sizes))
 
     def replica_ranks(self) -> tuple[int, ...]:
         """The ranks that feed one engine, in the order of its tensor-parallel ranks."""
@@ -316,18 +322,22 @@ class SglangBackend:
 
     def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Parameters that fit the staging memory together, the same on every rank; at least one at a time."""
-        itemsize = getattr(torch, self._layout.dtype).itemsize
         bucket: list[str] = []
         taken = 0
         for name in names:
-            largest = max(self._layout.boxes_of(rank)[name][0].numel for rank in self._replica.ranks) * itemsize
-            if bucket and taken + largest > self._max_staging_bytes:
+            size = self._staged_bytes(name)
+            if bucket and taken + size > self._max_staging_bytes:
                 yield bucket
                 bucket, taken = [], 0
             bucket.append(name)
-            taken += largest
+            taken += size
         if bucket:
             yield bucket
+
+    def _staged_bytes(self, name: str) -> int:
+        """Of the largest part that a rank of the replica has of a parameter."""
+        numel = max(self._layout.boxes_of(rank)[name][0].numel for rank in self._replica.ranks)
+        return staged_bytes(numel * self._layout.element_bytes)
 
     def _check_cache(self, lengths: Sequence[int], sampling: SamplingParams) -> None:
         for row, length in enumerate(lengths):

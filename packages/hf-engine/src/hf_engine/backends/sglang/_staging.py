@@ -14,9 +14,10 @@ import torch
 
 from hf_engine.resharding.boxes import Box
 
-__all__ = ["Staging", "read_staging", "write_report"]
+__all__ = ["REPORT_BYTES", "Staging", "read_staging", "staged_bytes", "write_report"]
 
-_REPORT_BYTES = 4096
+REPORT_BYTES = 4096
+"""Of the memory, before the shards: the room for what a loader could not do."""
 _ALIGNMENT = 64
 
 
@@ -41,15 +42,15 @@ class Staging:
         dtype: str,
     ) -> str:
         """Copies the shards into the memory; returns the description that `load_staged` takes."""
-        starts, end = [], _REPORT_BYTES
+        starts, end = [], REPORT_BYTES
         for shard in shards.values():
             starts.append(end)
-            end += -(-shard.nbytes // _ALIGNMENT) * _ALIGNMENT
+            end += staged_bytes(shard.nbytes)
         self._reserve(end)
         for start, shard in zip(starts, shards.values(), strict=True):
             room = self._memory[start : start + shard.nbytes].view(shard.dtype).view(shard.shape)
             room.copy_(shard)
-        self._memory[:_REPORT_BYTES].zero_()
+        self._memory[:REPORT_BYTES].zero_()
         described = [
             (name, list(shapes[name]), boxes[name].offset, boxes[name].shape, start)
             for name, start in zip(shards, starts, strict=True)
@@ -59,7 +60,7 @@ class Staging:
 
     def report(self) -> str:
         """What the loader could not do; empty if all went well."""
-        return bytes(self._memory[:_REPORT_BYTES].numpy()).rstrip(b"\0").decode(errors="replace")
+        return bytes(self._memory[:REPORT_BYTES].numpy()).rstrip(b"\0").decode(errors="replace")
 
     def close(self) -> None:
         """Gives the memory back."""
@@ -70,6 +71,11 @@ class Staging:
         if num_bytes > self.num_bytes:
             os.ftruncate(self._file, num_bytes)
             self._memory = torch.frombuffer(mmap.mmap(self._file, num_bytes), dtype=torch.uint8)
+
+
+def staged_bytes(num_bytes: int) -> int:
+    """What a shard of so many bytes takes in the memory."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def read_staging(description: str) -> tuple[torch.Tensor, list[tuple[str, tuple[int, ...], Box, torch.Tensor]]]:
@@ -95,5 +101,5 @@ def read_staging(description: str) -> tuple[torch.Tensor, list[tuple[str, tuple[
 
 def write_report(staging: torch.Tensor, text: str) -> None:
     """Leaves a message for `Staging.report`."""
-    written = text.encode()[: _REPORT_BYTES - 1]
+    written = text.encode()[: REPORT_BYTES - 1]
     staging[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +114,14 @@ class VllmBackend:
         """Bytes of this rank's weights and of the KV cache; nothing of the latter while it is released."""
         return self._layout.held_bytes(dist.get_rank()) + self._open().cache_bytes
 
+    @property
+    def staging_bytes(self) -> int:
+        """What vLLM's largest module takes twice: it keeps a module's shards until all are there, then packs them."""
+        sizes: dict[str, int] = defaultdict(int)
+        for name, (box,) in self._layout.boxes_of(dist.get_rank()).items():
+            sizes[_module_of(name)] += box.numel * self._layout.element_bytes
+        return 2 * max(sizes.values())
+
     def replica_ranks(self) -> tuple[int, ...]:
         """The ranks of vLLM's tensor-parallel group."""
         return self._open().tp_ranks()
@@ -193,3 +203,9 @@ class VllmBackend:
         if self._engine is None:
             raise BackendError("the engine was closed; build another backend")
         return self._engine
+
+
+def _module_of(name: str) -> str:
+    """The module of vLLM's that a parameter is packed into: its own, or that of q, k and v, or of gate and up."""
+    module = name.rpartition(".")[0]
+    return re.sub(r"\.[qkv]_proj$", ".qkv_proj", re.sub(r"\.(gate|up)_proj$", ".gate_up_proj", module))
