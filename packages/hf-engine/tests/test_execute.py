@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.resharding.boxes import Box
-from hf_engine.resharding.execute import ReshardExecutor, check_weights, execute_reshard
+from hf_engine.resharding.execute import ReshardExecutor, execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
+from hf_engine.resharding.matching import check_weights
 from hf_engine.resharding.plan import plan_reshard
 from hf_engine.resharding.steps import Step
 from hf_engine.testing import LocalRanks
@@ -313,6 +314,46 @@ def refuse_together():
 
 def test_a_mistake_on_one_rank_is_an_error_on_all_before_anything_moves(ranks2):
     ranks2.run(refuse_together)
+
+
+def give_rank_1_what_cannot_be():
+    shapes, rank = {"w": (8, 4)}, dist.get_rank()
+    plan = plan_reshard(fsdp_layout(shapes, range(2)), replicated_layout(shapes, range(2)))
+    held, wanted = empty_weights(plan.source, rank), empty_weights(plan.target, rank)
+    for wrong, message in (
+        ({"bucket_bytes": 1}, "bucket_bytes=1 does not hold four"),
+        ({"device": "nope"}, "device='nope' cannot be used"),
+        ({"device": "meta"}, "device='meta' holds no bytes"),
+        ({"plan": None}, "plan=None: give a ReshardPlan"),
+    ):
+        given = {"plan": plan, "source": held, "target": wanted} | (wrong if rank else {})
+        with pytest.raises(ReshardError, match=message if rank else f"rank 1 refused: {message}"):
+            execute_reshard(**given)
+    for ranks in ([0], [0, 0], "ab", [0, 1, 2]):
+        with pytest.raises(ReshardError, match=r"ranks=.*: give one plan rank for each of the 2 ranks of the group"):
+            ReshardExecutor(plan, ranks=ranks)
+    execute_reshard(plan, held, wanted)
+
+
+def test_one_ranks_argument_that_cannot_be_is_an_error_on_all(ranks2):
+    ranks2.run(give_rank_1_what_cannot_be)
+
+
+def stand_outside():
+    group = dist.new_group([0, 1])
+    shapes, rank = {"w": (8, 4)}, dist.get_rank()
+    plan = plan_reshard(fsdp_layout(shapes, range(2)), replicated_layout(shapes, range(2)))
+    if rank == 2:
+        for outside in (group, "x"):
+            with pytest.raises(ReshardError, match=r"give a process group that this rank is in|is not in the group"):
+                execute_reshard(plan, {}, {}, outside)
+    else:
+        assert execute_reshard(plan, empty_weights(plan.source, rank), empty_weights(plan.target, rank), group) == 64
+    dist.barrier()
+
+
+def test_a_rank_outside_of_the_group_runs_no_plan(ranks3):
+    ranks3.run(stand_outside)
 
 
 def plans_that_differ():

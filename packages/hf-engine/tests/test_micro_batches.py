@@ -99,16 +99,19 @@ def test_all_ranks_are_given_the_same_arguments(ranks2, replicas):
     first = {"temperature": 1, "loss_fn": partial(json.dumps, indent=1)}
     alike = {"temperature": 1.0, "loss_fn": json.dumps}
     assert ranks2.run(agree_in_replicas, batches, replicas, [first, alike]) == [[[0, 2, 1]]] * 2
-    for other, difference in (
-        ({"temperature": 0.5}, "rank 1 was given temperature=0.5, rank 0 temperature=1.0"),
-        ({"loss_fn": json.loads}, "rank 1 was given loss_fn=loads, rank 0 loss_fn=dumps"),
-        (
-            {"loss_fn": None, "temperature": 2.0},
-            "rank 1 was given temperature=2.0, rank 0 temperature=1.0; rank 1 was given loss_fn=None, rank 0 "
-            "loss_fn=dumps",
-        ),
+    temperature, loss = (
+        "rank 1 was given temperature={}, rank 0 temperature=1.0",
+        "rank 1 was given loss_fn={}, rank 0 {}",
+    )
+    for other, differences in (
+        ({"temperature": 0.5}, [temperature.format(0.5)]),
+        ({"loss_fn": json.loads}, [loss.format("loads", "loss_fn=dumps")]),
+        ({"loss_fn": None, "temperature": 2}, [temperature.format(2.0), loss.format(None, "loss_fn=dumps")]),
     ):
-        message = f"{difference}: give all ranks the same, as denominator the sum over all of them; the ranks computed nothing"
+        message = (
+            f"{'; '.join(differences)}: give all ranks the same, as denominator the sum over all of them; the ranks "
+            "computed nothing"
+        )
         assert ranks2.run(agree_in_replicas, batches, replicas, [first, alike | other]) == [message] * 2
 
 

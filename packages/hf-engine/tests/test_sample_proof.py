@@ -185,6 +185,65 @@ def test_an_engine_that_dies_is_an_error_on_all_ranks_and_training_has_its_weigh
     ranks2.run(lose_the_engine, write_tiny_model(tmp_path, max_position_embeddings=128))
 
 
+class RefusingEngine(PackedEngine):
+    """On the last rank one method fails once."""
+
+    fails_in = ""
+
+    def _fail_once(self, method):
+        if method == self.fails_in and dist.get_rank() == dist.get_world_size() - 1:
+            self.fails_in = ""
+            raise BackendError(f"the engine died in {method}")
+
+    def begin_weights(self):
+        self._fail_once("begin_weights")
+        super().begin_weights()
+
+    def load_shards(self, shards):
+        self._fail_once("load_shards")
+        super().load_shards(shards)
+
+    def commit_weights(self, version):
+        self._fail_once("commit_weights")
+        super().commit_weights(version)
+
+    def resume(self):
+        self._fail_once("resume")
+        super().resume()
+
+
+def refuse_to_enter(model, backend, sizes):
+    """The deadline of the ranks is far away: all are told at once, and enter the next time."""
+    topology = Topology(ParallelSpec.parse(sizes), GenerationSpec())
+    train = load_train_backend(backend).build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
+    inner = load_rollout_backend("transformers").build(model, topology=topology)
+    rollout = RefusingEngine(inner)
+    engine, last = HybridEngine(train, rollout, topology), dist.get_world_size() - 1
+    for method in ("begin_weights", "load_shards", "commit_weights", "resume"):
+        step(train)
+        rollout.fails_in = method
+        told = f"^the engine died in {method}$" if dist.get_rank() == last else f"rank {last} refused: the engine died"
+        with pytest.raises((BackendError, ReshardError), match=told), engine.generation():
+            pytest.fail("a rank generates")
+    with engine.generation():
+        responses = engine.generate(PROMPTS, GREEDY)
+    assert len(responses) == 6
+    engine.close()
+
+
+@pytest.mark.parametrize(("backend", "sizes"), [("fsdp", "1-1-2"), ("megatron", "1-1-2")])
+def test_a_rank_that_cannot_enter_is_an_error_on_all(ranks2, tmp_path, backend, sizes):
+    """Also where nothing moves between the ranks, so that the transfer says nothing."""
+    ranks2.run(refuse_to_enter, write_tiny_model(tmp_path, max_position_embeddings=128), backend, sizes)
+
+
+def test_ranks_of_other_groups_hear_of_a_rank_that_cannot_enter(tmp_path):
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    model = write_tiny_model(tmp_path, max_position_embeddings=128, **heads)
+    with LocalRanks(4, timeout_s=60) as ranks:
+        ranks.run(refuse_to_enter, model, "megatron", "1-2-2")
+
+
 def fail_after(engine):
     engine.generate(PROMPTS, GREEDY)
     raise KeyError("ours")

@@ -202,6 +202,9 @@ def test_layers_of_both_kinds_are_refused(mixed: dict[str, Any]) -> None:
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"max_position_embeddings": 0}, "max_positions=0"),
         ({"num_experts": -8}, "num_experts=-8 must be a whole number of at least 0"),
+        ({"num_hidden_layers": 10**30}, f"num_layers={10**30} must be at most 100000"),
+        ({"vocab_size": 10**30}, f"vocab_size={10**30} must be at most 2147483647"),
+        ({"num_experts": 10**6}, "num_experts=1000000 must be at most 100000"),
         ({"num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ],
 )

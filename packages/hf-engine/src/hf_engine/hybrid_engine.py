@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._abilities import AdoptsWeights, SupportsShardLoading, SupportsWeightBuffers
-from hf_engine.backends._agreement import all_or_none
 from hf_engine.backends._base import RolloutBackend, SamplingParams, TrainBackend
-from hf_engine.backends._lost_peers import lost_peers_are_errors
+from hf_engine.backends._lost_peers import all_or_none, lost_peers_are_errors
 from hf_engine.pairing import agree_on_plan, build_transfer_group
 from hf_engine.process_groups import local_device, wait_for_device
 from hf_engine.resharding.agreement import agree_on_moving

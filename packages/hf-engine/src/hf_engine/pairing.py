@@ -11,7 +11,8 @@ from hf_engine.backends._abilities import SupportsShardLoading, SupportsWeightBu
 from hf_engine.backends._base import RolloutBackend, TrainBackend
 from hf_engine.process_groups import build_groups, local_device, local_world_size
 from hf_engine.resharding.agreement import HIGHEST, agree
-from hf_engine.resharding.execute import Weights, as_parts, check_bucket_bytes, check_weights
+from hf_engine.resharding.execute import Weights, as_parts, check_bucket_bytes
+from hf_engine.resharding.matching import check_weights
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
 from hf_engine.resharding.usable import check_writable
 from hf_protocols.arguments import check_kind

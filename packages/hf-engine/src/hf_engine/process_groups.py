@@ -39,6 +39,8 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
     check_kind(TopologyError, "topology", topology, Topology, "a Topology, such as Topology(ParallelSpec(dp_size=2))")
     if timeout_s is not None:
         check_number(TopologyError, "timeout_s", timeout_s)
+    if not dist.is_initialized():
+        raise TopologyError("there is no process group: call torch.distributed.init_process_group first")
     if dist.get_world_size() != topology.world_size:
         raise TopologyError(
             f"the topology has {topology.world_size} ranks, the default process group {dist.get_world_size()}; "

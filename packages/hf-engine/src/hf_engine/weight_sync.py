@@ -19,6 +19,7 @@ from hf_engine.resharding.execute import (
     check_version,
 )
 from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.resharding.members import check_device, find_members
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
 from hf_protocols.arguments import check_kind
 from hf_protocols.errors import ReshardError
@@ -59,7 +60,7 @@ class WeightSync:
     ) -> None:
         self._side = side
         self._version = -1
-        members = dist.get_process_group_ranks(group or dist.group.WORLD)
+        members, _ = find_members(group, None)
         sides, machines = _agreed_sides(side, layout, bucket_bytes, device, group)
         source, target = (
             _share(layout if side == name else None, [i for i, other in enumerate(sides) if other == name], name, group)
@@ -142,7 +143,7 @@ def _agreed_sides(
             raise ReshardError(f'side={side!r}: give "source" or "target"')
         check_kind(ReshardError, "layout", layout, WeightLayout, "a WeightLayout, such as a backend's weight_layout()")
         check_bucket_bytes(bucket_bytes, layout)
-        _check_device(device)
+        check_device(device)
     except ReshardError as error:
         mistake = str(error)
     told: list[Any] = [None] * dist.get_world_size(group)
@@ -155,15 +156,6 @@ def _agreed_sides(
     for rank, (_, _, _, machine) in enumerate(told):
         machines.setdefault(machine, []).append(rank)
     return [each for each, _, _, _ in told], [*machines.values()]
-
-
-def _check_device(device: torch.device | str) -> None:
-    try:
-        is_meta = torch.empty(0, device=device).is_meta
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise ReshardError(f"device={device!r} cannot be used: {error}") from error
-    if is_meta:
-        raise ReshardError(f"device={device!r} holds no bytes: give the CPU or a GPU")
 
 
 def _is_same(layout: WeightLayout, shared: WeightLayout) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_protocols._json import parse_json
 from hf_protocols._presets import PRESETS
-from hf_protocols.arguments import check_count, check_kind, check_name
+from hf_protocols.arguments import check_count, check_kind, check_name, show
 from hf_protocols.errors import ConfigError
 
 __all__ = ["ModelShape"]
@@ -39,6 +39,10 @@ _SIZES = (
     "vocab_size",
     "max_positions",
 )
+_COUNTS = ("num_experts", "num_experts_per_token")
+_LISTED = ("num_layers", "num_heads", "num_kv_heads", *_COUNTS)
+_MOST_LISTED, _MOST = 10**5, 2**31 - 1
+"""Above what any model has: layers, heads and experts are listed one by one in a plan, other sizes counted."""
 _FLAGS = ("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -78,8 +82,12 @@ class ModelShape:
             check_kind(ConfigError, f"{self.name}: {flag}", getattr(self, flag), bool, "True or False")
         for size in _SIZES:
             check_count(ConfigError, f"{self.name}: {size}", getattr(self, size))
-        for count in ("num_experts", "num_experts_per_token"):
+        for count in _COUNTS:
             check_count(ConfigError, f"{self.name}: {count}", getattr(self, count), least=0)
+        for name in (*_SIZES, *_COUNTS):
+            most = _MOST_LISTED if name in _LISTED else _MOST
+            if getattr(self, name) > most:
+                raise ConfigError(f"{self.name}: {name}={show(getattr(self, name))} must be at most {most}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{self.name}: num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"

@@ -57,7 +57,8 @@ class SupportsShardLoading(Protocol):
     @property
     def staging_bytes(self) -> int:
         """The most bytes that this rank's shards occupy on their way through an update, on the device, the host or in
-        files, beside the tensors that `load_shards` is given."""
+        files, beside the tensors that `load_shards` is given.
+        """
         ...
 
     def begin_weights(self) -> None:

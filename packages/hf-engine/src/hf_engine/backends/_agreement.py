@@ -16,36 +16,10 @@ from safetensors import SafetensorError
 from hf_engine.backends._lost_peers import is_of_a_lost_peer
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.process_groups import local_device
-from hf_engine.resharding.agreement import HIGHEST, refuse_together, spread
+from hf_engine.resharding.agreement import refuse_together
 from hf_protocols.errors import BackendError, BatchError, HybridFlowError, NonFiniteLossError
 
-__all__ = ["agree_on_micro_batches", "all_or_none", "refuse_non_finite", "together"]
-
-
-@contextmanager
-def all_or_none(outcome: str) -> Iterator[None]:
-    """A block that all ranks get through, or none. Collective at its end, over the default group.
-
-    Beside `together` the reasons travel only where there are some, and a rank that failed raises its own error.
-
-    Args:
-        outcome: what comes of it where a rank failed: `"no rank generates"`.
-
-    Raises:
-        BackendError: on the ranks that did not fail, naming those that did and why. Not for a lost rank: nobody could
-            be told.
-    """
-    refusal: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        if is_of_a_lost_peer(error) or is_of_a_lost_peer(error.__cause__):
-            raise
-        refusal = error
-    number = 0 if refusal is None else HIGHEST
-    _, highest = spread(number, number, None, local_device())
-    if highest == HIGHEST:
-        refuse_together(refusal, None, range(dist.get_world_size()), BackendError, outcome)
+__all__ = ["agree_on_micro_batches", "refuse_non_finite", "together"]
 
 
 @contextmanager

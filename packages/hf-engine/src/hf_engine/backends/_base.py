@@ -286,7 +286,7 @@ class TrainBackend(Protocol):
         ...
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
-        """Adds each value over the data-parallel ranks; every rank gets the sums."""
+        """Adds each value over the data-parallel ranks; every rank gets the sums. As many values on every rank."""
         ...
 
     def load_hf(self, directory: str | Path) -> None:

@@ -65,8 +65,8 @@ def _refuse_others_files(target: Path) -> None:
     entries = list(target.iterdir())
     if entries and (any(map(Path.is_dir, entries)) or not any((target / name).is_file() for name in _WRITTEN)):
         raise BackendError(
-            f"{target} holds other files than a model or a checkpoint, such as {entries[0].name!r}, which would be lost: "
-            "give a directory of its own, or empty it first"
+            f"{target} holds other files than a model or a checkpoint, such as {entries[0].name!r}, which would be "
+            "lost: give a directory of its own, or empty it first"
         )
 
 

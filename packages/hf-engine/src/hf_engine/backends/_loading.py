@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from hf_engine.resharding.execute import check_weights
 from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.resharding.matching import check_weights
 from hf_protocols.arguments import check_count
 from hf_protocols.errors import BackendError, ReshardError
 

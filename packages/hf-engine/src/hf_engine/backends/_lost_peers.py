@@ -9,9 +9,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hf_engine.process_groups import local_device
+from hf_engine.resharding.agreement import HIGHEST, refuse_together, spread
 from hf_protocols.errors import BackendError, ReshardError
 
-__all__ = ["failures_end_all", "is_of_a_lost_peer", "lost_peers_are_errors"]
+__all__ = ["all_or_none", "failures_end_all", "is_of_a_lost_peer", "lost_peers_are_errors"]
 
 # gloo's errors have no class of their own. Most name its source files; the one of a rank that had a pair closed by its
 # own deadline says nothing else.
@@ -67,6 +69,33 @@ def failures_end_all(outcome: str) -> Iterator[None]:
             _hang_up()
             error.add_note(f"{outcome}; the other ranks were told. {_ANEW}")
         raise
+
+
+@contextmanager
+def all_or_none(outcome: str) -> Iterator[None]:
+    """A block that all ranks get through, or none. Collective at its end, over the default group.
+
+    Nobody can be in a collective of the block when one fails: else see `failures_end_all`. The reasons travel only
+    where there are some.
+
+    Args:
+        outcome: what comes of it where a rank failed: `"no rank generates"`.
+
+    Raises:
+        BackendError: on the ranks that did not fail, naming those that did and why. Not for a lost rank: nobody could
+            be told.
+    """
+    refusal: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        if is_of_a_lost_peer(error) or is_of_a_lost_peer(error.__cause__):
+            raise
+        refusal = error
+    number = 0 if refusal is None else HIGHEST
+    _, highest = spread(number, number, None, local_device())
+    if highest == HIGHEST:
+        refuse_together(refusal, None, range(dist.get_world_size()), BackendError, outcome)
 
 
 def is_of_a_lost_peer(error: BaseException | None) -> bool:

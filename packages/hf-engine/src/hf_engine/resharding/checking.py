@@ -18,6 +18,7 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.digest import compute_digest
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
+from hf_protocols.arguments import check_kind
 from hf_protocols.errors import ReshardError
 
 __all__ = ["ConversionReport", "check_conversion", "read_shapes"]
@@ -50,7 +51,7 @@ def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for name, (_, shape) in _index(directory).items()}
 
 
-def check_conversion(directory: Path, source: WeightLayout, target: WeightLayout) -> ConversionReport:
+def check_conversion(directory: str | Path, source: WeightLayout, target: WeightLayout) -> ConversionReport:
     """Moves the weights of a Hugging Face directory from one layout to the other and back, bit by bit.
 
     What transformers does not load is left out: rotary buffers of old files, and the copy of a tied embedding.
@@ -64,7 +65,10 @@ def check_conversion(directory: Path, source: WeightLayout, target: WeightLayout
         ReshardError: naming tensors that are missing, extra or mis-shaped, a stored head that is not the embedding to
             which it is tied, or a box whose bits differ.
     """
-    files = {name: found for name, found in _index(directory).items() if not name.endswith(_ROTARY_BUFFER)}
+    check_kind(ReshardError, "directory", directory, str | Path, "the path of a model in Hugging Face format")
+    for name, layout in (("source", source), ("target", target)):
+        check_kind(ReshardError, name, layout, WeightLayout, "a WeightLayout, such as replicated_layout(shapes, [0])")
+    files = {name: found for name, found in _index(Path(directory)).items() if not name.endswith(_ROTARY_BUFFER)}
     if _HEAD not in source.shapes and {_HEAD, _EMBEDDING} <= files.keys():
         _check_tied(files[_HEAD][0], files[_EMBEDDING][0])
         del files[_HEAD]

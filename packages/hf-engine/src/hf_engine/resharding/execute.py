@@ -9,15 +9,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from hf_engine.process_groups import local_device
 from hf_engine.resharding.agreement import HIGHEST, agree, spread
-from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.resharding.matching import check_weights
+from hf_engine.resharding.members import check_device, find_members
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.rounds import compute_rounds
 from hf_engine.resharding.steps import SEAL_BYTES, Seals, Step, build_step, locate
 from hf_engine.resharding.usable import check_readable, check_writable
-from hf_protocols.arguments import check_count
+from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import ReshardError
 
 __all__ = [
@@ -29,7 +31,6 @@ __all__ = [
     "as_parts",
     "check_bucket_bytes",
     "check_version",
-    "check_weights",
     "execute_reshard",
 ]
 
@@ -76,7 +77,8 @@ class ReshardExecutor:
         buffers: taken from executors that never run at the same time, and enlarged where they are too small.
 
     Raises:
-        ReshardError: if this rank would exchange bytes with a rank outside the group.
+        ReshardError: if this rank is not in the group, or would exchange bytes with a rank outside of it, or for
+            another argument that cannot be. Other ranks are not told.
     """
 
     def __init__(
@@ -89,12 +91,13 @@ class ReshardExecutor:
         device: torch.device | str = "cpu",
         buffers: Buffers | None = None,
     ) -> None:
+        check_kind(ReshardError, "plan", plan, ReshardPlan, "a ReshardPlan, of plan_reshard(source, target)")
         item_bytes = plan.target.element_bytes
         check_bucket_bytes(bucket_bytes, plan.target)
+        check_device(device)
         self._plan = plan
         self._group = group
-        self._members = tuple(ranks if ranks is not None else dist.get_process_group_ranks(group or dist.group.WORLD))
-        self._rank = self._members[dist.get_rank(group)]
+        self._members, self._rank = find_members(group, ranks)
         self._check_peers()
         # Two rounds are in flight at once, each with an outgoing and an incoming buffer.
         rounds = compute_rounds(plan, self._members, bucket_bytes // (4 * item_bytes))
@@ -315,8 +318,20 @@ def execute_reshard(
         group: as in `ReshardExecutor`, as is `bucket_bytes`.
         bucket_bytes: bound on the communication buffers.
         device: where the group communicates; a rank that holds no tensor takes part there, too.
+
+    Raises:
+        ReshardError: as `ReshardExecutor` and its `run`, on every rank of the group.
     """
-    return ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device).run(source, target).recv_bytes
+    members, _ = find_members(group, None)
+    executor: ReshardExecutor | None = None
+    refusal: Exception | None = None
+    try:
+        executor = ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device)
+    except ReshardError as error:
+        refusal = error
+    agree(refusal, 0, group, local_device(), members)
+    assert executor is not None, "or a refusal was raised"
+    return executor.run(source, target).recv_bytes
 
 
 def check_bucket_bytes(bucket_bytes: int, layout: WeightLayout) -> None:
@@ -324,43 +339,6 @@ def check_bucket_bytes(bucket_bytes: int, layout: WeightLayout) -> None:
     check_count(ReshardError, "bucket_bytes", bucket_bytes)
     if bucket_bytes < 4 * layout.element_bytes:
         raise ReshardError(f"bucket_bytes={bucket_bytes} does not hold four {layout.dtype} elements")
-
-
-def check_weights(layout: WeightLayout, rank: int, weights: Weights, what: str) -> None:
-    """Compares a rank's tensors with its boxes.
-
-    Raises:
-        ReshardError: naming every tensor that is missing, extra, mis-shaped or of another dtype.
-    """
-    where = f"the {what} tensors of rank {rank}"
-    if not isinstance(weights, Mapping):
-        raise ReshardError(f"{where} are {weights!r}: give a mapping from names to tensors")
-    expected = layout.boxes_of(rank)
-    problems = []
-    if missing := sorted(name for name in expected if name not in weights):
-        problems.append(f"missing {missing}")
-    if extra := sorted(map(str, (name for name in weights if name not in expected))):
-        problems.append(f"extra {extra}")
-    problems += [
-        problem
-        for name, boxes in expected.items()
-        if name in weights and (problem := _mismatch(name, weights[name], boxes, layout.dtype))
-    ]
-    if problems:
-        raise ReshardError(f"{where} do not match the layout: {'; '.join(problems)}")
-
-
-def _mismatch(name: str, tensors: object, boxes: Sequence[Box], dtype: str) -> str:
-    """What is wrong with a parameter's tensors; empty if nothing is."""
-    given = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
-    parts = [part for part in given if isinstance(part, torch.Tensor)]
-    if len(parts) < len(given):
-        return f"{name!r} is {tensors!r}: give one tensor per box"
-    shapes = [tuple(part.shape) for part in parts]
-    if shapes != [box.shape for box in boxes]:
-        return f"{name!r} has shapes {shapes}, the layout says {[box.shape for box in boxes]}"
-    dtypes = [str(part.dtype).removeprefix("torch.") for part in parts]
-    return f"{name!r} has dtypes {dtypes}, the layout says {dtype}" if {*dtypes} - {dtype} else ""
 
 
 def check_version(version: int | None) -> None:

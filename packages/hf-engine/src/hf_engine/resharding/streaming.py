@@ -8,8 +8,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, Buffers, ReshardExecutor, Weights, check_weights
+from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, Buffers, ReshardExecutor, Weights
 from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.resharding.matching import check_weights
 from hf_engine.resharding.plan import ReshardPlan
 
 __all__ = ["ShardStream", "group_parameters"]

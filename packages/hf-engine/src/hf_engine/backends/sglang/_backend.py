@@ -175,7 +175,8 @@ class SglangBackend:
     @property
     def staging_bytes(self) -> int:
         """Memory shared with the engine's processes: the `staging_bytes` of `build`, or what all or the largest shard
-        takes."""
+        takes.
+        """
         sizes = [self._staged_bytes(name) for name in self._layout.shapes]
         return REPORT_BYTES + min(sum(sizes), max(self._max_staging_bytes, *sizes))
 

@@ -1,0 +1,52 @@
+"""Whether tensors are a rank's boxes of a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hf_engine.resharding.boxes import Box
+from hf_engine.resharding.layouts import WeightLayout
+from hf_protocols.errors import ReshardError
+
+__all__ = ["check_weights"]
+
+
+def check_weights(
+    layout: WeightLayout, rank: int, weights: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], what: str
+) -> None:
+    """Compares a rank's tensors with its boxes.
+
+    Raises:
+        ReshardError: naming every tensor that is missing, extra, mis-shaped or of another dtype.
+    """
+    where = f"the {what} tensors of rank {rank}"
+    if not isinstance(weights, Mapping):
+        raise ReshardError(f"{where} are {weights!r}: give a mapping from names to tensors")
+    expected = layout.boxes_of(rank)
+    problems = []
+    if missing := sorted(name for name in expected if name not in weights):
+        problems.append(f"missing {missing}")
+    if extra := sorted(map(str, (name for name in weights if name not in expected))):
+        problems.append(f"extra {extra}")
+    problems += [
+        problem
+        for name, boxes in expected.items()
+        if name in weights and (problem := _mismatch(name, weights[name], boxes, layout.dtype))
+    ]
+    if problems:
+        raise ReshardError(f"{where} do not match the layout: {'; '.join(problems)}")
+
+
+def _mismatch(name: str, tensors: object, boxes: Sequence[Box], dtype: str) -> str:
+    """What is wrong with a parameter's tensors; empty if nothing is."""
+    given = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
+    parts = [part for part in given if isinstance(part, torch.Tensor)]
+    if len(parts) < len(given):
+        return f"{name!r} is {tensors!r}: give one tensor per box"
+    shapes = [tuple(part.shape) for part in parts]
+    if shapes != [box.shape for box in boxes]:
+        return f"{name!r} has shapes {shapes}, the layout says {[box.shape for box in boxes]}"
+    dtypes = [str(part.dtype).removeprefix("torch.") for part in parts]
+    return f"{name!r} has dtypes {dtypes}, the layout says {dtype}" if {*dtypes} - {dtype} else ""

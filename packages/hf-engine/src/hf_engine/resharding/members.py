@@ -1,0 +1,51 @@
+"""Who runs a plan, and where: the ranks of a process group and the device on which they communicate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from hf_protocols.arguments import are_whole
+from hf_protocols.errors import ReshardError
+
+__all__ = ["check_device", "find_members"]
+
+
+def check_device(device: torch.device | str) -> None:
+    """Refuses a device on which nothing can be sent."""
+    try:
+        is_meta = torch.empty(0, device=device).is_meta
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ReshardError(f"device={device!r} cannot be used: {error}") from error
+    if is_meta:
+        raise ReshardError(f"device={device!r} holds no bytes: give the CPU or a GPU")
+
+
+def find_members(group: dist.ProcessGroup | None, ranks: Sequence[int] | None) -> tuple[tuple[int, ...], int]:
+    """The plan ranks of a group, in its order, and the one of this process.
+
+    Args:
+        group: None is the default group.
+        ranks: plan rank of every group rank; None: they are the global ranks.
+
+    Raises:
+        ReshardError: without a process group, in a process outside of the group, or for other than one plan rank for
+            every group rank.
+    """
+    if not dist.is_initialized():
+        raise ReshardError("there is no process group: call torch.distributed.init_process_group first")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ReshardError(f"group={group!r}: give a process group that this rank is in, or None for the default one")
+    global_ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    own = dist.get_rank(group)
+    if own < 0:
+        raise ReshardError(f"rank {dist.get_rank()} is not in the group {global_ranks}, whose ranks run the plan")
+    if ranks is None:
+        return global_ranks, global_ranks[own]
+    if not are_whole(ranks) or len({*ranks}) != len(ranks) or len(ranks) != len(global_ranks):
+        raise ReshardError(
+            f"ranks={ranks!r}: give one plan rank for each of the {len(global_ranks)} ranks of the group, each another"
+        )
+    return tuple(ranks), ranks[own]
