@@ -41,6 +41,21 @@ def test_metrics_are_numbers_that_hold_no_graph():
     assert graphs[0]() is None
 
 
+def test_micro_batches_are_merged_and_a_largest_stays():
+    row = torch.nested.nested_tensor([torch.tensor([1, 2])] * 3, layout=torch.jagged)
+    sequences = SequenceBatch(TensorDict({"prompt_ids": row, "response_ids": row}, batch_size=[3]))
+    answers = iter([(4.0, 2.0), (9.0, 1.0), (1.0, 1.0)])
+
+    def loss_fn(outputs, _):
+        pair = next(answers)
+        return outputs["logprobs"].sum(), {"gap": pair, "gap_max": (pair[0], 1.0)}
+
+    step = StepLoss(loss_fn, sequences, torch.device("cpu"))
+    for micro_batch in sequences.micro_batches(4):
+        step.of(micro_batch, {"logprobs": torch.zeros(1, 2, requires_grad=True)})
+    assert step.metrics == {"gap": (14.0, 4.0), "gap_max": (9.0, 1.0)}
+
+
 PAIR = "give (loss_sum, metrics), a tensor of one number and (sum, count) by name"
 
 

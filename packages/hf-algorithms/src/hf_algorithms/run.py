@@ -28,7 +28,7 @@ from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.workers import ROLE_WORKERS
 from hf_controller import Executor, InProcessExecutor, RayExecutor, WorkerSpec, build_pools
 from hf_engine import SamplingParams, TrainConfig
-from hf_protocols import MappingPlan, ParallelSpec, Topology
+from hf_protocols import MappingPlan, ParallelSpec, Topology, merge_metrics
 
 if TYPE_CHECKING:
     from hf_controller import BatchFuture, Worker
@@ -351,7 +351,6 @@ def _build_spec(
 
 
 def _average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of every metric over the calls that reported it, names sorted."""
-    names = sorted({name for part in parts for name in part})
-    values = {name: [part[name] for part in parts if name in part] for name in names}
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    """Mean of every metric over the calls that reported it, of a `_max` the largest; names sorted."""
+    merged = merge_metrics({name: (value, 1.0) for name, value in part.items()} for part in parts)
+    return {name: value / count for name, (value, count) in sorted(merged.items())}

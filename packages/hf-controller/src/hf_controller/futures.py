@@ -224,7 +224,7 @@ class CallFuture:
 
 
 class MetricsFuture(CallFuture):
-    """Metrics of a call: (sum, count) pairs, added over the collected ranks."""
+    """Metrics of a call: (sum, count) pairs, merged over the collected ranks."""
 
     def result(self, timeout_s: float | None = None) -> dict[str, float]:
         """Each metric's sum over its count; nan where the count is zero. Raises what :meth:`wait` raises."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_controller.failures import Failure
 from hf_controller.transport import ObjectStore, Shard, encode_batch
-from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection
+from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection, merge_metrics
 
 __all__ = ["Metrics", "Outcome", "Value", "publish", "reduce_metrics"]
 
@@ -72,12 +72,8 @@ def publish(
 
 
 def reduce_metrics(per_rank: Sequence[Metrics]) -> dict[str, float]:
-    """Sums over counts, each added over ranks; a metric whose count is zero is nan."""
-    totals: dict[str, tuple[float, float]] = {}
-    for metrics in per_rank:
-        for name, (value, count) in metrics.sums.items():
-            before = totals.get(name, (0.0, 0.0))
-            totals[name] = (before[0] + value, before[1] + count)
+    """Sums over counts, each merged over ranks; a metric whose count is zero is nan."""
+    totals = merge_metrics(metrics.sums for metrics in per_rank)
     return {name: value / count if count else float("nan") for name, (value, count) in totals.items()}
 
 

@@ -23,6 +23,7 @@ from hf_protocols.errors import (
     WorkerError,
     WorkerTimeoutError,
 )
+from hf_protocols.metrics import merge_metrics
 from hf_protocols.models import ModelShape
 from hf_protocols.plan import SCHEMA_VERSION, MachinePlan, MappingPlan, ModelPlan, PoolPlan
 from hf_protocols.remote import MethodSpec, method_spec, register, registered_methods
@@ -100,6 +101,7 @@ __all__ = [
     "WorkerTimeoutError",
     "compute_held_rows",
     "compute_transition_cost",
+    "merge_metrics",
     "method_spec",
     "register",
     "registered_methods",

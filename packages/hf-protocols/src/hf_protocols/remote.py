@@ -50,8 +50,9 @@ def register(
         protocol: how rows reach the ranks and results come back.
         rows: how the result's rows follow from the input's. ``"same"``: one for one; ``"times"``: each input row
             becomes k consecutive rows (n samples per prompt); ``"unknown"``: results follow in collected order.
-        returns: ``"batch"``, a TensorDict; ``"metrics"``, a dict of name to (sum, count), added over the collected
-            ranks and divided once; ``"object"``, any small picklable value (of several collected ranks, their list).
+        returns: ``"batch"``, a TensorDict; ``"metrics"``, a dict of name to (sum, count), merged over the collected
+            ranks (`merge_metrics`) and divided once; ``"object"``, any small picklable value (of several collected
+            ranks, their list).
         reads: columns that travel to the method; None for all. A name that ends in ``?`` travels if it is there.
         writes: columns that the method returns; None if it does not say.
         kind: the work behind it, for those who plan: ``"generation"``, ``"inference"`` or ``"training"`` of a model,

@@ -35,9 +35,8 @@ class PPOPolicyLoss:
         """Reads ``logprobs`` of the outputs; ``old_logprobs``, ``advantages``, ``response_mask``, all [b, T].
 
         With ``ratio_cap`` the metrics have the sampler's mismatch: ``actor/sampler_gap`` is the mean over tokens of
-        |logprobs - old_logprobs|, ``..._share`` the share of tokens above `GAP_BOUND`, and ``..._max`` the largest of a
-        micro-batch, of which the metrics of an iteration have the mean. Later updates of an iteration add their own
-        change of the policy.
+        |logprobs - old_logprobs|, ``..._max`` the largest, ``..._share`` the share of tokens above `GAP_BOUND`. Later
+        updates of an iteration add their own change of the policy.
         """
         mask = micro_batch["response_mask"]
         advantages = micro_batch["advantages"]

@@ -208,7 +208,7 @@ def rank_zero_sees_the_whole_batch(stage: Stage) -> None:
 
 def metrics_are_sums_over_counts(stage: Stage) -> None:
     metrics = stage.two.count(build_batch(7)).result()
-    require((metrics["row"], metrics["rows"]), (3.0, 3.5), "metrics")
+    require((metrics["row"], metrics["rows"], metrics["row_max"]), (3.0, 3.5, 6.0), "metrics")
     require(metrics["none"] != metrics["none"], True, "a metric without data is nan")
     require_raises(ProtocolError, lambda: stage.two.answer(stage.two.count(build_batch(7))))
 

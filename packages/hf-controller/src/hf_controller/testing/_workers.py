@@ -171,8 +171,10 @@ class ProbeWorker(Worker):
 
     @register(protocol=DP, returns="metrics")
     def count(self, batch: TensorDict) -> dict[str, tuple[float, float]]:
-        """Mean of row numbers, rows per rank, and a metric without data."""
-        return {"row": (float(batch["row"].sum()), len(batch)), "rows": (len(batch), 1), "none": (0.0, 0.0)}
+        """Mean and largest of row numbers, rows per rank, and a metric without data."""
+        largest = float(batch["row"].max()) if len(batch) else 0.0
+        metrics = {"row": (float(batch["row"].sum()), len(batch)), "row_max": (largest, 1.0 if len(batch) else 0.0)}
+        return metrics | {"rows": (len(batch), 1), "none": (0.0, 0.0)}
 
     @register(protocol=DP, returns="metrics")
     def count_tokens(self, batch: TensorDict) -> dict[str, tuple[float, float]]:

@@ -27,7 +27,7 @@ __all__ = ["Head", "LossFunction", "Metrics", "RolloutBackend", "SamplingParams"
 
 Head = Literal["lm", "value"]
 Metrics: TypeAlias = dict[str, tuple[float, float]]
-"""(sum, count) by name; the controller adds the pairs of all ranks and divides."""
+"""(sum, count) by name; pairs of micro-batches and ranks are merged by `hf_protocols.merge_metrics`, then divided."""
 LossFunction: TypeAlias = "Callable[[TensorDict, TensorDict], tuple[torch.Tensor, Metrics]]"
 """loss_fn(outputs, micro_batch) -> (loss_sum, metrics): see `TrainBackend.train_step`."""
 

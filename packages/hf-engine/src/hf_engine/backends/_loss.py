@@ -14,6 +14,7 @@ from hf_engine.backends._base import LossFunction, Metrics
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.resharding.agreement import refuse_together
 from hf_protocols.errors import BackendError
+from hf_protocols.metrics import merge_metrics
 
 __all__ = ["STEP_METRICS", "ForwardPasses", "StepLoss"]
 
@@ -113,9 +114,7 @@ class StepLoss(ForwardPasses):
         if not _reaches(loss_sum, outputs):
             raise BackendError("loss_fn gave a loss_sum whose gradient reaches no output: compute it from the outputs")
         self.total += float(loss_sum.detach())
-        for name, (value, count) in metrics.items():
-            total, counted = self.metrics.get(name, (0.0, 0.0))
-            self.metrics[name] = (total + value, counted + count)
+        self.metrics = merge_metrics([self.metrics, metrics])
         return loss_sum
 
 
