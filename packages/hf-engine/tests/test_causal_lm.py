@@ -53,22 +53,28 @@ def build_rollout(model):
     return load_rollout_backend("transformers").build(model, topology=topology)
 
 
-def refuse_configurations(model, change):
+def refuse_configurations(model, change, message):
     path = model / "config.json"
     stated = json.loads(path.read_text())
     path.write_text(json.dumps(stated | change))
     try:
-        with pytest.raises(BackendError, match="transformers cannot load a causal language model from"):
-            build_rollout(model)
+        for load in (build, build_rollout):
+            with pytest.raises(BackendError, match=message):
+                load(model)
     finally:
         path.write_text(json.dumps(stated))
 
 
 @pytest.mark.parametrize(
-    "change", [{"eos_token_id": "7"}, {"quantization_config": {"quant_method": "gptq", "bits": 4}}]
+    ("change", "message"),
+    [
+        ({"eos_token_id": "7"}, "transformers cannot load a causal language model from"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "transformers cannot load a causal language"),
+        ({"sliding_window": 4}, "has sliding_window=4 in its config.json, which no layer of a LlamaForCausalLM has"),
+    ],
 )
-def test_a_configuration_that_transformers_cannot_use_is_one_error(ranks1, tmp_path, change):
-    ranks1.run(refuse_configurations, write_tiny_model(tmp_path / "model"), change)
+def test_a_configuration_that_transformers_cannot_use_is_one_error(ranks1, tmp_path, change, message):
+    ranks1.run(refuse_configurations, write_tiny_model(tmp_path / "model"), change, message)
 
 
 def test_files_that_lack_a_parameter_are_not_loaded(ranks2, tmp_path):

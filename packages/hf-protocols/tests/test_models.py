@@ -202,6 +202,7 @@ def test_layers_of_both_kinds_are_refused(mixed: dict[str, Any]) -> None:
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"max_position_embeddings": 0}, "max_positions=0"),
         ({"num_experts": -8}, "num_experts=-8 must be a whole number of at least 0"),
+        ({"sliding_window": 4}, "sliding_window=4 with model_type='llama'.*remove it, or give model_type='mistral'"),
         ({"num_hidden_layers": 10**30}, f"num_layers={10**30} must be at most 100000"),
         ({"vocab_size": 10**30}, f"vocab_size={10**30} must be at most 2147483647"),
         ({"num_experts": 10**6}, "num_experts=1000000 must be at most 100000"),

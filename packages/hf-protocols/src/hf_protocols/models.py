@@ -137,6 +137,11 @@ class ModelShape:
         check_kind(ConfigError, "config.json: _name_or_path", config.get("_name_or_path"), str | None, "a name")
         if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
             raise ConfigError("mlp_only_layers and decoder_sparse_step mix dense and expert layers: not known here")
+        if family == "llama" and config.get("sliding_window") is not None:
+            raise ConfigError(
+                f"config.json: sliding_window={show(config['sliding_window'])} with model_type='llama', whose "
+                "layers in transformers have none, while engines use it: remove it, or give model_type='mistral'"
+            )
         config = {**_FAMILIES[family], **config}
         heads = config["num_attention_heads"]
         experts = config.get("num_local_experts") or config.get("num_experts") or 0

@@ -31,7 +31,14 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype) -> tuple[Any, list[str
     except Exception as error:  # of a configuration that it cannot use it raises anything
         raise BackendError(f"transformers cannot load a causal language model from {str(model)!r}: {error}") from error
     loaded, report = answer
-    layers = getattr(loaded.config.get_text_config(), "num_hidden_layers", 1)
+    config = loaded.config.get_text_config()
+    # A cache of transformers forgets what is outside of it, and so do engines, while the layers know nothing of it.
+    if getattr(config, "sliding_window", None) is not None and not hasattr(type(config)(), "sliding_window"):
+        raise BackendError(
+            f"{str(model)!r} has sliding_window={config.sliding_window} in its config.json, which no layer of a "
+            f"{type(loaded).__name__} has: remove it"
+        )
+    layers = getattr(config, "num_hidden_layers", 1)
     if layers < 1:
         raise BackendError(f"{str(model)!r} has num_hidden_layers={layers} in its config.json; it must be at least 1")
     return loaded, sorted(report["missing_keys"])
