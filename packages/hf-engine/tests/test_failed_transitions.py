@@ -1,0 +1,209 @@
+"""Transitions that fail on the way, or are refused: an error on every rank, and the training weights as they were."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine.resharding import plan
+from hf_engine.resharding.execute import ReshardExecutor
+from hf_engine.resharding.steps import Step
+from hf_engine.testing import LocalRanks, write_tiny_model
+from hf_engine.testing._cases import build_batch, build_prompts, select_rows
+from hf_protocols import BackendError, GenerationSpec, ParallelSpec, ReshardError, Topology
+
+VOCAB_SIZE = 64
+GREEDY = SamplingParams(max_new_tokens=6, greedy=True)
+
+
+def build_engine(train_model, rollout_model, **options):
+    topology = Topology(ParallelSpec(dp_size=dist.get_world_size()), GenerationSpec())
+    train = load_train_backend("fsdp").build(
+        train_model, topology=topology, config=TrainConfig(learning_rate=3e-2, max_grad_norm=10.0)
+    )
+    rollout = load_rollout_backend("transformers").build(rollout_model, topology=topology)
+    return train, rollout, HybridEngine(train, rollout, topology, **options)
+
+
+def step(train):
+    batch = build_batch(6, vocab_size=VOCAB_SIZE)
+    rows = range(dist.get_rank(), 6, dist.get_world_size())
+
+    def loss(outputs, micro_batch):
+        return -(outputs["logprobs"] * micro_batch["response_mask"]).sum(), {}
+
+    train.train_step(select_rows(batch, rows), loss, 18.0)
+
+
+def bits(tensors):
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def refuse_other_models(tied, untied, wide):
+    with pytest.raises(ReshardError, match=r"the source lacks \['lm_head.weight'\]"):
+        build_engine(tied, untied)
+    with pytest.raises(ReshardError, match=r"the target has no place for \['lm_head.weight'\]"):
+        build_engine(untied, tied)
+    with pytest.raises(ReshardError, match=r"'model.embed_tokens.weight' is \(64, 64\) in the source, \(80, 64\)"):
+        build_engine(tied, wide)
+    _, rollout, engine = build_engine(tied, tied)
+    rollout._model.lm_head_copy = torch.nn.Linear(2, 2)
+    with (
+        pytest.raises(ReshardError, match=r"extra \['lm_head_copy.bias', 'lm_head_copy.weight'\]"),
+        engine.generation(),
+    ):
+        pass
+
+
+def test_a_wrong_sync_cannot_pass(ranks2, tmp_path):
+    tied = write_tiny_model(tmp_path / "tied")
+    untied = write_tiny_model(tmp_path / "untied", tie_embeddings=False)
+    wide = write_tiny_model(tmp_path / "wide", vocab_size=80)
+    ranks2.run(refuse_other_models, tied, untied, wide)
+
+
+def damage_what_arrives(model, what):
+    """A bit flips on the way, or a rank is a step behind: typed errors, and the training weights are as before."""
+    train, rollout, engine = build_engine(model, model)
+    before = bits(train.local_weights())
+    version, rank = rollout.weight_version, dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        if what == "bit":
+            patch.setattr(Step, "unpack", flip_a_bit)
+        elif rank == 1:
+            train._weight_changes += 1
+        message = "digests differ" if what == "bit" else "expected weights of version"
+        with pytest.raises(ReshardError, match=message), engine.generation():
+            raise AssertionError("no generation from wrong weights")
+    assert rollout.weight_version == version
+    after = train.local_weights()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    with pytest.raises(BackendError, match="inside `with engine"):
+        engine.generate(build_prompts(2, vocab_size=VOCAB_SIZE), GREEDY)
+    step(train)
+
+
+def flip_a_bit(self, incoming, *args, real=Step.unpack):
+    incoming[self._incoming[0].start + 3] ^= 4
+    return real(self, incoming, *args)
+
+
+@pytest.mark.parametrize("what", ["bit", "version"])
+def test_damage_and_a_rank_behind_are_refused(ranks2, tmp_path, what):
+    ranks2.run(damage_what_arrives, write_tiny_model(tmp_path), what)
+
+
+def die_on_the_way(model, is_late):
+    train, _, engine = build_engine(model, model, bucket_bytes=1 << 14)
+    before = bits(train.local_weights())
+    calls = 0
+
+    def exit_midway(operations, real=dist.batch_isend_irecv):
+        nonlocal calls
+        calls += 1
+        if calls == 4 and dist.get_rank() == 1:
+            os._exit(1)
+        return real(operations)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_late:
+            patch.setattr(dist, "batch_isend_irecv", exit_midway)
+        elif dist.get_rank() == 1:
+            patch.setattr(ReshardExecutor, "_check_seals", lambda *_: os._exit(1))
+        with pytest.raises(ReshardError, match="transfer of weights failed on rank 0"), engine.generation():
+            pass
+    after = train.local_weights()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    raise AssertionError("the survivor holds its training weights")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_peer_that_dies_on_the_way_leaves_a_typed_error_and_the_training_weights(tmp_path, is_late):
+    with LocalRanks(2, timeout_s=5) as ranks, pytest.raises(RuntimeError) as failed:
+        ranks.run(die_on_the_way, write_tiny_model(tmp_path), is_late)
+    assert "the survivor holds its training weights" in str(failed.value)
+    assert "the process of rank 1 died" in str(failed.value)
+
+
+def die_before(model, training_weights):
+    train, _, engine = build_engine(model, model, training_weights=training_weights)
+    before = bits(train.local_weights())
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(1)
+    with pytest.raises(ReshardError, match="transfer of weights failed on rank 0"), engine.generation():
+        pass
+    assert all(torch.equal(train.local_weights()[name], value) for name, value in before.items())
+    raise AssertionError("the survivor holds its training weights")
+
+
+@pytest.mark.parametrize("training_weights", ["move", "keep", "offload"])
+def test_a_peer_that_is_dead_already_is_a_typed_error(tmp_path, training_weights):
+    with LocalRanks(2, timeout_s=5) as ranks, pytest.raises(RuntimeError, match="the survivor holds its training"):
+        ranks.run(die_before, write_tiny_model(tmp_path), training_weights)
+
+
+def make_a_mistake_on_rank_1(model):
+    """Both ranks raise at once, by what rank 1 says; then they generate."""
+    rank = dist.get_rank()
+    topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
+    train, rollout, engine = build_engine(model, model, training_weights="keep")
+    mistakes = {
+        r"the target tensors of rank 1 do not match": lambda patch: patch.setattr(rollout, "weight_buffers", dict),
+        r"local_weights of rank 1 lost": lambda patch: patch.setattr(train, "local_weights", lose_weights),
+    }
+    for message, make in mistakes.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                make(patch)
+            wanted = ("" if rank else "rank 1 refused: .*") + message
+            with pytest.raises((ReshardError, OSError), match=wanted), engine.generation():
+                pass
+    with pytest.raises((BackendError, ReshardError), match="training_weights='mvoe': give"):
+        HybridEngine(train, rollout, topology, training_weights="mvoe" if rank else None)
+    mine = "move" if rank else "keep"
+    with pytest.raises(BackendError, match=f"different training_weights or bucket_bytes; this one has '{mine}'"):
+        HybridEngine(train, rollout, topology, training_weights=mine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan.ReshardPlan, "digest", 7 + rank)
+        with pytest.raises(BackendError, match="the ranks have different plans: build"):
+            HybridEngine(train, rollout, topology)
+    for name, given in {
+        "train=None: give a training backend": (None, rollout, topology),
+        "rollout=None: give a rollout backend": (train, None, topology),
+        "topology=None: give a Topology": (train, rollout, None),
+    }.items():
+        wanted = name if rank else f"rank 1 refused: {name}"
+        with pytest.raises((BackendError, ReshardError), match=wanted):
+            HybridEngine(*(given if rank else (train, rollout, topology)))
+    with engine.generation():
+        return engine.weight_version
+
+
+def lose_weights():
+    raise OSError("local_weights of rank 1 lost")
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_all(ranks2, tmp_path):
+    assert ranks2.run(make_a_mistake_on_rank_1, write_tiny_model(tmp_path)) == [0, 0]
+
+
+def enter_after_a_refusal(model):
+    train, _, engine = build_engine(model, model)
+    with engine.generation():
+        pass
+    step(train)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Step, "unpack", flip_a_bit)
+        with pytest.raises(ReshardError, match="digests differ"), engine.generation():
+            pass
+    with engine.generation():
+        return engine.last_transition.is_unchanged, engine.weight_version
+
+
+def test_a_refused_transfer_does_not_make_the_next_look_unchanged(ranks2, tmp_path):
+    assert ranks2.run(enter_after_a_refusal, write_tiny_model(tmp_path)) == [(False, 1)] * 2
