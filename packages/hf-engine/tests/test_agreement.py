@@ -205,14 +205,15 @@ def write_over_others_files(model, folder):
         ("", "directory='': give the path"),
         (".", "is the working directory or above it"),
         ("..", "is the working directory or above it"),
-        (folder / "notes", "holds other files than a model or a checkpoint, such as 'notes.txt'"),
-        (folder / "nested", "holds other files than a model or a checkpoint"),
+        (folder / "notes", "holds other files than a model's or a checkpoint's, such as 'notes.txt'"),
+        (folder / "nested", "holds other files than a model's or a checkpoint's, such as '.git'"),
+        (folder / "thesis", "holds other files than a model's or a checkpoint's, such as 'thesis.txt'"),
         (folder / "notes" / "notes.txt", "is a file: give a directory"),
     ):
         for write in (backend.export_hf, backend.save_checkpoint):
             with pytest.raises(BackendError, match=re.escape(reason)):
                 write(directory)
-    for directory in ("model", folder / "empty"):
+    for directory in ("model", folder / "empty", folder / "link"):
         for _ in range(2):
             backend.export_hf(directory)
         backend.save_checkpoint(directory)
@@ -225,17 +226,17 @@ def build_on_two(model):
 
 
 def test_nobody_elses_files_are_replaced(tmp_path):
-    for name, file in (
-        ("work", "train.py"),
-        ("notes", "notes.txt"),
-        ("nested", "config.json"),
-        ("nested/.git", "HEAD"),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text("mine")
+    files = ["work/train.py", "notes/notes.txt", "nested/config.json", "nested/.git/HEAD", "thesis/config.json"]
+    files.append("thesis/thesis.txt")
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "linked")
     with LocalRanks(2, timeout_s=30) as ranks:
         ranks.run(write_over_others_files, write_tiny_model(tmp_path / "model", **SIZES), tmp_path)
-    for name in ("work/train.py", "notes/notes.txt", "nested/config.json", "nested/.git/HEAD"):
-        assert (tmp_path / name).read_text() == "mine"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "model", "nested", "notes", "work"]
+    assert all((tmp_path / name).read_text() == "mine" for name in files)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "linked" / ".metadata").is_file()
+    left = ["empty", "link", "linked", "model", "nested", "notes", "thesis", "work"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left

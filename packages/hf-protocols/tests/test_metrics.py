@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+from itertools import permutations
+from math import isnan, nan
 
 from hf_protocols import merge_metrics
 
@@ -24,3 +26,9 @@ def test_negative_numbers_have_a_largest_too() -> None:
     assert merge_metrics([{"x_max": (-3.0, 1.0)}, {"x_max": (-2.0, 1.0)}]) == {"x_max": (-2.0, 1.0)}
     assert merge_metrics([{"x_max": (0.0, 0.0)}, {"x_max": (-2.0, 1.0)}]) == {"x_max": (-2.0, 1.0)}
     assert merge_metrics([]) == {}
+
+
+def test_what_is_no_number_stays_in_any_order() -> None:
+    parts = [{"x_max": (0.5, 1.0)}, {"x_max": (nan, 1.0)}, {"x_max": (0.7, 1.0)}]
+    for order in permutations(parts):
+        assert isnan(merge_metrics(order)["x_max"][0])

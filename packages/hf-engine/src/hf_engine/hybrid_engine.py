@@ -198,8 +198,9 @@ class HybridEngine:
         training weights did not change since the last time.
 
         An engine that keeps its weights itself is asked what no digest can see: when the first block that generated
-        ends, and the first after the weights changed, the training backend scores some samples again. These ends are
-        collective over all ranks, too, and a block that fails on one fails on all; so does one that cannot be entered.
+        ends, and the first after the weights changed, the training backend scores some samples again. The ends of
+        blocks are collective over all ranks until then, and one of these that fails on a rank fails on all. Entries
+        are always so: what one rank cannot enter, no rank does.
 
         Raises:
             ReshardError: if a transfer fails, or weights of some ranks only changed, or samples are not those of the
@@ -256,6 +257,8 @@ class HybridEngine:
             self._is_generating = True
             yield
         except BaseException:
+            if not self._is_generating:
+                self._is_current = False  # on every rank alike, so that all send anew
             if has_begun:
                 with suppress(BackendError):  # of an engine that is gone, which is not what happened first
                     self._leave()

@@ -11,7 +11,7 @@ def merge_metrics(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[st
     """Pairs of (sum, count) by name, to be divided once all have come.
 
     Sums are added and counts are; of a name that ends in ``_max`` the pair with the largest quotient is kept. A pair
-    whose count is zero says nothing of a largest.
+    whose count is zero says nothing of a largest; one that is no number stays, as it would in a sum.
     """
     merged: dict[str, tuple[float, float]] = {}
     for part in parts:
@@ -19,6 +19,6 @@ def merge_metrics(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[st
             before, counted = merged.get(name, (0.0, 0.0))
             if not name.endswith("_max"):
                 merged[name] = (before + value, counted + count)
-            elif not counted or (count and value / count > before / counted):
+            elif not counted or (count and not value / count <= before / counted and before == before):
                 merged[name] = (value, count)
     return merged

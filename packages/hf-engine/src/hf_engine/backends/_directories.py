@@ -15,8 +15,23 @@ from hf_protocols.errors import BackendError
 
 __all__ = ["check_directory", "write_directory"]
 
-_WRITTEN = ("config.json", "checkpoint.json", ".metadata")
-"""One of these is in every model and checkpoint that was written here: whose folder they lack is somebody else's."""
+_SUFFIXES = {".safetensors", ".distcp"}
+_NAMES = {
+    ".metadata",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "checkpoint.json",
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "model.safetensors.index.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+}
+"""What a model or a checkpoint consists of: a directory with anything else is somebody's own."""
 
 
 def check_directory(directory: object) -> None:
@@ -43,7 +58,7 @@ def write_directory(directory: str | Path, write: Callable[[Path], None], group:
     is_first = dist.get_rank(group) == 0
     with together("write", group):
         check_directory(directory)
-        target = Path(directory).absolute()
+        target = Path(directory).resolve()
         filling = target.with_name(f".{target.name}.filling")
         if is_first:
             _refuse_others_files(target)
@@ -59,13 +74,13 @@ def _refuse_others_files(target: Path) -> None:
     """A working directory or a home that was named by mistake must not go."""
     if not target.exists():
         return
-    if not target.is_dir() or Path.cwd().is_relative_to(target.resolve()):
+    if not target.is_dir() or Path.cwd().is_relative_to(target):
         what = "the working directory or above it" if target.is_dir() else "a file"
         raise BackendError(f"{target} is {what}: give a directory of its own, which need not exist")
-    entries = list(target.iterdir())
-    if entries and (any(map(Path.is_dir, entries)) or not any((target / name).is_file() for name in _WRITTEN)):
+    foreign = [path.name for path in target.iterdir() if path.name not in _NAMES and path.suffix not in _SUFFIXES]
+    if foreign:
         raise BackendError(
-            f"{target} holds other files than a model or a checkpoint, such as {entries[0].name!r}, which would be "
+            f"{target} holds other files than a model's or a checkpoint's, such as {min(foreign)!r}, which would be "
             "lost: give a directory of its own, or empty it first"
         )
 

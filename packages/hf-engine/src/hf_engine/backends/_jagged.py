@@ -115,7 +115,9 @@ def read_ids(batch: TensorDict, name: str, vocab_size: int | None = None) -> Rag
     """
     column = batch[name]
     if not isinstance(column, torch.Tensor) or not column.is_nested or column.layout != torch.jagged:
-        what = f"of shape {tuple(column.shape)}" if isinstance(column, torch.Tensor) else repr(column)
+        what = repr(column)
+        if isinstance(column, torch.Tensor):
+            what = f"nested in {column.layout}" if column.is_nested else f"of shape {tuple(column.shape)}"
         raise BatchError(
             f"the column {name!r} is {what}, not jagged: give rows without padding, "
             "torch.nested.nested_tensor(rows, layout=torch.jagged)"
@@ -123,6 +125,10 @@ def read_ids(batch: TensorDict, name: str, vocab_size: int | None = None) -> Rag
     if column.dtype not in (torch.int64, torch.int32):
         raise BatchError(f"the column {name!r} is of {column.dtype}: give token ids of torch.int64")
     ids = Ragged(column)
+    if ids.values.dim() != 1:
+        raise BatchError(
+            f"the column {name!r} has {ids.values.dim() + 1} dimensions: give one token id after the other"
+        )
     if vocab_size is not None and ((ids.values < 0) | (ids.values >= vocab_size)).any():
         _refuse_strangers(ids, name, vocab_size)
     return ids

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hf_engine.resharding.checking import read_shapes
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import are_whole, check_kind
 from hf_protocols.errors import BackendError, ReshardError
 
-__all__ = ["check_model", "find_file", "find_model", "read_end_of_sequence_ids", "refuse_incomplete"]
+__all__ = [
+    "check_end_of_sequence_ids",
+    "check_model",
+    "find_file",
+    "find_model",
+    "read_end_of_sequence_ids",
+    "refuse_incomplete",
+]
 
 
 def check_model(model: object) -> None:
@@ -72,15 +79,33 @@ def find_file(model: str | Path, name: str) -> Path:
     return path
 
 
-def read_end_of_sequence_ids(directory: Path) -> frozenset[int]:
-    """The tokens that end a response of a model by themselves: its generation config's, else its config's."""
+def read_end_of_sequence_ids(directory: Path, vocab_size: int) -> frozenset[int]:
+    """The tokens that end a response of a model by themselves: its generation config's, else its config's; without
+    those that its vocabulary lacks, which are never drawn.
+
+    Raises:
+        BackendError: for a file that cannot be read, or ends that are no token ids.
+    """
     for name in ("generation_config.json", "config.json"):
         path = directory / name
-        config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-        ids = config.get("eos_token_id")
+        try:
+            config: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+            ids = config.get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise BackendError(
+                f"{str(path)!r} cannot be read ({error}): give a whole directory of one model"
+            ) from error
         if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
+            return check_end_of_sequence_ids(ids, vocab_size)
     return frozenset()
+
+
+def check_end_of_sequence_ids(ids: object, vocab_size: int) -> frozenset[int]:
+    """Those of the vocabulary, of one id or a list of them."""
+    tokens = [ids] if isinstance(ids, int) else ids
+    if not are_whole(tokens):
+        raise BackendError(f"the model's eos_token_id={ids!r}: give a token id or a list of them in its configuration")
+    return frozenset(token for token in cast("Sequence[int]", tokens) if 0 <= token < vocab_size)
 
 
 def refuse_incomplete(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -10,7 +10,8 @@ from tensordict import TensorDict
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._jagged import Ragged, read_ids, require_columns, to_jagged
 from hf_engine.backends._memory import host_bytes
-from hf_protocols.arguments import are_whole, check_kind
+from hf_engine.backends._model_directory import check_end_of_sequence_ids
+from hf_protocols.arguments import check_kind
 from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError
 
 __all__ = ["build_responses", "end_of_sequence_ids", "read_prompts"]
@@ -98,15 +99,10 @@ def build_responses(
 
 
 def end_of_sequence_ids(generation_config: Any, text_config: Any) -> frozenset[int]:
-    """The tokens that end a response of a model by themselves: its generation config's, else its config's; without
-    those that its vocabulary lacks, which are never drawn.
-    """
+    """As `read_end_of_sequence_ids`, of configurations that transformers has read."""
     stated = getattr(generation_config, "eos_token_id", None)
     ids = stated if stated is not None else text_config.eos_token_id
-    tokens = [] if ids is None else [ids] if isinstance(ids, int) else ids
-    if not are_whole(tokens):
-        raise BackendError(f"the model's eos_token_id={ids!r}: give a token id or a list of them in its configuration")
-    return frozenset(token for token in tokens if 0 <= token < text_config.vocab_size)
+    return frozenset() if ids is None else check_end_of_sequence_ids(ids, text_config.vocab_size)
 
 
 def _check_memory(num_prompts: int, sampling: SamplingParams) -> None:

@@ -73,7 +73,7 @@ class ServerBackend:
         self._cache_bytes = facts.cache_tokens * shape.kv_bytes_per_token * self._layout.element_bytes // 2
         self._vocab_size = shape.vocab_size
         self._max_positions = min(shape.max_positions, facts.max_positions)
-        self._stops = read_end_of_sequence_ids(directory)
+        self._stops = read_end_of_sequence_ids(directory, shape.vocab_size)
         self._some_can_release = any(ranks.gather(facts.can_release))
         self._stamp = facts.stamp
         self._weight_version = 0
@@ -106,7 +106,7 @@ class ServerBackend:
                 default the system's for temporary files, for servers on this machine.
             api_key_variable: environment variable with the servers' API key; None: they have none.
             reproducible: refuse servers that do not draw from the seeds that they are given.
-            connect_timeout_s: deadline for a server to take a connection.
+            connect_timeout_s: deadline for a server to take a connection, and to say what it is.
             timeout_s: deadline of every request, one whole `generate` or one update of weights.
 
         Raises:

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-from hf_protocols.arguments import check_number
+from hf_protocols.arguments import check_number, check_seconds
 from hf_protocols.errors import BackendError
 
 __all__ = ["Connection", "expected_form"]
@@ -25,7 +25,7 @@ class Connection:
     Args:
         url: such as `http://127.0.0.1:30000`; a path in it comes before every request's.
         key: sent as a bearer token; None: nothing is sent.
-        connect_timeout_s: deadline for the server to take a connection.
+        connect_timeout_s: deadline for the server to take a connection, and for `ask`.
         timeout_s: deadline of one request, from its first byte to the last one of the answer.
 
     Raises:
@@ -33,8 +33,9 @@ class Connection:
     """
 
     def __init__(self, url: str, *, key: str | None = None, connect_timeout_s: float, timeout_s: float) -> None:
-        check_number(BackendError, "rollout.options.connect_timeout_s", connect_timeout_s)
-        check_number(BackendError, "rollout.options.timeout_s", timeout_s)
+        for name, seconds in (("connect_timeout_s", connect_timeout_s), ("timeout_s", timeout_s)):
+            check_number(BackendError, f"rollout.options.{name}", seconds)
+            check_seconds(BackendError, f"rollout.options.{name}", seconds)
         try:
             parts = urlsplit(url)
             default = _PORTS[parts.scheme]
@@ -55,6 +56,11 @@ class Connection:
     def host(self) -> str:
         """Name or address of the server's machine."""
         return self._address[0]
+
+    def ask(self, path: str) -> Any:
+        """What GET answers soon, of a server that may be none; None where it knows no such path."""
+        status, answer = self._request("GET", path, None, knob="connect_timeout_s")
+        return None if status == http.HTTPStatus.NOT_FOUND else self._accept(path, status, answer)
 
     def find(self, path: str, body: Any = None) -> Any:
         """What GET answers, or POST with a body; None where the server knows no such path."""
@@ -87,18 +93,19 @@ class Connection:
             raise BackendError(f"the server at {self.url} refused {path} (status {status}): {_reason(answer)}")
         return answer
 
-    def _request(self, method: str, path: str, body: Any) -> tuple[int, Any]:
-        stop = time.monotonic() + self._timeout_s
+    def _request(self, method: str, path: str, body: Any, knob: str = "timeout_s") -> tuple[int, Any]:
+        seconds = self._timeout_s if knob == "timeout_s" else self._connect_timeout_s
+        stop = time.monotonic() + seconds
         connection = self._connect()
         with closing(connection):
             try:
                 sock = connection.sock
-                sock.settimeout(self._timeout_s)
+                sock.settimeout(seconds)
                 data = None if body is None else json.dumps(body)
                 connection.request(method, self._path + path, data, self._headers)
                 response, received = connection.getresponse(), bytearray()
                 _left_until(stop)
-                while chunk := response.read(_CHUNK_BYTES):
+                while chunk := response.read1(_CHUNK_BYTES):  # what is there: read() waits for all, byte by byte
                     received += chunk
                     if response.isclosed():  # and the socket with it
                         break
@@ -107,8 +114,8 @@ class Connection:
                     raise http.client.IncompleteRead(bytes(received), response.length)
             except TimeoutError as error:
                 raise BackendError(
-                    f"the server at {self.url} did not finish {path} in {self._timeout_s:g} s: raise "
-                    "rollout.options.timeout_s if it only needs more time"
+                    f"the server at {self.url} did not finish {path} in {seconds:g} s: raise "
+                    f"rollout.options.{knob} if it only needs more time"
                 ) from error
             except (OSError, http.client.HTTPException) as error:
                 raise BackendError(
@@ -163,7 +170,7 @@ def _decode(answer: bytes) -> Any:
     text = answer.decode(errors="replace")
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -21,10 +21,10 @@ def identify(connection: Connection, dtype: str) -> Dialect:
     Raises:
         BackendError: for a server of another kind, or of a version that is not supported.
     """
-    found = connection.find("/version")
+    found = connection.ask("/version")
     if isinstance(found, dict) and "version" in found:
         return VllmServer(connection, found["version"], dtype)
-    found = connection.find("/server_info")
+    found = connection.ask("/server_info")
     if isinstance(found, dict) and "max_total_num_tokens" in found:
         return SglangServer(connection, found, dtype)
     raise BackendError(f"the server at {connection.url} is neither SGLang's nor vLLM's: correct rollout.options.urls")

@@ -16,6 +16,7 @@ from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._loading import check_shards, check_version
+from hf_engine.backends._lost_peers import all_or_none
 from hf_engine.backends._memory import choose_cache_bytes
 from hf_engine.backends._versions import VLLM
 from hf_engine.backends.vllm._library import embedded
@@ -92,13 +93,16 @@ class VllmBackend:
         if topology.generation is None:
             topology = replace(topology, generation=GenerationSpec())
         check_dtype(dtype)
-        cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
-        if max_positions is not None:
-            check_count(BackendError, "max_positions", max_positions)
         with embedded():
-            from hf_engine.backends.vllm._engine import Engine, plan_layout
+            # Ranks connect when the engine starts, and torch waits half an hour for one that does not come.
+            with all_or_none("no engine was started"):
+                from hf_engine.backends.vllm._engine import Engine, check_cache, plan_layout
 
-            shape, layout = plan_layout(model, topology, dtype)
+                cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
+                if max_positions is not None:
+                    check_count(BackendError, "max_positions", max_positions)
+                shape, layout = plan_layout(model, topology, dtype)
+                check_cache(shape, topology, dtype=dtype, cache_bytes=cache_bytes, max_positions=max_positions)
             engine = Engine(
                 model, shape, topology, dtype=dtype, seed=seed, cache_bytes=cache_bytes, max_positions=max_positions
             )

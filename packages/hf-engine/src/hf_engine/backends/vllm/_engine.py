@@ -19,8 +19,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._memory import choose_positions, take_again
-from hf_engine.backends._model_directory import find_model, refuse_incomplete
-from hf_engine.backends._responses import end_of_sequence_ids
+from hf_engine.backends._model_directory import find_model, read_end_of_sequence_ids, refuse_incomplete
 from hf_engine.backends._shard import Shard
 from hf_engine.backends.vllm._draws import DrawProcessor
 from hf_engine.backends.vllm._groups import GROUPS, current_tp_ranks, destroy_groups
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from hf_engine.backends._stop_strings import StopStrings
 
 
-__all__ = ["Engine", "plan_layout"]
+__all__ = ["Engine", "check_cache", "plan_layout"]
 
 
 def plan_layout(model: str | Path, topology: Topology, dtype: str) -> tuple[ModelShape, WeightLayout]:
@@ -75,6 +74,25 @@ def plan_layout(model: str | Path, topology: Topology, dtype: str) -> tuple[Mode
     return shape, layout
 
 
+def check_cache(
+    shape: ModelShape, topology: Topology, *, dtype: str, cache_bytes: int, max_positions: int | None
+) -> None:
+    """Refuses a second engine in the process, and a cache that holds no sequence.
+
+    Raises:
+        BackendError: before anything starts.
+    """
+    if model_parallel_is_initialized():
+        raise BackendError("a process runs one vLLM engine at a time: close the other backend first")
+    positions = choose_positions(max_positions, shape.max_positions)
+    needed = positions * _cache_bytes_per_token(shape, topology, dtype)
+    if needed > cache_bytes:
+        raise BackendError(
+            f"one sequence of {positions} positions needs {needed} bytes of keys and values, above "
+            f"cache_bytes={cache_bytes}; raise it or lower max_positions"
+        )
+
+
 class Engine:
     """One rank's engine; the ranks of a replica call every method with the same arguments.
 
@@ -102,15 +120,6 @@ class Engine:
         cache_bytes: int,
         max_positions: int | None,
     ) -> None:
-        if model_parallel_is_initialized():
-            raise BackendError("a process runs one vLLM engine at a time: close the other backend first")
-        positions = choose_positions(max_positions, shape.max_positions)
-        needed = positions * _cache_bytes_per_token(shape, topology, dtype)
-        if needed > cache_bytes:
-            raise BackendError(
-                f"one sequence of {positions} positions needs {needed} bytes of keys and values, above "
-                f"cache_bytes={cache_bytes}; raise it or lower max_positions"
-            )
         register_transfer()
         groups = topology.groups("gen_tp")
         worker = "_cpu_worker.TopologyCpuWorker" if current_platform.is_cpu() else "_gpu_worker.TopologyGpuWorker"
@@ -177,8 +186,7 @@ class Engine:
     @property
     def stop_token_ids(self) -> frozenset[int]:
         """The model's own end-of-sequence tokens."""
-        config = self._engine.model_config
-        return end_of_sequence_ids(config.try_get_generation_config(), config.hf_text_config)
+        return read_end_of_sequence_ids(find_model(self.model), self.vocab_size)
 
     @property
     def cache_bytes(self) -> int:
