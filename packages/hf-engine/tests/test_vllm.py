@@ -337,6 +337,25 @@ def samples_of(backend, model, topology):
     return [row.tolist() for row in rows_of(responses["response_ids"])]
 
 
+def ends_of(backend, model):
+    """Finish reasons and lengths where only generation_config.json says what ends a response."""
+    options = {"cache_bytes": CACHE_BYTES} if backend == "vllm" else {}
+    rollout = load_rollout_backend(backend).build(model, topology=Topology(ParallelSpec(), GenerationSpec()), **options)
+    sampling = SamplingParams(max_new_tokens=12, n=3, temperature=2.0)
+    responses = rollout.generate(build_prompts(6, vocab_size=VOCAB_SIZE), sampling)
+    rollout.close()
+    return responses["finish_reason"].tolist(), [len(row) for row in rows_of(responses["response_ids"])]
+
+
+def refuse_on_rank_1(model):
+    """Far within the groups' deadline, and the next engines start."""
+    rank, topology = dist.get_rank(), Topology(ParallelSpec(dp_size=2), GenerationSpec())
+    told = "^one sequence of 48 positions" if rank else "^rank 1 refused: one sequence of 48 positions"
+    with pytest.raises(BackendError, match=told):
+        build(model, topology, cache_bytes=1 if rank else CACHE_BYTES)
+    build(model, topology).close()
+
+
 class TestEngines:
     pytestmark = with_vllm
 
@@ -375,6 +394,16 @@ class TestEngines:
             alone.run(samples_of, name, models["untied"], topology) for name in ("vllm", "transformers")
         )
         assert found == wanted
+
+    def test_a_response_ends_where_the_generation_config_says(self, alone, tmp_path):
+        model = write_tiny_model(tmp_path / "model")
+        (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 9, 21, 40]}))
+        (found,), (wanted,) = (alone.run(ends_of, name, model) for name in ("vllm", "transformers"))
+        assert found == wanted
+        assert {*found[0]} == {0, 1}
+
+    def test_what_one_rank_cannot_start_no_rank_starts(self, two, models):
+        two.run(refuse_on_rank_1, models["tied"], deadline_s=200)
 
     def test_a_rank_that_is_killed_while_it_generates_is_a_typed_error_on_the_others(self, models):
         before = find_shared_memory()
