@@ -300,19 +300,11 @@ class TrainBackend(Protocol):
         ...
 
     def export_hf(self, directory: str | Path) -> None:
-        """Writes config and safetensors from rank 0, whole or not at all; an earlier model or checkpoint is replaced.
-
-        Raises:
-            BackendError: on every rank, where other files are or the working directory is, or that cannot be written.
-        """
+        """Writes config and safetensors from rank 0, whole or not at all; replaces a model or checkpoint, nothing else."""
         ...
 
     def save_checkpoint(self, directory: str | Path) -> None:
-        """Writes weights and optimizer state sharded, whole or not at all, where `export_hf` would write.
-
-        Raises:
-            BackendError: as `export_hf`.
-        """
+        """Writes weights and optimizer state sharded, whole or not at all, where `export_hf` would write."""
         ...
 
     def load_checkpoint(self, directory: str | Path) -> None:
