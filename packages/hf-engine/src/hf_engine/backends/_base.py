@@ -300,7 +300,7 @@ class TrainBackend(Protocol):
         ...
 
     def export_hf(self, directory: str | Path) -> None:
-        """Writes config and safetensors from rank 0, whole or not at all; replaces a model or checkpoint, nothing else."""
+        """Writes config and safetensors from rank 0, whole or not at all; replaces a model or checkpoint, no more."""
         ...
 
     def save_checkpoint(self, directory: str | Path) -> None:
