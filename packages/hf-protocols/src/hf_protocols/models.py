@@ -27,6 +27,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }
+_WITHOUT_WINDOWS = ("llama", "gemma")
+_WITH_LAYER_TYPES = ("qwen2", "qwen3")
 _WITH_ATTENTION_BIAS = ("llama", "qwen3", "gemma", "qwen3_moe")
 _WITH_QK_NORM = ("qwen3", "qwen3_moe")
 _SIZES = (
@@ -137,11 +139,7 @@ class ModelShape:
         check_kind(ConfigError, "config.json: _name_or_path", config.get("_name_or_path"), str | None, "a name")
         if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
             raise ConfigError("mlp_only_layers and decoder_sparse_step mix dense and expert layers: not known here")
-        if family == "llama" and config.get("sliding_window") is not None:
-            raise ConfigError(
-                f"config.json: sliding_window={show(config['sliding_window'])} with model_type='llama', whose "
-                "layers in transformers have none, while engines use it: remove it, or give model_type='mistral'"
-            )
+        _refuse_unused(family, config)
         config = {**_FAMILIES[family], **config}
         heads = config["num_attention_heads"]
         experts = config.get("num_local_experts") or config.get("num_experts") or 0
@@ -226,6 +224,27 @@ def _linear(name: str, rows: int, columns: int, *, bias: bool = False) -> Iterat
     yield f"{name}.weight", (rows, columns)
     if bias:
         yield f"{name}.bias", (rows,)
+
+
+def _refuse_unused(family: str, config: Mapping[str, Any]) -> None:
+    """Keys that change what engines compute, and not the layers of transformers that train: two different models."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    types, rotated = config.get("layer_types"), config.get("partial_rotary_factor")
+    if isinstance(rope, Mapping):
+        rotated = rope.get("partial_rotary_factor", rotated)
+    is_mixed = isinstance(types, list | tuple) and any(kind != "full_attention" for kind in types)
+    unused = {
+        "sliding_window": config.get("sliding_window") if family in _WITHOUT_WINDOWS else None,
+        "layer_types": types if is_mixed and family not in _WITH_LAYER_TYPES else None,
+        "attention_chunk_size": config.get("attention_chunk_size"),
+        "partial_rotary_factor": rotated if rotated != 1 else None,
+    }
+    for key, value in unused.items():
+        if value is not None:
+            raise ConfigError(
+                f"config.json: {key}={show(value)} with model_type={family!r}, whose layers in transformers have none, "
+                "while engines use it: remove it, or give the model_type of a family that has it"
+            )
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
