@@ -16,7 +16,8 @@ unexport PYTHONDONTWRITEBYTECODE
 CLUSTERS := packages/hf-controller packages/hf-mapper integration-tests
 RANKS := packages/hf-protocols packages/hf-engine packages/hf-algorithms
 ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test_rollout_dtype.py \
-	packages/hf-engine/tests/test_matrix.py integration-tests/tests/test_engine_run.py integration-tests/tests/test_server_run.py
+	packages/hf-engine/tests/test_matrix.py packages/hf-engine/tests/test_replica_failures.py \
+	integration-tests/tests/test_engine_run.py integration-tests/tests/test_server_run.py
 DURATIONS := --durations 20 --durations-min 5
 
 # Every line of $(2) begins with its name, $(1); an interrupt ends the command, and the naming of lines when it is through.

@@ -53,6 +53,10 @@ def build_rollout(model):
     return load_rollout_backend("transformers").build(model, topology=topology)
 
 
+def build_rollout_and_close(model):
+    build_rollout(model).close()
+
+
 def refuse_configurations(model, change, message):
     path = model / "config.json"
     stated = json.loads(path.read_text())
@@ -71,10 +75,36 @@ def refuse_configurations(model, change, message):
         ({"eos_token_id": "7"}, "transformers cannot load a causal language model from"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "transformers cannot load a causal language"),
         ({"sliding_window": 4}, "has sliding_window=4 in its config.json, which no layer of a LlamaForCausalLM has"),
+        ({"attention_chunk_size": 4}, "has attention_chunk_size=4 in its config.json, which no layer of a Llama"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, r"has layer_types=\['sliding_attention', 'full_att"),
     ],
 )
 def test_a_configuration_that_transformers_cannot_use_is_one_error(ranks1, tmp_path, change, message):
     ranks1.run(refuse_configurations, write_tiny_model(tmp_path / "model"), change, message)
+
+
+def refuse_both(model, message):
+    for load in (build, build_rollout):
+        with pytest.raises(BackendError, match=message):
+            load(model)
+
+
+@pytest.mark.parametrize("text", ["{", "\ufffe"])
+def test_a_damaged_generation_config_is_an_error(ranks1, tmp_path, text):
+    """transformers goes on without it: responses would not end where the model's end."""
+    model = write_tiny_model(tmp_path)
+    (model / "generation_config.json").write_text(text, encoding="utf-16")
+    ranks1.run(refuse_both, model, "generation_config.json' cannot be read")
+    (model / "generation_config.json").write_text(text)
+    ranks1.run(refuse_both, model, "generation_config.json' cannot be read")
+
+
+def test_layers_of_full_attention_are_a_model_like_any(ranks1, tmp_path):
+    model = write_tiny_model(tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"layer_types": ["full_attention"] * 2}))
+    ranks1.run(build_rollout_and_close, model)
+    assert ModelShape.from_config(model).num_layers == 2
 
 
 def test_files_that_lack_a_parameter_are_not_loaded(ranks2, tmp_path):
@@ -89,7 +119,9 @@ def test_files_that_lack_a_parameter_are_not_loaded(ranks2, tmp_path):
 
 def refuse_other_sizes(model):
     topology = Topology(ParallelSpec(), GenerationSpec())
-    message = "transformers cannot load a causal language model from .*size"
+    message = (
+        r"from '.*': its files hold 1 parameters of other sizes .* 'model.embed_tokens.weight', which is \(64, 64\)"
+    )
     with pytest.raises(BackendError, match=message):
         build(model)
     with pytest.raises(BackendError, match=message):

@@ -109,6 +109,7 @@ def test_fsdp_under_tensor_parallelism_is_refused(tmp_path, command, capsys):
             "pp_size=64 pipeline stages in training",
         ),
         (["plan", "--model", "llama-2-7b", "--train", "1-1-3", "--gen", "1-3"], "over gen_tp_size=3 in generation"),
+        (["plan", "--model", "llama-2-7b", "--train", "1-1-3", "--gen", "1-3"], "; hybridflow-v: hybridflow-v gathers"),
         (["plan", "--model", "llama-2-7b", "--train", "1-1-1000000", "--gen", "1-1"], "up to 16384"),
         (["check", "--model", "nowhere", "--train", "1-2-1", "--gen", "1-1"], "nowhere"),
         (["plan", "--model", "llama-2-7b", "--train=-1-2-1", "--gen", "1-1"], "pp-tp-dp"),

@@ -207,3 +207,46 @@ def enter_after_a_refusal(model):
 
 def test_a_refused_transfer_does_not_make_the_next_look_unchanged(ranks2, tmp_path):
     assert ranks2.run(enter_after_a_refusal, write_tiny_model(tmp_path)) == [(False, 1)] * 2
+
+
+def fail_on_one_rank(model, training_weights, method):
+    """Nothing moves between the ranks of an engine that holds whole weights: they hear of it all the same."""
+    train, rollout, engine = build_engine(model, model, training_weights=training_weights)
+    is_second, owner = dist.get_rank() == 1, train if method == "offload" else rollout
+    told = "^no more memory$" if is_second else "rank 1 refused: .*no more memory.*; no rank generates"
+    before, version = bits(train.local_weights()), engine.weight_version
+    for _ in range(2):
+        step(train)
+        before = bits(train.local_weights())
+        with pytest.MonkeyPatch.context() as patch:
+            if is_second:
+                patch.setattr(owner, method, refuse)
+            with pytest.raises((MemoryError, BackendError), match=told), engine.generation():
+                pytest.fail("a rank generates")
+        assert all(torch.equal(after, before[name]) for name, after in train.local_weights().items())
+    prompts = build_prompts(2, vocab_size=VOCAB_SIZE)
+    with engine.generation():
+        drawn = engine.generate(prompts, GREEDY)["weight_version"].tolist()
+    assert drawn == [version + 1] * 2, "what no rank generated from takes no version"
+    told = "^mine$" if is_second else "rank 1 refused: .*mine.*; generation.* ends with an error on all ranks"
+    with pytest.raises((BackendError, ZeroDivisionError), match=told), engine.generation():
+        fail_if(is_second)
+    assert all(torch.equal(after, before[name]) for name, after in train.local_weights().items())
+    engine.close()
+
+
+def refuse(*_, **__):
+    raise MemoryError("no more memory")
+
+
+def fail_if(fails):
+    if fails:
+        raise ZeroDivisionError("mine")
+
+
+@pytest.mark.parametrize(
+    ("training_weights", "method"),
+    [("keep", "commit_weights"), ("move", "commit_weights"), ("offload", "commit_weights"), ("offload", "offload")],
+)
+def test_what_one_rank_cannot_enter_no_rank_enters(ranks2, tmp_path, training_weights, method):
+    ranks2.run(fail_on_one_rank, write_tiny_model(tmp_path), training_weights, method)

@@ -2,7 +2,8 @@
 
 Greedy tokens come from whole forward passes of transformers over the exported checkpoint; bytes are counted by wrappers
 around torch.distributed that know no plan. `make test` runs the pairs with the embedded engine, `make test-<engine>` a
-pairwise cover of the others, `make test-matrix` all of them.
+pairwise cover of the others, `make test-matrix` all of them. An engine that is not embedded is started once for all
+training layouts that have its replicas.
 """
 
 from __future__ import annotations
@@ -50,13 +51,19 @@ COVER = {
 """Pairs that a short run takes: any two sizes that meet in the whole matrix meet in one of them, but for dp_size 4."""
 
 
+def replicas(name, gen_tp):
+    topology = Topology(TRAINING[name][1], GenerationSpec(gen_tp_size=gen_tp))
+    return topology.world_size, topology.groups("gen_tp")
+
+
 def cases(engine, largest_tp):
-    for name in TRAINING:
-        for gen_tp in range(1, largest_tp + 1):
-            short = engine == "transformers" or (name, gen_tp) in COVER
-            marks = [] if engine == "transformers" else [getattr(pytest.mark, engine)]
-            marks += [] if short else [pytest.mark.slow]
-            yield pytest.param(name, engine, gen_tp, marks=marks, id=f"{name} {engine} tp {gen_tp}")
+    """Those that share an engine follow each other."""
+    pairs = [(name, gen_tp) for name in TRAINING for gen_tp in range(1, largest_tp + 1)]
+    for name, gen_tp in sorted(pairs, key=lambda pair: replicas(*pair)):
+        short = engine == "transformers" or (name, gen_tp) in COVER
+        marks = [] if engine == "transformers" else [getattr(pytest.mark, engine)]
+        marks += [] if short else [pytest.mark.slow]
+        yield pytest.param(name, engine, gen_tp, marks=marks, id=f"{name} {engine} tp {gen_tp}")
 
 
 CASES = [*cases("transformers", 1), *cases("vllm", 2), *cases("sglang", 2)]
@@ -88,16 +95,50 @@ def ranks_of():
     """Processes of one world size at a time, and of one engine: its library is imported once."""
     held: dict[tuple[str, int], LocalRanks] = {}
 
+    def release():
+        for key in list(held):
+            ranks = held.pop(key)
+            try:
+                ranks.run(close_engines)
+            finally:
+                ranks.__exit__(None, None, None)
+
     def take(engine, size):
         if (engine, size) not in held:
-            for key in list(held):
-                held.pop(key).__exit__(None, None, None)
+            release()
             held[engine, size] = LocalRanks(size, timeout_s=360).__enter__()
         return held[engine, size]
 
     yield take
-    for ranks in held.values():
-        ranks.__exit__(None, None, None)
+    release()
+
+
+ENGINES_HERE = {}
+"""In a rank: its engine by what it was started as, one at a time."""
+
+
+def close_engines():
+    while ENGINES_HERE:
+        ENGINES_HERE.popitem()[1].close()
+
+
+@contextlib.contextmanager
+def engine_of(model, topology, rollout):
+    """This rank's engine; it stays when a `HybridEngine` is closed, unless something failed."""
+    key = rollout, topology.groups("gen_tp")
+    if key not in ENGINES_HERE:
+        close_engines()
+        ENGINES_HERE[key] = load_rollout_backend(rollout).build(model, topology=topology, **ENGINES[rollout])
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if rollout != "transformers":
+                patch.setattr(ENGINES_HERE[key], "close", lambda: None)
+            yield ENGINES_HERE[key]
+    except BaseException:
+        close_engines()
+        raise
+    if rollout == "transformers":
+        close_engines()
 
 
 def train_and_generate(model, directory, training, rollout, gen_tp):
@@ -106,22 +147,22 @@ def train_and_generate(model, directory, training, rollout, gen_tp):
     topology = Topology(train_spec, GenerationSpec(gen_tp_size=gen_tp))
     config = TrainConfig(learning_rate=3e-2, max_grad_norm=10.0)
     train = load_train_backend(name).build(model, topology=topology, config=config)
-    generator = load_rollout_backend(rollout).build(model, topology=topology, **ENGINES[rollout])
-    engine = HybridEngine(train, generator, topology)
-    prompts = build_prompts(4, vocab_size=VOCAB_SIZE)
-    versions = []
-    for number in range(2):
-        step(train, topology)
-        with contextlib.ExitStack() as inside:
-            with count_traffic() as traffic:
-                inside.enter_context(engine.generation())
-            responses = engine.generate(prompts, GREEDY)
-        versions += responses["weight_version"].tolist()
-        exported = Path(directory) / f"{training} {rollout} {gen_tp} {number}"
-        train.export_hf(exported)
-        check_greedy(exported, prompts, responses)
-    planned = engine.plan.recv_bytes[dist.get_rank()]
-    engine.close()
+    with engine_of(model, topology, rollout) as generator:
+        engine, before = HybridEngine(train, generator, topology), generator.weight_version
+        prompts = build_prompts(4, vocab_size=VOCAB_SIZE)
+        versions = []
+        for number in range(2):
+            step(train, topology)
+            with contextlib.ExitStack() as inside:
+                with count_traffic() as traffic:
+                    inside.enter_context(engine.generation())
+                responses = engine.generate(prompts, GREEDY)
+            versions += [version - before for version in responses["weight_version"].tolist()]
+            exported = Path(directory) / f"{training} {rollout} {gen_tp} {number}"
+            train.export_hf(exported)
+            check_greedy(exported, prompts, responses)
+        planned = engine.plan.recv_bytes[dist.get_rank()]
+        engine.close()
     return traffic, planned, versions
 
 

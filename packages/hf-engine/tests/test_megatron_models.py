@@ -113,7 +113,7 @@ def refuse_directories(folder):
     assert "local directory in Hugging Face format" in refusal_of(folder / "absent")
     (folder / "empty").mkdir()
     (folder / "empty" / "config.json").write_bytes((folder / "model" / "config.json").read_bytes())
-    assert r"holds no *.safetensors files" in refusal_of(folder / "empty")
+    assert r"holds no safetensors files" in refusal_of(folder / "empty")
     backend = build(folder / "model", trainable=False)
     with pytest.raises(BackendError, match="tie_word_embeddings is True here and False there"):
         backend.load_hf(folder / "untied")

@@ -18,9 +18,9 @@ def batch_of(rows, row_ids):
     return TensorDict({"prompt_ids": ids, "row_id": row_ids}, batch_size=[len(rows)])
 
 
-def read(rows, row_ids=None, sampling=TWO):
+def read(rows, row_ids=None, sampling=TWO, ends=()):
     batch = batch_of(rows, torch.arange(len(rows)) if row_ids is None else row_ids)
-    return read_prompts(batch, sampling, vocab_size=64, positions=8)
+    return read_prompts(batch, sampling, vocab_size=64, positions=8, ends=ends)
 
 
 def test_prompts_that_fit_are_read():
@@ -59,6 +59,16 @@ def test_a_minimum_length_that_leaves_no_token_is_refused():
         read([[3]], sampling=SamplingParams(max_new_tokens=2, min_new_tokens=1, stop_token_ids=stops))
 
 
+def test_the_models_own_ends_leave_no_token_either():
+    stops = tuple(range(62))
+    given = {"max_new_tokens": 2, "stop_token_ids": stops}
+    told = "min_new_tokens=1 and all 64 tokens in stop_token_ids or the model's own eos_token_id: none is left to draw"
+    with pytest.raises(BackendError, match=told):
+        read([[3]], sampling=SamplingParams(**given, min_new_tokens=1), ends={61, 62, 63})
+    assert len(read([[3]], sampling=SamplingParams(**given, min_new_tokens=1), ends={61, 62}).lengths) == 1
+    assert len(read([[3]], sampling=SamplingParams(**given), ends={62, 63}).lengths) == 1
+
+
 def test_an_end_that_the_vocabulary_lacks_is_never_drawn():
     config = SimpleNamespace(eos_token_id=5, vocab_size=64)
     assert end_of_sequence_ids(SimpleNamespace(eos_token_id=[7, 99]), config) == {7}
@@ -90,12 +100,24 @@ def test_sampling_parameters_of_another_kind_are_refused():
     ],
 )
 def test_more_samples_than_the_machine_holds_are_refused(monkeypatch, sampling, positions):
+    monkeypatch.setattr("hf_engine.backends._memory._LIMITS", ())
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 28}[name])
     wanted = f"2 prompts x n={sampling.n} samples of max_new_tokens={sampling.max_new_tokens} take about"
     with pytest.raises(BackendError, match=rf"{wanted} \d+ bytes, this machine has 1099511627776; lower n or"):
-        read_prompts(batch_of([[3], [3]], torch.arange(2)), sampling, vocab_size=64, positions=positions)
+        read_prompts(batch_of([[3], [3]], torch.arange(2)), sampling, vocab_size=64, positions=positions, ends=())
 
 
 def test_many_samples_that_the_machine_holds_are_read(monkeypatch):
+    monkeypatch.setattr("hf_engine.backends._memory._LIMITS", ())
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 22}[name])
     assert len(read([[3]], sampling=SamplingParams(max_new_tokens=4, n=10**6)).lengths) == 1
+
+
+@pytest.mark.parametrize(("n", "max_new_tokens"), [(10**30, 2), (1, 10**12), (1, 10**30)])
+def test_no_prompts_with_more_samples_than_the_machine_holds_are_refused(n, max_new_tokens):
+    empty = torch.nested.nested_tensor_from_jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    batch = TensorDict({"prompt_ids": empty, "row_id": torch.zeros(0, dtype=torch.int64)}, batch_size=[0])
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, n=n)
+    with pytest.raises(BackendError, match=f"even one prompt x n={n} samples of max_new_tokens={max_new_tokens} take"):
+        read_prompts(batch, sampling, vocab_size=64, positions=None, ends=())
+    assert len(read_prompts(batch, TWO, vocab_size=64, positions=8, ends=()).lengths) == 0

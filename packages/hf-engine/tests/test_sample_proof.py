@@ -125,24 +125,35 @@ def test_prompts_that_nobody_can_train_on_prove_nothing(ranks2, tmp_path):
     assert found == [[("", 4)] * 2, [("", 2)] * 2]
 
 
-def fail_if(fails):
+def fail_if(fails, _drawn=None):
     if fails:
         raise KeyError("mine")
 
 
 def fail_in_a_block(model):
-    """The block fails on rank 1 alone, then on both after they generated, then the weights are others."""
+    """The block fails on rank 1 alone, then on both after they generated, then the weights are others.
+
+    Once the samples were scored twice, and nothing is to be proved any more, it fails on rank 1 again.
+    """
     train, engine = build(model, "1-1-2", (None, None))
     is_second = dist.get_rank() == 1
-    kind, text = (KeyError, "mine") if is_second else (BackendError, "rank 1: KeyError: 'mine'")
+    kind, text = (
+        (KeyError, "mine") if is_second else (BackendError, "^rank 1 refused: KeyError: 'mine'; generation() e")
+    )
+    text = text.replace("()", r"\(\)")
     with pytest.raises(kind, match=text), engine.generation():
         fail_if(is_second)
     for _ in range(2):
         with pytest.raises(KeyError, match="ours"), engine.generation():
             fail_after(engine)
         step(train)
-    with engine.generation():
-        engine.generate(PROMPTS, GREEDY)
+    for _ in range(2):
+        with engine.generation():
+            engine.generate(PROMPTS, GREEDY)
+        step(train)
+    assert not engine._proof.is_pending
+    with pytest.raises(kind, match=text), engine.generation():
+        fail_if(is_second, engine.generate(PROMPTS, GREEDY))
     engine.close()
 
 
@@ -174,7 +185,7 @@ def lose_the_engine(model):
         own = (
             "^the engine died in 'generate'$"
             if dist.get_rank() == 1
-            else "rank 1: BackendError: the engine died in 'gen"
+            else "rank 1 refused: the engine died in 'generate'"
         )
         with pytest.raises(BackendError, match=own), engine.generation():
             engine.generate(PROMPTS, GREEDY)

@@ -86,14 +86,22 @@ def test_a_name_that_is_none_answers_nothing():
         connect("http://" + "a" * 300).get("/version")
 
 
-def test_an_answer_that_comes_byte_by_byte_meets_the_deadline():
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX-Padding: ",
+        b"HTTP/1.1 200 ",
+    ],
+    ids=["body", "size of a chunk", "header", "status"],
+)
+def test_an_answer_that_comes_byte_by_byte_meets_the_deadline(head):
     def drip(handler):
-        handler.send_response(200)
-        handler.send_header("Content-Length", "1000")
-        handler.end_headers()
+        handler.wfile.write(head)
         with contextlib.suppress(OSError):  # the client has hung up
             for _ in range(40):
-                handler.wfile.write(b" ")
+                handler.wfile.write(b"0")
                 time.sleep(0.25)
 
     with listening(drip) as url:

@@ -138,6 +138,10 @@ def refuse(models, directory):
     ):
         with pytest.raises(BackendError, match=f"^{message}"):
             build(models["tied"], ONE, **wrong)
+        with pytest.raises(BackendError, match=f"^{message}"):
+            load_rollout_backend("sglang").check_options(wrong)
+    with pytest.raises(BackendError, match="would change tp_size"):
+        load_rollout_backend("sglang").check_options({"engine_options": {"tp_size": 2}})
     with pytest.raises(BackendError, match="it has 1 ranks, the topology 2"):
         build(models["tied"], Topology(ParallelSpec(dp_size=2), GenerationSpec()))
     with pytest.raises(BackendError, match=r"there is no model in '.*absent'"):
@@ -192,7 +196,8 @@ def use_wrongly(model):
             dtype="float32",
         )
         backend._call("load_weights", [staged])
-        assert problem in backend._staging.report()
+        with pytest.raises(ReshardError, match=problem):
+            backend._staging.check_report()
     send(backend, {name: [parameter] for name, parameter in full.items()}, 5)
     assert backend.generate(prompts, GREEDY)["weight_version"].tolist() == [5] * 4
 
@@ -362,6 +367,44 @@ def fail_to_start(model):
     assert not [name for name in set(os.listdir("/dev/shm")) - before if "sgl" in name]
 
 
+def test_no_engine_is_asked_twice_to_free_its_cache(alone, models):
+    alone.run(release_twice, models["tied"], deadline_s=400)
+
+
+def release_twice(model):
+    """As on a GPU, where SGLang's process ends when it is asked again."""
+    backend, asked = shared(model, ONE), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(backend._engine, "call", lambda method, **_: asked.append(method))
+        patch.setattr(backend._replica, "_meet", lambda *_: "")
+        backend.resume()
+        freed = [backend.release() for _ in range(2)]
+        backend.resume()
+    assert asked == ["flush", "release", "flush", "resume"] and freed[0] == freed[1] > 0
+
+
+def test_a_response_ends_where_the_generation_config_says(alone, tmp_path):
+    """And nowhere else: SGLang would end at config.json's token too."""
+    model = write_tiny_model(tmp_path / "model", eos_token_id=7)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 9, 99]}))
+    (found,), (wanted,) = (alone.run(ends_of, name, model, deadline_s=600) for name in ("sglang", "transformers"))
+    assert found == wanted
+    rows, reasons = found
+    assert any(7 in row[:-1] for row in rows)
+    assert {row[-1] for row, reason in zip(rows, reasons, strict=True) if reason == 0} == {3, 9}
+
+
+def ends_of(backend, model):
+    while ENGINES:
+        ENGINES.popitem()[1].close()
+    rollout = build(model, ONE) if backend == "sglang" else load_rollout_backend(backend).build(model, topology=ONE)
+    sampling = SamplingParams(max_new_tokens=12, n=4, temperature=2.0)
+    responses = rollout.generate(build_prompts(12, vocab_size=VOCAB_SIZE), sampling)
+    rollout.close()
+    return [row.tolist() for row in rows_of(responses["response_ids"])], responses["finish_reason"].tolist()
+
+
 def test_a_killed_rank_leaves_nothing_behind(models):
     with LocalRanks(1, timeout_s=300) as ranks:
         ((rank, pids, segments, directory),) = ranks.run(stop_and_tell, models["stopping"], deadline_s=600)
@@ -376,6 +419,56 @@ def test_two_tensor_parallel_ranks_conform(two, models):
     two.run(conform, models["tied"], TWO, deadline_s=800)
     two.run(compare_samples, models["tied"], TWO, deadline_s=300)
     two.run(refuse_one_ranks_shard, models["tied"], deadline_s=300)
+
+
+def test_what_one_rank_cannot_start_no_rank_starts(two, models):
+    two.run(refuse_on_rank_1, models["two heads"], deadline_s=600)
+
+
+def refuse_on_rank_1(model):
+    """Far within the groups' deadline."""
+    is_second = dist.get_rank() == 1
+    for wrong, reason in (
+        ({"cache_bytes": 0}, "cache_bytes=0 must be a whole number of at least 1"),
+        ({"engine_options": {"tp_size": 1}}, r"engine_options=.* would change tp_size"),
+        ({"seed": "one"}, "seed='one': give a whole number"),
+    ):
+        with pytest.raises(BackendError, match=f"^{'' if is_second else 'rank 1 refused: '}{reason}"):
+            build(model, TWO, **(wrong if is_second else {}))
+
+
+def test_what_one_rank_cannot_hand_over_no_rank_does(models):
+    """And a rank that dies while its engine generates is an error of the method on the other."""
+    with LocalRanks(2, timeout_s=500) as ranks:
+        with pytest.raises(RuntimeError) as failed:
+            ranks.run(hand_over_and_die, models["two heads"], deadline_s=600)
+        assert "the survivor was told" in str(failed.value)
+        assert "the process of rank 0 died" in str(failed.value)
+
+
+def hand_over_and_die(model):
+    backend, rank = build(model, TWO), dist.get_rank()
+    held = backend.weight_layout().boxes_of(rank)
+    shards = {name: [torch.zeros(box.shape) for box in boxes] for name, boxes in held.items()}
+    backend.begin_weights()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(os, "memfd_create", lambda *_: refuse_memory())
+        with pytest.raises(BackendError, match=r"^rank 1 failed: OSError: \[Errno 12\] Cannot allocate memory"):
+            backend.load_shards(shards)
+    backend.begin_weights()
+    backend.load_shards(shards)
+    backend.commit_weights(1)
+    if rank == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    with pytest.raises(BackendError, match=r"^generate lost another rank on rank 1: "):
+        generate_without_end(backend)
+    backend.close()
+    raise AssertionError("the survivor was told")
+
+
+def refuse_memory():
+    raise OSError(12, "Cannot allocate memory")
 
 
 def test_strided_replicas_conform(models):

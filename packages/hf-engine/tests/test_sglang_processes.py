@@ -25,7 +25,7 @@ from hf_engine.backends.sglang._session import end_session, find_segments
 from hf_engine.backends.sglang._staging import Staging, read_staging, write_report
 from hf_engine.resharding.boxes import Box
 from hf_engine.testing import write_tiny_model
-from hf_protocols import BackendError, BackendUnavailableError
+from hf_protocols import BackendError, BackendUnavailableError, ReshardError
 
 without_sglang = pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed here")
 
@@ -83,6 +83,18 @@ def test_a_killed_process_is_one_typed_error():
         process.call("flush", timeout_s=30)
     with pytest.raises(BackendError, match=r"engine has ended \(in 'flush', signal 9\); build the backend again"):
         process.call("flush", timeout_s=30)
+
+
+def test_a_process_that_cannot_start_leaves_no_files():
+    made = []
+
+    def environment(directory):
+        made.append(Path(directory))
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        EngineProcess(environment)
+    assert not made[0].exists()
 
 
 def test_an_interrupted_request_ends_the_process_whose_answer_would_be_the_next_ones():
@@ -176,16 +188,18 @@ def test_shards_lie_in_memory_that_another_process_maps():
         ["b", [1], [0], [1], [7.0]],
         ["none", [5, 3], [5, 0], [0, 3], []],
     ]
-    assert staging.report() == "no, because"
+    with pytest.raises(ReshardError, match=r"^SGLang did not take the weights: no, because$"):
+        staging.check_report()
     staging.fill({"b": torch.tensor([8.0])}, shapes=shapes, boxes=boxes, dtype="float32")
-    assert staging.report() == ""
+    staging.check_report()  # nothing is left of it
     size = staging.num_bytes
     big = {"a": torch.zeros(1 << 16)}
     description = staging.fill(big, shapes=shapes, boxes={"a": Box.whole((1 << 16,))}, dtype="float32")
     assert staging.num_bytes > size
     memory, _ = read_staging(description)
     write_report(memory, "x" * 10_000)
-    assert len(staging.report()) == 4095
+    with pytest.raises(ReshardError, match=r"^SGLang did not take the weights: x{4095}$"):
+        staging.check_report()
     staging.close()
 
 

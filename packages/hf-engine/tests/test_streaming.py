@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_engine.backends._replica import replica_of_all
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout
 from hf_engine.resharding.model_layouts import generation_layout, model_shapes
@@ -117,6 +118,64 @@ def refuse_where_only_some_groups_move(refused):
 @pytest.mark.parametrize("refused", ["stays.0", "moves.0", "stays.1", "moves.1"])
 def test_a_refusal_beside_groups_that_do_not_move_is_an_error_on_all(ranks2, refused):
     ranks2.run(refuse_where_only_some_groups_move, refused)
+
+
+def fail_beside_an_engine_that_all_feed(place):
+    """Ranks meet where they hand over: one that has nothing to hand over must not stay away, nor wait elsewhere."""
+    rank, replica = dist.get_rank(), replica_of_all()
+    shapes = {f"{kind}.{index}": (4, 2) for index in range(2) for kind in ("stays", "moves")}
+    halves = [(Box((0, 0), (2, 2)),), (Box((2, 0), (2, 2)),)]
+    source = WeightLayout(shapes=shapes, boxes={r: dict.fromkeys(shapes, halves[r]) for r in range(2)})
+    boxes = {r: {name: halves[r if "stays" in name else 1 - r] for name in shapes} for r in range(2)}
+    stream = ShardStream(plan_reshard(source, WeightLayout(shapes=shapes, boxes=boxes)), bucket_bytes=16)
+
+    def take(shards):
+        if len({*replica.gather(tuple(shards))}) > 1:
+            raise ReshardError("the ranks hand over different parameters")
+
+    def allocate(names, target, real=stream._allocate):
+        if place in names:
+            raise MemoryError("full")
+        real(names, target)
+
+    full = MemoryError("full")
+    stream.run(cut(source, rank, 0), take, version=1)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(stream, "_allocate", allocate)
+        # Before anything was handed over all know the reason.
+        told = "full" if rank or place == "before" else "full|different parameters"
+        with pytest.raises((ReshardError, MemoryError), match=told):
+            stream.run(cut(source, rank, 1), take, version=2, refusal=full if rank and place == "before" else None)
+    stream.run(cut(source, rank, 2), take, version=3)
+    replica.close()
+
+
+@pytest.mark.parametrize("place", ["before", "stays.0", "moves.0", "stays.1", "moves.1"])
+def test_a_rank_without_shards_leaves_none_waiting_where_all_hand_over(ranks2, place):
+    ranks2.run(fail_beside_an_engine_that_all_feed, place, deadline_s=30)
+
+
+def refuse_the_last_group_of_the_first_run():
+    """The first group does not move, and nobody asks with it any more when the last was refused."""
+    rank = dist.get_rank()
+    shapes = {"stays": (4, 2), "moves": (4, 2)}
+    halves = [(Box((0, 0), (2, 2)),), (Box((2, 0), (2, 2)),)]
+    source = WeightLayout(shapes=shapes, boxes={r: dict.fromkeys(shapes, halves[r]) for r in range(2)})
+    boxes = {r: {"stays": halves[r], "moves": halves[1 - r]} for r in range(2)}
+    stream = ShardStream(plan_reshard(source, WeightLayout(shapes=shapes, boxes=boxes)), bucket_bytes=16)
+
+    def take(shards):
+        if rank == 1 and "moves" in shards:
+            raise OSError("the engine is full")
+
+    error, message = (OSError, "full") if rank else (ReshardError, "rank 1 refused: OSError: the engine is full")
+    with pytest.raises(error, match=message):
+        stream.run(cut(source, rank, 0), take, version=1)
+
+
+def test_a_refusal_of_the_first_run_is_an_error_on_all(ranks2):
+    ranks2.run(refuse_the_last_group_of_the_first_run)
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 2048, 1 << 20])

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +7,7 @@ from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_engine import SamplingParams, load_rollout_backend
+from hf_engine.backends._memory import host_bytes
 from hf_engine.testing import check_rollout_backend, write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
@@ -141,7 +140,7 @@ def test_memory_is_given_back_and_taken_again(models):
 
 
 def test_the_cache_is_sized_by_a_share_of_the_memory_too(models):
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = host_bytes()
     if torch.cuda.is_available():
         memory = torch.cuda.mem_get_info()[1]
     share = 1000.5 / memory
@@ -228,3 +227,30 @@ def test_what_cannot_be_generated_is_refused(models):
             TensorDict({"prompt_ids": empty, "row_id": torch.arange(1)}, batch_size=[1]),
             SamplingParams(max_new_tokens=2),
         )
+
+
+def batch_of_nothing():
+    ids = torch.nested.nested_tensor_from_jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    return TensorDict({"prompt_ids": ids, "row_id": torch.zeros(0, dtype=torch.int64)}, batch_size=[0])
+
+
+def test_no_prompts_have_no_responses_or_one_typed_error(models):
+    backend = build(models["tied"])
+    responses = backend.generate(batch_of_nothing(), SamplingParams(max_new_tokens=4, n=1000))
+    assert responses.batch_size == torch.Size([0])
+    for sampling in (
+        SamplingParams(max_new_tokens=2, n=10**30),
+        SamplingParams(max_new_tokens=10**12),
+        SamplingParams(max_new_tokens=10**30),
+    ):
+        with pytest.raises(BackendError, match=r"even one prompt x n=.* lower n or max_new_tokens"):
+            backend.generate(batch_of_nothing(), sampling)
+
+
+def test_stop_tokens_and_the_models_own_ends_leave_a_token_to_a_minimum_length(models):
+    backend, prompts = build(models["stopping"]), build_prompts(2, vocab_size=VOCAB_SIZE)
+    stops = tuple(token for token in range(VOCAB_SIZE) if token not in (7, 30))
+    with pytest.raises(BackendError, match="all 64 tokens in stop_token_ids or the model's own eos_token_id: none is"):
+        backend.generate(prompts, SamplingParams(max_new_tokens=4, min_new_tokens=2, stop_token_ids=stops))
+    left = SamplingParams(max_new_tokens=4, min_new_tokens=2, stop_token_ids=stops[1:])
+    assert all(row[:2].tolist() == [0, 0] for row in rows_of(backend.generate(prompts, left)["response_ids"]))

@@ -90,8 +90,7 @@ def _plan(options: argparse.Namespace) -> str:
                 raise
             rows[method] = {"refused": str(error)}
     if all("refused" in row for row in rows.values()):
-        # One reason for all is the layout's, and no method's.
-        raise ReshardError("; ".join(dict.fromkeys(row["refused"] for row in rows.values())))
+        raise ReshardError(_refusal({method: row["refused"] for method, row in rows.items()}))
     facts = {"model": model.name, "train": options.train, "gen": options.gen, "ranks": topology.world_size}
     facts |= {"cp_size": options.cp_size, "ep_size": options.ep_size}
     facts["parameter_bytes"] = model.num_parameters * options.dtype_bytes
@@ -147,6 +146,16 @@ def _table(facts: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> s
         lines.append(f"{method:<14}{cells}  {_exchanges(row['exchanges'])}")
     lines += ["", "received: mean over ranks; peak and redundancy: the worst rank; M is the model in this dtype"]
     return "\n".join(lines)
+
+
+def _refusal(reasons: Mapping[str, str]) -> str:
+    """One reason for all methods is the layout's; else what one method advises need not do for another."""
+    alike: dict[str, list[str]] = {}
+    for method, reason in reasons.items():
+        alike.setdefault(reason, []).append(method)
+    if len(alike) == 1:
+        return next(iter(alike))
+    return "no method is defined here: " + "; ".join(f"{', '.join(names)}: {why}" for why, names in alike.items())
 
 
 def _others(facts: Mapping[str, Any]) -> str:

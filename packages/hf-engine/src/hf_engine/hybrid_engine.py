@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._abilities import AdoptsWeights, SupportsShardLoading, SupportsWeightBuffers
+from hf_engine.backends._abilities import AdoptsWeights, Settles, SupportsShardLoading, SupportsWeightBuffers
 from hf_engine.backends._base import RolloutBackend, SamplingParams, TrainBackend
 from hf_engine.backends._lost_peers import all_or_none, lost_peers_are_errors
 from hf_engine.pairing import agree_on_plan, build_transfer_group
@@ -103,6 +103,7 @@ class HybridEngine:
         ReshardError: if names or shapes of the two differ, or the rollout's tensors do not match its layout.
     """
 
+    @lost_peers_are_errors("HybridEngine")
     def __init__(
         self,
         train: TrainBackend,
@@ -124,14 +125,18 @@ class HybridEngine:
         self._engine_bytes = self._loading_bytes = 0
         self._is_closed = False
         self._group = build_transfer_group(plan, topology)
-        with all_or_none("there is no HybridEngine on any rank"):
-            if isinstance(rollout, SupportsWeightBuffers):
-                moves = training_weights == "move" or (training_weights is None and source.dtype == target.dtype)
-                self._prepare_buffers(rollout, bucket_bytes, moves)
-            else:
-                assert isinstance(rollout, SupportsShardLoading), "refused with the plan"
-                self._prepare_stream(rollout, bucket_bytes)
-                self._proof = SampleProof(train, topology, (source.dtype, target.dtype))
+        try:
+            with all_or_none("there is no HybridEngine on any rank"), _settled(rollout):
+                if isinstance(rollout, SupportsWeightBuffers):
+                    moves = training_weights == "move" or (training_weights is None and source.dtype == target.dtype)
+                    self._prepare_buffers(rollout, bucket_bytes, moves)
+                else:
+                    assert isinstance(rollout, SupportsShardLoading), "refused with the plan"
+                    self._prepare_stream(rollout, bucket_bytes)
+                    self._proof = SampleProof(train, topology, (source.dtype, target.dtype))
+        except BaseException:
+            self._end_group()
+            raise
         self._weight_version = rollout.weight_version
         self._weight_changes = train.weight_changes
         self._digest: int | None = None
@@ -191,16 +196,16 @@ class HybridEngine:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Brings the current training weights into the rollout backend. Collective over all ranks.
+        """Brings the current training weights into the rollout backend. Collective over all ranks, as is its end: what
+        one rank cannot enter no rank does, and a block that fails on one fails on all. Others that wait for that rank
+        in `generate` get an error there; in other collectives of the block they wait for the groups' deadline.
 
         Where the training weights are moved or offloaded they cannot be used inside the block: the training backend
         refuses what needs them. They are back when it ends, however it ends. Where both are kept nothing moves if the
         training weights did not change since the last time.
 
         An engine that keeps its weights itself is asked what no digest can see: when the first block that generated
-        ends, and the first after the weights changed, the training backend scores some samples again. The ends of
-        blocks are collective over all ranks until then, and one of these that fails on a rank fails on all. Entries
-        are always so: what one rank cannot enter, no rank does.
+        ends, and the first after the weights changed, the training backend scores some samples again.
 
         Raises:
             ReshardError: if a transfer fails, or weights of some ranks only changed, or samples are not those of the
@@ -212,38 +217,37 @@ class HybridEngine:
             raise BackendError("generation() was entered already: leave its block first")
         if self._proof is not None:
             self._proof.begin()
+        self._enter()
         failure: Exception | None = None
-        has_begun = False
         try:
-            with self._weights_inside():
-                has_begun = True
-                try:
-                    yield
-                except Exception as error:  # noqa: BLE001 - it is raised below, when the other ranks know
-                    failure = error
-        except Exception as error:
-            if not has_begun:
-                raise
+            with _settled(self._rollout):
+                yield
+        except Exception as error:  # noqa: BLE001 - it is raised below, when the other ranks know
+            failure = error
+        except BaseException:
+            with suppress(Exception):
+                self._leave()
+            raise
+        try:
+            self._leave()
+        except Exception as error:  # noqa: BLE001 - as above
             failure = failure or error
+        _leave_together(failure)
         if self._proof is not None:
-            self._proof.check(failure)
-        if failure is not None:
-            raise failure
+            self._proof.check()
 
-    @contextmanager
-    def _weights_inside(self) -> Iterator[None]:
+    def _enter(self) -> None:
+        """All ranks enter, or none: then the training weights are back, and all send anew under the same version."""
         start = time.perf_counter()
-        changed = self._train.weight_changes != self._weight_changes
+        before = _, changes, digest, _ = self._weight_version, self._weight_changes, self._digest, self._last_transition
+        changed = self._train.weight_changes != changes
         moves = self._mover is not None or not self._is_current or changed
-        digest, received, has_begun = self._digest, 0, False
+        if self._mover is None:  # nothing has begun yet; with a mover all ranks move
+            agree_on_moving(moves, None, local_device())
         try:
             # Ranks between which nothing moves do not hear of each other in the transfer, nor of what comes after it.
-            with all_or_none("no rank generates") if self._proof is not None else nullcontext():
-                if self._mover is None:
-                    agree_on_moving(moves, self._group, local_device())
-                has_begun = True
-                if moves:
-                    received = self._transfer()
+            with all_or_none("no rank generates"), _settled(self._rollout):
+                received = self._transfer() if moves else 0
                 self._last_transition = Transition(
                     weight_version=self._weight_version,
                     seconds=time.perf_counter() - start if moves else 0.0,
@@ -254,16 +258,13 @@ class HybridEngine:
                     self._train.offload(weights=True)
                 if isinstance(self._rollout, SupportsShardLoading):
                     self._rollout.resume()
-            self._is_generating = True
-            yield
         except BaseException:
-            if not self._is_generating:
-                self._is_current = False  # on every rank alike, so that all send anew
-            if has_begun:
-                with suppress(BackendError):  # of an engine that is gone, which is not what happened first
-                    self._leave()
+            self._is_current = False
+            self._weight_version, self._weight_changes, self._digest, self._last_transition = before
+            with suppress(Exception):  # of an engine that is gone, which is not what happened first
+                self._leave()
             raise
-        self._leave()
+        self._is_generating = True
 
     def _leave(self) -> None:
         """Gives the memory back to training, whatever became of the engine."""
@@ -315,15 +316,18 @@ class HybridEngine:
             raise BackendError("close() inside generation(): leave its block first")
         if self._is_closed:
             return
-        self._is_closed, self._mover, group = True, None, self._group
+        self._is_closed, self._mover = True, None
+        with ExitStack() as each:  # in the reverse order, whatever one of them raises
+            each.callback(self._end_group)
+            each.callback(self._train.close)
+            each.callback(self._rollout.close)
+
+    def _end_group(self) -> None:
         # They hold communication buffers and the group, whose threads end with what refers to it.
-        self._executor = self._stream = self._group = cast("Any", None)
-        try:
-            self._rollout.close()
-        finally:
-            self._train.close()
-            if group not in (None, dist.group.WORLD):
-                dist.destroy_process_group(group)
+        self._executor = self._stream = cast("Any", None)
+        group, self._group = self._group, cast("Any", None)
+        if group not in (None, dist.group.WORLD):
+            dist.destroy_process_group(group)
 
     def _check_open(self, method: str) -> None:
         if self._is_closed:
@@ -340,10 +344,13 @@ class HybridEngine:
             weights = self._train.local_weights()
             if changes != self._weight_changes or digest is None:
                 digest = hash(tuple(compute_digest(part) for parts in as_parts(weights).values() for part in parts))
-            if isinstance(self._rollout, SupportsShardLoading):
-                self._rollout.begin_weights()
         except Exception as error:  # noqa: BLE001 - the other ranks of the transfer are told, and wait no longer
             refusal = error
+        if isinstance(self._rollout, SupportsShardLoading):
+            try:  # also after a refusal: it is collective over a replica, which this rank's transfer is not
+                self._rollout.begin_weights()
+            except Exception as error:  # noqa: BLE001 - as above
+                refusal = refusal or error
         received = self._send(weights, version, refusal)
         wait_for_device()
         self._weight_version, self._weight_changes, self._digest = version, changes, digest
@@ -357,3 +364,24 @@ class HybridEngine:
             return self._executor.run(weights, buffers, version=version, mover=self._mover, refusal=refusal).recv_bytes
         assert isinstance(self._rollout, SupportsShardLoading), "the constructor has refused any other"
         return self._stream.run(weights, self._rollout.load_shards, version=version, refusal=refusal)
+
+
+@contextmanager
+def _settled(rollout: RolloutBackend) -> Iterator[None]:
+    """A block at whose end all ranks of a replica are, also those of which one skipped what the others were in."""
+    try:
+        yield
+    except Exception:
+        if isinstance(rollout, Settles):
+            with suppress(Exception):  # which is not what happened first
+                rollout.settle()
+        raise
+    if isinstance(rollout, Settles):
+        rollout.settle()
+
+
+@lost_peers_are_errors("generation()")
+def _leave_together(failure: Exception | None) -> None:
+    with all_or_none("generation() ends with an error on all ranks"):
+        if failure is not None:
+            raise failure

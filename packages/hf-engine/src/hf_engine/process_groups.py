@@ -14,6 +14,7 @@ from hf_protocols.topology import Axis, Topology
 
 __all__ = [
     "build_groups",
+    "build_own_group",
     "default_timeout",
     "local_device",
     "local_world_size",
@@ -58,6 +59,13 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
     assert own is not None, "every rank is in one group of every axis"
     wait_for_connections()
     return own
+
+
+def build_own_group() -> dist.ProcessGroup:
+    """Another group of all ranks, where what they say never meets what they say in the default one. Collective."""
+    group: dist.ProcessGroup = dist.new_group(timeout=default_timeout())
+    wait_for_connections()
+    return group
 
 
 def wait_for_connections() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from hf_engine.backends._lost_peers import lost_peers_are_errors
 from hf_engine.logprob_check import LOGPROB_BOUNDS, check_logprobs
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.agreement import HIGHEST, refuse_together, spread
-from hf_protocols.errors import BackendError, BatchError, ReshardError
+from hf_protocols.errors import BatchError, ReshardError
 from hf_protocols.topology import Topology
 
 if TYPE_CHECKING:
@@ -78,30 +77,19 @@ class SampleProof:
             self._samples.append(_Sample(_first_of(prompts, row), tokens, scores, sampling.temperature))
 
     @lost_peers_are_errors("generation()")
-    def check(self, failure: Exception | None = None) -> None:
+    def check(self) -> None:
         """Scores the samples of all ranks, if any has some. Collective over the ranks of the topology.
-
-        Args:
-            failure: what ended the block on this rank: the others are told, and nothing is scored.
 
         Raises:
             ReshardError: on all ranks, where the training weights do not explain the samples of one.
-            BackendError: on those that did not fail, if others did; if a rank died, or did not come within the group's
-                deadline.
+            BackendError: if a rank died, or did not come within the group's deadline.
         """
         if not self.is_pending:
             return
-        told: list[list[_Sample] | str] = [[]] * dist.get_world_size()
-        if failure is not None:
-            with suppress(RuntimeError):  # of a rank that is gone: the failure is what counts
-                dist.all_gather_object(told, f"{type(failure).__name__}: {failure}")
-            return
+        told: list[list[_Sample]] = [[]] * dist.get_world_size()
         dist.all_gather_object(told, self._samples)
-        reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(told) if isinstance(reason, str)]
-        if reasons:
-            raise BackendError(f"other ranks left their generation() with an error; {'; '.join(reasons)}")
         if self._train.weight_changes == self._now and any(told):
-            self._score([samples for samples in told if not isinstance(samples, str)])
+            self._score(told)
 
     def _score(self, told: Sequence[list[_Sample]]) -> None:
         try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from hf_engine.backends._abilities import (
     AdoptsWeights,
+    ChecksOptions,
     DrawsItself,
     FormsReplicas,
+    Settles,
     SupportsShardLoading,
     SupportsWeightBuffers,
 )
@@ -27,6 +29,7 @@ from hf_engine.backends._registry import (
 
 __all__ = [
     "AdoptsWeights",
+    "ChecksOptions",
     "DrawsItself",
     "FormsReplicas",
     "Head",
@@ -34,6 +37,7 @@ __all__ = [
     "Metrics",
     "RolloutBackend",
     "SamplingParams",
+    "Settles",
     "SupportsShardLoading",
     "SupportsWeightBuffers",
     "TrainBackend",

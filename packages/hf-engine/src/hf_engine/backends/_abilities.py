@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
 
     from hf_engine.backends._base import SamplingParams
 
-__all__ = ["AdoptsWeights", "DrawsItself", "FormsReplicas", "SupportsShardLoading", "SupportsWeightBuffers"]
+__all__ = [
+    "AdoptsWeights",
+    "ChecksOptions",
+    "DrawsItself",
+    "FormsReplicas",
+    "Settles",
+    "SupportsShardLoading",
+    "SupportsWeightBuffers",
+]
 
 
 @runtime_checkable
@@ -90,6 +98,20 @@ class FormsReplicas(Protocol):
 
 
 @runtime_checkable
+class Settles(Protocol):
+    """A rollout backend some of whose methods are collective over a replica: ranks wait there for each other."""
+
+    def settle(self) -> None:
+        """Waits for the replica's other ranks to come here; one that is in a collective method instead gets an error
+        there. A rank that failed goes on to this, so that nobody waits for it in what it skips.
+
+        Raises:
+            BackendError: if a rank is lost, or does not come within the groups' deadline.
+        """
+        ...
+
+
+@runtime_checkable
 class DrawsItself(Protocol):
     """A rollout backend whose engine draws with its own numbers, from a seed for every sample.
 
@@ -101,5 +123,26 @@ class DrawsItself(Protocol):
         """Why `generate` refuses to draw so, with the knob; None if it does not.
 
         It never refuses the full distribution at temperature 1, nor `greedy` there.
+        """
+        ...
+
+
+@runtime_checkable
+class ChecksOptions(Protocol):
+    """A rollout backend that knows from its class alone which options `build` refuses on whatever machine.
+
+    Runs are planned elsewhere, and an earlier run's files go before ranks start: both ask this first.
+    """
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Refuses values of options that are wrong wherever the ranks run, by the rules of `build`.
+
+        Args:
+            options: what `build` is given beside model, topology and seed, of the kinds that it takes; what is left out
+                has `build`'s default.
+
+        Raises:
+            BackendError: naming the option, what was given and what is wanted.
         """
         ...

@@ -46,7 +46,12 @@ def together(action: str, group: dist.ProcessGroup | None) -> Iterator[None]:
         reason = str(error) if known else f"{type(error).__name__}: {error}"
     local_device()  # NCCL sends objects through the current one
     told: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, reason, group=group)
+    try:
+        dist.all_gather_object(told, reason, group=group)
+    except RuntimeError:  # a rank is gone, which is not what happened first here
+        if failure is not None:
+            raise BackendError(f"could not {action}: {reason}") from failure
+        raise
     reasons: dict[str, int] = {}
     for rank, given in enumerate(told):
         if given is not None:

@@ -308,7 +308,7 @@ class TrainBackend(Protocol):
         ...
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Reads what `save_checkpoint` wrote, under this or another number of ranks."""
+        """Reads what `save_checkpoint` wrote, under any number of ranks; damaged inside, it leaves parts of both."""
         ...
 
     def offload(self, *, weights: bool = False) -> int:

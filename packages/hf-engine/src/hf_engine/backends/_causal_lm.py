@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_engine.backends._model_directory import check_model
+from hf_engine.backends._model_directory import check_model, read_end_of_sequence_ids
 from hf_engine.backends._versions import TRANSFORMERS
 from hf_protocols.errors import BackendError
 
@@ -25,22 +25,24 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype) -> tuple[Any, list[str
     TRANSFORMERS.check()
     try:
         check_model(model)
-        answer: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, output_loading_info=True)
+        # Its own error of a size that differs names no parameter.
+        answer: Any = AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except BackendError:
         raise
     except Exception as error:  # of a configuration that it cannot use it raises anything
         raise BackendError(f"transformers cannot load a causal language model from {str(model)!r}: {error}") from error
     loaded, report = answer
+    _refuse_other_sizes(model, report["mismatched_keys"])
     config = loaded.config.get_text_config()
-    # A cache of transformers forgets what is outside of it, and so do engines, while the layers know nothing of it.
-    if getattr(config, "sliding_window", None) is not None and not hasattr(type(config)(), "sliding_window"):
-        raise BackendError(
-            f"{str(model)!r} has sliding_window={config.sliding_window} in its config.json, which no layer of a "
-            f"{type(loaded).__name__} has: remove it"
-        )
+    _refuse_unused(model, loaded, config)
     layers = getattr(config, "num_hidden_layers", 1)
     if layers < 1:
         raise BackendError(f"{str(model)!r} has num_hidden_layers={layers} in its config.json; it must be at least 1")
+    if Path(model).is_dir():
+        # transformers goes on without a generation_config.json that it cannot read: responses would not end.
+        read_end_of_sequence_ids(Path(model), config.vocab_size)
     return loaded, sorted(report["missing_keys"])
 
 
@@ -65,3 +67,26 @@ def save_causal_lm(model: Any, weights: Mapping[str, torch.Tensor], directory: P
     finally:
         model.generation_config = generation
     generation.to_json_file(directory / "generation_config.json", use_diff=True)
+
+
+def _refuse_other_sizes(model: str | Path, differing: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
+    if differing:
+        name, given, wanted = min(differing, key=lambda each: each[0])
+        raise BackendError(
+            f"transformers cannot load a causal language model from {str(model)!r}: its files hold {len(differing)} "
+            f"parameters of other sizes than its config.json says, such as {name!r}, which is {tuple(given)} and must "
+            f"be {tuple(wanted)}; give a whole directory of one model"
+        )
+
+
+def _refuse_unused(model: str | Path, loaded: Any, config: Any) -> None:
+    """A cache of transformers forgets what is outside of a window, and so do engines, if the layers know it or not."""
+    known = type(config)()
+    for key in ("sliding_window", "attention_chunk_size", "layer_types"):
+        value = getattr(config, key, None)
+        is_full = key == "layer_types" and set(value or ()) <= {"full_attention"}
+        if value is not None and not is_full and not hasattr(known, key):
+            raise BackendError(
+                f"{str(model)!r} has {key}={value} in its config.json, which no layer of a {type(loaded).__name__} "
+                "has: remove it"
+            )

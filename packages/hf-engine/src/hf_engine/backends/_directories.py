@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,25 +14,27 @@ from hf_engine.backends._agreement import together
 from hf_protocols.arguments import check_kind
 from hf_protocols.errors import BackendError
 
-__all__ = ["check_directory", "write_directory"]
+__all__ = ["agree_on_directory", "check_directory", "write_directory"]
 
-_SUFFIXES = {".safetensors", ".distcp"}
-_NAMES = {
-    ".metadata",
+_WRITTEN = re.compile(
+    r"\.metadata|__\d+_\d+\.distcp|checkpoint\.json|rank-\d+\.safetensors|config\.json|generation_config\.json|"
+    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+)
+_OF_TOKENIZERS = {
     "added_tokens.json",
     "chat_template.jinja",
-    "checkpoint.json",
-    "config.json",
-    "generation_config.json",
     "merges.txt",
-    "model.safetensors.index.json",
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
     "vocab.json",
 }
-"""What a model or a checkpoint consists of: a directory with anything else is somebody's own."""
+"""What a model or checkpoint consists of, and what stays beside it: any other file makes it somebody's own."""
+_WEIGHTS = re.compile(r"\.metadata|.*\.distcp|.*\.safetensors")
+"""Without any of them a directory holds neither."""
+_UNFINISHED = re.compile(_WRITTEN.pattern + r"|part-\d+\.safetensors|\.metadata\.tmp|\.tmp\w+")
+"""What a crash may leave of them, temporary files of safetensors and torch included."""
 
 
 def check_directory(directory: object) -> None:
@@ -44,57 +47,124 @@ def check_directory(directory: object) -> None:
 def write_directory(directory: str | Path, write: Callable[[Path], None], group: dist.ProcessGroup) -> None:
     """Fills a directory beside `directory` and then renames it there. Collective.
 
-    An earlier model or checkpoint there is replaced, and nothing else.
+    An earlier model or checkpoint there is replaced, a tokenizer beside it stays, and there may be nothing else. One
+    that a crash left aside is put back first, so that this holds for it too.
 
     Args:
         directory: what the reader will find; its parent directories are created.
         write: called on every rank with the path to fill, which exists already.
-        group: the ranks that write together; they need one file system.
+        group: the ranks that write together; they need one file system, under the same path.
 
     Raises:
-        BackendError: on every rank, if the operating system refused a step on any, or where other files are: what was
-            there is still there.
+        BackendError: on every rank, if the operating system refused a step on any, where other files are (in what a
+            crash left too), or ranks were given different directories: what was there is still there.
     """
     is_first = dist.get_rank(group) == 0
     with together("write", group):
         check_directory(directory)
         target = Path(directory).resolve()
-        filling = target.with_name(f".{target.name}.filling")
+    agree_on_directory(target, group)
+    filling, replaced = (target.with_name(f".{target.name}.{state}") for state in ("filling", "replaced"))
+    with together("write", group):  # what is refused here stays, so nothing is cleared up before it is over
         if is_first:
+            _refuse_others_files(filling, _UNFINISHED)
+            _refuse_others_files(replaced)
             _refuse_others_files(target)
-            _prepare(filling)
-    with together("write", group):
-        write(filling)
-    with together("write", group):
+            _prepare(target, filling, replaced)
+    try:
+        with together("write", group):
+            write(filling)
+        with together("write", group):
+            if is_first:
+                _refuse_others_files(target)  # which may have come meanwhile
+                _keep_tokenizer(target, filling)
+                _replace(target, filling, replaced)
+    except BaseException:
         if is_first:
-            _replace(target, filling)
+            shutil.rmtree(filling, ignore_errors=True)
+        raise
 
 
-def _refuse_others_files(target: Path) -> None:
+def agree_on_directory(directory: Path, group: dist.ProcessGroup | None) -> None:
+    """Refuses on every rank a directory that is another one on some. Collective.
+
+    Paths are compared, links resolved: all ranks need the same one, also where machines mount one file system.
+    """
+    told = [""] * dist.get_world_size(group)
+    dist.all_gather_object(told, str(directory.resolve()), group=group)
+    if len({*told}) > 1:
+        given = ", ".join(f"rank {rank} {path!r}" for rank, path in enumerate(told))
+        raise BackendError(f"the ranks were given different directories ({given}): give all the same one")
+
+
+def _refuse_others_files(target: Path, written: re.Pattern[str] = _WRITTEN) -> None:
     """A working directory or a home that was named by mistake must not go."""
     if not target.exists():
         return
     if not target.is_dir() or Path.cwd().is_relative_to(target):
         what = "the working directory or above it" if target.is_dir() else "a file"
         raise BackendError(f"{target} is {what}: give a directory of its own, which need not exist")
-    foreign = [path.name for path in target.iterdir() if path.name not in _NAMES and path.suffix not in _SUFFIXES]
+    foreign = [path.name for path in target.iterdir() if not _is_replaced(path, written) and not _is_kept(path)]
     if foreign:
         raise BackendError(
             f"{target} holds other files than a model's or a checkpoint's, such as {min(foreign)!r}, which would be "
-            "lost: give a directory of its own, or empty it first"
+            "lost: give a directory of its own, or move them away"
         )
 
 
-def _prepare(filling: Path) -> None:
+def _prepare(target: Path, filling: Path, replaced: Path) -> None:
+    """An empty directory to fill, beside what a reader finds; nothing is aside after it."""
     shutil.rmtree(filling, ignore_errors=True)
+    if replaced.exists():
+        if target.exists() and any(_is_replaced(path, _WEIGHTS) for path in target.iterdir()):
+            _remove(replaced, filling)
+        else:
+            _put_back(target, replaced)
     filling.mkdir(parents=True)
 
 
-def _replace(target: Path, filling: Path) -> None:
+def _put_back(target: Path, replaced: Path) -> None:
+    """After a crash between the renames; a tokenizer that came to the target meanwhile joins the model."""
+    if target.exists():
+        if others := [path.name for path in target.iterdir() if not _is_kept(path)]:
+            raise BackendError(
+                f"{target} holds {min(others)!r} and no weights, and an earlier model lies in {replaced}: move one away"
+            )
+        for path in target.iterdir():
+            os.replace(path, replaced / path.name)
+        target.rmdir()
+    os.rename(replaced, target)
+
+
+def _remove(replaced: Path, filling: Path) -> None:
+    """Under the name of what nobody reads: a crash must not leave half a model to be put back."""
+    os.rename(replaced, filling)
+    shutil.rmtree(filling, ignore_errors=True)
+
+
+def _is_replaced(path: Path, written: re.Pattern[str]) -> bool:
+    return path.is_file() and written.fullmatch(path.name) is not None
+
+
+def _is_kept(path: Path) -> bool:
+    return path.is_file() and path.name in _OF_TOKENIZERS
+
+
+def _keep_tokenizer(target: Path, filling: Path) -> None:
+    for path in target.iterdir() if target.exists() else ():
+        if _is_kept(path) and not (filling / path.name).exists():
+            shutil.copy2(path, filling / path.name)
+
+
+def _replace(target: Path, filling: Path, replaced: Path) -> None:
     """Two renames: a reader between them finds nothing, never a half; a crash there leaves the old one aside."""
-    replaced = target.with_name(f".{target.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
         os.rename(target, replaced)
-    os.rename(filling, target)
-    shutil.rmtree(replaced, ignore_errors=True)
+    try:
+        os.rename(filling, target)
+    except OSError:
+        if replaced.exists():
+            os.rename(replaced, target)
+        raise
+    if replaced.exists():
+        _remove(replaced, filling)

@@ -12,7 +12,7 @@ from hf_engine.resharding.matching import check_weights
 from hf_protocols.arguments import check_count
 from hf_protocols.errors import BackendError, ReshardError
 
-__all__ = ["check_shards", "check_version"]
+__all__ = ["check_complete", "check_shards", "check_version"]
 
 _MOST_VERSIONS = 2**31 - 1
 
@@ -22,6 +22,16 @@ def check_version(version: int) -> None:
     check_count(BackendError, "version", version, least=0)
     if version >= _MOST_VERSIONS:
         raise BackendError(f"version={version} must be below {_MOST_VERSIONS}: count the changes of the weights")
+
+
+def check_complete(layout: WeightLayout, rank: int, loaded: Set[str] | None) -> None:
+    """Refuses to commit an update before all of this rank's parameters came; None: there is no update.
+
+    Raises:
+        ReshardError: naming those that did not.
+    """
+    if loaded is not None and (missing := sorted(layout.boxes_of(rank).keys() - loaded)):
+        raise ReshardError(f"the parameters {missing} did not arrive: load them before commit_weights")
 
 
 def check_shards(

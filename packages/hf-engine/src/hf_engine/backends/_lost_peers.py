@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -11,13 +12,13 @@ import torch.distributed as dist
 
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.agreement import HIGHEST, refuse_together, spread
-from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.errors import BackendError, HybridFlowError, ReshardError
 
 __all__ = ["all_or_none", "failures_end_all", "is_of_a_lost_peer", "lost_peers_are_errors"]
 
 # gloo's errors have no class of their own. Most name its source files; the one of a rank that had a pair closed by its
 # own deadline says nothing else.
-_OF_GLOO = ("gloo", "Application timeout caused pair closure")
+_OF_GLOO = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+\]|Application timeout caused pair closure")
 
 _FAILURE = "hf_engine/failure"
 """Key of the store: which rank failed first in a pass or step, and why."""
@@ -36,9 +37,9 @@ def lost_peers_are_errors(method: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ReshardError) as error:
-        reason = error.__cause__ if isinstance(error, ReshardError) else error
-        if not is_of_a_lost_peer(reason):
+        if not is_of_a_lost_peer(error):
             raise
+        reason = error.__cause__ if isinstance(error, ReshardError) else error
         _hang_up()  # ranks that wait for this one in other groups do not know yet
         rank, failure = dist.get_rank(), _told_failure()
         if failure:
@@ -89,18 +90,27 @@ def all_or_none(outcome: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_of_a_lost_peer(error) or is_of_a_lost_peer(error.__cause__):
+        if is_of_a_lost_peer(error):
             raise
         refusal = error
     number = 0 if refusal is None else HIGHEST
-    _, highest = spread(number, number, None, local_device())
-    if highest == HIGHEST:
-        refuse_together(refusal, None, range(dist.get_world_size()), BackendError, outcome)
+    try:
+        _, highest = spread(number, number, None, local_device())
+        if highest == HIGHEST:
+            refuse_together(refusal, None, range(dist.get_world_size()), BackendError, outcome)
+    except (RuntimeError, ReshardError):  # a rank is gone, which is not what happened first here
+        if refusal is not None:
+            raise refusal from refusal.__cause__
+        raise
 
 
 def is_of_a_lost_peer(error: BaseException | None) -> bool:
-    """Whether torch.distributed raised it because another rank died or did not come."""
-    return isinstance(error, dist.DistError) or any(text in str(error) for text in _OF_GLOO)
+    """Whether torch.distributed raised it, or what it came from, because another rank died or did not come."""
+    if isinstance(error, HybridFlowError) and error.__cause__ is not None:
+        return is_of_a_lost_peer(error.__cause__)
+    # Of another class it is somebody else's text, of a path for example.
+    is_of_gloo = type(error) is RuntimeError and _OF_GLOO.search(str(error)) is not None
+    return is_of_gloo or isinstance(error, dist.DistError)
 
 
 def _told_failure() -> str | None:

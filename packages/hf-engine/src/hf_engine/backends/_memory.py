@@ -3,15 +3,50 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import BackendError
 
-__all__ = ["choose_cache_bytes", "choose_positions", "host_bytes", "lack_of_memory_is_an_error", "take_again"]
+__all__ = [
+    "check_sizes",
+    "choose_cache_bytes",
+    "choose_positions",
+    "host_bytes",
+    "lack_of_memory_is_an_error",
+    "take_again",
+]
+
+
+_LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""What a container may use, in bytes, where there is a limit: of cgroups of version 2, and of version 1."""
+
+
+def check_sizes(options: Mapping[str, Any]) -> None:
+    """Refuses a `cache_bytes`, `cache_fraction` or `max_positions` that no machine and no model has.
+
+    Args:
+        options: by name; None is as good as left out.
+
+    Raises:
+        BackendError: for a number that is no size or no share, or both sizes of the cache.
+    """
+    cache_bytes, fraction = options.get("cache_bytes"), options.get("cache_fraction")
+    if cache_bytes is not None and fraction is not None:
+        raise BackendError(f"cache_bytes={cache_bytes} and cache_fraction={fraction} both size the cache: give one")
+    for name in ("cache_bytes", "max_positions"):
+        if options.get(name) is not None:
+            check_count(BackendError, name, options[name])
+    if fraction is not None:
+        wanted = "a share of the memory above 0 and below 1, such as 0.3"
+        check_kind(BackendError, "cache_fraction", fraction, float | int, wanted)
+        if not 0 < fraction < 1:
+            raise BackendError(f"cache_fraction={fraction}: give {wanted}")
 
 
 def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
@@ -22,19 +57,12 @@ def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
     Raises:
         BackendError: for both, or a number that is no size or no share, or more than there is.
     """
-    if cache_bytes is not None and fraction is not None:
-        raise BackendError(f"cache_bytes={cache_bytes} and cache_fraction={fraction} both size the cache: give one")
+    check_sizes({"cache_bytes": cache_bytes, "cache_fraction": fraction})
     if cache_bytes is not None:
-        check_count(BackendError, "cache_bytes", cache_bytes)
         memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else host_bytes()
         if cache_bytes >= memory:
             raise BackendError(f"cache_bytes={cache_bytes} is not below the memory of {memory} bytes; lower it")
         return cache_bytes
-    if fraction is not None:
-        wanted = "a share of the memory above 0 and below 1, such as 0.3"
-        check_kind(BackendError, "cache_fraction", fraction, float | int, wanted)
-        if not 0 < fraction < 1:
-            raise BackendError(f"cache_fraction={fraction}: give {wanted}")
     if torch.cuda.is_available():
         return int((fraction or 0.3) * torch.cuda.mem_get_info()[1])
     if fraction is None:
@@ -54,8 +82,9 @@ def choose_positions(wanted: int | None, positions: int) -> int:
 
 
 def host_bytes() -> int:
-    """Memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Memory of this machine, or what its container may use of it."""
+    limits = [limit for limit in map(_read_limit, _LIMITS) if limit is not None]
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
 
 
 @contextmanager
@@ -95,3 +124,12 @@ def take_again(caches: Sequence[torch.UntypedStorage], sizes: Sequence[int]) -> 
         for storage in caches:
             storage.resize_(0)
         raise
+
+
+def _read_limit(file: Path) -> int | None:
+    """Bytes; None where the file is not there or says `max`."""
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeError):
+        return None
+    return int(text) if text.isdecimal() else None

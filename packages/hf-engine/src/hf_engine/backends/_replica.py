@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch.distributed as dist
 
-from hf_protocols.errors import BackendError
+from hf_engine.process_groups import build_groups, build_own_group, default_timeout, local_device
+from hf_engine.resharding.agreement import HIGHEST, extremes
+from hf_protocols.errors import BackendError, HybridFlowError
+from hf_protocols.topology import GenerationSpec, Topology
 
-__all__ = ["Replica"]
+__all__ = ["Replica", "form_replica", "replica_of_all", "require_process_group", "require_ranks"]
 
 T = TypeVar("T")
 
@@ -19,9 +26,15 @@ T = TypeVar("T")
 class Replica:
     """The ranks that feed one engine, or some, seen from one of them.
 
+    What an action of one rank raises, all ranks raise: as it is where it is one of ours, else as a `BackendError`. A
+    rank that died is torch.distributed's error, which the backend's method translates: `lost_peers_are_errors`.
+
+    A rank that failed by itself skips what the others are in, so they name the method where they meet: it goes on to
+    `settle`, and ranks that it finds elsewhere get an error there.
+
     Args:
         ranks: in tensor-parallel order.
-        group: of these ranks; None for a single one.
+        group: of these ranks and nobody else's; None for a single rank.
     """
 
     def __init__(self, ranks: Sequence[int], group: dist.ProcessGroup | None) -> None:
@@ -29,10 +42,10 @@ class Replica:
         self._group = group
 
     def close(self) -> None:
-        """Gives the group back, unless it is that of all ranks."""
-        if self._group not in (None, dist.group.WORLD):
-            dist.destroy_process_group(self._group)
-        self._group = None
+        """Gives the group back."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
 
     @property
     def is_first(self) -> bool:
@@ -40,30 +53,84 @@ class Replica:
         return dist.get_rank() == self.ranks[0]
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Runs the action on the first rank; every rank gets its result, or raises its `BackendError`."""
+        """Runs the action on the first rank; every rank gets its result, or raises its error. All must be here: see
+        `together`.
+        """
         outcome: list[Any] = [None]
+        problem: HybridFlowError | None = None
         if self.is_first:
             try:
                 outcome = [(True, action())]
-            except BackendError as error:
-                outcome = [(False, error)]
+            except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
+                problem = _typed(error)
+                outcome = [(False, problem)]
         if self._group is not None:
-            dist.broadcast_object_list(outcome, src=self.ranks[0], group=self._group)
+            with _what_came_first(problem):
+                dist.broadcast_object_list(outcome, src=self.ranks[0], group=self._group)
         succeeded, value = outcome[0]
         if not succeeded:
             raise value
         result: T = value
         return result
 
-    def on_all(self, action: Callable[[], T]) -> T:
-        """Runs the action on every rank; one rank's `BackendError` is raised on all, so that none waits in vain."""
-        problem, results = None, []
+    def on_all(self, method: str, action: Callable[[], T]) -> T:
+        """Runs the action on every rank; one rank's error is raised on all, so that none waits in vain."""
+        with self.together(method):
+            result = action()
+        return result
+
+    @contextmanager
+    def together(self, method: str) -> Iterator[None]:
+        """A block of a method that every rank gets through, or none. Collective at its end.
+
+        Raises:
+            HybridFlowError: on every rank, what the block raised on the first of those where it failed.
+            BackendError: on every rank, if some are in another method.
+        """
+        problem: HybridFlowError | None = None
         try:
-            results = [action()]
-        except BackendError as error:
-            problem = error
-        self.agree(problem)
-        return results[0]
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
+            problem = _typed(error)
+        if elsewhere := self._meet(method, problem):
+            raise BackendError(
+                f"rank {dist.get_rank()} is in {method}, and of its replica {elsewhere}: a rank that failed says why "
+                "itself; else call every method on all ranks of a replica alike"
+            )
+
+    def settle(self) -> None:
+        """Waits for the other ranks to come here, and tells those that are in a method instead. Collective.
+
+        Raises:
+            BackendError: if some did not come within the default group's deadline, but called one method after another.
+        """
+        stop = time.monotonic() + default_timeout().total_seconds()
+        while elsewhere := self._meet("settle", None):
+            if time.monotonic() > stop:
+                raise BackendError(
+                    f"rank {dist.get_rank()} waits for its replica, of which {elsewhere}: leave a block after an error"
+                )
+
+    def _meet(self, method: str, problem: HybridFlowError | None) -> str:
+        """Which ranks came with another method, none as a rule; raises what any came with where the methods agree."""
+        if self._group is None:
+            if problem is not None:
+                raise problem
+            return ""
+        number = HIGHEST if problem is not None else crc32(method.encode()) % HIGHEST
+        with _what_came_first(problem):
+            lowest, highest = extremes(number, number, self._group, local_device())
+            if lowest == highest < HIGHEST:
+                return ""
+            told = self.gather((method, problem))
+        elsewhere = {rank: given for rank, (given, _) in zip(self.ranks, told, strict=True) if given != method}
+        if problem is not None and elsewhere:
+            raise problem
+        for rank, (_, found) in zip(self.ranks, told, strict=True):
+            if found is not None and not elsewhere:
+                # Only this rank's own has a traceback and a cause.
+                raise problem if problem is not None and rank == dist.get_rank() else found
+        return ", ".join(f"rank {rank} in {given}" for rank, given in elsewhere.items())
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in tensor-parallel order, on every rank."""
@@ -72,12 +139,6 @@ class Replica:
         values: list[Any] = [None] * len(self.ranks)
         dist.all_gather_object(values, value, group=self._group)
         return values
-
-    def agree(self, problem: BackendError | None) -> None:
-        """Raises the first rank's problem that has one, on every rank."""
-        for found in self.gather(problem):
-            if found is not None:
-                raise found
 
     def require_one_machine(self) -> None:
         """The engine's processes read the ranks' memory.
@@ -91,3 +152,65 @@ class Replica:
                 f"an SGLang engine runs on one machine, the replica of the ranks {self.ranks} lies on "
                 f"{[host for host, _ in places]}: choose a gen_tp_size that divides the ranks of a machine"
             )
+
+
+def require_process_group(backend: str) -> None:
+    """Refuses to build a backend before its ranks can agree on anything.
+
+    Raises:
+        BackendError: naming the call that makes the default process group.
+    """
+    if not dist.is_initialized():
+        raise BackendError(
+            f"backend {backend!r} runs in the ranks of the default process group, and there is none: call "
+            "torch.distributed.init_process_group first"
+        )
+
+
+def require_ranks(backend: str, topology: Topology) -> Topology:
+    """The topology with generation sizes, if its ranks are those of the default process group.
+
+    Raises:
+        BackendError: with both numbers.
+    """
+    if dist.get_world_size() != topology.world_size:
+        raise BackendError(
+            f"backend {backend!r} runs in the ranks of the default process group: it has {dist.get_world_size()} "
+            f"ranks, the topology {topology.world_size}"
+        )
+    return replace(topology, generation=topology.generation or GenerationSpec())
+
+
+def form_replica(topology: Topology) -> Replica:
+    """The ranks of the generation replica that this one is in. Collective over all ranks."""
+    ranks = next(group for group in topology.groups("gen_tp") if dist.get_rank() in group)
+    if ranks == tuple(range(dist.get_world_size())):
+        return replica_of_all()
+    return Replica(ranks, build_groups(topology, "gen_tp") if len(ranks) > 1 else None)
+
+
+def replica_of_all() -> Replica:
+    """All ranks of the default process group. Collective."""
+    size = dist.get_world_size()
+    return Replica(range(size), build_own_group() if size > 1 else None)
+
+
+@contextmanager
+def _what_came_first(problem: HybridFlowError | None) -> Iterator[None]:
+    """A rank that failed says so, also where it could not tell the others because one of them is gone."""
+    try:
+        yield
+    except RuntimeError:
+        if problem is not None:
+            raise problem from problem.__cause__
+        raise
+
+
+def _typed(error: Exception) -> HybridFlowError:
+    """The error itself where it is one of ours; else one that every rank can read, in a line."""
+    if isinstance(error, HybridFlowError):
+        return error
+    reason = str(error).partition("\n")[0]
+    typed = BackendError(f"rank {dist.get_rank()} failed: {type(error).__name__}: {reason}")
+    typed.__cause__ = error
+    return typed

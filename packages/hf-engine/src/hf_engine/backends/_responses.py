@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ _SAMPLE_BYTES, _TOKEN_BYTES = 4 << 10, 64
 """Of the host's memory, about: an engine's request, and the random number, id and log-prob of each of its tokens."""
 
 
-def read_prompts(batch: TensorDict, sampling: SamplingParams, *, vocab_size: int, positions: int | None) -> Ragged:
+def read_prompts(
+    batch: TensorDict, sampling: SamplingParams, *, vocab_size: int, positions: int | None, ends: Collection[int]
+) -> Ragged:
     """The prompts of a batch, after a refusal of whatever no engine can generate from.
 
     Engines are asked for nothing before: some fail at a token that they do not know and cannot be used again.
@@ -30,11 +33,12 @@ def read_prompts(batch: TensorDict, sampling: SamplingParams, *, vocab_size: int
         sampling: how responses will be drawn.
         vocab_size: ids of prompts and of stop tokens are below it.
         positions: the model's, for a prompt and `max_new_tokens`; None: any number.
+        ends: the model's own tokens that end a response, which `min_new_tokens` forbids too.
 
     Raises:
         BatchError: for columns that are missing or of another kind, or an id outside the vocabulary.
-        BackendError: for prompts that are empty or do not fit, a stop token outside the vocabulary, or more samples
-            than the machine's memory holds.
+        BackendError: for prompts that are empty or do not fit, a stop token outside the vocabulary, a minimum length
+            that leaves no token to draw, or more samples than the machine's memory holds.
     """
     check_kind(BackendError, "sampling", sampling, SamplingParams, "SamplingParams(max_new_tokens=...)")
     require_columns(batch, ("prompt_ids", "row_id"))
@@ -45,9 +49,12 @@ def read_prompts(batch: TensorDict, sampling: SamplingParams, *, vocab_size: int
             f"stop_token_ids={sampling.stop_token_ids} holds {strangers[0]}, the model's ids are 0 to "
             f"{vocab_size - 1}: use the model's own tokenizer"
         )
-    if sampling.min_new_tokens and len(set(sampling.stop_token_ids)) == vocab_size:
+    stops = set(sampling.stop_token_ids)
+    if sampling.min_new_tokens and len(stops | set(ends)) == vocab_size:
+        own = "" if len(stops) == vocab_size else " or the model's own eos_token_id"
         raise BackendError(
-            f"min_new_tokens={sampling.min_new_tokens} and all {vocab_size} tokens in stop_token_ids: none is left"
+            f"min_new_tokens={sampling.min_new_tokens} and all {vocab_size} tokens in stop_token_ids{own}: none is "
+            "left to draw; name fewer stop tokens, or set min_new_tokens to 0"
         )
     limit = None if positions is None else positions - sampling.max_new_tokens
     for row, length in enumerate(prompts.lengths.tolist()):
@@ -107,11 +114,13 @@ def end_of_sequence_ids(generation_config: Any, text_config: Any) -> frozenset[i
 
 def _check_memory(num_prompts: int, sampling: SamplingParams) -> None:
     """One bound for all engines: where it is passed some run out of memory on the way, and cannot be used again."""
-    needed = num_prompts * sampling.n * (_SAMPLE_BYTES + sampling.max_new_tokens * _TOKEN_BYTES)
+    # Without a prompt, too: torch makes ranges of these lengths, and other ranks may have prompts.
+    needed = max(1, num_prompts) * sampling.n * (_SAMPLE_BYTES + sampling.max_new_tokens * _TOKEN_BYTES)
     if needed > (memory := host_bytes()):
+        given = f"{num_prompts} prompts" if num_prompts else "even one prompt"
         raise BackendError(
-            f"{num_prompts} prompts x n={sampling.n} samples of max_new_tokens={sampling.max_new_tokens} take about "
-            f"{needed} bytes, this machine has {memory}; lower n or max_new_tokens, or give fewer prompts at a time"
+            f"{given} x n={sampling.n} samples of max_new_tokens={sampling.max_new_tokens} take about {needed} bytes, "
+            f"this machine has {memory}; lower n or max_new_tokens, or give fewer prompts at a time"
         )
 
 

@@ -23,7 +23,7 @@ from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_fin
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._build_arguments import check_train_arguments
 from hf_engine.backends._causal_lm import load_causal_lm, refuse_lacking, save_causal_lm
-from hf_engine.backends._checkpoint import load_sharded, save_sharded
+from hf_engine.backends._checkpoint import check_sharded, load_sharded, save_sharded
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import check_directory, write_directory
 from hf_engine.backends._fsdp_model import check_same_shapes, find_head_name, head_only_at, read_tensor, shard_model
@@ -200,13 +200,13 @@ class FsdpBackend:
         if not has_head:
             del full[self._head_name]
         boxes = self.weight_layout().boxes_of(dist.get_rank())
+        self._weight_changes += 1  # also where copying fails on the way
         with torch.no_grad():
             for name, shard in self.local_weights().items():
                 if name in full:
                     shard.copy_(full[name][boxes[name][0].slices_in(Box.whole(full[name].shape))])
         if self._optimizer is not None:
             self._optimizer = ShardedAdamW(self._parameters.values(), self._config)
-        self._weight_changes += 1
 
     @lost_peers_are_errors("export_hf")
     def export_hf(self, directory: str | Path) -> None:
@@ -238,8 +238,9 @@ class FsdpBackend:
     def load_checkpoint(self, directory: str | Path) -> None:
         """Reads what `save_checkpoint` wrote, under any number of ranks."""
         self._offloaded.require_all("load_checkpoint")
+        check_sharded(directory, self._group)
+        self._weight_changes += 1  # also where reading fails on the way
         load_sharded(directory, self._model, self._optimizer, self._group)
-        self._weight_changes += 1
 
     def offload(self, *, weights: bool = False) -> int:
         """Gives up the moments; the weights are the float32 masters. See `TrainBackend.offload`."""

@@ -24,7 +24,7 @@ from hf_engine.backends._decoding import LENGTH, Decoding
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._jagged import Ragged
 from hf_engine.backends._loading import check_version
-from hf_engine.backends._memory import choose_cache_bytes, lack_of_memory_is_an_error
+from hf_engine.backends._memory import check_sizes, choose_cache_bytes, lack_of_memory_is_an_error
 from hf_engine.backends._responses import build_responses, end_of_sequence_ids, read_prompts
 from hf_engine.backends._sampling import draw_uniforms
 from hf_engine.backends._stop_strings import load_stop_strings
@@ -101,6 +101,11 @@ class TransformersBackend:
             parameter.data = parameter.data.to(local_device(), copy=True)
         return cls(loaded.to(local_device()), topology=topology, cache_bytes=cache_bytes)
 
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Refuses a cache that no machine has; see `ChecksOptions`."""
+        check_sizes(options)
+
     @property
     def weight_version(self) -> int:
         """The version last committed; 0 for the weights that the engine was built with."""
@@ -176,7 +181,7 @@ class TransformersBackend:
         if not self._has_weights:
             raise BackendError("the weights were released; resume, send them anew and commit before generating")
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        prompts = read_prompts(batch, sampling, vocab_size=vocab_size, positions=positions)
+        prompts = read_prompts(batch, sampling, vocab_size=vocab_size, positions=positions, ends=self._stop_token_ids)
         strings = load_stop_strings(self._model.name_or_path, sampling)
         turns = list(self._turns(prompts, sampling))
         uniforms = draw_uniforms(batch["row_id"], sampling)

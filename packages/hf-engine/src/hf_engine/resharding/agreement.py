@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_protocols.errors import HybridFlowError, ReshardError
 
-__all__ = ["HIGHEST", "agree", "agree_on_moving", "refuse_together", "spread"]
+__all__ = ["HIGHEST", "agree", "agree_on_moving", "extremes", "refuse_together", "spread"]
 
 HIGHEST = 2**31 - 1
 """In the place of a number: this rank refuses. Numbers are smaller, and go as 32 bits."""
@@ -22,12 +22,17 @@ def spread(lowest: int, highest: int, group: dist.ProcessGroup | None, device: t
     Raises:
         ReshardError: if a rank died, or did not come within the group's deadline.
     """
-    both = torch.tensor([-lowest, highest], dtype=torch.int32, device=device)
     try:
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-        negated, highest = both.tolist()
+        return extremes(lowest, highest, group, device)
     except RuntimeError as error:
         raise ReshardError(f"the transfer of weights failed on rank {dist.get_rank()}: {error}") from error
+
+
+def extremes(lowest: int, highest: int, group: dist.ProcessGroup | None, device: torch.device | str) -> tuple[int, int]:
+    """As `spread`; a lost rank is torch.distributed's error."""
+    both = torch.tensor([-lowest, highest], dtype=torch.int32, device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    negated, highest = both.tolist()
     return -negated, highest
 
 

@@ -21,8 +21,9 @@ from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
 from hf_protocols.arguments import check_kind
 from hf_protocols.errors import ReshardError
 
-__all__ = ["ConversionReport", "check_conversion", "read_shapes"]
+__all__ = ["ConversionReport", "check_conversion", "find_weight_files", "read_shapes"]
 
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _ROTARY_BUFFER = "rotary_emb.inv_freq"
@@ -109,33 +110,39 @@ _Shards = dict[int, list[torch.Tensor]]
 """By rank: one tensor per box of one parameter."""
 
 
+def find_weight_files(directory: Path) -> list[Path]:
+    """The safetensors files that transformers reads: the one that has everything, else those that the index names.
+
+    Raises:
+        ReshardError: if there are none, or the index cannot be read or names files that are not there.
+    """
+    whole = directory / _WHOLE
+    return [whole] if whole.is_file() else [directory / name for name in sorted({*_read_index(directory).values()})]
+
+
 def _index(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     from safetensors import SafetensorError, safe_open
 
-    index = directory / "model.safetensors.index.json"
-    # As transformers: a file that has everything comes before the index.
-    indexed = {} if (directory / "model.safetensors").exists() or not index.exists() else _read_index(index)
-    paths = [directory / name for name in sorted({*indexed.values()})] or sorted(directory.glob("*.safetensors"))
-    if not paths:
-        raise ReshardError(f"{directory} holds no safetensors files: give a model in Hugging Face format")
+    indexed = {} if (directory / _WHOLE).is_file() else _read_index(directory)
     found: dict[str, tuple[Path, tuple[int, ...]]] = {}
-    for path in paths:
+    for path in find_weight_files(directory):
         try:
             with safe_open(path, framework="pt") as file:
                 found |= {name: (path, tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ReshardError(f"{path.name} cannot be read: {error}") from error
     if lost := sorted(name for name, file in indexed.items() if name not in found or found[name][0].name != file):
-        raise ReshardError(f"{index.name} names {lost[0]!r} in {indexed[lost[0]]}, which lacks it ({len(lost)} such)")
+        raise ReshardError(f"{_INDEX} names {lost[0]!r} in {indexed[lost[0]]}, which lacks it ({len(lost)} such)")
     return found
 
 
-def _read_index(index: Path) -> dict[str, str]:
-    """File of every tensor.
-
-    Raises:
-        ReshardError: for an index that cannot be read, or that names files which are not there.
-    """
+def _read_index(directory: Path) -> dict[str, str]:
+    index = directory / _INDEX
+    if not index.exists():
+        raise ReshardError(
+            f"{directory} holds no safetensors files, neither {_WHOLE} nor {_INDEX}: give a model in Hugging Face "
+            "format"
+        )
     try:
         files = dict(json.loads(index.read_text())["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -94,26 +94,36 @@ class ShardStream:
                 before were complete.
         """
         refusal = refusal or _refusal_of(lambda: check_weights(self._plan.source, self._rank, source, "source"))
-        held = self._plan.target.boxes_of(self._rank)
+        self._agree(refusal)
         received = 0
         for names, executor in zip(self._groups, self._executors, strict=True):
-            if refusal is not None and executor.is_silent:
-                continue  # the others hear of it with the next group that moves, or after the last
-            target = {
-                name: [torch.empty(box.shape, dtype=self._dtype, device=self._device) for box in held[name]]
-                for name in names
-                if name in held
-            }
+            target: dict[str, list[torch.Tensor]] = {}
+            refusal = refusal or _refusal_of(partial(self._allocate, names, target))
             part = {} if refusal else {name: source[name] for name in names if name in source}
-            received += executor.run(part, target, version=version, refusal=refusal).recv_bytes
-            refusal = _refusal_of(partial(take, target))
-        # Unless nothing moves at all, so that nobody waits, all ask each other.
-        asking = next((executor for executor in self._executors if not executor.is_silent), self._executors[-1])
-        asking.agree(refusal)
+            if executor.is_silent:  # others hear of a refusal with the next group that moves, or after the last
+                refusal = refusal or _refusal_of(partial(executor.run, part, target, version=version))
+            else:
+                received += executor.run(part, target, version=version, refusal=refusal).recv_bytes
+            # After a refusal too: `take` may be collective.
+            problem = _refusal_of(partial(take, {} if refusal else target))
+            refusal = refusal or problem
+        self._agree(refusal)
         return received
 
+    def _agree(self, refusal: Exception | None) -> None:
+        """All ask each other, unless nothing moves at all, so that nobody waits."""
+        asking = next((executor for executor in self._executors if not executor.is_silent), self._executors[-1])
+        asking.agree(refusal)
 
-def _refusal_of(action: Callable[[], None]) -> Exception | None:
+    def _allocate(self, names: Sequence[str], target: dict[str, list[torch.Tensor]]) -> None:
+        """Adds this rank's tensors of a group."""
+        held = self._plan.target.boxes_of(self._rank)
+        for name in names:
+            if name in held:
+                target[name] = [torch.empty(box.shape, dtype=self._dtype, device=self._device) for box in held[name]]
+
+
+def _refusal_of(action: Callable[[], object]) -> Exception | None:
     """What the action raises: told to the other ranks first."""
     try:
         action()

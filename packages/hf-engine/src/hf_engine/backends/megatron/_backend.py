@@ -19,7 +19,7 @@ from hf_engine.backends._directories import write_directory
 from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
-from hf_engine.backends.megatron._checkpoint import load_sharded, write_shard
+from hf_engine.backends.megatron._checkpoint import load_sharded, open_sharded, write_shard
 from hf_engine.backends.megatron._config import ModelConfig
 from hf_engine.backends.megatron._export import export_stage
 from hf_engine.backends.megatron._optimizer import DistributedAdamW
@@ -89,7 +89,7 @@ class MegatronBackend:
         groups = ParallelGroups(topology, seed=seed)
         try:
             backend = cls(described, Path(model), groups=groups, config=config, head=head, trainable=trainable)
-            backend._stage.load_hf(model)
+            backend._stage.load_hf(backend._stage.open_hf(model))
         except BaseException:
             groups.close()
             raise
@@ -180,8 +180,9 @@ class MegatronBackend:
     def load_hf(self, directory: str | Path) -> None:
         """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
         self._stage.offloaded.require_all("load_hf")
-        self._stage.load_hf(directory)
-        self._weight_changes += 1
+        files = self._stage.open_hf(directory)
+        self._weight_changes += 1  # also where reading fails on the way
+        self._stage.load_hf(files)
 
     @lost_peers_are_errors("export_hf")
     def export_hf(self, directory: str | Path) -> None:
@@ -199,8 +200,9 @@ class MegatronBackend:
     def load_checkpoint(self, directory: str | Path) -> None:
         """Reads what `save_checkpoint` wrote, under this or another layout."""
         self._stage.offloaded.require_all("load_checkpoint")
-        load_sharded(directory, self._stage)
-        self._weight_changes += 1
+        stored = open_sharded(directory, self._stage)
+        self._weight_changes += 1  # also where reading fails on the way
+        load_sharded(stored, self._stage)
 
     def offload(self, *, weights: bool = False) -> int:
         """Gives up gradients, moments, and masters that are not the weights; see `TrainBackend.offload`."""

@@ -18,14 +18,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_engine.backends._agreement import together
-from hf_engine.backends._directories import check_directory
+from hf_engine.backends._directories import agree_on_directory, check_directory
 from hf_engine.backends.megatron._names import Piece
 from hf_engine.backends.megatron._optimizer import DistributedAdamW
 from hf_engine.backends.megatron._stage import Stage
 from hf_engine.resharding.boxes import Box
 from hf_protocols.errors import BackendError
 
-__all__ = ["load_sharded", "write_shard"]
+__all__ = ["StoredShards", "load_sharded", "open_sharded", "write_shard"]
 
 _FORMAT = 1
 _DESCRIPTION = "checkpoint.json"
@@ -61,25 +61,35 @@ def write_shard(path: Path, stage: Stage) -> None:
         (path / _DESCRIPTION).write_text(json.dumps(description) + "\n", encoding="utf-8")
 
 
-@torch.no_grad()
-def load_sharded(directory: str | Path, stage: Stage) -> None:
-    """Reads what `write_shard` wrote under any layout: weights, and moments where the stage is trained. Collective.
+def open_sharded(directory: str | Path, stage: Stage) -> StoredShards:
+    """What `write_shard` wrote under any layout, if it fits. Collective.
 
     Raises:
-        BackendError: on every rank, if the directory holds no checkpoint or one that does not fit (nothing is changed
-            then), or files fail on the way.
+        BackendError: on every rank, if the directory holds no checkpoint, one that does not fit, or is another one on
+            some ranks.
     """
     with together("load", None):
         check_directory(directory)
-        stored = _Stored(Path(directory))
+        stored = StoredShards(Path(directory))
         stored.check(stage, _kinds(stage.optimizer))
+    agree_on_directory(Path(directory), None)
+    return stored
+
+
+@torch.no_grad()
+def load_sharded(stored: StoredShards, stage: Stage) -> None:
+    """Reads weights, and moments where the stage is trained, into the live ones. Collective.
+
+    Raises:
+        BackendError: on every rank, if files fail on the way.
+    """
     with together("load", None):
         _read(stored, stage)
     if stage.optimizer is not None:
         stage.optimizer.continue_from(stored.steps)
 
 
-def _read(stored: _Stored, stage: Stage) -> None:
+def _read(stored: StoredShards, stage: Stage) -> None:
     optimizer = stage.optimizer
     for parameter, live in stage.parameters.items():
         for kind in _kinds(optimizer):
@@ -93,7 +103,7 @@ def _read(stored: _Stored, stage: Stage) -> None:
                 shard.tensors[kind].copy_(whole.view(-1)[shard.start : shard.stop])
 
 
-class _Stored:
+class StoredShards:
     """The boxes of a checkpoint's files, by kind and name."""
 
     def __init__(self, directory: Path) -> None:

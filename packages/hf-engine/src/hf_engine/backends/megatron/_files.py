@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from hf_engine.resharding.boxes import Box
+from hf_engine.resharding.checking import find_weight_files
 from hf_protocols.errors import BackendError
 
 __all__ = ["HuggingFaceFiles", "HuggingFaceWriter"]
@@ -22,19 +23,17 @@ _COPIED = ("config.json", "generation_config.json")
 
 
 class HuggingFaceFiles:
-    """The safetensors files of a directory; only slices of them are read.
+    """The safetensors files of a directory that transformers would read; only slices of them are read.
 
     Raises:
-        BackendError: if there are none, or one cannot be read.
+        ReshardError: a BackendError, if there are none, or the index cannot be read or names files that are not there.
+        BackendError: if one cannot be read.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = directory
         self._files: dict[str, Any] = {}
-        paths = sorted(Path(directory).glob("*.safetensors"))
-        if not paths:
-            raise BackendError(f"{directory} holds no *.safetensors files, which the megatron backend reads")
-        for path in paths:
+        for path in find_weight_files(Path(directory)):
             try:
                 opened: Any = safe_open(path, framework="pt")
             except (OSError, SafetensorError) as error:

@@ -113,20 +113,27 @@ class Stage:
         """What a parameter is called in a Hugging Face directory."""
         return VALUE_HEAD if self._head == "value" and name == HEAD_NAME else name
 
+    def open_hf(self, directory: str | Path) -> HuggingFaceFiles:
+        """The files of a directory of this model. Collective over all ranks.
+
+        Raises:
+            BackendError: on every rank, for a directory that is missing or holds another model.
+        """
+        with together("load", None):
+            return self._open_hf(directory)
+
     @torch.no_grad()
-    def load_hf(self, directory: str | Path) -> None:
+    def load_hf(self, files: HuggingFaceFiles) -> None:
         """Reads this rank's boxes; the optimizer starts anew. Collective over all ranks.
 
         Raises:
-            BackendError: on every rank, for a directory that is missing or holds another model (the weights are as
-                they were), or files that fail on the way.
+            BackendError: on every rank, if files fail on the way.
         """
-        with together("load", None):
-            files, wanted = self._open_hf(directory)
 
         def read(name: str, box: Box) -> torch.Tensor | None:
             stored = self.stored_name(name)
-            return files.read(stored, box) if stored in wanted else None
+            is_absent = stored == VALUE_HEAD and stored not in files
+            return None if is_absent else files.read(stored, box)
 
         with together("load", None):
             for parameter, live in self.parameters.items():
@@ -134,8 +141,7 @@ class Stage:
         if self.optimizer is not None:
             self.optimizer.restart()
 
-    def _open_hf(self, directory: str | Path) -> tuple[HuggingFaceFiles, Mapping[str, tuple[int, ...]]]:
-        """The files of a directory of this model, and what to read from them."""
+    def _open_hf(self, directory: str | Path) -> HuggingFaceFiles:
         other = ModelConfig.read(directory).shape
         files = HuggingFaceFiles(directory)
         wanted = {self.stored_name(name): shape for name, shape in self.layout.shapes.items()}
@@ -149,7 +155,7 @@ class Stage:
         files.check_shapes(wanted)
         if HEAD_NAME not in self.layout.shapes and HEAD_NAME in files:
             self._check_tied(files)
-        return files, wanted
+        return files
 
     def _check_tied(self, files: HuggingFaceFiles) -> None:
         """Refuses a stored head that is not the embedding to which it is tied, where this rank holds that."""

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
-from hf_engine.backends._loading import check_shards, check_version
+from hf_engine.backends._loading import check_complete, check_shards, check_version
+from hf_engine.backends._lost_peers import all_or_none, lost_peers_are_errors
 from hf_engine.backends._model_directory import read_end_of_sequence_ids
-from hf_engine.backends._replica import Replica
+from hf_engine.backends._replica import Replica, replica_of_all, require_process_group
 from hf_engine.backends.server._connection import Connection, expected_form
 from hf_engine.backends.server._dialect import Dialect, Sample
 from hf_engine.backends.server._files import WeightFiles
 from hf_engine.backends.server._identify import identify
 from hf_engine.backends.server._setup import (
     check_model,
+    check_ranks,
+    check_urls,
     choose_directory,
     read_dtype,
     read_key,
     read_model,
-    require_ranks,
 )
 from hf_engine.resharding.layouts import WeightLayout, spread_layout
-from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, Topology
 
@@ -60,6 +63,7 @@ class ServerBackend:
         num_servers: int,
         directory: Path,
         shape: ModelShape,
+        stops: frozenset[int],
         files: WeightFiles,
     ) -> None:
         facts = server.facts
@@ -73,15 +77,17 @@ class ServerBackend:
         self._cache_bytes = facts.cache_tokens * shape.kv_bytes_per_token * self._layout.element_bytes // 2
         self._vocab_size = shape.vocab_size
         self._max_positions = min(shape.max_positions, facts.max_positions)
-        self._stops = read_end_of_sequence_ids(directory, shape.vocab_size)
+        self._stops = stops
         self._some_can_release = any(ranks.gather(facts.can_release))
         self._stamp = facts.stamp
         self._weight_version = 0
         self._loaded: set[str] | None = None
         self._is_complete = True
         self._is_released = False
+        self._has_freed = False
 
     @classmethod
+    @lost_peers_are_errors("build")
     def build(
         cls,
         model: str | Path,
@@ -110,14 +116,16 @@ class ServerBackend:
             timeout_s: deadline of every request, one whole `generate` or one update of weights.
 
         Raises:
-            BackendError: if a server does not answer, is none of a supported version, or has another model; for a
-                generation layout other than 1-1.
+            BackendError: on every rank, if a server does not answer, is none of a supported version, or has another
+                model; for a generation layout other than 1-1.
         """
-        check_rollout_arguments(topology, seed)
-        ranks = require_ranks(topology, urls)
+        require_process_group("server")
+        with all_or_none("no rank asks a server"):
+            check_rollout_arguments(topology, seed)
+            check_ranks(topology, urls)
         url = urls[dist.get_rank() % len(urls)]
 
-        def connect() -> tuple[Dialect, Path, ModelShape, Path]:
+        def connect() -> tuple[Dialect, Path, ModelShape, frozenset[int], Path]:
             directory, shape = read_model(model)
             key = read_key(api_key_variable)
             connection = Connection(url, key=key, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s)
@@ -129,14 +137,32 @@ class ServerBackend:
                     f"{server.facts.name} does not draw from seeds: start it with {server.facts.seeds_knob}, or set "
                     "rollout.options.reproducible to false for samples that no second run has"
                 )
-            return server, directory, shape, choose_directory(weights_directory, connection)
+            stops = read_end_of_sequence_ids(directory, shape.vocab_size)
+            return server, directory, shape, stops, choose_directory(weights_directory, connection)
 
-        server, directory, shape, folder = ranks.on_all(connect)
-        if len(set(dtypes := ranks.gather(server.facts.dtype))) > 1:
-            raise BackendError(f"the servers {list(urls)} compute in {dtypes}: start them with one --dtype")
-        run = ranks.on_first(lambda: f"hf-engine-{uuid.uuid4().hex[:12]}")
-        files = WeightFiles(folder, run, dist.get_rank())
-        return cls(server, ranks, num_servers=len(urls), directory=directory, shape=shape, files=files)
+        with ExitStack() as undo:
+            ranks = replica_of_all()
+            undo.callback(ranks.close)
+            server, directory, shape, stops, folder = ranks.on_all("build", connect)
+            if len(set(dtypes := ranks.gather(server.facts.dtype))) > 1:
+                raise BackendError(f"the servers {list(urls)} compute in {dtypes}: start them with one --dtype")
+            run = ranks.on_first(lambda: f"hf-engine-{uuid.uuid4().hex[:12]}")
+            files, num_servers = WeightFiles(folder, run, dist.get_rank()), len(urls)
+            backend = cls(
+                server, ranks, num_servers=num_servers, directory=directory, shape=shape, stops=stops, files=files
+            )
+            undo.pop_all()
+        return backend
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Refuses URLs and deadlines that reach no server, and a directory that is missing; see `ChecksOptions`."""
+        urls = options.get("urls", ())
+        check_urls(urls)
+        names = ("connect_timeout_s", "timeout_s")
+        for url in urls:
+            connection = Connection(url, **{name: options.get(name, 1.0) for name in names})  # connects with a request
+            choose_directory(options.get("weights_directory"), connection)
 
     @property
     def weight_version(self) -> int:
@@ -164,41 +190,42 @@ class ServerBackend:
         """Why `generate` refuses to draw so; see `DrawsItself`."""
         return self._server.find_unsupported(sampling)
 
+    @lost_peers_are_errors("begin_weights")
     def begin_weights(self) -> None:
         """Starts an update; see `SupportsShardLoading`."""
         self._is_complete = False
         self._loaded = set()
-        self._ranks.on_all(self._files.begin)
+        self._ranks.on_all("begin_weights", self._files.begin)
 
+    @lost_peers_are_errors("load_shards")
     def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Writes this rank's parameters to a file."""
-        if self._loaded is None:
-            raise BackendError("load_shards without an update: call begin_weights first")
-        loaded = self._loaded
 
         def write() -> None:
-            check_shards(self._layout, dist.get_rank(), shards, loaded)
+            if self._loaded is None:
+                raise BackendError("load_shards without an update: call begin_weights first")
+            check_shards(self._layout, dist.get_rank(), shards, self._loaded)
             if shards:
                 self._files.write({name: whole for name, (whole,) in shards.items()})
+            self._loaded |= shards.keys()
 
-        self._ranks.on_all(write)
-        loaded.update(shards)
+        self._ranks.on_all("load_shards", write)
 
+    @lost_peers_are_errors("commit_weights")
     def commit_weights(self, version: int) -> None:
         """Has every server load the files, checks what it says, and stamps the samples that follow.
 
         Raises:
             ReshardError: if parameters did not arrive since `begin_weights`, or a server did not take them.
         """
-        check_version(version)
+        with self._ranks.together("commit_weights"):
+            check_version(version)
+            check_complete(self._layout, dist.get_rank(), self._loaded)
         if self._loaded is None:
-            self._speak(self._server.flush)
+            self._speak("commit_weights", self._server.flush)
         else:
-            missing = sorted(self._layout.boxes_of(dist.get_rank()).keys() - self._loaded)
-            text = f"the parameters {missing} did not arrive: load them before commit_weights"
-            self._ranks.agree(ReshardError(text) if missing else None)
             self._stamp = self._files.stamp
-            self._speak(lambda: self._server.load_weights(self._files.folder, self._stamp))
+            self._speak("commit_weights", lambda: self._server.load_weights(self._files.folder, self._stamp))
             self._loaded = None
             self._is_complete = True
         self._weight_version = version
@@ -209,7 +236,7 @@ class ServerBackend:
         from hf_engine.backends._sampling import draw_seeds
         from hf_engine.backends._stop_strings import load_stop_strings
 
-        read_prompts(batch, sampling, vocab_size=self._vocab_size, positions=self._max_positions)
+        read_prompts(batch, sampling, vocab_size=self._vocab_size, positions=self._max_positions, ends=self._stops)
         self._require_ready(sampling)
         strings = load_stop_strings(self._directory, sampling)
         prompts = [row.tolist() for row in batch["prompt_ids"].unbind() for _ in range(sampling.n)]
@@ -229,36 +256,59 @@ class ServerBackend:
             version=self._weight_version,
         )
 
+    @lost_peers_are_errors("release")
     def release(self) -> int:
         """Frees the KV cache of servers that were started so that they can; 0 bytes where they were not."""
         if self._some_can_release:
-            self._ranks.agree(None)  # ranks that share a server have their samples
-            self._speak(self._server.release if self._server.facts.can_release else _nothing)
-            self._is_released = True
+            with self._ranks.together("release"):  # ranks that share a server have their samples
+                pass
+            self._is_released = True  # also where some fail: resume asks those that did not
+            self._speak("release", self._free)
         return self._freed_bytes()
 
+    @lost_peers_are_errors("resume")
     def resume(self) -> None:
         """Has the servers take the memory of the KV cache again."""
         if self._is_released:
-            self._speak(self._server.resume if self._server.facts.can_release else _nothing)
+            with self._ranks.together("resume"):
+                pass
+            self._speak("resume", self._take_again)
             self._is_released = False
+
+    @lost_peers_are_errors("settle")
+    def settle(self) -> None:
+        """Waits for the other ranks; see `Settles`."""
+        self._ranks.settle()
 
     def close(self) -> None:
         """Removes the files. The servers run on, with the weights that they have."""
-        self._files.close()
+        try:
+            self._files.close()
+        finally:
+            self._ranks.close()
 
-    def _speak(self, action: Callable[[], None]) -> None:
+    def _free(self) -> None:
+        """A server is asked once: SGLang's ends where it is asked twice."""
+        if self._server.facts.can_release and not self._has_freed:
+            self._server.release()
+            self._has_freed = True
+
+    def _take_again(self) -> None:
+        if self._has_freed:
+            self._server.resume()
+            self._has_freed = False
+
+    def _speak(self, method: str, action: Callable[[], None]) -> None:
         """Does it on one rank of every server, and raises on all what any could not do."""
 
         def speak() -> None:
             with expected_form(self._server.facts.url):
                 action()
 
-        self._ranks.on_all(speak if self._speaks else _nothing)
+        self._ranks.on_all(method, speak if self._speaks else _nothing)
 
     def _freed_bytes(self) -> int:
-        is_freed = self._is_released and self._speaks and self._server.facts.can_release
-        return self._cache_bytes if is_freed else 0
+        return self._cache_bytes if self._has_freed else 0
 
     def _require_ready(self, sampling: SamplingParams) -> None:
         if not self._is_complete:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import http.client
+import io
 import json
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -15,7 +19,6 @@ from hf_protocols.errors import BackendError
 
 __all__ = ["Connection", "expected_form"]
 
-_CHUNK_BYTES = 1 << 16
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -56,6 +59,13 @@ class Connection:
     def host(self) -> str:
         """Name or address of the server's machine."""
         return self._address[0]
+
+    def within(self, seconds: float) -> Connection:
+        """The same server with deadlines of no more than this, for what is not worth a longer wait."""
+        hurried = copy.copy(self)
+        hurried._connect_timeout_s = min(self._connect_timeout_s, seconds)
+        hurried._timeout_s = min(self._timeout_s, seconds)
+        return hurried
 
     def ask(self, path: str) -> Any:
         """What GET answers soon, of a server that may be none; None where it knows no such path."""
@@ -103,15 +113,9 @@ class Connection:
                 sock.settimeout(seconds)
                 data = None if body is None else json.dumps(body)
                 connection.request(method, self._path + path, data, self._headers)
-                response, received = connection.getresponse(), bytearray()
-                _left_until(stop)
-                while chunk := response.read1(_CHUNK_BYTES):  # what is there: read() waits for all, byte by byte
-                    received += chunk
-                    if response.isclosed():  # and the socket with it
-                        break
-                    sock.settimeout(_left_until(stop))
-                if response.length:
-                    raise http.client.IncompleteRead(bytes(received), response.length)
+                connection.response_class = partial(_Response, stop)  # type: ignore[assignment]
+                response = connection.getresponse()
+                received = response.read()
             except TimeoutError as error:
                 raise BackendError(
                     f"the server at {self.url} did not finish {path} in {seconds:g} s: raise "
@@ -122,7 +126,7 @@ class Connection:
                     f"the server at {self.url} hung up in {path} ({type(error).__name__}: {error}): its own log says "
                     "why; start it again and build the backend again"
                 ) from error
-        return response.status, _decode(bytes(received))
+        return response.status, _decode(received)
 
     def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
@@ -135,6 +139,37 @@ class Connection:
                 "give its address in rollout.options.urls"
             ) from error
         return connection
+
+
+class _Response(http.client.HTTPResponse):
+    """An answer that is whole by a time, however slowly its bytes come: those of its head too.
+
+    Args:
+        stop: that time, by the monotonic clock.
+        sock: where it comes from.
+    """
+
+    def __init__(self, stop: float, sock: socket.socket, **options: Any) -> None:
+        super().__init__(sock, **options)
+        self.fp.close()
+        self.fp = io.BufferedReader(_Received(stop, sock))
+
+
+class _Received(io.RawIOBase):
+    def __init__(self, stop: float, sock: socket.socket) -> None:
+        self._stop, self._sock = stop, sock
+        self._bytes = sock.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        self._sock.settimeout(_left_until(self._stop))
+        return self._bytes.readinto(buffer)
+
+    def close(self) -> None:
+        self._bytes.close()
+        super().close()
 
 
 @contextmanager
@@ -154,7 +189,7 @@ def expected_form(url: str) -> Iterator[None]:
 
 
 def _left_until(stop: float) -> float:
-    """Seconds; a socket knows only how long one operation may take.
+    """Seconds; a socket knows only how long it may wait for the next bytes.
 
     Raises:
         TimeoutError: where none are left.

@@ -8,10 +8,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
 from hf_engine.backends._model_directory import find_model
-from hf_engine.backends._replica import Replica
+from hf_engine.backends._replica import require_ranks
 from hf_engine.backends.server._connection import Connection
 from hf_engine.backends.server._dialect import Dialect
 from hf_protocols.arguments import check_kind
@@ -19,36 +17,40 @@ from hf_protocols.errors import BackendError, ConfigError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, Topology
 
-__all__ = ["check_model", "choose_directory", "read_dtype", "read_key", "read_model", "require_ranks"]
+__all__ = ["check_model", "check_ranks", "check_urls", "choose_directory", "read_dtype", "read_key", "read_model"]
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
-def require_ranks(topology: Topology, urls: Sequence[str]) -> Replica:
-    """All ranks of the default process group.
+def check_ranks(topology: Topology, urls: Sequence[str]) -> None:
+    """Refuses ranks that cannot ask these servers.
 
     Raises:
         BackendError: for another number of ranks, a generation layout other than 1-1, or no server for every rank.
     """
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 0
-    if num_ranks != topology.world_size:
-        raise BackendError(
-            f"backend 'server' runs in the ranks of the default process group: it has {num_ranks} ranks, the topology "
-            f"{topology.world_size}"
-        )
-    generation = topology.generation or GenerationSpec()
+    generation = require_ranks("server", topology).generation
+    assert generation is not None, "require_ranks has set it"
     if generation != GenerationSpec():
         raise BackendError(
             f"every rank asks a server for whole models: gen_pp_size={generation.gen_pp_size}, gen_tp_size="
             f"{generation.gen_tp_size} are not supported; set both to 1, and start the server with the layout"
         )
+    check_urls(urls, num_ranks=topology.world_size)
+
+
+def check_urls(urls: Sequence[str], *, num_ranks: int | None = None) -> None:
+    """Refuses what is no list of texts, one for every rank at most; None: their number is not known yet.
+
+    Raises:
+        BackendError: with an example.
+    """
     is_list = isinstance(urls, list | tuple) and all(isinstance(url, str) for url in urls)
-    if not is_list or not 1 <= len(urls) <= num_ranks:
+    if not is_list or not 1 <= len(urls) <= (num_ranks or len(urls)):
+        size = "1 or more" if num_ranks is None else f"1 to {num_ranks}"
         raise BackendError(
-            f"rollout.options.urls={urls!r}: give a list of 1 to {num_ranks} URLs, one for every rank at most, such as "
+            f"rollout.options.urls={urls!r}: give a list of {size} URLs, one for every rank at most, such as "
             '["http://127.0.0.1:30000"]'
         )
-    return Replica(range(num_ranks), dist.distributed_c10d._get_default_group())
 
 
 def read_model(model: str | Path) -> tuple[Path, ModelShape]:

@@ -21,7 +21,8 @@ _CACHE = {"tags": ["kv_cache"]}
 
 
 class SglangServer:
-    """One server.
+    """One server. It ends responses at the tokens of config.json and of generation_config.json alike. `ignore_eos`,
+    with which it would not, makes it ignore the stop tokens of a request too.
 
     Args:
         connection: to it.

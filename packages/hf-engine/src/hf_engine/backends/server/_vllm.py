@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ _NO_LOGPROB = -9999.0
 """What vLLM sends in place of a log-prob that is not finite."""
 _NUM_REQUESTS = 256
 """Requests under way at once: there is one for every sample, each with its seed."""
+_RESUME_TIMEOUT_S = 10.0
+"""For a server that failed already: it may hang, and the first error must not wait for a second deadline."""
 
 
 class VllmServer:
@@ -107,9 +110,15 @@ class VllmServer:
         """See `Dialect`."""
         post = self._connection.post
         try:
-            post("/pause?mode=wait")
-            post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
-            post("/update_weight_version", {"new_version": stamp})
+            try:
+                post("/pause?mode=wait")
+                post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
+                post("/update_weight_version", {"new_version": stamp})
+            except BaseException:
+                # It is the user's and runs on: paused it would answer nobody. What failed first says more.
+                with suppress(BackendError):
+                    self._connection.within(_RESUME_TIMEOUT_S).post("/resume")
+                raise
             post("/resume")
         except BackendError as error:
             raise ReshardError(f"{self.facts.name} did not take the weights in {directory}: {error}") from error

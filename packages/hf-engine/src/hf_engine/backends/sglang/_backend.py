@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,16 +14,16 @@ import torch.distributed as dist
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
-from hf_engine.backends._loading import check_shards, check_version
-from hf_engine.backends._memory import choose_cache_bytes, choose_positions
+from hf_engine.backends._loading import check_complete, check_shards, check_version
+from hf_engine.backends._lost_peers import all_or_none, lost_peers_are_errors
+from hf_engine.backends._memory import check_sizes, choose_cache_bytes, choose_positions
 from hf_engine.backends._model_directory import refuse_incomplete
-from hf_engine.backends._replica import Replica
+from hf_engine.backends._replica import Replica, form_replica, require_process_group
 from hf_engine.backends._versions import SGLANG
-from hf_engine.backends.sglang._library import build_environment
-from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_options
+from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_options, check_more
 from hf_engine.backends.sglang._process import EngineProcess
+from hf_engine.backends.sglang._replicas import create_engine, require_topology
 from hf_engine.backends.sglang._staging import REPORT_BYTES, Staging, staged_bytes
-from hf_engine.process_groups import build_groups, local_device
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_protocols.arguments import check_count, check_number
@@ -67,7 +67,6 @@ class SglangBackend:
         self._replica = replica
         self._model = model
         self._layout = layout
-        self._stop_token_ids: frozenset[int] = frozenset()
         self._cache_tokens = 0
         self._cache_token_bytes = model.cache_token_bytes(len(replica.ranks), layout.dtype)
         self._max_positions = max_positions
@@ -81,6 +80,7 @@ class SglangBackend:
         self._is_released = False
 
     @classmethod
+    @lost_peers_are_errors("build")
     def build(
         cls,
         model: str | Path,
@@ -114,50 +114,63 @@ class SglangBackend:
             engine_options: more of SGLang's own server arguments, beside those that the others set.
 
         Raises:
-            BackendError: for a layout or a model that does not run, too small a cache, or an engine that does not
-                start.
+            BackendError: on every rank, for a layout or a model that does not run, too small a cache, or an engine
+                that does not start.
         """
-        check_rollout_arguments(topology, seed)
-        check_dtype(dtype)
-        cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
-        if max_positions is not None:
-            check_count(BackendError, "max_positions", max_positions)
-        for name, size in (("max_rows", max_rows), ("staging_bytes", staging_bytes)):
-            check_count(BackendError, name, size)
-        for name, seconds in (("start_timeout_s", start_timeout_s), ("timeout_s", timeout_s)):
-            check_number(BackendError, name, seconds)
-        topology = _require_topology(topology)
-        found_model = EngineModel(model)
-        layout = generation_layout(found_model.shape, topology, dtype=dtype)
-        refuse_incomplete(found_model.directory, layout.shapes)
-        positions = choose_positions(max_positions, found_model.shape.max_positions)
-        replica = _form_replica(topology)
-        replica.require_one_machine()
-        tp_size = len(replica.ranks)
-        options = build_options(
-            found_model,
-            dtype=dtype,
-            seed=seed,
-            tp_size=tp_size,
-            positions=positions,
-            cache_bytes=cache_bytes,
-            max_rows=max_rows,
-            more={} if engine_options is None else engine_options,
-        )
-        devices = replica.gather(local_device().index or 0)
-        environment = partial(build_environment, tp_size=tp_size, devices=devices)
-        engine = EngineProcess(environment) if replica.is_first else None
-        backend = cls(
-            engine,
-            replica,
-            model=found_model,
-            layout=layout,
-            max_positions=positions,
-            staging_bytes=staging_bytes,
-            timeout_s=timeout_s,
-        )
-        backend._start(options, start_timeout_s)
+        require_process_group("sglang")
+        # Ranks meet when the replicas form, and would wait there for one that was refused.
+        with all_or_none("no engine was started"):
+            check_rollout_arguments(topology, seed)
+            check_dtype(dtype)
+            sizes = {"max_positions": max_positions, "max_rows": max_rows, "staging_bytes": staging_bytes}
+            cls.check_options({**sizes, "start_timeout_s": start_timeout_s, "timeout_s": timeout_s})
+            cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
+            topology = require_topology(topology)
+            found_model = EngineModel(model)
+            layout = generation_layout(found_model.shape, topology, dtype=dtype)
+            refuse_incomplete(found_model.directory, layout.shapes)
+            positions = choose_positions(max_positions, found_model.shape.max_positions)
+            options = build_options(
+                found_model,
+                dtype=dtype,
+                seed=seed,
+                tp_size=len(topology.groups("gen_tp")[0]),
+                positions=positions,
+                cache_bytes=cache_bytes,
+                max_rows=max_rows,
+                more={} if engine_options is None else engine_options,
+            )
+        with ExitStack() as undo:
+            with all_or_none("no engine was started"):
+                replica = form_replica(topology)
+                undo.callback(replica.close)
+                engine = create_engine(replica)
+                undo.callback(engine.close if engine is not None else lambda: None)
+            backend = cls(
+                engine,
+                replica,
+                model=found_model,
+                layout=layout,
+                max_positions=positions,
+                staging_bytes=staging_bytes,
+                timeout_s=timeout_s,
+            )
+            with all_or_none("every engine was ended"):
+                backend._start(options, start_timeout_s)
+            undo.pop_all()
         return backend
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Refuses sizes, deadlines and arguments of SGLang's that no engine can have; see `ChecksOptions`."""
+        check_sizes(options)
+        for name in ("max_rows", "staging_bytes"):
+            if name in options:
+                check_count(BackendError, name, options[name])
+        for name in ("start_timeout_s", "timeout_s"):
+            if name in options:
+                check_number(BackendError, name, options[name])
+        check_more(options.get("engine_options", {}))
 
     @property
     def weight_version(self) -> int:
@@ -188,68 +201,70 @@ class SglangBackend:
         """SGLang's tensor-parallel layout; a tied embedding once."""
         return self._layout
 
+    @lost_peers_are_errors("begin_weights")
     def begin_weights(self) -> None:
         """Starts an update; see `SupportsShardLoading`."""
         self._is_complete = False
         self._loaded = set()
         self._call("begin_weights")
 
+    @lost_peers_are_errors("load_shards")
     def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Hands this rank's boxes to SGLang's loaders, through `staging_bytes` of shared memory at a time."""
-        if self._loaded is None:
-            raise BackendError("load_shards without an update: call begin_weights first")
-        self._replica.agree(self._find_problem(shards))
+        with self._replica.together("load_shards"):
+            self._check_open()
+            if self._loaded is None:
+                raise BackendError("load_shards without an update: call begin_weights first")
+            check_shards(self._layout, dist.get_rank(), shards, self._loaded)
         if len({tuple(names) for names in self._replica.gather(list(shards))}) > 1:
             raise ReshardError(f"the ranks {self._replica.ranks} of one replica load different parameters at a time")
         held = {name: boxes[0] for name, boxes in self._layout.boxes_of(dist.get_rank()).items()}
         for names in self._buckets(list(shards)):
-            description = self._staging.fill(
+            fill = partial(
+                self._staging.fill,
                 {name: shards[name][0] for name in names},
                 shapes=self._layout.shapes,
                 boxes=held,
                 dtype=self._layout.dtype,
             )
-            self._call("load_weights", self._replica.gather(description))
-            report = self._staging.report()
-            self._replica.agree(ReshardError(f"SGLang did not take the weights: {report}") if report else None)
+            self._call("load_weights", self._replica.gather(self._replica.on_all("load_shards", fill)))
+            self._replica.on_all("load_shards", self._staging.check_report)
         self._loaded |= shards.keys()
 
+    @lost_peers_are_errors("commit_weights")
     def commit_weights(self, version: int) -> None:
         """Declares the weights complete, drops the prefix cache and stamps the samples that follow.
 
         Raises:
             ReshardError: if parameters did not arrive since `begin_weights`.
         """
-        check_version(version)
+        with self._replica.together("commit_weights"):
+            check_version(version)
+            check_complete(self._layout, dist.get_rank(), self._loaded)
         if self._loaded is not None:
-            missing = sorted(self._layout.boxes_of(dist.get_rank()).keys() - self._loaded)
-            text = f"the parameters {missing} did not arrive: load them before commit_weights"
-            self._replica.agree(ReshardError(text) if missing else None)
             self._call("end_weights")
             self._loaded = None
             self._is_complete = True
         self._call("flush")
         self._weight_version = version
 
+    @lost_peers_are_errors("generate")
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
         from hf_engine.backends._responses import build_responses, read_prompts
         from hf_engine.backends._sampling import draw_uniforms
         from hf_engine.backends._stop_strings import load_stop_strings
 
-        self._check_open()
-        if not self._is_complete:
-            raise BackendError("an update of the weights was begun and not committed; send them anew and commit")
-        if self._is_released:
-            raise BackendError("the KV cache was released; resume before generating")
-        vocab_size, positions = self._model.shape.vocab_size, self._max_positions
-        prompts = read_prompts(batch, sampling, vocab_size=vocab_size, positions=positions)
-        self._check_cache(prompts.lengths.tolist(), sampling)
-        strings = load_stop_strings(self._model.directory, sampling)
+        with self._replica.together("generate"):
+            self._check_ready()
+            ends, vocab_size = self._model.stop_token_ids, self._model.shape.vocab_size
+            prompts = read_prompts(batch, sampling, vocab_size=vocab_size, positions=self._max_positions, ends=ends)
+            self._check_cache(prompts.lengths.tolist(), sampling)
+            strings = load_stop_strings(self._model.directory, sampling)
         rows = [row.tolist() for row in batch["prompt_ids"].unbind()]
         uniforms = draw_uniforms(batch["row_id"], sampling).tolist()
         options = {name: getattr(sampling, name) for name in _SENT}
-        stops = sorted(self._stop_token_ids | set(sampling.stop_token_ids))
+        stops = sorted(ends | set(sampling.stop_token_ids))
         samples = self._call("generate", rows, uniforms, n=sampling.n, sampling=options, stops=stops) if rows else []
         if strings is not None:
             samples = [_cut(sample, strings.cut(sample[0])) for sample in samples]
@@ -262,15 +277,18 @@ class SglangBackend:
             version=self._weight_version,
         )
 
+    @lost_peers_are_errors("release")
     def release(self) -> int:
         """Frees the KV cache on a GPU; SGLang on a CPU can free nothing. The weights stay in the engine."""
         self._call("flush")
         if not torch.cuda.is_available():
             return 0
-        self._call("release")
-        self._is_released = True
+        if not self._is_released:  # SGLang ends where it is asked twice
+            self._call("release")
+            self._is_released = True
         return self._cache_tokens * self._cache_token_bytes
 
+    @lost_peers_are_errors("resume")
     def resume(self) -> None:
         """Takes the memory of the KV cache again."""
         self._check_open()
@@ -278,30 +296,35 @@ class SglangBackend:
             self._call("resume")
             self._is_released = False
 
+    @lost_peers_are_errors("settle")
+    def settle(self) -> None:
+        """Waits for the other ranks of the replica; see `Settles`."""
+        self._replica.settle()
+
     def close(self) -> None:
         """Ends the engine's process."""
         if not self._is_closed:
             self._is_closed = True
-            self._staging.close()
-            if self._engine is not None:
-                self._engine.close()
-            self._replica.close()
+            with ExitStack() as each:  # in the reverse order, whatever one of them raises
+                each.callback(self._replica.close)
+                if self._engine is not None:
+                    each.callback(self._engine.close)
+                each.callback(self._staging.close)
 
     def _start(self, options: Mapping[str, Any], timeout_s: float) -> None:
         try:
             found = self._call("start", options, timeout_s=timeout_s)
         except BackendError as error:
-            self.close()
             raise BackendError(
                 f"SGLang did not start with {self._model.name!r}, gen_tp_size={options['tp_size']}, max_total_tokens="
                 f"{options['max_total_tokens']} (cache_bytes), context_length={options['context_length']} "
                 f"(max_positions + {RESERVED}): {error}"
             ) from error
-        self._stop_token_ids = frozenset(found["stop_token_ids"])
         self._cache_tokens = found["cache_tokens"]
 
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None, **options: Any) -> Any:
-        self._check_open()
+        with self._replica.together(f"the engine's {method}"):
+            self._check_open()
 
         def on_first() -> Any:
             assert self._engine is not None, "the first rank has the engine"
@@ -313,13 +336,12 @@ class SglangBackend:
         if self._is_closed:
             raise BackendError("the engine was closed; build the backend again")
 
-    def _find_problem(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> ReshardError | None:
-        assert self._loaded is not None, "load_shards has asked"
-        try:
-            check_shards(self._layout, dist.get_rank(), shards, self._loaded)
-        except ReshardError as error:
-            return error
-        return None
+    def _check_ready(self) -> None:
+        self._check_open()
+        if not self._is_complete:
+            raise BackendError("an update of the weights was begun and not committed; send them anew and commit")
+        if self._is_released:
+            raise BackendError("the KV cache was released; resume before generating")
 
     def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Parameters that fit the staging memory together, the same on every rank; at least one at a time."""
@@ -350,29 +372,7 @@ class SglangBackend:
                 )
 
 
-def _require_topology(topology: Topology) -> Topology:
-    """The topology with generation sizes, refused before anything starts if the engines cannot run it."""
-    if not dist.is_initialized() or dist.get_world_size() != topology.world_size:
-        ranks = dist.get_world_size() if dist.is_initialized() else 0
-        raise BackendError(
-            f"backend 'sglang' is fed by the ranks of the default process group: it has {ranks} ranks, the topology "
-            f"{topology.world_size}"
-        )
-    generation = topology.generation or GenerationSpec()
-    if generation.gen_pp_size != 1:
-        raise BackendError(
-            f"backend 'sglang' has no pipeline stages in generation: gen_pp_size={generation.gen_pp_size} is not "
-            "supported; set it to 1 and raise gen_tp_size"
-        )
-    return replace(topology, generation=generation)
-
-
 def _cut(sample: tuple[list[int], list[float], str], length: int | None) -> tuple[list[int], list[float], str]:
     """The sample up to the token that completes a stop string; None: it has none."""
     ids, logprobs, _ = sample
     return sample if length is None else (ids[:length], logprobs[:length], "stop")
-
-
-def _form_replica(topology: Topology) -> Replica:
-    ranks = next(group for group in topology.groups("gen_tp") if dist.get_rank() in group)
-    return Replica(ranks, build_groups(topology, "gen_tp") if len(ranks) > 1 else None)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from hf_engine.backends._model_directory import find_model
+from hf_engine.backends._model_directory import find_model, read_end_of_sequence_ids
 from hf_engine.backends.sglang._plugins import LOADER, SAMPLER
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, ConfigError
 from hf_protocols.models import ModelShape
 
-__all__ = ["RESERVED", "EngineModel", "build_options"]
+__all__ = ["RESERVED", "EngineModel", "build_options", "check_more"]
 
 RESERVED = 2
 """Positions, and tokens of the cache, that SGLang keeps to itself."""
@@ -26,6 +26,16 @@ _OURS: dict[str, Any] = {
     "skip_tokenizer_init": True,
 }
 """Without these samples are not drawn as elsewhere, or weights not loaded."""
+_BY_ARGUMENTS = (
+    "model_path",
+    "dtype",
+    "random_seed",
+    "tp_size",
+    "context_length",
+    "max_total_tokens",
+    "max_running_requests",
+)
+"""What the backend's other arguments say."""
 _DEFAULTS: dict[str, Any] = {
     "skip_server_warmup": True,
     "grammar_backend": "none",
@@ -43,7 +53,8 @@ class EngineModel:
         model: directory or hub name.
 
     Raises:
-        BackendError: if there is none, its parameters are not known here, or it has experts and there is no device.
+        BackendError: if there is none, its parameters are not known here, its ends of a response are none, or it has
+            experts and there is no device.
     """
 
     def __init__(self, model: str | Path) -> None:
@@ -56,6 +67,7 @@ class EngineModel:
                 f"the parameters of {self.name!r} have no known layout ({error}); choose another model, or "
                 "rollout backend 'transformers'"
             ) from error
+        self.stop_token_ids = read_end_of_sequence_ids(self.directory, self.shape.vocab_size)
         if self.shape.num_experts and not torch.cuda.is_available():
             # Seen with 0.5.23: every token was 0, and nothing was said.
             raise BackendError(
@@ -68,6 +80,21 @@ class EngineModel:
         heads = -(-self.shape.num_kv_heads // tp_size)
         itemsize: int = getattr(torch, dtype).itemsize
         return 2 * self.shape.num_layers * heads * self.shape.head_dim * itemsize
+
+
+def check_more(more: object) -> None:
+    """Refuses what is no table of SGLang's server arguments, and those that are set here.
+
+    Raises:
+        BackendError: naming them.
+    """
+    if not isinstance(more, Mapping):
+        raise BackendError(f"engine_options={show(more)}: give a table of SGLang's server arguments")
+    if taken := sorted(more.keys() & {*_BY_ARGUMENTS, *_OURS}):
+        raise BackendError(
+            f"engine_options={dict(more)} would change {', '.join(taken)}, which is set by the other arguments of the "
+            "backend, or must be as it is: leave it out"
+        )
 
 
 def build_options(
@@ -86,26 +113,13 @@ def build_options(
     Raises:
         BackendError: for a cache that holds no token, or options in `more` that are set here.
     """
-    check_kind(BackendError, "engine_options", more, Mapping, "a table of SGLang's server arguments")
+    check_more(more)
     token_bytes = model.cache_token_bytes(tp_size, dtype)
     tokens = cache_bytes // token_bytes
     if tokens <= RESERVED:
         raise BackendError(
             f"cache_bytes={cache_bytes} holds {tokens} tokens of {token_bytes} bytes of keys and values each; raise it"
         )
-    fixed = {
-        "model_path": str(model.directory),
-        "dtype": dtype,
-        "random_seed": seed % (1 << 31),
-        "tp_size": tp_size,
-        "context_length": positions + RESERVED,
-        "max_total_tokens": tokens,
-        "max_running_requests": max_rows,
-        **_OURS,
-    }
-    if taken := sorted(fixed.keys() & more.keys()):
-        raise BackendError(
-            f"engine_options={dict(more)} would change {', '.join(taken)}, which is set by the other arguments of the "
-            "backend, or must be as it is: leave it out"
-        )
+    values = (str(model.directory), dtype, seed % (1 << 31), tp_size, positions + RESERVED, tokens, max_rows)
+    fixed = dict(zip(_BY_ARGUMENTS, values, strict=True)) | _OURS
     return {**_DEFAULTS, **(_GPU if torch.cuda.is_available() else _CPU), **more, **fixed}

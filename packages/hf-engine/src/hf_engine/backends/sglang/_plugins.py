@@ -1,6 +1,7 @@
 """What SGLang finds by its entry points when it starts.
 
-In the processes of our engines that is our sampler; in anybody else's it is what the CPU platform needs, if chosen.
+In the processes of our engines that is our sampler, and that requests alone say what ends them; in anybody else's it is
+what the CPU platform needs, if chosen.
 """
 
 from __future__ import annotations
@@ -30,16 +31,21 @@ def activate_platform() -> str | None:
 
 
 def register() -> None:
-    """Puts our sampler in its place; on a CPU keeps heads as they are on a GPU, and gives other servers seeds."""
+    """Puts our sampler in its place, without ends of SGLang's own; on a CPU keeps heads as they are on a GPU, and gives
+    other servers seeds.
+    """
     if OURS in os.environ:
         from sglang.srt.layers.sampler import register_sampler_backend
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
         from hf_engine.backends.sglang._sampler import DrawingSampler
 
         register_sampler_backend(SAMPLER, DrawingSampler)
+        # The ids of two files together, outside the vocabulary too. `ignore_eos` would ignore a request's stop tokens.
+        HookRegistry.register(
+            "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id", lambda _: set(), HookType.REPLACE
+        )
         if os.environ.get("SGLANG_PLATFORM") == PLATFORM:
-            from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
             # On a CPU SGLang would pad heads that do not share out, where its loaders for other devices replicate them.
             HookRegistry.register(
                 "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",

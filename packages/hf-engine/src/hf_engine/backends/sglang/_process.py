@@ -35,18 +35,12 @@ class EngineProcess:
         self._log = Path(self._directory) / "engine.log"
         self._segments: set[str] = set()
         self._ended = ""
-        ours, theirs = socket.socketpair()
-        arguments = [str(theirs.fileno()), str(os.getpid()), self._directory]
-        with theirs, self._log.open("wb") as log:
-            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-                [sys.executable, "-m", "hf_engine.backends.sglang._server", *arguments],
-                env=environment(self._directory),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            ours = self._start(environment)
+        except BaseException:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
         self._connection = Connection(ours.detach())
 
     @property
@@ -96,6 +90,21 @@ class EngineProcess:
         self._connection.close()
         self._process = None
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start(self, environment: Callable[[str], dict[str, str]]) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        arguments = [str(theirs.fileno()), str(os.getpid()), self._directory]
+        with theirs, self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hf_engine.backends.sglang._server", *arguments],
+                env=environment(self._directory),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        return ours
 
     def _end(self, why: str) -> None:
         self._ended = self._ended or f" ({why})"

@@ -31,11 +31,7 @@ class Server:
         from sglang.srt.entrypoints.engine import Engine
 
         self._engine = Engine(**options)
-        config = self._engine.tokenizer_manager.model_config
-        return {
-            "stop_token_ids": sorted(config.hf_eos_token_id or ()),
-            "cache_tokens": self._engine.get_server_info()["max_total_num_tokens"],
-        }
+        return {"cache_tokens": self._engine.get_server_info()["max_total_num_tokens"]}
 
     def generate(
         self,

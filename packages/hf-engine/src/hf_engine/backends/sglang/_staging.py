@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hf_engine.resharding.boxes import Box
+from hf_protocols.errors import ReshardError
 
 __all__ = ["REPORT_BYTES", "Staging", "read_staging", "staged_bytes", "write_report"]
 
@@ -22,10 +23,10 @@ _ALIGNMENT = 64
 
 
 class Staging:
-    """This rank's side; grows to the largest bucket and is kept."""
+    """This rank's side; it is taken when it is filled, grows to the largest bucket and is kept."""
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("hf-engine-staging", os.MFD_CLOEXEC)
+        self._file: int | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -58,16 +59,25 @@ class Staging:
         path = f"/proc/{os.getpid()}/fd/{self._file}"
         return json.dumps({"path": path, "num_bytes": self.num_bytes, "dtype": dtype, "shards": described})
 
-    def report(self) -> str:
-        """What the loader could not do; empty if all went well."""
-        return bytes(self._memory[:REPORT_BYTES].numpy()).rstrip(b"\0").decode(errors="replace")
+    def check_report(self) -> None:
+        """Raises what the loader could not do.
+
+        Raises:
+            ReshardError: with its message.
+        """
+        if report := bytes(self._memory[:REPORT_BYTES].numpy()).rstrip(b"\0").decode(errors="replace"):
+            raise ReshardError(f"SGLang did not take the weights: {report}")
 
     def close(self) -> None:
         """Gives the memory back."""
         self._memory = torch.empty(0, dtype=torch.uint8)
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def _reserve(self, num_bytes: int) -> None:
+        if self._file is None:
+            self._file = os.memfd_create("hf-engine-staging", os.MFD_CLOEXEC)
         if num_bytes > self.num_bytes:
             os.ftruncate(self._file, num_bytes)
             self._memory = torch.frombuffer(mmap.mmap(self._file, num_bytes), dtype=torch.uint8)
@@ -100,6 +110,6 @@ def read_staging(description: str) -> tuple[torch.Tensor, list[tuple[str, tuple[
 
 
 def write_report(staging: torch.Tensor, text: str) -> None:
-    """Leaves a message for `Staging.report`."""
+    """Leaves a message for `Staging.check_report`."""
     written = text.encode()[: REPORT_BYTES - 1]
     staging[: len(written)] = torch.frombuffer(bytearray(written), dtype=torch.uint8)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,14 @@ import torch.distributed as dist
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
-from hf_engine.backends._loading import check_shards, check_version
-from hf_engine.backends._lost_peers import all_or_none
-from hf_engine.backends._memory import choose_cache_bytes
+from hf_engine.backends._loading import check_complete, check_shards, check_version
+from hf_engine.backends._lost_peers import all_or_none, lost_peers_are_errors
+from hf_engine.backends._memory import check_sizes, choose_cache_bytes
+from hf_engine.backends._replica import Replica, form_replica, require_process_group, require_ranks
 from hf_engine.backends._versions import VLLM
 from hf_engine.backends.vllm._library import embedded
 from hf_engine.resharding.layouts import WeightLayout
-from hf_protocols.arguments import check_count
-from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.errors import BackendError
 from hf_protocols.topology import GenerationSpec, Topology
 
 if TYPE_CHECKING:
@@ -48,14 +48,16 @@ class VllmBackend:
     """What is installed; without a supported version this class cannot be imported."""
     largest_generation: ClassVar[GenerationSpec | None] = GenerationSpec(gen_tp_size=64)
 
-    def __init__(self, engine: Engine, *, layout: WeightLayout) -> None:
+    def __init__(self, engine: Engine, *, layout: WeightLayout, replica: Replica) -> None:
         self._engine: Engine | None = engine
+        self._replica = replica
         self._layout = layout
         self._weight_version = 0
         self._loaded: set[str] | None = None
         self._is_released = False
 
     @classmethod
+    @lost_peers_are_errors("build")
     def build(
         cls,
         model: str | Path,
@@ -80,33 +82,42 @@ class VllmBackend:
                 one sequence of them.
 
         Raises:
-            BackendError: for a layout, architecture or head size that does not run, a cache too small for one sequence,
-                or another engine in this process.
+            BackendError: on every rank, for a layout, architecture or head size that does not run, a cache too small
+                for one sequence, or another engine in a process.
         """
-        check_rollout_arguments(topology, seed)
-        ranks = dist.get_world_size() if dist.is_initialized() else 0
-        if ranks != topology.world_size:
-            raise BackendError(
-                f"backend 'vllm' runs in the ranks of the default process group: that has {ranks} ranks, the topology "
-                f"{topology.world_size}"
-            )
-        if topology.generation is None:
-            topology = replace(topology, generation=GenerationSpec())
-        check_dtype(dtype)
+        require_process_group("vllm")
         with embedded():
-            # Ranks connect when the engine starts, and torch waits half an hour for one that does not come.
+            # Ranks connect when the engine starts, and would wait for one that was refused.
             with all_or_none("no engine was started"):
                 from hf_engine.backends.vllm._engine import Engine, check_cache, plan_layout
 
+                check_rollout_arguments(topology, seed)
+                check_dtype(dtype)
+                topology = require_ranks("vllm", topology)
+                cls.check_options({"max_positions": max_positions})
                 cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
-                if max_positions is not None:
-                    check_count(BackendError, "max_positions", max_positions)
                 shape, layout = plan_layout(model, topology, dtype)
                 check_cache(shape, topology, dtype=dtype, cache_bytes=cache_bytes, max_positions=max_positions)
-            engine = Engine(
-                model, shape, topology, dtype=dtype, seed=seed, cache_bytes=cache_bytes, max_positions=max_positions
-            )
-        return cls(engine, layout=layout)
+            with ExitStack() as undo:
+                with all_or_none("every engine was ended"):
+                    engine = Engine(
+                        model,
+                        shape,
+                        topology,
+                        dtype=dtype,
+                        seed=seed,
+                        cache_bytes=cache_bytes,
+                        max_positions=max_positions,
+                    )
+                    undo.callback(engine.close)
+                replica = form_replica(topology)
+                undo.pop_all()
+        return cls(engine, layout=layout, replica=replica)
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Refuses a cache or a length that no machine has; see `ChecksOptions`."""
+        check_sizes(options)
 
     @property
     def weight_version(self) -> int:
@@ -154,28 +165,30 @@ class VllmBackend:
             ReshardError: if parameters did not arrive since `begin_weights`.
         """
         check_version(version)
+        check_complete(self._layout, dist.get_rank(), self._loaded)
         engine = self._open()
         if self._loaded is not None:
-            if missing := sorted(self._layout.boxes_of(dist.get_rank()).keys() - self._loaded):
-                raise ReshardError(f"the parameters {missing} did not arrive: load them before commit_weights")
             engine.finish_update()
             self._loaded = None
         engine.reset_prefix_cache()
         self._weight_version = version
 
+    @lost_peers_are_errors("generate")
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
         from hf_engine.backends._responses import build_responses, read_prompts
         from hf_engine.backends._stop_strings import load_stop_strings
 
-        engine = self._open()
-        if self._loaded is not None:
-            raise BackendError("an update of the weights was begun and not committed; send them anew and commit")
-        if self._is_released:
-            raise BackendError("the KV cache was released; resume before generating")
-        read_prompts(batch, sampling, vocab_size=engine.vocab_size, positions=engine.max_positions)
-        strings = load_stop_strings(engine.model, sampling)
-        stops = sorted(engine.stop_token_ids | set(sampling.stop_token_ids))
+        with self._replica.together("generate"):
+            engine = self._open()
+            if self._loaded is not None:
+                raise BackendError("an update of the weights was begun and not committed; send them anew and commit")
+            if self._is_released:
+                raise BackendError("the KV cache was released; resume before generating")
+            ends = engine.stop_token_ids
+            read_prompts(batch, sampling, vocab_size=engine.vocab_size, positions=engine.max_positions, ends=ends)
+            strings = load_stop_strings(engine.model, sampling)
+        stops = sorted(ends | set(sampling.stop_token_ids))
         responses = engine.run(batch, sampling, stops, strings)
         return build_responses(
             torch.tensor([token for response in responses for token in response.token_ids], dtype=torch.int64),
@@ -197,11 +210,19 @@ class VllmBackend:
             self._open().resume_cache()
             self._is_released = False
 
+    @lost_peers_are_errors("settle")
+    def settle(self) -> None:
+        """Waits for the other ranks of the replica; see `Settles`."""
+        self._replica.settle()
+
     def close(self) -> None:
         """Ends the engine and its groups."""
         if self._engine is not None:
-            self._engine.close()
-            self._engine = None
+            engine, self._engine = self._engine, None
+            try:
+                engine.close()
+            finally:
+                self._replica.close()
 
     def _open(self) -> Engine:
         if self._engine is None:

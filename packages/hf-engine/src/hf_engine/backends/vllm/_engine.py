@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ from hf_engine.backends.vllm._groups import GROUPS, current_tp_ranks, destroy_gr
 from hf_engine.backends.vllm._library import options_set, serving_threads
 from hf_engine.backends.vllm._requests import Response, run_requests
 from hf_engine.backends.vllm._weights import TRANSFER, register_transfer
+from hf_engine.process_groups import default_timeout
 from hf_engine.resharding.layouts import DTYPE_BYTES, WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_protocols.errors import BackendError, ConfigError
@@ -122,6 +124,7 @@ class Engine:
     ) -> None:
         register_transfer()
         groups = topology.groups("gen_tp")
+        deadline_s = math.ceil(default_timeout().total_seconds())  # torch's own would be half an hour
         worker = "_cpu_worker.TopologyCpuWorker" if current_platform.is_cpu() else "_gpu_worker.TopologyGpuWorker"
         arguments = EngineArgs(
             model=str(model),
@@ -134,6 +137,8 @@ class Engine:
             distributed_executor_backend="external_launcher",
             worker_cls=f"hf_engine.backends.vllm.{worker}",
             additional_config={GROUPS: groups},
+            distributed_timeout_seconds=deadline_s,
+            cpu_distributed_timeout_seconds=deadline_s,
             weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
             logits_processors=[DrawProcessor],
             logprobs_mode="processed_logits",

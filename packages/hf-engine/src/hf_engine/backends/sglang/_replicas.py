@@ -1,0 +1,55 @@
+"""Which ranks feed an engine together, and its process."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+
+from hf_engine.backends._replica import Replica, require_ranks
+from hf_engine.backends.sglang._library import build_environment
+from hf_engine.backends.sglang._process import EngineProcess
+from hf_engine.process_groups import local_device
+from hf_protocols.errors import BackendError
+from hf_protocols.topology import Topology
+
+__all__ = ["create_engine", "require_topology"]
+
+
+def require_topology(topology: Topology) -> Topology:
+    """The topology with generation sizes.
+
+    Raises:
+        BackendError: if the engines cannot run it.
+    """
+    topology = require_ranks("sglang", topology)
+    generation = topology.generation
+    assert generation is not None, "require_ranks has set it"
+    if generation.gen_pp_size != 1:
+        raise BackendError(
+            f"backend 'sglang' has no pipeline stages in generation: gen_pp_size={generation.gen_pp_size} is not "
+            "supported; set it to 1 and raise gen_tp_size"
+        )
+    return topology
+
+
+def create_engine(replica: Replica) -> EngineProcess | None:
+    """On the replica's first rank the process of its engine, which is not started yet. Collective over the replica.
+
+    Raises:
+        BackendError: on all of its ranks, if they are on several machines, or there is no process.
+    """
+    replica.require_one_machine()
+    devices = replica.gather(local_device().index or 0)
+    environment = partial(build_environment, tp_size=len(replica.ranks), devices=devices)
+    with ExitStack() as undo:
+
+        def create() -> EngineProcess | None:
+            if not replica.is_first:
+                return None
+            engine = EngineProcess(environment)
+            undo.callback(engine.close)
+            return engine
+
+        engine = replica.on_all("build", create)
+        undo.pop_all()
+    return engine
