@@ -146,6 +146,19 @@ def test_inputs_that_overwriting_would_remove_are_refused(
     assert hybridflow("train", small_config, "--overwrite").exit_code == 0
 
 
+def test_options_that_no_machine_takes_leave_an_earlier_run_as_it_is(
+    small_config: Path, hybridflow: Callable[..., Outcome]
+) -> None:
+    assert hybridflow("train", small_config).exit_code == 0
+    before = {path: path.read_bytes() for path in small_config.parent.rglob("*") if path.is_file()}
+    both = ("--set", "rollout.options.cache_bytes=9", "--set", "rollout.options.cache_fraction=0.5")
+    server = ("--set", "rollout.backend=server", "--set", "rollout.options.urls=[]")
+    for words, part in ((both, "both size the cache: give one"), (server, "urls=[]: give a list of 1 or more URLs")):
+        for command in (("plan",), ("train", "--overwrite")):
+            assert_one_message(hybridflow(*command, small_config, *words), 2, part)
+    assert {path: path.read_bytes() for path in small_config.parent.rglob("*") if path.is_file()} == before
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [

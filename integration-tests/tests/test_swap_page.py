@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hf_algorithms.config import parse_config
+from hf_algorithms.placement import check_rollout_options
 from small_runs import SMALL_RUN, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +56,8 @@ def test_a_configuration_takes_the_pages_block(block: str) -> None:
     for table, keys in shown.items():
         settings[table] = settings.get(table, {}) | keys
     config = parse_config(settings)
+    if config.rollout.options:  # a table that takes whatever it is given
+        check_rollout_options(config.rollout)
     for table, keys in shown.items():
         assert {key: getattr(getattr(config, table), key) for key in keys} == keys
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hf_algorithms.placement import check_rollout_options
 from hf_protocols import ConfigError
 
 MINIMAL = {"data": {"train": "rows.jsonl"}}
+HUGE = 10**20
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -60,9 +62,55 @@ def test_an_option_of_another_kind_is_refused(backend: str, option: dict[str, ob
         check_rollout_options(config.rollout)
 
 
-def test_options_of_the_right_kind_are_taken() -> None:
-    options = {"urls": ["http://127.0.0.1:1"], "timeout_s": 60, "reproducible": False}
-    check_rollout_options(parse_config({**MINIMAL, "rollout": {"backend": "server", "options": options}}).rollout)
+LOCAL, FAR = "http://127.0.0.1:1", "http://far.example:1"
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "wanted"),
+    [
+        ("transformers", {"cache_bytes": 9, "cache_fraction": 0.5}, "cache_bytes=9 and cache_fraction=0.5 both size"),
+        ("transformers", {"cache_bytes": 0}, "cache_bytes=0 must be a whole number of at least 1"),
+        ("transformers", {"cache_fraction": 2}, "cache_fraction=2: give a share of the memory above 0 and below 1"),
+        ("server", {}, r"urls=\(\): give a list of 1 or more URLs"),
+        ("server", {"urls": []}, r"urls=\[\]: give a list of 1 or more URLs"),
+        ("server", {"urls": [LOCAL, "localhost"]}, "urls: 'localhost' is no URL; give one such as"),
+        ("server", {"urls": [LOCAL], "timeout_s": 0}, "timeout_s=0 must be a finite number above 0"),
+        ("server", {"urls": [LOCAL], "connect_timeout_s": inf}, "connect_timeout_s=inf must be a finite number"),
+        ("server", {"urls": [LOCAL, FAR]}, f"the server at {FAR} may be on .* give rollout.options.weights_directory"),
+    ],
+)
+def test_a_value_that_is_wrong_on_any_machine_is_refused(backend: str, options: dict[str, object], wanted: str) -> None:
+    config = parse_config({**MINIMAL, "rollout": {"backend": backend, "options": options}})
+    with pytest.raises(ConfigError, match=rf"rollout\.options of backend '{backend}': {wanted}"):
+        check_rollout_options(config.rollout)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("transformers", {}),
+        ("transformers", {"cache_bytes": 1 << 60}),  # above this machine's memory, which need not be the run's
+        ("transformers", {"cache_fraction": 0.5, "dtype": "bfloat16"}),
+        ("server", {"urls": [LOCAL], "timeout_s": 60, "reproducible": False}),
+        ("server", {"urls": [FAR], "weights_directory": "/shared"}),
+    ],
+)
+def test_good_options_are_taken(backend: str, options: dict[str, object]) -> None:
+    check_rollout_options(parse_config({**MINIMAL, "rollout": {"backend": backend, "options": options}}).rollout)
+
+
+def test_a_backend_that_checks_no_options_is_taken_at_its_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere:
+        @classmethod
+        def build(cls, model: str, *, topology: object, seed: int = 0, cache_bytes: int = 1) -> None: ...
+
+    monkeypatch.setattr("hf_algorithms.placement.load_rollout_backend", lambda name: Elsewhere)
+    check_rollout_options(parse_config({**MINIMAL, "rollout": {"options": {"cache_bytes": 0}}}).rollout)
+
+
+def test_a_batch_may_have_as_many_samples_as_the_bound() -> None:
+    rollout = parse_config({**MINIMAL, "rollout": {"batch_size": 1 << 10, "samples_per_prompt": 1 << 10}}).rollout
+    assert rollout.batch_size * rollout.samples_per_prompt == 1 << 20
 
 
 def test_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:
@@ -94,6 +142,15 @@ def test_an_unknown_key_names_the_nearest_known_one(key: str, nearest: str) -> N
         ({**MINIMAL, "run": {"iterations": 0}}, r"run\.iterations = 0: .*greater than or equal to 1"),
         ({**MINIMAL, "run": {"executor": "slurm"}}, r"run\.executor = 'slurm': .*'ray' or 'in_process'"),
         ({**MINIMAL, "rollout": {"temperature": float("nan")}}, r"rollout\.temperature"),
+        ({**MINIMAL, "rollout": {"temperature": 1e-9}}, r"rollout\.temperature = 1e-09: .*equal to 0\.000001"),
+        ({**MINIMAL, "rollout": {"batch_size": HUGE}}, r"rollout\.batch_size = 1.*0: .*less than or equal to 1048576"),
+        ({**MINIMAL, "rollout": {"samples_per_prompt": HUGE}}, r"rollout\.samples_per_prompt = 1.*0: .*to 1048576"),
+        (
+            {**MINIMAL, "rollout": {"batch_size": 1 << 11, "samples_per_prompt": 513}},
+            r"^rollout\.samples_per_prompt = 513: with rollout\.batch_size = 2048 .* 1048576 samples; lower either$",
+        ),
+        ({**MINIMAL, "training": {"micro_batch_tokens": HUGE}}, r"training\.micro_batch_tokens = 1.*0: .*less than"),
+        ({**MINIMAL, "run": {"seed": HUGE}}, r"run\.seed = 1.*0: .*less than 4611686018427387904"),
         ({**MINIMAL, "run": 5}, r"run = 5"),
     ],
 )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from hf_algorithms.recipes import AlgorithmConfig, PPOConfig
 from hf_protocols import ConfigError
@@ -31,7 +31,12 @@ __all__ = [
     "parse_config",
 ]
 
-Count = Annotated[int, Field(ge=1)]
+_MOST_SAMPLES = 1 << 20
+"""Of one iteration: the controller holds a batch whole, and traces its step with rows that are as many."""
+
+Count = Annotated[int, Field(ge=1, le=1 << 53)]
+"""Below what overflows where tensors are counted."""
+Seed = Annotated[int, Field(ge=-(1 << 62), lt=1 << 62)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -45,7 +50,7 @@ class RunConfig(_Section):
 
     output_dir: str = "runs/run"
     """Directory of the run's files; must be new or empty."""
-    seed: int = 0
+    seed: Seed = 0
     """Same seed, same number of ranks: same metrics."""
     iterations: Count = 100
     """Iterations of the algorithm."""
@@ -121,16 +126,27 @@ class RolloutConfig(_Section):
 
     backend: str = "transformers"
     """Name of a ``hf_engine.rollout_backends`` entry point."""
-    batch_size: Count = 128
-    """Prompts of one iteration, over all ranks."""
-    samples_per_prompt: Count = 1
+    batch_size: Annotated[int, Field(ge=1, le=_MOST_SAMPLES)] = 128
+    """Prompts of one iteration, over all ranks; with ``samples_per_prompt`` at most 2**20 samples."""
+    samples_per_prompt: Annotated[int, Field(ge=1, le=_MOST_SAMPLES)] = 1
     max_new_tokens: Count = 256
-    temperature: Positive = 1.0
+    temperature: Annotated[float, Field(ge=1e-6, allow_inf_nan=False)] = 1.0
+    """``top_k = 1`` draws the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     """0: all tokens."""
     options: dict[str, Any] = {}
     """More of what the backend's ``build`` takes: ``cache_bytes`` or ``cache_fraction`` for keys and values."""
+
+    @field_validator("samples_per_prompt")
+    @classmethod
+    def _bound_samples(cls, samples: int, known: ValidationInfo) -> int:
+        size = known.data.get("batch_size", 1)
+        if size * samples > _MOST_SAMPLES:
+            raise ValueError(
+                f"with rollout.batch_size = {size} an iteration has more than {_MOST_SAMPLES} samples; lower either"
+            )
+        return samples
 
 
 class RewardConfig(_Section):
@@ -285,4 +301,4 @@ def _describe(problem: Mapping[str, Any]) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "missing":
         return f"{key} is missing: give it in the configuration"
-    return f"{key} = {problem['input']!r}: {problem['msg']}"
+    return f"{key} = {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"

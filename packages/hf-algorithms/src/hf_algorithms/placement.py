@@ -12,8 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from hf_algorithms.dataflow import derive_dataflow
 from hf_algorithms.recipes import RECIPES
-from hf_engine import SamplingParams, load_rollout_backend
-from hf_protocols import ConfigError, Dataflow, MappingPlan, ModelShape, ParallelSpec, PlanError, Topology
+from hf_engine import ChecksOptions, SamplingParams, load_rollout_backend
+from hf_protocols import BackendError, ConfigError, Dataflow, MappingPlan, ModelShape, ParallelSpec, PlanError, Topology
 
 if TYPE_CHECKING:
     from hf_algorithms.config import ClusterConfig, Config, RolloutConfig
@@ -52,12 +52,15 @@ def require_mapper() -> None:
 
 
 def check_rollout_options(rollout: RolloutConfig) -> None:
-    """Refuse options that the rollout backend does not take, or takes as another kind, before anything starts.
+    """Refuse options that the rollout backend does not take on any machine, or takes as another kind.
+
+    What depends on a machine, such as its memory, is seen by the ranks: plans are made elsewhere.
 
     Raises:
-        ConfigError: naming the nearest option that there is, or the kind that is wanted.
+        ConfigError: naming the nearest option that there is, or the kind or the value that is wanted.
     """
-    build = load_rollout_backend(rollout.backend).build
+    backend = load_rollout_backend(rollout.backend)
+    build = backend.build
     kinds: dict[str, Any] = {}
     with suppress(NameError):  # a backend elsewhere may name types that it imports for checkers only
         kinds = get_type_hints(build)
@@ -71,6 +74,12 @@ def check_rollout_options(rollout: RolloutConfig) -> None:
             TypeAdapter(kinds.get(name, Any)).validate_python(value, strict=True)
         except ValidationError as error:
             raise ConfigError(f"rollout.options.{name} = {value!r}: {error.errors()[0]['msg']}") from None
+    if issubclass(backend, ChecksOptions):
+        try:
+            backend.check_options(rollout.options)
+        except BackendError as error:
+            reason = str(error).removeprefix("rollout.options.")
+            raise ConfigError(f"rollout.options of backend {rollout.backend!r}: {reason}") from None
 
 
 def plan_dataflow(config: Config) -> Dataflow:
