@@ -2,7 +2,8 @@
 
 Runs `packages/hf-engine/tests/test_matrix.py` with the programs of `.venv` and `.venv-<engine>`, the slow pairs too,
 and writes what became of each pair to `results/matrix.json`, without times: the machine may have other work.
-`make test-matrix` sets the environments up first. Exits with 1 if a pair fails, or an environment is missing.
+`make test-matrix` sets the environments up first. Exits with 1 if a pair fails, or an environment is missing or runs
+none.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import pytest
+from engine_programs import ROOT, read_engine_versions
 from measurement import record
 
-ROOT = Path(__file__).resolve().parents[1]
-TESTS = "packages/hf-engine/tests/test_matrix.py"
+TESTS = "packages/hf-engine/tests/test_matrix.py::test_generation_is_that_of_the_exported_model"
 ENVIRONMENTS = {
     "": "not vllm and not sglang",
     "-vllm": "vllm",
@@ -35,21 +37,21 @@ def main() -> int:
             if outcome != "passed":
                 failed.append(name)
             print(f"{outcome:8} {name} ({seconds:.1f} s)")
-    record("matrix", metrics)
+    record("matrix", metrics, versions=read_engine_versions())
     print(f"{len(metrics) - len(failed)} of {len(metrics)} pairs passed")
     return 1 if failed else 0
 
 
 def _run(environment: str, marks: str) -> list[tuple[str, str, float]]:
-    """Name, outcome and seconds of every pair."""
+    """Name, outcome and seconds of every pair; ends the program where pytest runs none."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [f"{environment}/bin/pytest", TESTS, "-m", marks, "-q", "--junitxml", str(report)]
         if not (ROOT / command[0]).exists():
             sys.exit(f"{command[0]} is not there: set it up with scripts/env.sh {environment.removeprefix('.venv-')}")
         finished = subprocess.run(command, cwd=ROOT, check=False)
-        if not report.exists():
-            sys.exit(f"{' '.join(command)} ended with {finished.returncode} and without a report")
+        if finished.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not report.exists():
+            sys.exit(f"{' '.join(command)} ended with {finished.returncode}: it did not run the pairs")
         return [
             (
                 case.attrib["name"].partition("[")[2].rstrip("]"),
