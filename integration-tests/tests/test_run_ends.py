@@ -103,7 +103,7 @@ def wait_for_shared_memory(before: set[str]) -> None:
     [
         (signal.SIGINT, True, 130),  # as a terminal does
         (signal.SIGTERM, False, 143),
-        (signal.SIGTERM, True, 143),  # as Slurm and timeout do
+        (signal.SIGTERM, True, 143),  # as timeout does
     ],
 )
 def test_a_signal_ends_the_run_and_all_its_processes(

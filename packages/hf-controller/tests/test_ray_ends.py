@@ -106,7 +106,7 @@ ENDS = {
     "raise": (None, 1),
     "interrupt": (signal.SIGINT, -signal.SIGINT),
     "end": (signal.SIGTERM, 143),
-    "end all": (signal.SIGTERM, 143),  # as Slurm and timeout do: Ray's own processes get it too
+    "end all": (signal.SIGTERM, 143),  # as timeout does
 }
 
 
@@ -128,6 +128,8 @@ def test_nothing_is_left_behind(argument, programs):
     if sent is not None:
         time.sleep(0.5)
         if argument == "end all":
+            # Ray would exit from a program whose store ended first.
+            assert [each.pid for each in tree if os.getpgid(each.pid) == program.pid] == [program.pid]
             os.killpg(program.pid, sent)
         else:
             program.send_signal(sent)
@@ -137,6 +139,20 @@ def test_nothing_is_left_behind(argument, programs):
     assert ("ValueError: this program is wrong" in errors) is (argument == "raise")
     wait_until_gone(tree, within_s=10.0)
     wait_for_shared_memory(before)
+
+
+@pytest.mark.slow
+def test_a_signal_while_the_cluster_starts_ends_the_program_as_a_later_one_does():
+    program = start("end")
+    deadline_s = time.monotonic() + 60.0
+    while "gcs_server" not in {all_processes().get(each, (0, ""))[1] for each in tree_of(program.pid)}:
+        assert program.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.02)
+    tree = tree_of(program.pid)
+    program.terminate()
+    program.communicate(timeout=30)
+    assert program.returncode == 143
+    wait_until_gone(tree, within_s=90.0)  # nobody watches yet, and Ray's agents look for their raylet now and then
 
 
 @pytest.mark.slow

@@ -34,7 +34,6 @@ from hf_controller.results import Value
 from hf_controller.trace import CallReport, refuse
 from hf_controller.transport import Shard
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec, construct_worker
-from hf_protocols import WorkerTimeoutError
 
 if TYPE_CHECKING:
     from hf_controller.results import Outcome
@@ -121,7 +120,6 @@ class HostActor:
         self._pool = ""
         self._rendezvous_stores: dict[str, Any] = {}
         self._given_up: set[str] = set()
-        self._constructed = threading.Event()
         self._thread: int | None = None
         self._unbuilt: Failure | None = None
         self._role = name
@@ -134,11 +132,10 @@ class HostActor:
         return "host"
 
     @ray.method(concurrency_group="service")
-    def open_rendezvous(self, token: str, on_one_machine: bool, construction_s: float = 0.0) -> Rendezvous:
-        """Listen for other ranks, after waiting ``construction_s`` at most for the workers of this one."""
-        # Two threads that import torch at once fail.
-        if construction_s and not self._constructed.wait(construction_s):
-            raise WorkerTimeoutError(f"{self._name}/{self._rank} is not constructed after {construction_s:g} s")
+    def open_rendezvous(self, token: str, on_one_machine: bool) -> Rendezvous:
+        """Listen for other ranks; before the workers' construction or after it, as two threads that import torch at
+        once fail.
+        """
         address = "127.0.0.1" if on_one_machine else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         rendezvous, store = open_rendezvous(str(address), token)
         if token not in self._given_up:
@@ -156,12 +153,6 @@ class HostActor:
 
     def construct(self, construction: Construction, rendezvous: Rendezvous | None) -> Failure | None:
         """Join the process group and construct every worker; what goes wrong is the answer."""
-        try:
-            return self._construct(construction, rendezvous)
-        finally:
-            self._constructed.set()
-
-    def _construct(self, construction: Construction, rendezvous: Rendezvous | None) -> Failure | None:
         self._thread = threading.get_ident()
         self._pool = construction.pool
         self._meets_peers = construction.process_group
@@ -193,9 +184,7 @@ class HostActor:
         return None
 
     def connect(self, joining: Joining, rendezvous: Rendezvous) -> Failure | None:
-        """Join the ranks of another group; what goes wrong is the answer."""
-        if self._host is None:
-            return self._unbuilt
+        """Join the ranks of another group, once the workers are constructed; what goes wrong is the answer."""
         if joining.token in self._given_up:
             return None  # an earlier call took until after the deadline, and nobody waits for this answer
         try:
@@ -224,8 +213,7 @@ class HostActor:
 
     def disconnect(self, role: str, name: str) -> None:
         """Leave a connection whose other side is gone, if this rank ever joined it."""
-        worker = self._workers.get(role)  # none: its constructor failed
-        connection = None if worker is None else worker.context.connections.pop(name, None)
+        connection = self._workers[role].context.connections.pop(name, None)
         if connection is not None:
             leave_joint_group(connection.group)
 

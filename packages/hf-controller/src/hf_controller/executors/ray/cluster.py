@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
+import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
+import ray._private.services as services
 from ray.util.debug import log_once
 
 from hf_controller.executors.ray.watchdog import Watchdog
@@ -50,9 +55,13 @@ class Cluster:
                 "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
             }
         try:
-            context = _join(address, options)
+            with _in_process_groups_of_their_own():
+                context = _join(address, options)
             if address == "local":
                 self._watchdog = Watchdog(context.address_info["session_dir"])
+        except SystemExit:  # SIGTERM meanwhile: Ray's handlers end with other codes
+            self.stop()
+            raise SystemExit(128 + signal.SIGTERM) from None
         except BaseException:
             self.stop()
             raise
@@ -80,6 +89,19 @@ def _join(address: str, options: dict[str, Any]) -> Any:
             f"no Ray cluster lets us in at {address!r} ({error.__cause__ or error}): start it with `ray start --head`, "
             "give the address that it prints, and set RAY_AUTH_MODE and its token alike here and there"
         ) from error
+
+
+@contextmanager
+def _in_process_groups_of_their_own() -> Iterator[None]:
+    """For what Ray starts: a signal to the program's group, as ``timeout`` sends it, would end the object store before
+    the program has ended its run, and Ray exits with status 1 and no message from a program that finds no store.
+    """
+    start: Any = services.ConsolePopen
+    services.ConsolePopen = functools.partial(start, process_group=0)  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        services.ConsolePopen = start  # type: ignore[misc]
 
 
 def _set_environment() -> None:

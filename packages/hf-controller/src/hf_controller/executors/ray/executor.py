@@ -175,6 +175,10 @@ class RayExecutor(Executor):
             timeout_s=self._collective_timeout_s,
         )
         joinings = [dataclasses.replace(joining, role=group.role) for group in (first, second)]
+        # A rank that waits for its partners has a deadline, which their construction does not count towards.
+        undone = self._await_ready(host_sets)
+        if undone is not None:
+            raise undone.error
         try:
             self._join(joinings, host_sets)
         except BaseException:  # Ctrl-C too
@@ -197,7 +201,7 @@ class RayExecutor(Executor):
         # Waited for here: in the ranks' queues it would hold up their later calls for as long as it does not come.
         opener = host_sets[0].processes[0]
         joining = joinings[0]
-        opened = opener.actor.open_rendezvous.remote(joining.token, joining.on_one_machine, self._start_timeout_s)
+        opened = opener.actor.open_rendezvous.remote(joining.token, joining.on_one_machine)
         undone = await_all({opened: opener})
         if undone is None:
             asked = [each.connect(joining, ray.get(opened)) for each, joining in zip(host_sets, joinings, strict=True)]
