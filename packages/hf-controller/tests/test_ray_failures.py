@@ -82,7 +82,7 @@ class Unbuildable(Worker):
         if how == "raise":
             raise ConfigError("no such model")
         if how == "hang":
-            time.sleep(60)
+            time.sleep(100)
         if how == "die":
             os._exit(3)
         raise KeyError("lost")
@@ -106,6 +106,7 @@ def pool(ray_executor: RayExecutor) -> Iterator[ResourcePool]:
 def test_slow_and_dead_ranks_are_named_and_the_group_can_be_built_again(ray_executor, pool):
     group = build(ray_executor, pool)
     before = group.pid().result()
+    ray_executor.describe(group)  # starts what asks ranks
     with pytest.raises(WorkerTimeoutError) as timeout:
         group.sleep_on(1, 10.0).result(timeout_s=2.0)  # a loaded machine takes seconds to be asked what it is at
     assert "rank(s) 1:" in str(timeout.value)
@@ -237,11 +238,14 @@ def test_a_pool_whose_only_group_cannot_be_built_gives_its_slots_back(ray_execut
 
 
 def test_a_constructor_that_hangs_ends_in_a_timeout(ray_executor, monkeypatch):
-    # Placing the pool has the same deadline, and takes seconds beside other work.
-    monkeypatch.setattr(ray_executor, "_start_timeout_s", 10.0)
     spec = WorkerSpec(worker=Unbuildable, topology=ONE, kwargs={"how": "hang"})
-    with pytest.raises(WorkerTimeoutError, match="hanging/0 not done with __init__ within 10 s") as timeout:
-        ray_executor.build_groups(ResourcePool([1], device="cpu"), {"hanging": spec})
+    group = ray_executor.build_groups(ResourcePool([1], device="cpu"), {"hanging": spec}, wait=False)["hanging"]
+    until_s = time.monotonic() + 50.0
+    while "time.sleep" not in (told := ray_executor.describe(group)[0]):
+        assert time.monotonic() < until_s, told
+    monkeypatch.setattr(ray_executor, "_start_timeout_s", 2.0)
+    with pytest.raises(WorkerTimeoutError, match="hanging/0 not done with __init__ within 2 s") as timeout:
+        ray_executor.wait_until_ready()
     assert "being constructed" in str(timeout.value)
     assert ", in construct" in str(timeout.value)
 

@@ -93,8 +93,9 @@ def pool(ray_executor: RayExecutor):
     ray_executor.release(pool)
 
 
-def test_ranks_that_left_a_call_do_not_meet_those_that_are_in_it(ray_executor, pool):
+def test_ranks_that_left_a_call_do_not_meet_those_that_are_in_it(ray_executor, pool, monkeypatch):
     """Rank 1 left a call in whose collective rank 0 waits: it would add its number to that one."""
+    monkeypatch.setattr(ray_executor, "_collective_timeout_s", 100.0)  # it waits until its peers stand still
     spec = WorkerSpec(worker=Member, topology=Topology(ParallelSpec(dp_size=2)))
     group = ray_executor.build_groups(pool, {"members": spec})["members"]
     assert group.total(1.0).result() == [2.0, 2.0]
@@ -151,8 +152,9 @@ class Sender(Worker):
 
 
 @pytest.mark.slow
-def test_a_rank_that_waits_for_another_group_is_waited_for(ray_executor, pool):
+def test_a_rank_that_waits_for_another_group_is_waited_for(ray_executor, pool, monkeypatch):
     """It stands still in torch.distributed, but not for the rank that failed."""
+    monkeypatch.setattr(ray_executor, "_collective_timeout_s", 100.0)
     source = ResourcePool([1], device="cpu", name="source")
     members = WorkerSpec(worker=Getter, topology=Topology(ParallelSpec(dp_size=2)))
     group = ray_executor.build_groups(pool, {"members": members})["members"]

@@ -266,7 +266,7 @@ def test_the_group_must_hold_every_peer(ranks3):
 
 
 def test_a_missing_peer_is_a_typed_error_within_the_deadline():
-    with LocalRanks(2, timeout_s=3) as ranks:
+    with LocalRanks(2, timeout_s=10) as ranks:
         ranks.run(wait_for_a_peer_that_does_not_come)
 
 

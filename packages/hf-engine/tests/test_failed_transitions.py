@@ -123,7 +123,7 @@ def die_on_the_way(model, is_late):
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_peer_that_dies_on_the_way_leaves_a_typed_error_and_the_training_weights(tmp_path, is_late):
-    with LocalRanks(2, timeout_s=5) as ranks, pytest.raises(RuntimeError) as failed:
+    with LocalRanks(2, timeout_s=20) as ranks, pytest.raises(RuntimeError) as failed:
         ranks.run(die_on_the_way, write_tiny_model(tmp_path), is_late)
     assert "the survivor holds its training weights" in str(failed.value)
     assert "the process of rank 1 died" in str(failed.value)
@@ -143,7 +143,7 @@ def die_before(model, training_weights):
 
 @pytest.mark.parametrize("training_weights", ["move", "keep", "offload"])
 def test_a_peer_that_is_dead_already_is_a_typed_error(tmp_path, training_weights):
-    with LocalRanks(2, timeout_s=5) as ranks, pytest.raises(RuntimeError, match="the survivor holds its training"):
+    with LocalRanks(2, timeout_s=20) as ranks, pytest.raises(RuntimeError, match="the survivor holds its training"):
         ranks.run(die_before, write_tiny_model(tmp_path), training_weights)
 
 

@@ -30,7 +30,7 @@ def come_late():
 
 
 def test_failures_carry_their_traceback_and_the_ranks_come_back(capfd):
-    with LocalRanks(2, timeout_s=5) as ranks:
+    with LocalRanks(2, timeout_s=20) as ranks:
         assert ranks.run(add_ranks, 2) == [(5.0, 1)] * 2
         with pytest.raises(RuntimeError, match=r"rank 1:\nTraceback(.|\n)*fail_on_rank_one(.|\n)*this rank is broken"):
             ranks.run(fail_on_rank_one)

@@ -207,7 +207,7 @@ def test_weights_for_another_machine_need_a_directory():
 
 
 def build(model, urls, topology=ONE):
-    load_rollout_backend("server").build(model, topology=topology, urls=urls, connect_timeout_s=2, timeout_s=5)
+    load_rollout_backend("server").build(model, topology=topology, urls=urls, connect_timeout_s=30, timeout_s=30)
 
 
 def refuse(model, foreign, old_sglang, old_vllm):

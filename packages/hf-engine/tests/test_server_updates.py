@@ -100,8 +100,8 @@ def silent():
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.mark.parametrize(("most_s", "timeout_s"), [(0.5, 3.0), (60.0, 1.0)])
-def test_a_server_that_hangs_in_an_update_is_not_waited_for_twice(monkeypatch, most_s, timeout_s):
+@pytest.mark.parametrize(("most_s", "timeout_s", "twice_s"), [(0.5, 6.0, 12.0), (60.0, 1.0, 61.0)])
+def test_a_server_that_hangs_in_an_update_is_not_waited_for_twice(monkeypatch, most_s, timeout_s, twice_s):
     monkeypatch.setattr(_vllm, "_RESUME_TIMEOUT_S", most_s)
     _, server = found()
     with silent() as url:
@@ -109,4 +109,4 @@ def test_a_server_that_hangs_in_an_update_is_not_waited_for_twice(monkeypatch, m
         start = time.monotonic()
         with pytest.raises(ReshardError, match=rf"did not finish /pause\?mode=wait in {timeout_s:g} s: raise"):
             server.load_weights(Path("/weights"), "new")
-        assert timeout_s <= time.monotonic() - start < 5
+        assert timeout_s <= time.monotonic() - start < twice_s

@@ -209,5 +209,5 @@ def die_with_the_last_group():
 
 
 def test_a_rank_that_dies_with_the_last_group_is_a_typed_error():
-    with LocalRanks(2, timeout_s=5) as ranks, pytest.raises(RuntimeError, match="the survivor knows"):
+    with LocalRanks(2, timeout_s=20) as ranks, pytest.raises(RuntimeError, match="the survivor knows"):
         ranks.run(die_with_the_last_group)
