@@ -37,6 +37,7 @@ def write_over_others_files(model, folder):
         ("", "directory='': give the path"),
         (".", "is the working directory or above it"),
         ("..", "is the working directory or above it"),
+        ("/", "/ is the working directory or above it"),
         (folder / "notes", "holds other files than a model's or a checkpoint's, such as 'notes.txt'"),
         (folder / "nested", "holds other files than a model's or a checkpoint's, such as '.git'"),
         (folder / "thesis", "holds other files than a model's or a checkpoint's, such as 'thesis.txt'"),

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_engine import load_rollout_backend
+from hf_engine.backends import _replica
 from hf_engine.backends._agreement import together
 from hf_engine.backends._replica import Replica
 from hf_engine.backends.server._dialect import ServerFacts
@@ -63,6 +64,21 @@ def fail_with_other_errors():
         replica.on_first(fail_on(0, BatchError("ours")))
     assert replica.on_first(fail_on(1, full)) == on_all(fail_on(2, full)) == "done"
     return replica.gather(rank)
+
+
+def close_after_the_end():
+    replica, closed = _replica.replica_of_all(), _replica.replica_of_all()
+    closed.close()
+    assert len(dist.distributed_c10d._world.pg_map) == 2
+    dist.destroy_process_group()
+    replica.close()
+    closed.close()
+    return dist.is_initialized()
+
+
+def test_a_replica_may_be_closed_after_all_process_groups():
+    with LocalRanks(2, timeout_s=60) as ranks:
+        assert ranks.run(close_after_the_end) == [False, False]
 
 
 def test_an_error_of_any_kind_is_one_of_all_ranks(ranks2):

@@ -182,7 +182,9 @@ class ClusterConfig(_Section):
     address: str = "local"
     """Address of a running Ray cluster; ``local``: one of the run's own on this machine."""
     call_timeout_s: Positive = 600.0
-    """Deadline of one call to a worker group, and of its start, which loads models and engines (at least 120 s)."""
+    """Deadline of one call to a worker group; and, at least 120 s, of its start, which loads models and engines, and of
+    its collectives, in which ranks whose responses are short wait for the others.
+    """
 
 
 class Config(_Section):

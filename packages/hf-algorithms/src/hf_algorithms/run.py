@@ -295,11 +295,13 @@ def _build_executor(config: Config, plan: MappingPlan) -> Executor:
         return InProcessExecutor()
     slots = sum(pool.num_slots for pool in plan.pools)
     deadline_s = config.cluster.call_timeout_s
+    longest_s = max(deadline_s, _LEAST_START_TIMEOUT_S)
     return RayExecutor(
         num_cpus=slots,
         address=config.cluster.address,
         call_timeout_s=deadline_s,
-        start_timeout_s=max(deadline_s, _LEAST_START_TIMEOUT_S),
+        start_timeout_s=longest_s,
+        collective_timeout_s=longest_s,  # ranks whose responses are short wait for those that generate for longer
     )
 
 

@@ -63,6 +63,8 @@ def write_directory(directory: str | Path, write: Callable[[Path], None], group:
     with together("write", group):
         check_directory(directory)
         target = Path(directory).resolve()
+        if not target.name:  # the root, which nothing can be beside
+            _refuse_others_files(target)
     agree_on_directory(target, group)
     filling, replaced = (target.with_name(f".{target.name}.{state}") for state in ("filling", "replaced"))
     with together("write", group):  # what is refused here stays, so nothing is cleared up before it is over

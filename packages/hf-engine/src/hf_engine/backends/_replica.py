@@ -18,7 +18,7 @@ from hf_engine.resharding.agreement import HIGHEST, extremes
 from hf_protocols.errors import BackendError, HybridFlowError
 from hf_protocols.topology import GenerationSpec, Topology
 
-__all__ = ["Replica", "form_replica", "replica_of_all", "require_process_group", "require_ranks"]
+__all__ = ["Replica", "build_replica", "replica_of_all", "require_process_group", "require_ranks"]
 
 T = TypeVar("T")
 
@@ -42,9 +42,9 @@ class Replica:
         self._group = group
 
     def close(self) -> None:
-        """Gives the group back."""
+        """Gives the group back, unless torch.distributed was shut down with all its groups before."""
         group, self._group = self._group, None
-        if group is not None:
+        if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)
 
     @property
@@ -181,7 +181,7 @@ def require_ranks(backend: str, topology: Topology) -> Topology:
     return replace(topology, generation=topology.generation or GenerationSpec())
 
 
-def form_replica(topology: Topology) -> Replica:
+def build_replica(topology: Topology) -> Replica:
     """The ranks of the generation replica that this one is in. Collective over all ranks."""
     ranks = next(group for group in topology.groups("gen_tp") if dist.get_rank() in group)
     if ranks == tuple(range(dist.get_world_size())):

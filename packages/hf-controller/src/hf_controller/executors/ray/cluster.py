@@ -23,6 +23,8 @@ from hf_protocols import PoolError
 __all__ = ["Cluster"]
 
 _ANSWER_TIMEOUT_S = 10.0
+_RAYS_ENDS = 1, signal.SIGTERM
+"""Exit codes of Ray's own handlers of SIGTERM, which it has while it starts."""
 
 
 class Cluster:
@@ -59,9 +61,9 @@ class Cluster:
                 context = _join(address, options)
             if address == "local":
                 self._watchdog = Watchdog(context.address_info["session_dir"])
-        except SystemExit:  # SIGTERM meanwhile: Ray's handlers end with other codes
+        except SystemExit as end:
             self.stop()
-            raise SystemExit(128 + signal.SIGTERM) from None
+            raise SystemExit(128 + signal.SIGTERM if end.code in _RAYS_ENDS else end.code) from None
         except BaseException:
             self.stop()
             raise

@@ -18,11 +18,11 @@ from hf_engine.backends._loading import check_complete, check_shards, check_vers
 from hf_engine.backends._lost_peers import all_or_none, lost_peers_are_errors
 from hf_engine.backends._memory import check_sizes, choose_cache_bytes, choose_positions
 from hf_engine.backends._model_directory import refuse_incomplete
-from hf_engine.backends._replica import Replica, form_replica, require_process_group
+from hf_engine.backends._replica import Replica, build_replica, require_process_group
 from hf_engine.backends._versions import SGLANG
 from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_options, check_more
 from hf_engine.backends.sglang._process import EngineProcess
-from hf_engine.backends.sglang._replicas import create_engine, require_topology
+from hf_engine.backends.sglang._replicas import build_engine, require_topology
 from hf_engine.backends.sglang._staging import REPORT_BYTES, Staging, staged_bytes
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
@@ -142,9 +142,9 @@ class SglangBackend:
             )
         with ExitStack() as undo:
             with all_or_none("no engine was started"):
-                replica = form_replica(topology)
+                replica = build_replica(topology)
                 undo.callback(replica.close)
-                engine = create_engine(replica)
+                engine = build_engine(replica)
                 undo.callback(engine.close if engine is not None else lambda: None)
             backend = cls(
                 engine,

@@ -12,7 +12,7 @@ from hf_engine.process_groups import local_device
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import Topology
 
-__all__ = ["create_engine", "require_topology"]
+__all__ = ["build_engine", "require_topology"]
 
 
 def require_topology(topology: Topology) -> Topology:
@@ -32,7 +32,7 @@ def require_topology(topology: Topology) -> Topology:
     return topology
 
 
-def create_engine(replica: Replica) -> EngineProcess | None:
+def build_engine(replica: Replica) -> EngineProcess | None:
     """On the replica's first rank the process of its engine, which is not started yet. Collective over the replica.
 
     Raises:

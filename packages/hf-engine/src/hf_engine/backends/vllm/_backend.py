@@ -18,7 +18,7 @@ from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._loading import check_complete, check_shards, check_version
 from hf_engine.backends._lost_peers import all_or_none, lost_peers_are_errors
 from hf_engine.backends._memory import check_sizes, choose_cache_bytes
-from hf_engine.backends._replica import Replica, form_replica, require_process_group, require_ranks
+from hf_engine.backends._replica import Replica, build_replica, require_process_group, require_ranks
 from hf_engine.backends._versions import VLLM
 from hf_engine.backends.vllm._library import embedded
 from hf_engine.resharding.layouts import WeightLayout
@@ -110,7 +110,7 @@ class VllmBackend:
                         max_positions=max_positions,
                     )
                     undo.callback(engine.close)
-                replica = form_replica(topology)
+                replica = build_replica(topology)
                 undo.pop_all()
         return cls(engine, layout=layout, replica=replica)
 
