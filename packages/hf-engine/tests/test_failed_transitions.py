@@ -154,6 +154,7 @@ def make_a_mistake_on_rank_1(model):
     train, rollout, engine = build_engine(model, model, training_weights="keep")
     mistakes = {
         r"the target tensors of rank 1 do not match": lambda patch: patch.setattr(rollout, "weight_buffers", dict),
+        r"the sampler is out of memory": lambda patch: patch.setattr(rollout, "weight_buffers", run_out),
         r"local_weights of rank 1 lost": lambda patch: patch.setattr(train, "local_weights", lose_weights),
     }
     for message, make in mistakes.items():
@@ -161,7 +162,7 @@ def make_a_mistake_on_rank_1(model):
             if rank == 1:
                 make(patch)
             wanted = ("" if rank else "rank 1 refused: .*") + message
-            with pytest.raises((ReshardError, OSError), match=wanted), engine.generation():
+            with pytest.raises((ReshardError, OSError, MemoryError), match=wanted), engine.generation():
                 pass
     with pytest.raises((BackendError, ReshardError), match="training_weights='mvoe': give"):
         HybridEngine(train, rollout, topology, training_weights="mvoe" if rank else None)
@@ -182,6 +183,10 @@ def make_a_mistake_on_rank_1(model):
             HybridEngine(*(given if rank else (train, rollout, topology)))
     with engine.generation():
         return engine.weight_version
+
+
+def run_out():
+    raise MemoryError("the sampler is out of memory")
 
 
 def lose_weights():

@@ -102,6 +102,26 @@ def test_a_rank_that_failed_finds_the_others_in_what_it_skipped(ranks2):
     assert ranks2.run(meet_elsewhere) == [[0, 1], [0, 1]]
 
 
+def be_given_something_else():
+    replica, rank = replica_of_all(), dist.get_rank()
+
+    def generate(batch, then=lambda: "sampled"):
+        with replica.together("generate") as given:
+            given.append(batch)
+            return then()
+
+    told = r"^generate: of the replica \(0, 1\) the ranks \[1\] were given something else than rank 0: "
+    with pytest.raises(BackendError, match=told):
+        generate(rank)
+    with pytest.raises(BackendError, match=r"^rank 1 failed: ValueError: first$"):
+        generate(rank, fail_on(1, ValueError("first")))
+    return generate(7)
+
+
+def test_ranks_that_are_given_something_else_are_told(ranks2):
+    assert ranks2.run(be_given_something_else) == ["sampled"] * 2
+
+
 def fail_beside_a_dead_rank():
     replica = replica_of_all()
     if dist.get_rank():

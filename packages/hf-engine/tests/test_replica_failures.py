@@ -76,6 +76,12 @@ def fail_alone(backend, model, directory):
     wrong = SamplingParams(max_new_tokens=10**6) if rank else GREEDY
     with pytest.raises(BackendError, match="max_new_tokens=1000000") as failed, engine.generation():
         engine.generate(prompts, wrong)
+    other = build_prompts(4, vocab_size=VOCAB_SIZE)
+    other["row_id"] += 4
+    shorter = SamplingParams(max_new_tokens=3, greedy=True)
+    for batch, sampling in ((prompts[:3], GREEDY), (other, GREEDY), (prompts, shorter)):
+        with pytest.raises(BackendError, match=r"ranks \[1\] were given something else"), engine.generation():
+            engine.generate(*((batch, sampling) if rank else (prompts, GREEDY)))
     with engine.generation():
         responses = engine.generate(prompts, GREEDY)
     train.export_hf(directory / "exported")

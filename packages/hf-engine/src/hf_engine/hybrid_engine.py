@@ -360,7 +360,11 @@ class HybridEngine:
 
     def _send(self, weights: Weights, version: int, refusal: Exception | None) -> int:
         if isinstance(self._rollout, SupportsWeightBuffers):
-            buffers = self._rollout.weight_buffers()
+            buffers: Weights = {}
+            try:
+                buffers = self._rollout.weight_buffers()
+            except Exception as error:  # noqa: BLE001 - as in `_transfer`
+                refusal = refusal or error
             return self._executor.run(weights, buffers, version=version, mover=self._mover, refusal=refusal).recv_bytes
         assert isinstance(self._rollout, SupportsShardLoading), "the constructor has refused any other"
         return self._stream.run(weights, self._rollout.load_shards, version=version, refusal=refusal)

@@ -367,7 +367,7 @@ class RolloutBackend(Protocol):
 
         Args:
             batch: columns `prompt_ids` (jagged int64) and `row_id` (int64 [B]).
-            sampling: how to draw.
+            sampling: how to draw; it and the batch are alike on all ranks of a replica.
 
         Returns:
             B * n rows, the n samples of a prompt one after the other: `response_ids` (stop token included),

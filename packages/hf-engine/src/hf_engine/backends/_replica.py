@@ -80,19 +80,22 @@ class Replica:
         return result
 
     @contextmanager
-    def together(self, method: str) -> Iterator[None]:
+    def together(self, method: str) -> Iterator[list[int]]:
         """A block of a method that every rank gets through, or none. Collective at its end.
+
+        What the block adds to the list that it gets, such as a digest of its arguments, is to be alike on all ranks.
 
         Raises:
             HybridFlowError: on every rank, what the block raised on the first of those where it failed.
-            BackendError: on every rank, if some are in another method.
+            BackendError: on every rank, if some are in another method, or were given something else.
         """
         problem: HybridFlowError | None = None
+        given: list[int] = []
         try:
-            yield
+            yield given
         except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
             problem = _typed(error)
-        if elsewhere := self._meet(method, problem):
+        if elsewhere := self._meet(method, problem, given):
             raise BackendError(
                 f"rank {dist.get_rank()} is in {method}, and of its replica {elsewhere}: a rank that failed says why "
                 "itself; else call every method on all ranks of a replica alike"
@@ -111,26 +114,33 @@ class Replica:
                     f"rank {dist.get_rank()} waits for its replica, of which {elsewhere}: leave a block after an error"
                 )
 
-    def _meet(self, method: str, problem: HybridFlowError | None) -> str:
+    def _meet(self, method: str, problem: HybridFlowError | None, given: Sequence[int] = ()) -> str:
         """Which ranks came with another method, none as a rule; raises what any came with where the methods agree."""
         if self._group is None:
             if problem is not None:
                 raise problem
             return ""
-        number = HIGHEST if problem is not None else crc32(method.encode()) % HIGHEST
+        number = HIGHEST if problem is not None else crc32(f"{method} {given}".encode()) % HIGHEST
         with _what_came_first(problem):
             lowest, highest = extremes(number, number, self._group, local_device())
             if lowest == highest < HIGHEST:
                 return ""
-            told = self.gather((method, problem))
-        elsewhere = {rank: given for rank, (given, _) in zip(self.ranks, told, strict=True) if given != method}
+            told = self.gather((method, problem, given))
+        elsewhere = {rank: other for rank, (other, _, _) in zip(self.ranks, told, strict=True) if other != method}
         if problem is not None and elsewhere:
             raise problem
-        for rank, (_, found) in zip(self.ranks, told, strict=True):
+        for rank, (_, found, _) in zip(self.ranks, told, strict=True):
             if found is not None and not elsewhere:
                 # Only this rank's own has a traceback and a cause.
                 raise problem if problem is not None and rank == dist.get_rank() else found
-        return ", ".join(f"rank {rank} in {given}" for rank, given in elsewhere.items())
+        if not elsewhere:
+            first = told[0][2]
+            others = [rank for rank, (_, _, other) in zip(self.ranks, told, strict=True) if other != first]
+            raise BackendError(
+                f"{method}: of the replica {self.ranks} the ranks {others} were given something else than rank "
+                f"{self.ranks[0]}: they share an engine, so give all of them the same rows and the same sampling"
+            )
+        return ", ".join(f"rank {rank} in {other}" for rank, other in elsewhere.items())
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in tensor-parallel order, on every rank."""

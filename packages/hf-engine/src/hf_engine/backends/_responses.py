@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
+from zlib import crc32
 
 import torch
 from tensordict import TensorDict
@@ -15,7 +16,7 @@ from hf_engine.backends._model_directory import check_end_of_sequence_ids
 from hf_protocols.arguments import check_kind
 from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError
 
-__all__ = ["build_responses", "end_of_sequence_ids", "read_prompts"]
+__all__ = ["build_responses", "digest_request", "end_of_sequence_ids", "read_prompts"]
 
 _SAMPLE_BYTES, _TOKEN_BYTES = 4 << 10, 64
 """Of the host's memory, about: an engine's request, and the random number, id and log-prob of each of its tokens."""
@@ -67,6 +68,14 @@ def read_prompts(
             )
     _check_memory(len(prompts.lengths), sampling)
     return prompts
+
+
+def digest_request(prompts: Ragged, row_id: torch.Tensor, sampling: SamplingParams) -> int:
+    """A number that differs where prompts, their row ids or the sampling do."""
+    digest = crc32(repr(sampling).encode())
+    for numbers in (prompts.packed, prompts.lengths, row_id):
+        digest = crc32(numbers.cpu().contiguous().numpy().tobytes(), digest)
+    return digest
 
 
 def build_responses(

@@ -251,14 +251,15 @@ class SglangBackend:
     @lost_peers_are_errors("generate")
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
-        from hf_engine.backends._responses import build_responses, read_prompts
+        from hf_engine.backends._responses import build_responses, digest_request, read_prompts
         from hf_engine.backends._sampling import draw_uniforms
         from hf_engine.backends._stop_strings import load_stop_strings
 
-        with self._replica.together("generate"):
+        with self._replica.together("generate") as given:
             self._check_ready()
             ends, vocab_size = self._model.stop_token_ids, self._model.shape.vocab_size
             prompts = read_prompts(batch, sampling, vocab_size=vocab_size, positions=self._max_positions, ends=ends)
+            given.append(digest_request(prompts, batch["row_id"], sampling))
             self._check_cache(prompts.lengths.tolist(), sampling)
             strings = load_stop_strings(self._model.directory, sampling)
         rows = [row.tolist() for row in batch["prompt_ids"].unbind()]

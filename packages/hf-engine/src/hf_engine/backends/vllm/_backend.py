@@ -176,17 +176,19 @@ class VllmBackend:
     @lost_peers_are_errors("generate")
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
-        from hf_engine.backends._responses import build_responses, read_prompts
+        from hf_engine.backends._responses import build_responses, digest_request, read_prompts
         from hf_engine.backends._stop_strings import load_stop_strings
 
-        with self._replica.together("generate"):
+        with self._replica.together("generate") as given:
             engine = self._open()
             if self._loaded is not None:
                 raise BackendError("an update of the weights was begun and not committed; send them anew and commit")
             if self._is_released:
                 raise BackendError("the KV cache was released; resume before generating")
             ends = engine.stop_token_ids
-            read_prompts(batch, sampling, vocab_size=engine.vocab_size, positions=engine.max_positions, ends=ends)
+            limits = {"vocab_size": engine.vocab_size, "positions": engine.max_positions}
+            prompts = read_prompts(batch, sampling, **limits, ends=ends)
+            given.append(digest_request(prompts, batch["row_id"], sampling))
             strings = load_stop_strings(engine.model, sampling)
         stops = sorted(ends | set(sampling.stop_token_ids))
         responses = engine.run(batch, sampling, stops, strings)
