@@ -22,6 +22,8 @@ def test_the_table_has_the_papers_figures(capsys):
     assert "11.79 GB" in rows["hybridflow-v"]
     assert "12.63 GB" in rows["ds-chat"]
     assert "all-gather in 4 groups of 4 ranks" in rows["hybridflow"]
+    main(["plan", "--model", "llama-2-7b", "--train", "1-2-1", "--gen", "1-1"])
+    assert "all-gather in 1 group of 2 ranks" in capsys.readouterr().out
 
 
 def test_json_has_every_rank(capsys):

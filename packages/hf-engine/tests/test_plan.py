@@ -201,6 +201,7 @@ def test_a_source_with_a_hole_is_refused():
         (0, r"near=0: give groupings of ranks, such as \[\[\[0, 1\], \[2, 3\]\]\]"),
         ([0], r"near=\[0\]: give groupings"),
         ([[0]], r"near=\[\[0\]\]: give groupings"),
+        ([[[-1]]], r"near=\[\[\[-1\]\]\]: give groupings"),
         ([[["a"]]], r"near=\[\[\['a'\]\]\]: give groupings"),
         ("ab", "near='ab': give groupings"),
     ],

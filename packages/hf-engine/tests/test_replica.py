@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from hf_engine import load_rollout_backend
 from hf_engine.backends import _replica
 from hf_engine.backends._agreement import together
+from hf_engine.backends._lost_peers import all_or_none
 from hf_engine.backends._replica import Replica
 from hf_engine.backends.server._dialect import ServerFacts
 from hf_engine.testing import LocalRanks, write_tiny_model
@@ -120,6 +122,42 @@ def be_given_something_else():
 
 def test_ranks_that_are_given_something_else_are_told(ranks2):
     assert ranks2.run(be_given_something_else) == ["sampled"] * 2
+
+
+@contextmanager
+def settled(replica):
+    try:
+        yield
+    finally:
+        replica.settle()
+
+
+def fail_in_a_part_of_all():
+    """Ranks 1 and 2 are a replica. One fails beside the other, in what all meet in after it; then rank 2 before it."""
+    rank, group = dist.get_rank(), dist.new_group([1, 2])
+    replica = Replica([1, 2], group) if rank else Replica([0], None)
+    for run, failing in ((replica.on_first, 1), (partial(replica.on_all, "load"), 2)):
+        told = f"^rank {failing} " + ("failed: ValueError: mine$" if rank else "refused: ValueError: mine; none goes$")
+        with pytest.raises(BackendError, match=told), all_or_none("none goes"):
+            run(fail_on(failing, ValueError("mine")))
+    told = r"^ours$" if rank else "^rank 2 refused: ours; none goes$"
+    with pytest.raises(BackendError, match=told), all_or_none("none goes"):
+        replica.on_all("load", fail_on(2, BackendError("ours")))
+    told = "^mine$" if rank == 2 else "^rank 2 refused: ValueError: mine; none goes$"
+    fail = fail_on(2, ValueError("mine"))
+    with pytest.raises((BackendError, ValueError), match=told) as failed, all_or_none("none goes"), settled(replica):
+        fail() if rank == 2 else replica.on_all("generate", fail)
+    assert rank != 1 or "of its replica rank 2 in settle" in str(failed.value.__cause__)
+    # Nobody failed: each says where it is.
+    told = f"^rank {rank} is in method {rank}, and of its replica rank {3 - rank} in method {3 - rank}: "
+    told = told if rank else "^rank 1 refused: rank 1 is in method 1, .*; rank 2 refused: rank 2 is in method 2, .*"
+    with pytest.raises(BackendError, match=told), all_or_none("none goes"):
+        replica.on_all(f"method {rank}", lambda: "done")
+    replica.close()
+
+
+def test_who_hears_of_a_failure_is_not_told_of_as_failing(ranks3):
+    ranks3.run(fail_in_a_part_of_all, deadline_s=60)
 
 
 def fail_beside_a_dead_rank():

@@ -170,7 +170,8 @@ def _exchanges(exchanges: Sequence[Mapping[str, Any]]) -> str:
     kind = "all-gather" if not any(exchange["peer_bytes"] for exchange in exchanges) else "all-gather, point to point"
     if not any(exchange["gather_bytes"] for exchange in exchanges):
         kind = "point to point"
-    return f"{kind} in {len(exchanges)} groups of {', '.join(map(str, sizes))} ranks"
+    groups = "1 group" if len(exchanges) == 1 else f"{len(exchanges)} groups"
+    return f"{kind} in {groups} of {', '.join(map(str, sizes))} ranks"
 
 
 def _check(options: argparse.Namespace) -> str:

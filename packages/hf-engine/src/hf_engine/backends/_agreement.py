@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from hf_engine.backends._lost_peers import is_of_a_lost_peer
+from hf_engine.backends._lost_peers import is_of_a_lost_peer, what_came_first
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.agreement import refuse_together
@@ -34,31 +34,28 @@ def together(action: str, group: dist.ProcessGroup | None) -> Iterator[None]:
         BackendError: on every rank, if the block failed on any, with the ranks' reasons; the first rank's of equal
             ones. Not for a lost rank: nobody could be told.
     """
-    failure: Exception | None = None
+    failure: BackendError | None = None
     reason: str | None = None
     try:
         yield
     except Exception as error:
         if is_of_a_lost_peer(error):
             raise
-        failure = error
         known = isinstance(error, OSError | HybridFlowError | SafetensorError)
         reason = str(error) if known else f"{type(error).__name__}: {error}"
+        failure = BackendError(f"could not {action}: {reason}")
+        failure.__cause__ = error
     local_device()  # NCCL sends objects through the current one
     told: list[str | None] = [None] * dist.get_world_size(group)
-    try:
+    with what_came_first(failure):
         dist.all_gather_object(told, reason, group=group)
-    except RuntimeError:  # a rank is gone, which is not what happened first here
-        if failure is not None:
-            raise BackendError(f"could not {action}: {reason}") from failure
-        raise
     reasons: dict[str, int] = {}
     for rank, given in enumerate(told):
         if given is not None:
             reasons.setdefault(given, rank)
     if reasons:
         refused = "; ".join(f"rank {rank}: {reason}" for reason, rank in reasons.items())
-        raise BackendError(f"could not {action}: {refused}") from failure
+        raise BackendError(f"could not {action}: {refused}") from failure and failure.__cause__
 
 
 def agree_on_micro_batches(

@@ -14,7 +14,7 @@ from hf_engine.process_groups import local_device
 from hf_engine.resharding.agreement import HIGHEST, refuse_together, spread
 from hf_protocols.errors import BackendError, HybridFlowError, ReshardError
 
-__all__ = ["all_or_none", "failures_end_all", "is_of_a_lost_peer", "lost_peers_are_errors"]
+__all__ = ["all_or_none", "failures_end_all", "is_of_a_lost_peer", "lost_peers_are_errors", "what_came_first"]
 
 # gloo's errors have no class of their own. Most name its source files; the one of a rank that had a pair closed by its
 # own deadline says nothing else.
@@ -94,14 +94,21 @@ def all_or_none(outcome: str) -> Iterator[None]:
             raise
         refusal = error
     number = 0 if refusal is None else HIGHEST
-    try:
+    with what_came_first(refusal):
         _, highest = spread(number, number, None, local_device())
         if highest == HIGHEST:
             refuse_together(refusal, None, range(dist.get_world_size()), BackendError, outcome)
-    except (RuntimeError, ReshardError):  # a rank is gone, which is not what happened first here
-        if refusal is not None:
-            raise refusal from refusal.__cause__
-        raise
+
+
+@contextmanager
+def what_came_first(failure: Exception | None) -> Iterator[None]:
+    """A rank tells others that it failed: it says so itself, also where it could not because one of them is gone."""
+    try:
+        yield
+    except Exception as error:
+        if failure is None or error is failure or not is_of_a_lost_peer(error):
+            raise
+        raise failure from failure.__cause__
 
 
 def is_of_a_lost_peer(error: BaseException | None) -> bool:

@@ -13,8 +13,9 @@ from zlib import crc32
 
 import torch.distributed as dist
 
+from hf_engine.backends._lost_peers import what_came_first
 from hf_engine.process_groups import build_groups, build_own_group, default_timeout, local_device
-from hf_engine.resharding.agreement import HIGHEST, extremes
+from hf_engine.resharding.agreement import HIGHEST, extremes, refusals_of, relayed
 from hf_protocols.errors import BackendError, HybridFlowError
 from hf_protocols.topology import GenerationSpec, Topology
 
@@ -65,11 +66,11 @@ class Replica:
                 problem = _typed(error)
                 outcome = [(False, problem)]
         if self._group is not None:
-            with _what_came_first(problem):
+            with what_came_first(problem):
                 dist.broadcast_object_list(outcome, src=self.ranks[0], group=self._group)
         succeeded, value = outcome[0]
         if not succeeded:
-            raise value
+            raise _as_told_by(self.ranks[0], value)
         result: T = value
         return result
 
@@ -96,10 +97,11 @@ class Replica:
         except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
             problem = _typed(error)
         if elsewhere := self._meet(method, problem, given):
-            raise BackendError(
+            problem = BackendError(
                 f"rank {dist.get_rank()} is in {method}, and of its replica {elsewhere}: a rank that failed says why "
                 "itself; else call every method on all ranks of a replica alike"
             )
+            raise relayed(problem, {})
 
     def settle(self) -> None:
         """Waits for the other ranks to come here, and tells those that are in a method instead. Collective.
@@ -121,7 +123,7 @@ class Replica:
                 raise problem
             return ""
         number = HIGHEST if problem is not None else crc32(f"{method} {given}".encode()) % HIGHEST
-        with _what_came_first(problem):
+        with what_came_first(problem):
             lowest, highest = extremes(number, number, self._group, local_device())
             if lowest == highest < HIGHEST:
                 return ""
@@ -132,7 +134,7 @@ class Replica:
         for rank, (_, found, _) in zip(self.ranks, told, strict=True):
             if found is not None and not elsewhere:
                 # Only this rank's own has a traceback and a cause.
-                raise problem if problem is not None and rank == dist.get_rank() else found
+                raise problem if problem is not None and rank == dist.get_rank() else _as_told_by(rank, found)
         if not elsewhere:
             first = told[0][2]
             others = [rank for rank, (_, _, other) in zip(self.ranks, told, strict=True) if other != first]
@@ -205,22 +207,17 @@ def replica_of_all() -> Replica:
     return Replica(range(size), build_own_group() if size > 1 else None)
 
 
-@contextmanager
-def _what_came_first(problem: HybridFlowError | None) -> Iterator[None]:
-    """A rank that failed says so, also where it could not tell the others because one of them is gone."""
-    try:
-        yield
-    except RuntimeError:
-        if problem is not None:
-            raise problem from problem.__cause__
-        raise
+def _as_told_by(rank: int, found: HybridFlowError) -> HybridFlowError:
+    """Another rank's error, or this one's own, which names that rank where it is told again."""
+    return relayed(found, refusals_of(found, rank, str(found)))
 
 
 def _typed(error: Exception) -> HybridFlowError:
     """The error itself where it is one of ours; else one that every rank can read, in a line."""
     if isinstance(error, HybridFlowError):
         return error
-    reason = str(error).partition("\n")[0]
-    typed = BackendError(f"rank {dist.get_rank()} failed: {type(error).__name__}: {reason}")
+    line = str(error).partition("\n")[0]
+    reason = f"{type(error).__name__}: {line}"
+    typed = relayed(BackendError(f"rank {dist.get_rank()} failed: {reason}"), {dist.get_rank(): reason})
     typed.__cause__ = error
     return typed

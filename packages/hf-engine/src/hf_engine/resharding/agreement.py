@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hf_protocols.errors import HybridFlowError, ReshardError
 
-__all__ = ["HIGHEST", "agree", "agree_on_moving", "extremes", "refuse_together", "spread"]
+__all__ = ["HIGHEST", "agree", "agree_on_moving", "extremes", "refusals_of", "refuse_together", "relayed", "spread"]
+
+E = TypeVar("E", bound=HybridFlowError)
 
 HIGHEST = 2**31 - 1
 """In the place of a number: this rank refuses. Numbers are smaller, and go as 32 bits."""
+_RELAYED = "_hf_engine_relayed"
+"""Attribute of an error: what `relayed` was given."""
 
 
 def spread(lowest: int, highest: int, group: dist.ProcessGroup | None, device: torch.device | str) -> tuple[int, int]:
@@ -87,11 +91,36 @@ def refuse_together(
     error: type[HybridFlowError],
     outcome: str,
 ) -> NoReturn:
-    """Raises on every rank of a group that knows that one refused: its own refusal, or who else's. Collective."""
-    reason = str(refusal) if isinstance(refusal, HybridFlowError) else f"{type(refusal).__name__}: {refusal}"
-    told: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, None if refusal is None else reason, group=group)
+    """Raises on every rank of a group that knows that one refused: its own refusal, or who else's. Collective.
+
+    What a rank tells of others it was told itself, and is not counted as its own; see `relayed`.
+    """
+    reason, known = None, {}
     if refusal is not None:
+        reason = str(refusal) if isinstance(refusal, HybridFlowError) else f"{type(refusal).__name__}: {refusal}"
+        known = refusals_of(refusal, ranks[dist.get_rank(group)], reason)
+    told: list[tuple[str | None, Mapping[int, str]]] = [(None, {})] * dist.get_world_size(group)
+    dist.all_gather_object(told, (reason, known), group=group)
+    refused = {rank: each[rank] for _, each in told for rank in each}
+    if refusal is not None and (known or not refused):
         raise refusal
-    refused = "; ".join(f"rank {rank} refused: {reason}" for rank, reason in zip(ranks, told, strict=True) if reason)
-    raise error(f"{refused}; {outcome}")
+    refused = refused or {rank: reason for rank, (reason, _) in zip(ranks, told, strict=True) if reason is not None}
+    text = "; ".join(f"rank {rank} refused: {refused[rank]}" for rank in sorted(refused))
+    raise relayed(error(f"{text}; {outcome}"), refused) from refusal
+
+
+def relayed(error: E, refusals: Mapping[int, str]) -> E:
+    """The error, marked as one of what other ranks refused: where it is told again it stays theirs.
+
+    Args:
+        error: what this rank raises.
+        refusals: by rank, why it refused; empty where this rank only knows that something is wrong elsewhere.
+    """
+    vars(error)[_RELAYED] = dict(refusals)
+    return error
+
+
+def refusals_of(error: Exception, rank: int, reason: str) -> Mapping[int, str]:
+    """By rank, what an error tells: of this one the reason, unless it was relayed."""
+    found: Mapping[int, str] = vars(error).get(_RELAYED, {rank: reason})
+    return found

@@ -297,7 +297,7 @@ def _numbered(near: Sequence[Collection[Sequence[int]]]) -> list[dict[int, int]]
     """By grouping: the number of every rank's group."""
     try:
         found = [{rank: index for index, group in enumerate(groups) for rank in group} for groups in near]
-        is_of_ranks = all(type(rank) is int for group_of in found for rank in group_of)
+        is_of_ranks = all(type(rank) is int and rank >= 0 for group_of in found for rank in group_of)
     except TypeError:
         is_of_ranks = False
     if not is_of_ranks:

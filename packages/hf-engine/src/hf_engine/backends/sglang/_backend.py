@@ -24,6 +24,7 @@ from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_opti
 from hf_engine.backends.sglang._process import EngineProcess
 from hf_engine.backends.sglang._replicas import build_engine, require_topology
 from hf_engine.backends.sglang._staging import REPORT_BYTES, Staging, staged_bytes
+from hf_engine.resharding.agreement import relayed
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_protocols.arguments import check_count, check_number
@@ -217,7 +218,8 @@ class SglangBackend:
                 raise BackendError("load_shards without an update: call begin_weights first")
             check_shards(self._layout, dist.get_rank(), shards, self._loaded)
         if len({tuple(names) for names in self._replica.gather(list(shards))}) > 1:
-            raise ReshardError(f"the ranks {self._replica.ranks} of one replica load different parameters at a time")
+            told = f"the ranks {self._replica.ranks} of one replica load different parameters at a time"
+            raise relayed(ReshardError(told), {})  # one that has none after an error says why
         held = {name: boxes[0] for name, boxes in self._layout.boxes_of(dist.get_rank()).items()}
         for names in self._buckets(list(shards)):
             fill = partial(
