@@ -164,11 +164,11 @@ def test_a_rank_that_comes_too_late_to_a_connection_waits_for_nobody(
     left, right = (ray_executor.build_groups(pool, {pool.name: spec})[pool.name] for pool in pools)
     try:
         monkeypatch.setattr(ray_executor, "_start_timeout_s", 5.0)
+        monkeypatch.setattr(ray_executor, "_collective_timeout_s", 100.0)  # who waits is told to leave
         busy = left.sleep(12.0)
         with pytest.raises(WorkerTimeoutError, match="right/0, left/0 not done with connect within 5 s"):
             connect(right, left, name="late")
         busy.result()
-        # The deadline of collectives is far longer.
         assert left.pid().result(timeout_s=12.0) != right.pid().result(timeout_s=12.0)
         monkeypatch.undo()
         connect(right, left, name="late")

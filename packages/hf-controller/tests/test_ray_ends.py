@@ -143,17 +143,22 @@ def test_nothing_is_left_behind(argument, programs):
 
 
 @pytest.mark.slow
-def test_a_signal_while_the_cluster_starts_ends_the_program_as_a_later_one_does():
-    program = start("end")
-    deadline_s = time.monotonic() + 60.0
-    while "gcs_server" not in {all_processes().get(each, (0, ""))[1] for each in tree_of(program.pid)}:
-        assert program.poll() is None and time.monotonic() < deadline_s
-        time.sleep(0.02)
-    tree = tree_of(program.pid)
-    program.terminate()
-    program.communicate(timeout=30)
-    assert program.returncode == 143
-    wait_until_gone(tree, within_s=90.0)  # nobody watches yet, and Ray's agents look for their raylet now and then
+@pytest.mark.parametrize("command", ["gcs_server", "raylet"])
+def test_a_signal_while_the_cluster_starts_ends_the_program_as_a_later_one_does(command):
+    program, seen = start("end"), set[Process]()
+    try:
+        deadline_s = time.monotonic() + 100.0
+        while command not in {all_processes().get(each, (0, ""))[1] for each in seen}:
+            assert program.poll() is None and time.monotonic() < deadline_s
+            seen |= tree_of(program.pid)
+        program.terminate()
+        while program.poll() is None and time.monotonic() < deadline_s:
+            seen |= tree_of(program.pid)
+        assert program.returncode == 143
+        wait_until_gone(seen, within_s=30.0)
+    finally:
+        program.kill()
+        program.communicate(timeout=15)
 
 
 @pytest.mark.slow

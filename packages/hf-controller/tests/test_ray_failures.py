@@ -82,7 +82,7 @@ class Unbuildable(Worker):
         if how == "raise":
             raise ConfigError("no such model")
         if how == "hang":
-            time.sleep(100)
+            time.sleep(600)
         if how == "die":
             os._exit(3)
         raise KeyError("lost")
@@ -239,13 +239,17 @@ def test_a_pool_whose_only_group_cannot_be_built_gives_its_slots_back(ray_execut
 
 def test_a_constructor_that_hangs_ends_in_a_timeout(ray_executor, monkeypatch):
     spec = WorkerSpec(worker=Unbuildable, topology=ONE, kwargs={"how": "hang"})
-    group = ray_executor.build_groups(ResourcePool([1], device="cpu"), {"hanging": spec}, wait=False)["hanging"]
-    until_s = time.monotonic() + 50.0
-    while "time.sleep" not in (told := ray_executor.describe(group)[0]):
-        assert time.monotonic() < until_s, told
-    monkeypatch.setattr(ray_executor, "_start_timeout_s", 2.0)
-    with pytest.raises(WorkerTimeoutError, match="hanging/0 not done with __init__ within 2 s") as timeout:
-        ray_executor.wait_until_ready()
+    pool = ResourcePool([1], device="cpu")
+    group = ray_executor.build_groups(pool, {"hanging": spec}, wait=False)["hanging"]
+    try:
+        until_s = time.monotonic() + 100.0
+        while "time.sleep" not in (told := ray_executor.describe(group)[0]):
+            assert time.monotonic() < until_s, told
+        monkeypatch.setattr(ray_executor, "_start_timeout_s", 2.0)
+        with pytest.raises(WorkerTimeoutError, match="hanging/0 not done with __init__ within 2 s") as timeout:
+            ray_executor.wait_until_ready()
+    finally:
+        ray_executor.release(pool)
     assert "being constructed" in str(timeout.value)
     assert ", in construct" in str(timeout.value)
 

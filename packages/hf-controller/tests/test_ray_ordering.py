@@ -122,11 +122,11 @@ def test_other_pools_do_not_wait(ray_stage):
 
 def test_a_rank_that_waits_for_its_inputs_answers_questions(ray_executor, ray_stage):
     ray_executor.describe(ray_stage.two)  # starts what asks ranks
-    unready = ray_stage.three.step(batch(), seconds=6.0)
+    unready = ray_stage.three.step(batch(), seconds=15.0)
     waiting = ray_stage.two.step(unready)
     behind = ray_stage.colocated.step(batch())
     first, second = {0: ""}, {0: ""}
-    until_s = time.monotonic() + 6.0
+    until_s = time.monotonic() + 14.0
     while not all(" waiting for " in text for text in (*first.values(), *second.values())):
         assert time.monotonic() < until_s, (first, second)
         first, second = (ray_executor.describe(group) for group in (ray_stage.two, ray_stage.colocated))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from hf_engine import SamplingParams
-from hf_engine.backends._responses import end_of_sequence_ids, read_prompts
+from hf_engine.backends._responses import digest_request, end_of_sequence_ids, read_prompts
 from hf_protocols import BackendError, BatchError
 
 TWO = SamplingParams(max_new_tokens=2)
@@ -26,6 +27,25 @@ def read(rows, row_ids=None, sampling=TWO, ends=()):
 def test_prompts_that_fit_are_read():
     assert read([[3, 63], [0] * 6]).lengths.tolist() == [2, 6]
     assert read([[3]], torch.tensor([7], dtype=torch.int32)).lengths.tolist() == [1]
+
+
+def test_requests_differ_where_their_samples_would():
+    first = replace(TWO, temperature=1, top_p=1, stop_token_ids=(5, 6), stop_strings=("a", "b"))
+    prompts, row_id = read([[3, 4], [5]]), torch.tensor([7, 8])
+    digest = digest_request(prompts, row_id, first)
+    again = replace(first, temperature=1.0, top_p=1.0, stop_token_ids=[6, 5], stop_strings=["b", "a"])
+    assert digest_request(read([[3, 4], [5]]), row_id.int(), again) == digest
+    others = [
+        (read([[3], [4, 5]]), row_id, first),
+        (read([[3, 4], [6]]), row_id, first),
+        (prompts, row_id + 1, first),
+        *((prompts, row_id, replace(first, **{name: 2})) for name in ("temperature", "n", "min_new_tokens", "seed")),
+        (prompts, row_id, replace(first, top_p=0.5)),
+        (prompts, row_id, replace(first, seed=2**53 + 1)),
+        (prompts, row_id, replace(first, seed=2**53)),
+        (prompts, row_id, replace(first, stop_token_ids=(5,))),
+    ]
+    assert len({digest, *(digest_request(*other) for other in others)}) == 1 + len(others)
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,8 @@ def _await_others(store: Any, world_size: int, timeout_s: float) -> None:
             raise WorkerTimeoutError("the connection was given up")
         if time.monotonic() > ends_s:
             raise WorkerTimeoutError(
-                f"{arrived} of {world_size} ranks met within {timeout_s:g} s: raise collective_timeout_s"
+                f"{arrived} of {world_size} ranks met within {timeout_s:g} s: raise collective_timeout_s (of a run: "
+                "cluster.call_timeout_s)"
             )
         time.sleep(_POLL_S)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import astuple
 from typing import Any
 from zlib import crc32
 
@@ -72,10 +73,17 @@ def read_prompts(
 
 def digest_request(prompts: Ragged, row_id: torch.Tensor, sampling: SamplingParams) -> int:
     """A number that differs where prompts, their row ids or the sampling do."""
-    digest = crc32(repr(sampling).encode())
+    digest = crc32(repr([_as_one(value) for value in astuple(sampling)]).encode())
     for numbers in (prompts.packed, prompts.lengths, row_id):
-        digest = crc32(numbers.cpu().contiguous().numpy().tobytes(), digest)
+        digest = crc32(numbers.cpu().long().contiguous().numpy().tobytes(), digest)
     return digest
+
+
+def _as_one(value: object) -> object:
+    """The same for 1 and 1.0, and for the same stops in another order."""
+    if isinstance(value, tuple | list):
+        return sorted(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def build_responses(

@@ -95,7 +95,8 @@ def refuse_together(
 
     What a rank tells of others it was told itself, and is not counted as its own; see `relayed`.
     """
-    reason, known = None, {}
+    reason: str | None = None
+    known: Mapping[int, str] = {}
     if refusal is not None:
         reason = str(refusal) if isinstance(refusal, HybridFlowError) else f"{type(refusal).__name__}: {refusal}"
         known = refusals_of(refusal, ranks[dist.get_rank(group)], reason)

@@ -192,7 +192,10 @@ class Causes:
         others = [rank for rank in self._sent.processes if rank != failure.rank]
         if not others:
             return failure
-        head = "who did not come in time? Raise collective_timeout_s, or look at what the other ranks are at:"
+        head = (
+            "who did not come in time? Raise collective_timeout_s (of a run: cluster.call_timeout_s), or look at what "
+            "the other ranks are at:"
+        )
         return replace(failure, message="\n".join([f"{failure.message}: {head}", *self.describe_late(others)]))
 
     def _find_death(self, seen: Failure | RayError, rank: int) -> Failure | None:

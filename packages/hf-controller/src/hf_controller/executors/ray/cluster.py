@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -23,8 +23,7 @@ from hf_protocols import PoolError
 __all__ = ["Cluster"]
 
 _ANSWER_TIMEOUT_S = 10.0
-_RAYS_ENDS = 1, signal.SIGTERM
-"""Exit codes of Ray's own handlers of SIGTERM, which it has while it starts."""
+_END_TIMEOUT_S = 10.0
 
 
 class Cluster:
@@ -63,7 +62,8 @@ class Cluster:
                 self._watchdog = Watchdog(context.address_info["session_dir"])
         except SystemExit as end:
             self.stop()
-            raise SystemExit(128 + signal.SIGTERM if end.code in _RAYS_ENDS else end.code) from None
+            # Ray's own handler, which it has while it starts, exits with the signal's number.
+            raise SystemExit(128 + signal.SIGTERM if end.code == signal.SIGTERM else end.code) from None
         except BaseException:
             self.stop()
             raise
@@ -97,13 +97,35 @@ def _join(address: str, options: dict[str, Any]) -> Any:
 def _in_process_groups_of_their_own() -> Iterator[None]:
     """For what Ray starts: a signal to the program's group, as ``timeout`` sends it, would end the object store before
     the program has ended its run, and Ray exits with status 1 and no message from a program that finds no store.
+
+    A block that fails leaves none of them, nor what they started.
     """
+    if sys.platform != "linux":  # Ray ends them by the program's group there
+        yield
+        return
     start: Any = services.ConsolePopen
-    services.ConsolePopen = functools.partial(start, process_group=0)  # type: ignore[misc,assignment]
+    started: list[subprocess.Popen[Any]] = []
+
+    def start_apart(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
+        started.append(start(*arguments, **options, process_group=0))
+        return started[-1]
+
+    services.ConsolePopen = start_apart  # type: ignore[misc,assignment]
     try:
         yield
+    except BaseException:
+        for process in started:
+            _end_group(process)
+        raise
     finally:
         services.ConsolePopen = start  # type: ignore[misc]
+
+
+def _end_group(process: subprocess.Popen[Any]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_END_TIMEOUT_S)
 
 
 def _set_environment() -> None:

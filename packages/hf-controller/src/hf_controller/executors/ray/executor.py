@@ -150,7 +150,10 @@ class RayExecutor(Executor):
         raise undone.error
 
     def connect(self, first: WorkerGroup, second: WorkerGroup, name: str) -> None:
-        """Join two groups in one process group; see :func:`hf_controller.connect`."""
+        """Join two groups in one process group; see :func:`hf_controller.connect`.
+
+        `start_timeout_s` bounds what is left of their construction, and then the joining.
+        """
         host_sets = [self._host_set_of(group) for group in (first, second)]
         if host_sets[0] is host_sets[1]:
             raise ProtocolError(f"{first.role} and {second.role} share their processes: they have one group already")
@@ -299,7 +302,7 @@ class RayExecutor(Executor):
                 for occupied in self._occupied.values():
                     _end_processes(occupied, occupied.host_sets, orderly=orderly)
                     if self._joined:
-                        # Our own cluster ends with us, and may have got the same SIGTERM: Ray would wait a minute.
+                        # Our own cluster ends with us.
                         occupied.placed.remove()
             finally:
                 self._occupied.clear()
