@@ -148,13 +148,16 @@ def test_a_signal_while_the_cluster_starts_ends_the_program_as_a_later_one_does(
     program, seen = start("end"), set[Process]()
     try:
         deadline_s = time.monotonic() + 100.0
-        while command not in {all_processes().get(each, (0, ""))[1] for each in seen}:
+        while command not in {name for each, (_, name) in all_processes().items() if each in seen}:
             assert program.poll() is None and time.monotonic() < deadline_s
             seen |= tree_of(program.pid)
+            time.sleep(0.02)
         program.terminate()
         while program.poll() is None and time.monotonic() < deadline_s:
             seen |= tree_of(program.pid)
-        assert program.returncode == 143
+            time.sleep(0.02)
+        output, errors = program.communicate(timeout=15)
+        assert (program.returncode, output) == (143, ""), errors
         wait_until_gone(seen, within_s=30.0)
     finally:
         program.kill()

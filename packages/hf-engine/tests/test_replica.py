@@ -143,6 +143,10 @@ def fail_in_a_part_of_all():
     told = r"^ours$" if rank else "^rank 2 refused: ours; none goes$"
     with pytest.raises(BackendError, match=told), all_or_none("none goes"):
         replica.on_all("load", fail_on(2, BackendError("ours")))
+    told = "^rank 1 failed: ValueError: of 1$"
+    told = told if rank else "^rank 1 refused: ValueError: of 1; rank 2 refused: ValueError: of 2; none goes$"
+    with pytest.raises(BackendError, match=told), all_or_none("none goes"):
+        replica.on_all("load", fail_on(rank or None, ValueError(f"of {rank}")))
     told = "^mine$" if rank == 2 else "^rank 2 refused: ValueError: mine; none goes$"
     fail = fail_on(2, ValueError("mine"))
     with pytest.raises((BackendError, ValueError), match=told) as failed, all_or_none("none goes"), settled(replica):

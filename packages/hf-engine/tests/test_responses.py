@@ -33,7 +33,7 @@ def test_requests_differ_where_their_samples_would():
     first = replace(TWO, temperature=1, top_p=1, stop_token_ids=(5, 6), stop_strings=("a", "b"))
     prompts, row_id = read([[3, 4], [5]]), torch.tensor([7, 8])
     digest = digest_request(prompts, row_id, first)
-    again = replace(first, temperature=1.0, top_p=1.0, stop_token_ids=[6, 5], stop_strings=["b", "a"])
+    again = replace(first, temperature=1.0, top_p=1.0, stop_token_ids=[6, 5, 5], stop_strings=["b", "a"])
     assert digest_request(read([[3, 4], [5]]), row_id.int(), again) == digest
     others = [
         (read([[3], [4, 5]]), row_id, first),

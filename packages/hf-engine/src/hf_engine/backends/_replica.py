@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -98,10 +99,10 @@ class Replica:
             problem = _typed(error)
         if elsewhere := self._meet(method, problem, given):
             problem = BackendError(
-                f"rank {dist.get_rank()} is in {method}, and of its replica {elsewhere}: a rank that failed says why "
-                "itself; else call every method on all ranks of a replica alike"
+                f"rank {dist.get_rank()} is in {method}, and of its replica {_places(elsewhere)}: a rank that failed "
+                "says why itself; else call every method on all ranks of a replica alike"
             )
-            raise relayed(problem, {})
+            raise relayed(problem, {}) if "settle" in elsewhere.values() else problem
 
     def settle(self) -> None:
         """Waits for the other ranks to come here, and tells those that are in a method instead. Collective.
@@ -113,36 +114,41 @@ class Replica:
         while elsewhere := self._meet("settle", None):
             if time.monotonic() > stop:
                 raise BackendError(
-                    f"rank {dist.get_rank()} waits for its replica, of which {elsewhere}: leave a block after an error"
+                    f"rank {dist.get_rank()} waits for its replica, of which {_places(elsewhere)}: leave a block after "
+                    "an error"
                 )
 
-    def _meet(self, method: str, problem: HybridFlowError | None, given: Sequence[int] = ()) -> str:
-        """Which ranks came with another method, none as a rule; raises what any came with where the methods agree."""
+    def _meet(self, method: str, problem: HybridFlowError | None, given: Sequence[int] = ()) -> dict[int, str]:
+        """The other methods that ranks came with, none as a rule; raises what any came with where the methods agree."""
         if self._group is None:
             if problem is not None:
                 raise problem
-            return ""
+            return {}
         number = HIGHEST if problem is not None else crc32(f"{method} {given}".encode()) % HIGHEST
         with what_came_first(problem):
             lowest, highest = extremes(number, number, self._group, local_device())
             if lowest == highest < HIGHEST:
-                return ""
+                return {}
             told = self.gather((method, problem, given))
         elsewhere = {rank: other for rank, (other, _, _) in zip(self.ranks, told, strict=True) if other != method}
         if problem is not None and elsewhere:
             raise problem
-        for rank, (_, found, _) in zip(self.ranks, told, strict=True):
-            if found is not None and not elsewhere:
-                # Only this rank's own has a traceback and a cause.
-                raise problem if problem is not None and rank == dist.get_rank() else _as_told_by(rank, found)
+        failed = {rank: found for rank, (_, found, _) in zip(self.ranks, told, strict=True) if found is not None}
+        if failed and not elsewhere:
+            lead = next(iter(failed))
+            # Only this rank's own has a traceback and a cause.
+            raised = problem if problem is not None and lead == dist.get_rank() else failed[lead]
+            reasons = [refusals_of(found, rank, str(found)).items() for rank, found in failed.items()]
+            raise relayed(raised, dict(chain.from_iterable(reasons)))
         if not elsewhere:
             first = told[0][2]
             others = [rank for rank, (_, _, other) in zip(self.ranks, told, strict=True) if other != first]
-            raise BackendError(
+            text = (
                 f"{method}: of the replica {self.ranks} the ranks {others} were given something else than rank "
                 f"{self.ranks[0]}: they share an engine, so give all of them the same rows and the same sampling"
             )
-        return ", ".join(f"rank {rank} in {other}" for rank, other in elsewhere.items())
+            raise relayed(BackendError(text), {others[0]: text})
+        return elsewhere
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in tensor-parallel order, on every rank."""
@@ -205,6 +211,10 @@ def replica_of_all() -> Replica:
     """All ranks of the default process group. Collective."""
     size = dist.get_world_size()
     return Replica(range(size), build_own_group() if size > 1 else None)
+
+
+def _places(elsewhere: Mapping[int, str]) -> str:
+    return ", ".join(f"rank {rank} in {method}" for rank, method in elsewhere.items())
 
 
 def _as_told_by(rank: int, found: HybridFlowError) -> HybridFlowError:

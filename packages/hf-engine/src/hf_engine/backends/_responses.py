@@ -82,7 +82,7 @@ def digest_request(prompts: Ragged, row_id: torch.Tensor, sampling: SamplingPara
 def _as_one(value: object) -> object:
     """The same for 1 and 1.0, and for the same stops in another order."""
     if isinstance(value, tuple | list):
-        return sorted(value)
+        return sorted(set(value))
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ import ray._private.services as services
 from ray.util.debug import log_once
 
 from hf_controller.executors.ray.watchdog import Watchdog
+from hf_controller.signals import shielded
 from hf_protocols import PoolError
 
 __all__ = ["Cluster"]
@@ -107,25 +108,29 @@ def _in_process_groups_of_their_own() -> Iterator[None]:
     started: list[subprocess.Popen[Any]] = []
 
     def start_apart(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
-        started.append(start(*arguments, **options, process_group=0))
+        with shielded():
+            started.append(start(*arguments, **options, process_group=0))
         return started[-1]
 
     services.ConsolePopen = start_apart  # type: ignore[misc,assignment]
     try:
         yield
     except BaseException:
-        for process in started:
-            _end_group(process)
+        with shielded():
+            ray.shutdown()  # first: Ray's client may end a program whose cluster is gone
+            _end_groups(started)
         raise
     finally:
         services.ConsolePopen = start  # type: ignore[misc]
 
 
-def _end_group(process: subprocess.Popen[Any]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_END_TIMEOUT_S)
+def _end_groups(started: Sequence[subprocess.Popen[Any]]) -> None:
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    for process in started:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_END_TIMEOUT_S)
 
 
 def _set_environment() -> None:

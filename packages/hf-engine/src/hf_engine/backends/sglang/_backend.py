@@ -24,7 +24,7 @@ from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_opti
 from hf_engine.backends.sglang._process import EngineProcess
 from hf_engine.backends.sglang._replicas import build_engine, require_topology
 from hf_engine.backends.sglang._staging import REPORT_BYTES, Staging, staged_bytes
-from hf_engine.resharding.agreement import relayed
+from hf_engine.resharding.agreement import refusals_of, relayed
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_protocols.arguments import check_count, check_number
@@ -318,11 +318,13 @@ class SglangBackend:
         try:
             found = self._call("start", options, timeout_s=timeout_s)
         except BackendError as error:
-            raise BackendError(
+            told = (
                 f"SGLang did not start with {self._model.name!r}, gen_tp_size={options['tp_size']}, max_total_tokens="
                 f"{options['max_total_tokens']} (cache_bytes), context_length={options['context_length']} "
                 f"(max_positions + {RESERVED}): {error}"
-            ) from error
+            )
+            failed = refusals_of(error, dist.get_rank(), told)
+            raise relayed(BackendError(told), dict.fromkeys(failed, told)) from error
         self._cache_tokens = found["cache_tokens"]
 
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None, **options: Any) -> Any:
