@@ -128,7 +128,8 @@ def test_a_collective_to_which_a_rank_does_not_come_names_what_that_one_is_at(ra
     assert not isinstance(error.value, WorkerTimeoutError)
     first, *rest = str(error.value).splitlines()
     assert first.startswith("members.meet on rank 0 failed: RuntimeError: ")
-    assert first.endswith("Raise collective_timeout_s, or look at what the other ranks are at:")
+    knob = "Raise collective_timeout_s (of a run: cluster.call_timeout_s), or look at what the other ranks are at:"
+    assert first.endswith(knob)
     assert any(line.startswith("rank 1: call ") and "members.meet: done, idle for " in line for line in rest)
 
 
