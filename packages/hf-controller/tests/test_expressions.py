@@ -109,6 +109,12 @@ def test_columns_from_the_same_rows_share_one_selection() -> None:
     assert located["a"][0].rows is located["b"][0].rows
 
 
+def test_a_column_that_is_chosen_twice_is_there_once() -> None:
+    case = leaf(0, 2, ["a", "b"])
+    tree = Rename(Select(case.tree, ("a", "a?")), (("a", "c"),))
+    assert tree.columns(case.extents) == ("c",)
+
+
 def test_trees_travel_and_keep_one_source_one() -> None:
     case = leaf(0, 3, ["a"])
     tree = Concat((case.tree, Rows(case.tree, RowSelection.range(0, 2))))

@@ -336,6 +336,29 @@ def test_results_of_a_released_pool_are_lost_and_say_so(ray_executor, ray_stage)
         ray_stage.two.echo(future).result()
 
 
+def test_what_a_dead_rank_made_names_its_end_to_the_controller_and_to_readers(ray_executor, ray_stage, capfd):
+    pool = ResourcePool([1], device="cpu", name="mortal")
+    group = ray_executor.build_groups(pool, {"mortal": WorkerSpec(worker=Fragile, topology=ONE)})["mortal"]
+    kept = group.echo(TensorDict({"x": torch.zeros(4)}, batch_size=[4]))
+    kept.wait()
+    os.kill(group.pid().result()[0], signal.SIGKILL)
+    with pytest.raises(WorkerError):
+        group.pid().result()
+    # Objects of a process go with it, soon after.
+    end = r"process mortal/0 is gone: [^\n]* given last: call \d+ mortal\.pid; it was process \d+ on .*, log .*rebuild"
+    with pytest.raises(WorkerError, match=rf"^mortal\.echo on rank 0 failed: .*result is lost: {end}"):  # noqa: PT012
+        for _ in range(40):
+            kept.result()
+            time.sleep(0.5)
+    reader = ray_stage.two.echo(kept)
+    with pytest.raises(WorkerError, match=end):
+        reader.result()
+    del reader, kept
+    ray_executor.release(pool)
+    assert ray_stage.two.echo(TensorDict({"x": torch.zeros(4)}, batch_size=[4])).num_rows == 4
+    assert "Unhandled error" not in capfd.readouterr().err
+
+
 def test_calls_of_a_released_pool_and_of_a_dead_rank_say_so(ray_executor, ray_stage):
     pool = ResourcePool([1], device="cpu", name="short")
     specs = {"short": WorkerSpec(worker=Fragile, topology=ONE)}
@@ -389,6 +412,16 @@ class Named(Worker):
         return self.context.role
 
 
+def make_bound_to(lock):
+    class Bound(Worker):
+        @register(protocol=ONE_TO_ALL, returns="object")
+        def answer(self):
+            with lock:
+                return self.context.role
+
+    return Bound
+
+
 class Stubborn(Named):
     def close(self):
         raise OSError("the port is busy")
@@ -423,11 +456,15 @@ def test_what_cannot_be_built_takes_no_slots(ray_executor):
             "good": good,
             "bad": WorkerSpec(worker=Named, topology=one, kwargs={"lock": threading.Lock()}),
         },
+        r"good: Named, bad: .*Bound cannot travel .*lock.*constructor": {
+            "good": good,
+            "bad": WorkerSpec(worker=make_bound_to(threading.Lock()), topology=one),
+        },
         "registers topology": {"good": good, "bad": WorkerSpec(worker=Misnamed, topology=one)},
     }
     for message, specs in wrong.items():
         with pytest.raises(ProtocolError, match=message):
-            ray_executor.build_groups(pool, specs)
+            ray_executor.build_groups(pool, specs, fused=True)
         assert ray_executor.built_on(pool) == []
     group = ray_executor.build_groups(pool, {"good": good})["good"]
     with pytest.raises(ProtocolError, match="pool 'kept' has a group good already"):

@@ -126,6 +126,33 @@ def test_groups_are_built_again_and_nothing_of_the_old_ones_stays(ray_executor):
         rebuild(ray_executor, [pool])
 
 
+def test_in_process_groups_that_are_not_fused_are_built_again_apart():
+    class Rigid(Worker):
+        needs_process_group = False
+
+        @classmethod
+        def one_layout_per_process(cls, kwargs):
+            return True
+
+        @register(protocol=ONE_TO_ALL, returns="object")
+        def draw(self):
+            return torch.rand(1).item()
+
+    pool = ResourcePool([2], device="cpu")
+    specs = {
+        "one": WorkerSpec(worker=Rigid, topology=Topology(ParallelSpec(dp_size=2)), seed=1),
+        "two": WorkerSpec(worker=Rigid, topology=Topology(ParallelSpec(tp_size=2)), seed=2),
+    }
+    with InProcessExecutor() as executor:
+        drawn = []
+        groups = executor.build_groups(pool, specs)
+        for _ in range(2):
+            assert executor.built_on(pool) == [{"one": specs["one"]}, {"two": specs["two"]}]
+            drawn.append([groups[role].draw().result() for role in ("one", "two")])
+            groups = rebuild(executor, [pool])
+        assert drawn[0] == drawn[1]
+
+
 def test_in_process_groups_are_built_again():
     pool = ResourcePool([1], device="cpu")
     spec = WorkerSpec(worker=Counter, topology=Topology(ParallelSpec()))

@@ -123,6 +123,11 @@ def load_what_rank_1_refuses(backend_name, sizes, models, folder):
         backend.load_hf(models["wide" if is_second else "other"])
     with pytest.raises(BackendError, match=r"could not load: rank 1: .*absent holds no sharded checkpoint"):
         backend.load_checkpoint(folder / ("absent" if is_second else "checkpoint"))
+    if backend_name == "fsdp":
+        (folder / f"foreign{dist.get_rank()}").mkdir()
+        (folder / f"foreign{dist.get_rank()}" / "checkpoint.json").write_text("{}")
+        with pytest.raises(BackendError, match="it is one of backend 'megatron', load it there"):
+            backend.load_checkpoint(folder / f"foreign{dist.get_rank()}")
     for name, parts in as_parts(backend.local_weights()).items():
         assert all(torch.equal(part, old) for part, old in zip(parts, before[name], strict=True)), name
     assert (backend.weight_changes, backend.optimizer_steps) == (changes, 1)

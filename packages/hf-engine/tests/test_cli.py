@@ -100,6 +100,7 @@ def test_fsdp_under_tensor_parallelism_is_refused(tmp_path, command, capsys):
     ("arguments", "message"),
     [
         (["plan", "--model", "lama-2-7b", "--train", "1-8-2", "--gen", "1-2"], "llama-2-7b"),
+        (["plan", "--model", "", "--train", "1-8-2", "--gen", "1-2"], "--model ''"),
         (["plan", "--model", "llama-2-7b", "--train", "1-8", "--gen", "1-2"], "pp-tp-dp"),
         (["plan", "--model", "llama-2-7b", "--train", "1-8-2", "--gen", "1-3"], "divides 16"),
         (

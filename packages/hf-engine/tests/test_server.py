@@ -27,7 +27,7 @@ from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
 pytestmark = pytest.mark.timeout(600)
 
 VOCAB_SIZE = 64
-MAX_POSITIONS = {"sglang": 46, "vllm": 48}
+MAX_POSITIONS = {"sglang": 42, "vllm": 48}
 """SGLang keeps two of the model's positions to itself."""
 GREEDY = SamplingParams(max_new_tokens=6, greedy=True)
 ONE = Topology(ParallelSpec(), GenerationSpec())
@@ -169,7 +169,7 @@ def use_wrongly(engine, model, url):
     ):
         backend.generate(prompts, GREEDY)
     with pytest.raises(BackendError, match=r"did not finish /.* in 0.001 s: raise rollout.options.timeout_s"):
-        replace_timeout(other, 0.001).generate(prompts, replace(GREEDY, max_new_tokens=38))
+        replace_timeout(other, 0.001).generate(prompts, replace(GREEDY, max_new_tokens=35))
     other.close()
     backend.close()
 

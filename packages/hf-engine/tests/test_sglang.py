@@ -173,7 +173,7 @@ def use_wrongly(model):
     with pytest.raises(BackendError, match="call begin_weights first"):
         backend.load_shards({})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "_cache_tokens", 9)
+        patch.setattr(backend, "_cache_tokens", 13)
         with pytest.raises(
             BackendError, match=r"row \d needs \d+ tokens .* cache holds 7 tokens; raise cache_bytes or"
         ):

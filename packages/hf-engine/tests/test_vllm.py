@@ -56,6 +56,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "qwen2": write_tiny_model(folder / "qwen2", family="qwen2", **heads),
         "qwen3": write_tiny_model(folder / "qwen3", family="qwen3", **heads),
         "mistral": write_tiny_model(folder / "mistral", family="mistral", tie_embeddings=False),
+        # vLLM itself would count twice the positions.
+        "scaled": write_tiny_model(folder / "scaled", rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
         "stopping": write_tiny_model(folder / "stopping", eos_token_id=[7, 30]),
         "heads": write_tiny_model(folder / "heads", head_dim=48),
         "experts": write_tiny_model(folder / "experts", family="mixtral"),
@@ -384,7 +386,7 @@ def refuse_on_rank_1(model):
 class TestEngines:
     pytestmark = with_vllm
 
-    @pytest.mark.parametrize("model", ["tied", "untied", "qwen2", "qwen3", "mistral"])
+    @pytest.mark.parametrize("model", ["tied", "untied", "qwen2", "qwen3", "mistral", "scaled"])
     def test_one_rank_conforms(self, alone, models, model):
         alone.run(conform, models[model], Topology(ParallelSpec(), GenerationSpec()), deadline_s=300)
 

@@ -141,6 +141,9 @@ class _Answer:
     def outcomes(self, timeout_s: float | None) -> NoReturn:
         _refuse(self._what)
 
+    def explain_loss(self, error: Exception) -> None:
+        """Nothing is there that could be lost."""
+
 
 _NO_STORE: ObjectStore = None  # type: ignore[assignment] # what is never read needs no store
 

@@ -288,7 +288,7 @@ class Leaf(Expression):
 
 
 def choose_columns(asked: Iterable[str], existing: Sequence[str], what: str) -> tuple[str, ...]:
-    """The asked names that exist; a name that ends in ``?`` may be missing.
+    """The asked names that exist, each once; a name that ends in ``?`` may be missing.
 
     Raises:
         BatchError: if a name without ``?`` does not exist; it lists those that do.
@@ -297,7 +297,7 @@ def choose_columns(asked: Iterable[str], existing: Sequence[str], what: str) -> 
     missing = [name for name in asked if not name.endswith("?") and name not in existing]
     if missing:
         raise BatchError(f"{what} asks for {list_columns(missing)}; the batch has {list_columns(existing)}")
-    return tuple(name for name in (asked_name.removesuffix("?") for asked_name in asked) if name in existing)
+    return tuple(name for name in dict.fromkeys(each.removesuffix("?") for each in asked) if name in existing)
 
 
 def list_columns(names: Iterable[str]) -> str:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_controller.algebra import Chunk, Concat, Rename, Repeat, Rows, Select, Union
 from hf_controller.expressions import Expression, Extent, Source
-from hf_controller.failures import UpstreamFailure
-from hf_protocols import BatchError, ConfigError, ProtocolError, RowSelection
+from hf_controller.failures import LostResultError, UpstreamFailure
+from hf_protocols import BatchError, ConfigError, HybridFlowError, ProtocolError, RowSelection
 from hf_protocols.arguments import check_columns, check_count, check_seconds, show
 
 if TYPE_CHECKING:
@@ -56,6 +56,10 @@ class PendingCall(Protocol):
 
     def outcomes(self, timeout_s: float | None) -> list[Outcome]:
         """After waiting, what the collected ranks left, in collected order."""
+        ...
+
+    def explain_loss(self, error: LostResultError) -> HybridFlowError | None:
+        """Why what it left cannot be read any more; None where what is lost is not its own, or nobody knows."""
         ...
 
 
@@ -156,17 +160,27 @@ class BatchFuture:
             HybridFlowError: what a rank raised, of its own class where it is one of ours.
             WorkerTimeoutError: if the deadline passes.
         """
-        from hf_controller.gather import BatchReader
-
         ends_s = self._deadline_s(timeout_s)
         self.wait(timeout_s)
-        reader = BatchReader(self._store, _left_until(ends_s))
         try:
-            reader.look_up([self._expression])
+            return self._read(_left_until(ends_s))
         except UpstreamFailure as error:
             raise error.failure.to_error() from None
+        except LostResultError as error:
+            raise self._explain(error) from None
+
+    def _read(self, timeout_s: float) -> TensorDict:
+        from hf_controller.gather import BatchReader
+
+        reader = BatchReader(self._store, timeout_s)
+        reader.look_up([self._expression])
         rows = RowSelection.range(0, self._expression.num_rows(reader.extents))
         return reader.read(self._expression, rows, self._expression.columns(reader.extents))
+
+    def _explain(self, error: LostResultError) -> HybridFlowError:
+        calls = [source.call for source in self._expression.sources() if source.call is not None]
+        explained = next((death for call in calls if (death := call.explain_loss(error)) is not None), None)
+        return explained or LostResultError(f"{error}; the batch comes from {self._expression.describe_makers()}")
 
     def _count_rows(self, timeout_s: float | None) -> dict[Source, Extent]:
         """Wait for every source; the columns of the answer are left out."""

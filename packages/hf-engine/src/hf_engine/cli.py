@@ -194,7 +194,7 @@ def _check(options: argparse.Namespace) -> str:
 
 def _model_shape(name: str) -> ModelShape:
     path = Path(name)
-    if path.exists():
+    if name and path.exists():
         return ModelShape.from_config(path)
     try:
         return ModelShape.preset(name)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hf_controller.dispatch import Call, build_calls, check_rows, compute_called_ranks
 from hf_controller.expressions import Leaf, Source
-from hf_controller.failures import CLOSED
+from hf_controller.failures import CLOSED, LostResultError
 from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture, PendingCall, refuse_foreign
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
-from hf_protocols import MethodSpec, PerRank, PoolError, ProtocolError, Topology
+from hf_protocols import HybridFlowError, MethodSpec, PerRank, PoolError, ProtocolError, Topology
 from hf_protocols.arguments import check_kind
 
 if TYPE_CHECKING:
@@ -212,6 +212,9 @@ class _Part:
 
     def outcomes(self, timeout_s: float | None) -> list[Any]:
         return self._call.outcomes(timeout_s)[self._index : self._index + 1]
+
+    def explain_loss(self, error: LostResultError) -> HybridFlowError | None:
+        return self._call.explain_loss(error)
 
 
 def check_pool(pool: object) -> None:

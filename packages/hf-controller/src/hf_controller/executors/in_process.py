@@ -12,7 +12,7 @@ from hf_controller.default_group import join_default_group, seed_generators
 from hf_controller.dispatch import BatchArgument, Call, StoredArgument
 from hf_controller.executors.base import Executor, check_pool, check_specs
 from hf_controller.executors.rank_copies import RandomStream, copy_object
-from hf_controller.failures import Failure
+from hf_controller.failures import Failure, LostResultError
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.trace import CallReport, Trace
 from hf_controller.transport import take_slices
@@ -94,6 +94,9 @@ class _LocalCall:
         self.wait(timeout_s)
         return [_copy_outcome(box.value) for box in self.handles]
 
+    def explain_loss(self, error: LostResultError) -> None:
+        """Nothing is lost in one process."""
+
 
 def _copy_outcome(outcome: Any) -> Any:
     from hf_controller.results import Value
@@ -125,13 +128,13 @@ def _copy_arguments(call: Call) -> Call:
 
 
 class _LocalRank(NamedTuple):
-    """One rank: its workers, and by role the random numbers that they draw; fused roles draw from one stream."""
+    """One rank of a role, or of fused roles: its workers, and the random numbers that they draw."""
 
     host: RankHost
-    streams: Mapping[str, RandomStream]
+    stream: RandomStream
 
     def run(self, call: Call) -> tuple[Outcome, CallReport]:
-        with self.streams[call.role].drawn():
+        with self.stream.drawn():
             outcome, report = self.host.run(call)
         try:
             return _copy_outcome(outcome), report
@@ -185,18 +188,15 @@ class InProcessExecutor(Executor):
         joining = [role for role, spec in specs.items() if spec.worker.needs_process_group]
         if pool.num_slots == 1 and joining:
             self._join_default_group(pool, joining)
-        name = "+".join(specs)
-        hosts: list[_LocalRank] = []
         try:
-            for rank in range(pool.num_slots):
-                host = self._build_rank(pool, specs, name, rank, fused=fused)
-                hosts.append(host)
+            for together in [specs] if fused else [{role: specs[role]} for role in specs]:
+                hosts: list[_LocalRank] = []
+                self._hosts.update({groups[role]: hosts for role in together})
+                for rank in range(pool.num_slots):
+                    hosts.append(self._build_rank(pool, together, rank))  # noqa: PERF401 - so that a failure closes them
         except BaseException:
-            for each in hosts:
-                each.host.close()
-            self._leave_default_group()
+            self._close([group for group in groups.values() if group in self._hosts])
             raise
-        self._hosts.update(dict.fromkeys(groups.values(), hosts))
         return groups
 
     def wait_until_ready(self) -> None:
@@ -205,11 +205,7 @@ class InProcessExecutor(Executor):
     def release(self, pool: ResourcePool) -> None:
         """Close every group on ``pool``."""
         check_pool(pool)
-        ranks = {id(rank): rank for group, each in self._hosts.items() if group.pool is pool for rank in each}
-        self._hosts = {group: each for group, each in self._hosts.items() if group.pool is not pool}
-        for rank in ranks.values():
-            rank.host.close()
-        self._leave_default_group()
+        self._close([group for group in self._hosts if group.pool is pool])
 
     def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
         """The roles on ``pool``; see :meth:`Executor.built_on`."""
@@ -230,6 +226,13 @@ class InProcessExecutor(Executor):
         finally:
             self._hosts.clear()
             self._leave_default_group()
+
+    def _close(self, groups: Sequence[WorkerGroup]) -> None:
+        """End whole sets of fused groups, or groups that are not fused."""
+        ranks = {id(rank): rank for group in groups for rank in self._hosts.pop(group)}
+        for rank in ranks.values():
+            rank.host.close()
+        self._leave_default_group()
 
     def _join_default_group(self, pool: ResourcePool, roles: Sequence[str]) -> None:
         """Use the process's default group of one rank, or make one."""
@@ -260,14 +263,12 @@ class InProcessExecutor(Executor):
             distributed.destroy_process_group()
             self._owns_default_group = False
 
-    def _build_rank(
-        self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], name: str, rank: int, *, fused: bool
-    ) -> _LocalRank:
+    def _build_rank(self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], rank: int) -> _LocalRank:
+        """One rank of roles that share a process where there are any."""
         from hf_controller.rank_host import RankHost, close_workers
 
         device = self._device_of(pool)
-        shared = RandomStream(device)
-        streams = {role: shared if fused else RandomStream(device) for role in specs}
+        stream = RandomStream(device)
         workers: dict[str, Worker] = {}
         for role, spec in specs.items():
             context = WorkerContext(
@@ -280,14 +281,15 @@ class InProcessExecutor(Executor):
                 pool=pool.name,
             )
             try:
-                with streams[role].drawn(), self._as_rank(rank, pool.num_slots):
+                with stream.drawn(), self._as_rank(rank, pool.num_slots):
                     seed_generators(spec.seed)
                     workers[role] = construct_worker(spec, context)
             except (Exception, SystemExit) as error:
                 close_workers(workers, rank)
                 raise Failure.of(error, role=role, method="__init__", rank=rank).to_error() from error
+        name = "+".join(specs)
         host = RankHost(pool=pool.name, name=name, rank=rank, workers=workers, specs=specs, store=self._store)
-        return _LocalRank(host, streams)
+        return _LocalRank(host, stream)
 
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> _LocalCall:
         if group not in self._hosts:

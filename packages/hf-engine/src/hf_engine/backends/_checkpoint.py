@@ -53,7 +53,9 @@ def check_sharded(directory: str | Path, group: dist.ProcessGroup) -> None:
         check_directory(directory)
         path = Path(directory)
         if not (path / ".metadata").is_file():
-            raise BackendError(f"{directory} holds no sharded checkpoint (no .metadata in it)")
+            is_other = (path / "checkpoint.json").is_file()
+            advice = ": it is one of backend 'megatron', load it there" if is_other else " (no .metadata in it)"
+            raise BackendError(f"{directory} holds no sharded checkpoint of backend 'fsdp'{advice}")
         for name, size in _file_sizes(path).items():
             found = (path / name).stat().st_size if (path / name).is_file() else 0
             if found < size:

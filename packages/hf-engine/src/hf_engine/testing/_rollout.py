@@ -47,10 +47,11 @@ def check_rollout_backend(
     The laws: greedy tokens are those of `reference`, with ragged prompts, before and after the weights change several
     times; reported log-probs are those of the full distribution at the temperature, whatever truncates the draw;
     equal seeds give equal samples, row by row, however rows are spread; another seed, step or sample index gives
-    others; stop tokens and strings end a response and are kept; minimum and maximum lengths hold; too long a prompt is
-    refused, and so is what a `DrawsItself` says that it cannot draw; no prompts have no responses; memory that was
-    released is taken again; weights that are missing, unknown or mis-shaped are refused; tensors that are adopted are
-    used where they are; the engine's replicas are the topology's; the global random generator is left alone.
+    others; stop tokens and strings end a response and are kept; minimum and maximum lengths hold; a prompt that leaves
+    room for one token is taken and a longer one refused, and so is what a `DrawsItself` says that it cannot draw; no
+    prompts have no responses; memory that was released is taken again; weights that are missing, unknown or mis-shaped
+    are refused; tensors that are adopted are used where they are; the engine's replicas are the topology's; the global
+    random generator is left alone.
 
     Args:
         build: builds the backend with the reference's weights, of a model by `write_tiny_model`, or with its
@@ -174,6 +175,13 @@ class _Laws:
             refusal = str(error)
         assert refusal, "a prompt that does not fit the model with max_new_tokens was not refused"
         assert str(max_positions) in refusal, f"the refusal does not name the {max_positions} positions: {refusal}"
+        longest = torch.cat(rows_of(self._prompts["prompt_ids"]) * max_positions)[: max_positions - 1]
+        prompts = select_rows(self._prompts, [0]).set(
+            "prompt_ids", torch.nested.as_nested_tensor([longest], layout=torch.jagged)
+        )
+        (found,) = self._generate(prompts, SamplingParams(max_new_tokens=1, greedy=True))
+        wanted = greedy_response(self._reference, longest, 1, frozenset())
+        assert torch.equal(found, wanted), f"after {len(longest)} tokens of {max_positions}: {found} is not {wanted}"
 
     def check_weight_update(self) -> None:
         """Halved weights and then the old ones, after the memory was given back and taken again."""

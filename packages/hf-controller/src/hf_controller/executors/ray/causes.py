@@ -18,7 +18,7 @@ from hf_controller.executors.ray.host_process import (
     in_one_line,
 )
 from hf_controller.executors.ray.inquirer import Inquirer
-from hf_controller.failures import Failure
+from hf_controller.failures import Failure, LostResultError
 from hf_protocols import WorkerTimeoutError
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ _OF_A_COLLECTIVE = re.compile(
     r"|ProcessGroup(Gloo|NCCL)|NCCL error"
 )
 
+_CLOSED = re.compile(r"timeout caused pair closure")
 _TIMED_OUT = re.compile(r"time[d ]*out", re.IGNORECASE)
 
 
@@ -134,7 +135,7 @@ class Causes:
 
     def of_failure(self, failure: Failure) -> Failure:
         """What a rank's own failure comes from."""
-        death = self._find_death(failure, failure.rank)
+        death = self._find_death(self._list_suspects(failure), failure.rank)
         if death is not None:
             said = f"of rank {failure.rank}, whose process lives:\n{failure.remote_traceback}"
             return replace(death, remote_traceback=said)
@@ -145,7 +146,7 @@ class Causes:
 
     def of_lost_answer(self, rank: int, error: RayError) -> Failure:
         """Why the answer of ``rank`` cannot be had."""
-        return self._find_death(error, rank) or self.of_lost_object(rank, error)
+        return self._find_death(self._list_suspects(error), rank) or self.of_lost_object(rank, error)
 
     def of_lost_object(self, rank: int, error: RayError) -> Failure:
         """What a call says whose process lives, and whose answer, inputs or result cannot be had."""
@@ -160,6 +161,11 @@ class Causes:
             remote_traceback="",
             origin=self._sent.origin,
         )
+
+    def of_loss(self, error: LostResultError) -> Failure | None:
+        """The end of that process of this call that made what cannot be read; None where it is another's, or lives."""
+        death = self._find_death(_find_process(error.maker, list(self._sent.processes.values())), rank=0)
+        return death and replace(death, message=f"an earlier call's result is lost: {death.message}")
 
     def of_lateness(self, error: WorkerTimeoutError, rank: int) -> Failure:
         """A failure of this call that the controller itself found: ``rank`` is late."""
@@ -196,17 +202,23 @@ class Causes:
             "who did not come in time? Raise collective_timeout_s (of a run: cluster.call_timeout_s), or look at what "
             "the other ranks are at:"
         )
+        if _CLOSED.search(failure.message):
+            head = (
+                "a collective of this group timed out, in this call or in an earlier one, and closed its connections: "
+                f"rebuild(executor, [pool]) builds the groups of its pool again. If it was in this call, {head}"
+            )
         return replace(failure, message="\n".join([f"{failure.message}: {head}", *self.describe_late(others)]))
 
-    def _find_death(self, seen: Failure | RayError, rank: int) -> Failure | None:
-        """The death that explains what is seen of ``rank``, with all others that are gone."""
-        everyone = self._everyone()
-        suspects = find_suspects(
-            seen, unanswered=self._sent.find_unanswered, connected=self._connected, everyone=everyone
+    def _list_suspects(self, seen: Failure | RayError) -> list[HostProcess]:
+        return find_suspects(
+            seen, unanswered=self._sent.find_unanswered, connected=self._connected, everyone=self._everyone()
         )
+
+    def _find_death(self, suspects: Sequence[HostProcess], rank: int) -> Failure | None:
+        """The death that explains what is seen of ``rank``, with all others that are gone."""
         if not suspects:
             return None
-        processes = list(dict.fromkeys([*suspects, *everyone]))
+        processes = list(dict.fromkeys([*suspects, *self._everyone()]))
         answers = self._inquirer.ask([process.actor for process in processes], "ping", _ANSWER_TIMEOUT_S)
         dead = {
             process: answer

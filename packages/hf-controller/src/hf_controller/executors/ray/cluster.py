@@ -139,6 +139,8 @@ def _set_environment() -> None:
     ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Nobody reads all objects of a call that failed: the program is told once, by the error of the call or its block.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     # Lines that many ranks print alike are printed once, without Ray's hint of how to change that.

@@ -16,7 +16,7 @@ from hf_controller.executors.ray.store import ValueHandle, describe_unread
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.executors.ray.wire import unpack_answer
 from hf_controller.failures import Failure, LostResultError
-from hf_protocols import WorkerTimeoutError
+from hf_protocols import HybridFlowError, WorkerTimeoutError
 
 if TYPE_CHECKING:
     from hf_controller.resource_pool import ResourcePool
@@ -158,7 +158,10 @@ class RayCall:
             return [self._seen.outcomes[rank] for rank in self._collected]
         try:
             return self._store.get(self.handles, self._timeout_s if timeout_s is None else timeout_s)
-        except LostResultError:
+        except LostResultError as error:
+            explained = self.explain_loss(error)
+            if explained is not None:
+                raise explained from None
             # An object that cannot be packed is this call's failure, not the loss of another's.
             contents = {rank: handle.contents for rank, handle in zip(self._collected, self.handles, strict=True)}
             lost = find_lost(contents)
@@ -167,6 +170,14 @@ class RayCall:
             failure = self._causes.of_lost_object(*next(iter(lost.items())))
             self._trace.tell(self.call_id, failure)
             raise failure.to_error() from None
+
+    def explain_loss(self, error: LostResultError) -> HybridFlowError | None:
+        """The end of the process that made what cannot be read; None where it is another call's, or lives."""
+        death = self._causes.of_loss(error)
+        if death is None:
+            return None
+        self._trace.tell(self.call_id, death)
+        return death.to_error()
 
     def _read_answers(self, ready: Mapping[int, Any]) -> None:
         try:

@@ -29,7 +29,7 @@ def pack_roles(roles: Mapping[str, WorkerSpec]) -> PackedRoles:
     """Pack before any process starts, so that what cannot travel costs nothing.
 
     Raises:
-        ProtocolError: for an argument that cannot be pickled, or variables on which the roles disagree.
+        ProtocolError: for an argument or a class that cannot be pickled, or variables on which the roles disagree.
     """
     environment = _merge_environments(roles)
     try:
@@ -42,7 +42,12 @@ def pack_roles(roles: Mapping[str, WorkerSpec]) -> PackedRoles:
                     f"{role}: the argument {found} of {spec.worker.__name__} cannot travel to another process "
                     f"({error}): give what the worker can build it from"
                 ) from error
-        raise
+        classes = ", ".join(f"{role}: {spec.worker.__qualname__}" for role, spec in roles.items())
+        raise ProtocolError(
+            f"{classes} cannot travel to another process ({type(error).__name__}: {error}): what a worker's class "
+            "reads from its module or from around it travels with it, unless other processes can import the module; "
+            "make it in the worker's constructor"
+        ) from error
 
 
 def find_unpicklable(named: Mapping[str, Any], dump: Callable[[Any], object] = cloudpickle.dumps) -> str | None:

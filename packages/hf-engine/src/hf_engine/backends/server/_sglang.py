@@ -14,8 +14,8 @@ from hf_protocols.errors import BackendError, ReshardError
 __all__ = ["SglangServer"]
 
 _VERSIONS = (0, 5, 23), (0, 5, 24)
-_RESERVED = 2
-"""Positions, and tokens of the cache, that SGLang keeps to itself."""
+_RESERVED = 6
+"""Positions, and tokens of the cache, that SGLang keeps to itself: it refuses a prompt that leaves it fewer."""
 _IDLE_TIMEOUT_S = 60
 _CACHE = {"tags": ["kv_cache"]}
 

@@ -205,6 +205,7 @@ class SglangBackend:
     @lost_peers_are_errors("begin_weights")
     def begin_weights(self) -> None:
         """Starts an update; see `SupportsShardLoading`."""
+        self._check_open()
         self._is_complete = False
         self._loaded = set()
         self._call("begin_weights")

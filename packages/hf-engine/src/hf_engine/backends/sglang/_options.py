@@ -16,8 +16,8 @@ from hf_protocols.models import ModelShape
 
 __all__ = ["RESERVED", "EngineModel", "build_options", "check_more"]
 
-RESERVED = 2
-"""Positions, and tokens of the cache, that SGLang keeps to itself."""
+RESERVED = 6
+"""Positions, and tokens of the cache, that SGLang keeps to itself: it refuses a prompt that leaves it fewer."""
 
 _OURS: dict[str, Any] = {
     "sampling_backend": SAMPLER,

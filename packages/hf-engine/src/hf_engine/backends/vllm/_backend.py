@@ -147,8 +147,9 @@ class VllmBackend:
 
     def begin_weights(self) -> None:
         """Starts an update; see `SupportsShardLoading`."""
+        engine = self._open()
         self._loaded = set()
-        self._open().begin_update()
+        engine.begin_update()
 
     def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Hands this rank's boxes to vLLM's loaders; a layer is packed as soon as it is complete."""

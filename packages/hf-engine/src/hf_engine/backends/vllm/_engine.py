@@ -131,7 +131,8 @@ class Engine:
             skip_tokenizer_init=True,
             dtype=dtype,
             seed=seed % (1 << 32),  # vLLM takes no other; nothing is drawn with it
-            max_model_len=max_positions,
+            # vLLM itself would take more than the model has where rotary positions are scaled
+            max_model_len=choose_positions(max_positions, shape.max_positions),
             kv_cache_memory_bytes=cache_bytes,
             tensor_parallel_size=len(groups[0]),
             distributed_executor_backend="external_launcher",
