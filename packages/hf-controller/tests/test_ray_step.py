@@ -131,6 +131,11 @@ def test_a_collective_to_which_a_rank_does_not_come_names_what_that_one_is_at(ra
     knob = "Raise collective_timeout_s (of a run: cluster.call_timeout_s), or look at what the other ranks are at:"
     assert first.endswith(knob)
     assert any(line.startswith("rank 1: call ") and "members.meet: done, idle for " in line for line in rest)
+    # Gloo closed the connection; nobody is late any more.
+    with pytest.raises(
+        WorkerError, match=r"timed out, in this call or in an earlier one, .*: rebuild\(executor, \[pool\]\)"
+    ):
+        group.meet().result(timeout_s=60)
 
 
 class Getter(Member):
