@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -12,6 +13,14 @@ __all__ = ["build_gpt", "find_model", "guess_model"]
 _GPT_VOCABULARY = 51200
 _LONG = 2**20
 _MOST_PARAMETERS = 1e15
+_WIDTH_STEP = 16
+"""An MLP's width is a multiple of it, so that tensor parallelism cuts it as evenly as the heads."""
+
+_PUBLISHED_GPTS = {
+    0.125e9: (12, 64), 0.35e9: (24, 64), 0.76e9: (24, 96), 1.3e9: (24, 128), 2.7e9: (32, 80), 6.7e9: (32, 128),
+    13e9: (40, 128), 30e9: (48, 128), 66e9: (64, 128), 175e9: (96, 128), 1008e9: (128, 160),
+}  # fmt: skip
+"""Layers and a head's size by parameters: GPT-3 (Brown et al., Table 2.1), OPT's 30B and 66B, and Megatron's 1T."""
 
 _PRESETS = (
     (r"llama-?2-7b", "llama-2-7b"),
@@ -68,22 +77,41 @@ def build_gpt(
         name=name,
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=round(8 * hidden_size / 3),
+        intermediate_size=_round_width(8 * hidden_size / 3),
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=hidden_size // num_heads,
         vocab_size=vocab_size or _GPT_VOCABULARY,
+        max_positions=_LONG,
     )
 
 
 def guess_model(name: str, parameters: float) -> ModelShape:
-    """A plausible GPT of so many parameters: heads of 128, and about as many layers as heads.
+    """A plausible GPT of so many parameters, with layers and heads like those of the nearest published one, tied ends.
+
+    Its MLP, 8 h / 3 wide at first, takes up what rounding the heads to a number that tensor groups divide leaves over.
 
     Raises:
         ConfigError: for a number that no model has.
     """
     if not 0 < parameters < _MOST_PARAMETERS:
         raise ConfigError(f"{name}: {parameters:g} parameters are no model's: give a number below {_MOST_PARAMETERS:g}")
-    heads = max(1, round((parameters * 128 / 12) ** (1 / 3) / 128))
-    layers = max(1, round((parameters - 2 * _GPT_VOCABULARY * heads * 128) / (12 * (heads * 128) ** 2)))
-    return build_gpt(name, num_layers=layers, hidden_size=heads * 128, num_heads=heads)
+    nearest = min(_PUBLISHED_GPTS, key=lambda size: abs(math.log(parameters / size)))
+    layers, head_dim = _PUBLISHED_GPTS[nearest]
+    # The root of 12 l h^2 + v h = parameters.
+    hidden = (math.sqrt(_GPT_VOCABULARY**2 + 48 * layers * parameters) - _GPT_VOCABULARY) / (24 * layers)
+    heads = _round_heads(hidden / head_dim)
+    model = build_gpt(name, num_layers=layers, hidden_size=heads * head_dim, num_heads=heads)
+    others = (_GPT_VOCABULARY + 4 * layers * model.hidden_size) * model.hidden_size
+    width = _round_width((parameters - others) / (3 * layers * model.hidden_size))
+    return replace(model, intermediate_size=width, tie_embeddings=True)
+
+
+def _round_width(width: float) -> int:
+    return _WIDTH_STEP * max(1, round(width / _WIDTH_STEP))
+
+
+def _round_heads(heads: float) -> int:
+    """To eights, below 24 to fours, below 6 to any number."""
+    step = 8 if heads >= 24 else 4 if heads >= 6 else 1
+    return step * max(1, round(heads / step))
