@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu, map_dataflow
-from hf_mapper._known_models import build_gpt, guess_model
+from hf_mapper._known_models import build_gpt, find_model, guess_model
 from hf_mapper.parallelism import parallel_layouts
 from hf_protocols import Dataflow, ModelShape
 
@@ -77,3 +79,30 @@ def test_plain_sizes_plan_as_the_named_model_does(model: ModelShape, named: str,
         for shape in (model, ModelShape.preset(named))
     )
     assert plain_s == pytest.approx(named_s, rel=apart)
+
+
+@pytest.mark.parametrize(
+    ("written", "preset"),
+    [
+        ("Qwen/Qwen2-72B", "qwen2-72b"),
+        ("Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen 2.5 32B", "qwen2.5-32b"),
+        ("qwen3-8b", "qwen3-8b"),
+        ("Qwen3_30B_a3B (tokendrop)", "qwen3-30b-a3b"),
+        ("mistralai/Mixtral-8x22B-v0.1", "mixtral-8x22b"),
+        ("llama-3-405b", "llama-3-405b"),
+        ("meta-llama/Llama-3.1-405B", "llama-3-405b"),
+        ("LLAMA3.1_405B", "llama-3-405b"),
+        ("Llama-3.3-70B-Instruct", "llama-3-70b"),
+        ("Meta-Llama-3.1-8B", "llama-3-8b"),
+    ],
+)
+def test_models_are_known_as_tables_write_them(written: str, preset: str) -> None:
+    found = find_model(written)
+    assert found is not None
+    assert replace(found, max_positions=1) == replace(ModelShape.preset(preset), max_positions=1)
+
+
+@pytest.mark.parametrize("written", ["Qwen2.5-8B", "qwen", "qwen3-coder-480b", "gpt", "Llama-3.2-1B", ""])
+def test_other_models_are_not_mistaken(written: str) -> None:
+    assert find_model(written) is None

@@ -40,6 +40,10 @@ RUN = {
     "recompute": "full",
     "step_time_s": 1.0,
 }
+SERVED = {
+    "source": "a server", "framework": "vLLM", "gpu": "H100", "model": "llama2-7b", "tp": 1, "batch": 4,
+    "input_len": 128, "output_len": 64, "latency_s": 0.6,
+}  # fmt: skip
 Write = Callable[..., Path]
 
 
@@ -106,6 +110,10 @@ def test_a_table_goes_by_its_columns(write: Write) -> None:
         ({"global_batch": 15}, "dp does not divide global_batch"),
         ({"gpu": "TPU v5"}, "gpu TPU v5 is not in the catalogue"),
         ({"precision": "fp8"}, "8-bit and 4-bit precision are not simulated"),
+        ({"precision": "int8"}, "8-bit and 4-bit precision are not simulated"),
+        ({"precision": "FP32"}, "precision FP32 is not simulated"),
+        ({"precision": "tf32"}, "precision tf32 is not simulated"),
+        ({"recompute": "sometimes"}, "recompute sometimes is not known"),
         ({"cp": 2}, "cp above 1 is not simulated"),
         ({"heads": "", "model": "unheard of"}, "params_b is blank"),
     ],
@@ -117,6 +125,91 @@ def test_rows_that_cannot_be_compared_are_skipped_and_said(write: Write, changed
     assert sum(entry.rows_used for entry in errors) == 1
 
 
+@pytest.mark.parametrize("mark", ["", "0", "false", "False", "no", "n", "N"])
+def test_a_mark_that_says_no_is_none(write: Write, mark: str) -> None:
+    server = SERVED | {"suspect": mark, "n_gpus": ""}
+    write([RUN | {"suspect": mark, "cpu_offload": mark}], "training.csv")
+    errors = validate_folder(write([server], "generation.csv"))
+    assert [(entry.rows_used, entry.rows_skipped) for entry in errors] == [(1, {}), (1, {})]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("", "none"), ("none", "none"), ("No", "none"), ("false", "none"), ("0", "none"),
+        ("selective", "selective"), ("selective+sequence-parallel", "selective"),
+        ("full", "full"), ("full/selective (True)", "full"), ("True", "full"), ("yes", "full"), ("1", "full"),
+    ],
+)  # fmt: skip
+def test_the_usual_words_for_recompute_are_known(write: Write, written: str, meant: str) -> None:
+    [table] = read_tables(write([RUN | {"recompute": written}]))
+    [(_, [case])] = build_cases(table)
+    assert case.workload.recompute == meant
+
+
+@pytest.mark.parametrize("precision", ["", "fp16", "BF16", "amp_bf16", "mixed fp16", "bfloat16", "torch.float16", "16"])
+def test_figures_of_16_bits_are_simulated_however_written(write: Write, precision: str) -> None:
+    write([RUN | {"precision": precision}], "training.csv")
+    errors = validate_folder(write([SERVED | {"precision": precision}], "generation.csv"))
+    assert [entry.rows_used for entry in errors] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        *(
+            ({"precision": precision}, "8-bit and 4-bit precision are not simulated")
+            for precision in ("nvfp4", "fp4", "mxfp4", "w4a16", "W8A8", "fp8", "int4", "AWQ")
+        ),
+        ({"precision": "fp32"}, "precision fp32 is not simulated"),
+        ({"precision": "tf32"}, "precision tf32 is not simulated"),
+        ({"n_gpus": 8}, "n_gpus is not tp x pp"),
+        ({"suspect": "1 (faster than peak)"}, "marked suspect"),
+    ],
+)
+def test_generation_that_is_not_simulated_is_skipped_and_said(write: Write, changed: dict, reason: str) -> None:
+    [errors] = validate_folder(write([SERVED | dict.fromkeys(changed, ""), SERVED | changed]))
+    assert (errors.rows_used, errors.rows_skipped) == (1, {reason: 1})
+
+
+def test_a_row_counts_once_however_much_it_measured(write: Write) -> None:
+    """Memory in two parts; times and bytes; a skipped row is not skipped once for each phase of its source."""
+    parts = {key: value for key, value in RUN.items() if key != "step_time_s"} | {
+        "param_opt_gib": 9,
+        "activation_gib": 5,
+    }
+    marks = {"suspect": "1"}, {"suspect": ""}
+    [memory] = validate_folder(write([parts | mark for mark in marks]))
+    assert (memory.rows_used, memory.rows_skipped) == (1, {"marked suspect": 1})
+    rows = [RUN | marks[0] | {"mem_gb": 20}, RUN | marks[1] | {"mem_gb": 20}, RUN | marks[1] | {"mem_gb": ""}]
+    assert [(entry.phase, entry.rows_used, entry.rows_skipped) for entry in validate_folder(write(rows))] == [
+        ("training", 2, {"marked suspect": 1}),
+        ("memory", 1, {}),
+    ]
+
+
+def test_a_table_that_a_spreadsheet_wrote_is_read(write: Write) -> None:
+    """With a mark of its encoding before the first column, and its name's end in capitals."""
+    path = write([{"gpu": "A100"} | RUN], "TABLE.CSV") / "TABLE.CSV"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    [errors] = validate_folder(path.parent)
+    assert (errors.file, errors.rows_used) == ("TABLE.CSV", 1)
+
+
+def test_software_follows_from_the_source_where_no_framework_is_stated(write: Write) -> None:
+    plain = {key: value for key, value in RUN.items() if key != "framework"}
+    folder = write([plain | {"source": source} for source in ("vTrain (MICRO24)", "a bench")])
+    [table] = read_tables(folder)
+    cases = [case for _, [case] in build_cases(table)]
+    assert [(case.stack, case.software) for case in cases] == [
+        ("megatron-2021", "megatron-deepspeed"),
+        ("pytorch", "hf-engine"),
+    ]
+    shown = CliRunner().invoke(main, ["validate", "--data", str(folder)], env={"COLUMNS": "160"}).output
+    assert "software" in shown
+    assert "megatron-deepspeed" in shown
+
+
 @pytest.mark.parametrize(
     ("written", "kind"),
     [
@@ -126,13 +219,23 @@ def test_rows_that_cannot_be_compared_are_skipped_and_said(write: Write, changed
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("GH200", "gh200"),
         ("RTX 4090", "rtx-4090"),
+        ("RTX4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX4090", "rtx-4090"),
+        ("a100-40", "a100-40"),
+        ("A100-40G", "a100-40"),
+        ("A100 40 GB", "a100-40"),
+        ("A100 (40GB)", "a100-40"),
+        ("A100-SXM4-40GB", "a100-40"),
+        ("a100-80", "a100-80"),
+        ("A100 80 GiB", "a100-80"),
+        ("A100 400W", "a100-80"),
     ],
 )
 def test_gpus_are_known_as_tables_write_them(written: str, kind: str) -> None:
     assert find_gpu(written) == kind
 
 
-@pytest.mark.parametrize("written", ["A800", "GB200", "B300", "h100-80gb-pcap", ""])
+@pytest.mark.parametrize("written", ["A800", "GB200", "B300", "h100-80gb-pcap", "RTX 4090D", ""])
 def test_other_gpus_are_not_mistaken(written: str) -> None:
     with pytest.raises(SkipRow):
         find_gpu(written)

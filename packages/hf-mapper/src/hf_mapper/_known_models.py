@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 from hf_protocols import ConfigError, ModelShape
@@ -28,10 +29,11 @@ _PRESETS = (
     (r"llama-?2-70b", "llama-2-70b"),
     (r"codellama-34b|llama-?2-34b", "codellama-34b"),
     (r"llama-?3(\.1)?-8b", "llama-3-8b"),
-    (r"llama-?3(\.1)?-70b", "llama-3-70b"),
-    (r"llama-?3\.1-405b", "llama-3-405b"),
+    (r"llama-?3(\.[13])?-70b", "llama-3-70b"),
+    (r"llama-?3(\.1)?-405b", "llama-3-405b"),
     (r"mixtral-8x7b", "mixtral-8x7b"),
 )
+"""Names that are spelled in several ways; those of other presets are tried as they are."""
 
 # Layers, hidden, MLP width (of a gated MLP with as many weights where the model's is not gated), heads, KV heads,
 # vocabulary, and positions where runs exceed them.
@@ -66,6 +68,15 @@ def find_model(name: str) -> ModelShape | None:
                 num_kv_heads=kv_heads, head_dim=hidden // heads, vocab_size=vocabulary,
                 max_positions=positions[0] if positions else _LONG,
             )  # fmt: skip
+    return _find_preset(re.sub(r"^qwen-(?=\d)", "qwen", plain))
+
+
+def _find_preset(name: str) -> ModelShape | None:
+    """The preset that ``name`` begins with, before words such as "instruct"; of several the longest."""
+    words = name.split("-")
+    for end in range(len(words), 0, -1):
+        with suppress(ConfigError):
+            return replace(ModelShape.preset("-".join(words[:end])), max_positions=_LONG)
     return None
 
 

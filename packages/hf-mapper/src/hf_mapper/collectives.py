@@ -30,6 +30,7 @@ class CollectiveCase:
     measured: float
     phase: Phase = "communication"
     stack: str = "links"
+    software: str = "-"
     sweep: str = ""
 
     @property

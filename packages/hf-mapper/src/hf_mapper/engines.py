@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from hf_mapper.constants import find_efficiency, find_links
 from hf_mapper.efficiency import EfficiencySpec
-from hf_mapper.measured import Phase, build_cluster, find_gpu, find_model_of_row
+from hf_mapper.measured import Phase, build_cluster, check_precision, find_gpu, find_model_of_row
 from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.memory import kv_token_bytes, weight_bytes
 from hf_mapper.software import EngineSpec
 from hf_mapper.specs import ClusterSpec, MachineSpec, WorkloadSpec, gpu
-from hf_mapper.tables import MeasuredTable, Row, SkipRow, number, whole_number
+from hf_mapper.tables import MeasuredTable, Row, SkipRow, is_marked, number, whole_number
 from hf_protocols import ConfigError, GenerationSpec, ModelShape, ParallelSpec
 
 __all__ = ["GenerationCase", "build_generation_cases"]
@@ -59,6 +59,11 @@ class GenerationCase:
     @property
     def stack(self) -> str:
         """The engine's name, which its constants go by."""
+        return self.engine.name
+
+    @property
+    def software(self) -> str:
+        """The name of the engine that is simulated."""
         return self.engine.name
 
     @property
@@ -119,17 +124,18 @@ def build_generation_cases(table: MeasuredTable) -> Iterator[tuple[Row, list[Gen
 
 
 def _generation_cases(row: Row) -> Iterator[GenerationCase]:
-    if row.get("suspect"):
+    if is_marked(row, "suspect"):
         raise SkipRow("marked suspect")
     if row.get("ep", "1") not in ("", "1"):
         raise SkipRow("ep above 1 is not simulated")
-    if re.search(r"fp8|float8|int8|int4|awq|gptq", row.get("precision", "").lower()):
-        raise SkipRow("quantized weights are not simulated")
+    check_precision(row)
     batch, prompt, response = (whole_number(row, column) for column in ("batch", "input_len", "output_len"))
     model, kind, engine = find_model_of_row(row), _find_kind(row), _find_engine(row)
     if prompt + response > model.max_positions:
         raise SkipRow("input_len + output_len exceeds the model's positions")
     tp, pp = whole_number(row, "tp"), whole_number(row, "pp", 1)
+    if whole_number(row, "n_gpus", tp * pp) != tp * pp:
+        raise SkipRow("n_gpus is not tp x pp")
     spec = replace(gpu(kind), efficiency=find_efficiency(kind, engine.name))
     cluster = ClusterSpec(machines=(MachineSpec(gpu=spec, num_gpus=tp * pp),))
     base = GenerationCase(

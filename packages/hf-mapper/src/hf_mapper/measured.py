@@ -15,7 +15,7 @@ from hf_mapper.simulators import estimate_memory, simulate_training
 from hf_mapper.simulators.layouts import read_layouts
 from hf_mapper.software import FSDP, LLM_FOUNDRY, MEGATRON_2021, MEGATRON_DEEPSPEED, ZERO_2021, SoftwareSpec
 from hf_mapper.specs import ClusterSpec, GpuSpec, MachineSpec, Recompute, WorkloadSpec, gpu
-from hf_mapper.tables import MeasuredTable, Row, SkipRow, number, whole_number
+from hf_mapper.tables import MeasuredTable, Row, SkipRow, is_marked, number, whole_number
 from hf_protocols import ConfigError, ModelShape, ParallelSpec, TopologyError
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "TrainingCase",
     "build_cluster",
     "build_training_cases",
+    "check_precision",
     "find_gpu",
     "find_model_of_row",
     "find_network",
@@ -33,6 +34,12 @@ Phase = Literal["training", "memory", "prefill", "decode", "generation", "commun
 _NETWORK = {"a100": 200e9, "h100": 400e9, "h200": 400e9, "b200": 400e9}
 """Bytes per second of a machine of eight where the row does not state it: eight cards of 200 or 400 Gbit/s."""
 _MACHINE = 8
+_RECOMPUTE: dict[str, Recompute] = {
+    **dict.fromkeys(("", "none", "no", "false", "0"), "none"),
+    "selective": "selective",
+    **dict.fromkeys(("full", "true", "yes", "1"), "full"),
+}
+"""The first word of what tables write."""
 _WATTS = {"a100": 400, "h100": 700, "h200": 700, "b200": 1000}
 """Power of the boards in the catalogue, by their datasheets."""
 
@@ -58,6 +65,11 @@ class TrainingCase:
     backend: str
     measured: float
     part: str = ""
+
+    @property
+    def software(self) -> str:
+        """The name of the software that is simulated."""
+        return self.workload.software.name
 
     @property
     def fit_group(self) -> str:
@@ -100,13 +112,13 @@ def find_gpu(name: str) -> str:
     Raises:
         SkipRow: where the catalogue has none.
     """
-    plain = re.sub(r"[\s_]+", "-", name.lower())
+    plain = re.sub(r"[\s_()]+", "-", name.lower())
     if "pcap" in plain:
         raise SkipRow("a power-capped GPU is not in the catalogue")
     if re.search(r"(^|-)a100(-|$)", plain):
-        return "a100-40" if "40gb" in plain else "a100-80"
+        return "a100-40" if re.search(r"-40(-?gi?b?)?(-|$)", plain) else "a100-80"
     for kind in CATALOGUE:
-        if re.search(rf"(^|-){re.escape(kind)}(-|$)", plain):
+        if re.search(rf"(^|-){kind.replace('-', '-?')}(-|$)", plain):
             return kind
     raise SkipRow(f"gpu {name} is not in the catalogue")
 
@@ -185,16 +197,24 @@ def _training_cases(row: Row) -> Iterator[TrainingCase]:
 
 def _check_simulated(row: Row) -> None:
     """Raise SkipRow for what the simulators do not know."""
-    if row.get("suspect"):
+    if is_marked(row, "suspect"):
         raise SkipRow("marked suspect")
     if not row.get("phase", "train").startswith("train"):
         raise SkipRow(f"phase {row['phase']} is not simulated")
-    if row.get("cpu_offload", "").lower() == "true":
+    if is_marked(row, "cpu_offload"):
         raise SkipRow("offload to the host is not simulated")
-    if re.search(r"fp8|float8|nvfp4|mxfp|fp4", row.get("precision", "").lower()):
-        raise SkipRow("8-bit and 4-bit precision are not simulated")
+    check_precision(row)
     if row.get("cp", "1") not in ("", "1"):
         raise SkipRow("cp above 1 is not simulated")
+
+
+def check_precision(row: Row) -> None:
+    """Raise SkipRow unless the row computes in 16 bits, as all that the constants were fitted on, or does not say."""
+    text = row.get("precision", "").lower()
+    if re.search(r"(fp|float|int)[48]|w\d+a\d+|awq|gptq", text):
+        raise SkipRow("8-bit and 4-bit precision are not simulated")
+    if text and not re.search(r"(?<![a-z0-9])(b?f(p|loat)?)?16(?!\d)|half", text):
+        raise SkipRow(f"precision {row['precision']} is not simulated")
 
 
 def _find_layout(row: Row, num_gpus: int) -> ParallelSpec:
@@ -213,10 +233,11 @@ def _find_micro_batch(row: Row, local: int) -> int:
 
 
 def _find_recompute(row: Row) -> Recompute:
-    text = row.get("recompute", "").lower()
-    return (
-        "full" if text.startswith(("full", "true", "yes")) else "selective" if text.startswith("selective") else "none"
-    )
+    text = row.get("recompute", "")
+    word = re.split(r"[^a-z0-9]", text.lower(), maxsplit=1)[0]
+    if word not in _RECOMPUTE:
+        raise SkipRow(f"recompute {text} is not known")
+    return _RECOMPUTE[word]
 
 
 def _find_software(row: Row, parallel: ParallelSpec) -> tuple[str, SoftwareSpec, str]:
@@ -225,10 +246,10 @@ def _find_software(row: Row, parallel: ParallelSpec) -> tuple[str, SoftwareSpec,
     whole = parallel.pp_size == parallel.tp_size == 1
     if "zero-3" in text:
         return MEGATRON_2021.name, ZERO_2021, "fsdp"
-    old = re.search(r"megatron-(lm|deepspeed|\d+b|1t)|korthikanti", text) and "bridge" not in text
+    old = re.search(r"megatron-(lm|deepspeed|\d+b|1t)|korthikanti|vtrain", text) and "bridge" not in text
     if old:
         sequence_parallel = "sequence-parallel" in row.get("recompute", "")
-        software = MEGATRON_DEEPSPEED if "megatron-deepspeed" in text else MEGATRON_2021
+        software = MEGATRON_DEEPSPEED if re.search("megatron-deepspeed|vtrain", text) else MEGATRON_2021
         return MEGATRON_2021.name, replace(software, sequence_parallel=sequence_parallel), "megatron"
     sharded = whole and not re.search("ddp|nemo|megatron", text)
     if not sharded:

@@ -58,13 +58,17 @@ def check_estimates(plan: MappingPlan) -> None:
 
 
 def render_errors(errors: Sequence[SourceErrors], console: Console) -> None:
-    """Print a table for each file, a line for each source, phase and GPU; then what was skipped and why."""
+    """Print a table for each file, a line for each source, phase and GPU; then what was skipped and why.
+
+    The software is the one that the simulators assumed.
+    """
     for file in dict.fromkeys(source.file for source in errors):
-        table = build_table(f"{file}: errors and regret in %", "source", "phase", "gpu")
+        table = build_table(f"{file}: errors and regret in %", "source", "phase", "gpu", "software")
         for heading in ("rows", "MAPE", "bias", "rank", "regret"):
             table.add_column(heading, justify="right", no_wrap=True)
         for source in (entry for entry in errors if entry.file == file):
-            table.add_row(source.source, source.phase, source.gpu, *_error_figures(source))
+            software = ", ".join(source.software) or "-"
+            table.add_row(source.source, source.phase, source.gpu, software, *_error_figures(source))
         console.print(table)
     skipped = [(source, reason, count) for source in errors for reason, count in source.rows_skipped.items()]
     for source, reason, count in skipped:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_protocols import ConfigError
 
-__all__ = ["MeasuredTable", "SkipRow", "find_kind", "number", "read_tables", "whole_number"]
+__all__ = ["MeasuredTable", "SkipRow", "find_kind", "is_marked", "number", "read_tables", "whole_number"]
 
 Row = Mapping[str, str]
 
@@ -23,6 +23,7 @@ _NEEDED = {
     "kernel": ("gpu", "num_tokens", "tp", "n_embd", "n_expanded_embd", "mlp_up_proj_ms"),
     "iteration": ("gpu", "n_gpus", "algorithm", "rollout_samples", "step_time_s"),
 }
+_UNMARKED = ("", "0", "false", "no", "n")
 GENERATION_TIMES = ("latency_s", "ttft_min_s", "itl_p50_s", "prompt_time_ms_median", "token_time_ms_median")
 _MARKS = {
     "communication": ("time_ms_median_maxrank",),
@@ -49,7 +50,7 @@ class MeasuredTable:
 
 
 def read_tables(folder: Path) -> list[MeasuredTable]:
-    """Every ``*.csv`` of ``folder``, by name.
+    """Every ``*.csv`` of ``folder``, by name, in capitals too.
 
     Raises:
         ConfigError: for a folder that cannot be read or holds no table, or a table without the columns it needs.
@@ -57,7 +58,7 @@ def read_tables(folder: Path) -> list[MeasuredTable]:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder: give the one that holds the measured tables (*.csv)")
     try:
-        paths = sorted(path for path in folder.iterdir() if path.suffix == ".csv")
+        paths = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".csv")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be read: {error}") from error
     if not paths:
@@ -84,6 +85,11 @@ def find_kind(file: str, columns: Sequence[str]) -> str:
         f"{file}: no measured time among its columns; give one of step_time_s, activation_gib, "
         f"{', '.join(GENERATION_TIMES)} or time_ms_median_maxrank"
     )
+
+
+def is_marked(row: Row, column: str) -> bool:
+    """Whether a cell says more than "no": tables mark rows by 1, by True, or by the reason."""
+    return row.get(column, "").lower() not in _UNMARKED
 
 
 def number(row: Row, column: str, default: float | None = None) -> float:
@@ -120,7 +126,7 @@ def whole_number(row: Row, column: str, default: int | None = None) -> int:
 
 def _read_table(path: Path) -> MeasuredTable:
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
             columns, rows = reader.fieldnames or (), tuple(_strip(reader))
     except (OSError, UnicodeDecodeError, csv.Error) as error:

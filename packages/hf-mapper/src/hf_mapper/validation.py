@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,11 @@ class SweepErrors:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceErrors:
-    """Errors over one source's measurements of one phase on one GPU, as fractions; None where no row was used."""
+    """Errors over one source's measurements of one phase on one GPU, as fractions; None where no row was used.
+
+    ``rows_used``: those that measured the phase. A skipped row counts with the first phase of its source and GPU only.
+    ``software``: what the simulators took the rows to run; it is not in the report.
+    """
 
     source: str
     file: str
@@ -58,6 +62,7 @@ class SourceErrors:
     bias: float | None
     spearman: float | None
     sweeps: tuple[SweepErrors, ...]
+    software: tuple[str, ...]
 
 
 def validate_folder(folder: Path | str) -> list[SourceErrors]:
@@ -71,7 +76,8 @@ def validate_folder(folder: Path | str) -> list[SourceErrors]:
 
 def build_report(errors: Sequence[SourceErrors]) -> dict[str, Any]:
     """What ``hf-mapper validate --json`` prints."""
-    return {"sources": [asdict(source) for source in errors]}
+    sources = [asdict(source) for source in errors]
+    return {"sources": [{key: source[key] for key in source if key != "software"} for source in sources]}
 
 
 def build_cases(table: MeasuredTable) -> Iterator[tuple[Row, Sequence[Case] | SkipRow]]:
@@ -89,6 +95,7 @@ def build_cases(table: MeasuredTable) -> Iterator[tuple[Row, Sequence[Case] | Sk
 def compute_errors(table: MeasuredTable) -> list[SourceErrors]:
     """One entry for each source, phase and GPU of a table."""
     used: dict[tuple[str, str, str], list[Case]] = defaultdict(list)
+    rows: Counter[tuple[str, str, str]] = Counter()
     skipped: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for row, found in build_cases(table):
         where = (row.get("source", ""), row.get("gpu", ""))
@@ -99,27 +106,28 @@ def compute_errors(table: MeasuredTable) -> list[SourceErrors]:
             continue
         for case in found:
             used[case.source, case.phase, case.gpu].append(case)
+        rows.update({(case.source, case.phase, case.gpu) for case in found})
     filled = {key[::2] for key, cases in used.items() if cases}
-    return [
-        _summarise(table.file, key, cases, dict(skipped[key[::2]]))
-        for key, cases in used.items()
-        if cases or key[::2] not in filled
-    ]
+    listed = [key for key, cases in used.items() if cases or key[::2] not in filled]
+    return [_summarise(table.file, key, used[key], rows[key], skipped.pop(key[::2], Counter())) for key in listed]
 
 
-def _summarise(file: str, key: tuple[str, str, str], cases: Sequence[Case], skipped: dict[str, int]) -> SourceErrors:
+def _summarise(
+    file: str, key: tuple[str, str, str], cases: Sequence[Case], rows: int, skipped: Mapping[str, int]
+) -> SourceErrors:
     predicted, measured = [case.predict() for case in cases], [case.measured for case in cases]
     return SourceErrors(
         source=key[0] or file,
         file=file,
         phase=key[1],
         gpu=key[2],
-        rows_used=len(cases),
-        rows_skipped=skipped,
+        rows_used=rows,
+        rows_skipped=dict(skipped),
         mape=compute_mape(predicted, measured) if cases else None,
         bias=compute_bias(predicted, measured) if cases else None,
         spearman=compute_spearman(predicted, measured),
         sweeps=compute_sweeps(cases, predicted),
+        software=tuple(dict.fromkeys(case.software for case in cases)),
     )
 
 
