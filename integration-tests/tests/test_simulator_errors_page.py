@@ -40,9 +40,36 @@ def fits(case: TrainingCase) -> bool:
 
 
 def test_growth_and_disappearance_are_found() -> None:
-    published = [["a", "training", "A100", "9", "10.0"], ["b", "training", "A100", "9", "10.0"]]
-    assert find_worse(published, [["a", "training", "A100", "9", "11.0"], published[1]]) == []
-    worse = find_worse(published, [["a", "training", "A100", "9", "11.1"]])
+    published = [row("a"), row("b")]
+    assert find_worse(published, [row("a", mape="11.0"), published[1]]) == []
+    worse = find_worse(published, [row("a", mape="11.1")])
     assert len(worse) == 2
     assert "11.1" in worse[0]
     assert "no longer measured" in worse[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({}, None),
+        ({"unfitted": "5.5", "regret": "2.3 / 5.0"}, None),
+        ({"unfitted": "5.6"}, "not fitted on: MAPE 5.6 %, published 5.0 %"),
+        ({"unfitted": "-"}, "not fitted on: MAPE published, but no longer measured"),
+        ({"regret": "2.4 / 4.5"}, "mean regret 2.4 %, published 2.0 %"),
+        ({"regret": "2.0 / 5.1"}, "worst regret 5.1 %, published 4.5 %"),
+        ({"regret": "-"}, "regret published, but no longer measured"),
+    ],
+)
+def test_each_published_error_may_grow_by_a_tenth_only(changed: dict[str, str], named: str | None) -> None:
+    worse = find_worse([row("a")], [row("a", **changed)])
+    assert [named in line for line in worse if named] == ([True] if named else [])
+    assert bool(worse) == bool(named)
+
+
+def test_a_regret_of_nothing_may_be_rounded_up() -> None:
+    assert find_worse([row("a", regret="0.0 / 0.0")], [row("a", regret="0.0 / 0.1")]) == []
+    assert len(find_worse([row("a", regret="0.0 / 0.0")], [row("a", regret="0.2 / 0.2")])) == 2
+
+
+def row(source: str, *, mape: str = "10.0", unfitted: str = "5.0", regret: str = "2.0 / 4.5") -> list[str]:
+    return [source, "training", "A100", "9", mape, "1.0", "4", "14.0", "5", unfitted, "0.9", regret]

@@ -211,7 +211,11 @@ def test_vocabularies_are_padded_alike_on_both_sides(vocab, tp, expected):
             "^4 layers cannot fill pp_size=64 pipeline stages in training: choose a pp_size of at most 4$",
         ),
         ({}, {"dp_size": 2, "ep_size": 2}, "num_experts=0 do not share out over ep_size=2"),
-        ({"num_experts": 3, "family": "mixtral"}, {"dp_size": 2, "ep_size": 2}, "num_experts=3"),
+        (
+            {"num_experts": 3, "num_experts_per_token": 2, "family": "mixtral"},
+            {"dp_size": 2, "ep_size": 2},
+            "num_experts=3",
+        ),
     ],
 )
 def test_sizes_that_do_not_share_out_are_refused(change, sizes, message):

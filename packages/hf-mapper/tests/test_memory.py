@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from hf_mapper import ClusterSpec, WorkloadSpec, estimate_memory, is_feasible
+from hf_mapper import ClusterSpec, WorkloadSpec, estimate_memory, is_feasible, simulate_generation
 from hf_mapper.simulators.layouts import read_layouts
 from hf_mapper.simulators.memory import kv_cache_bytes, training_work_bytes
 from hf_mapper.software import FSDP, MEGATRON_2021, ZERO_2021, SoftwareSpec
@@ -221,6 +221,18 @@ def test_estimate_is_state_and_the_largest_call() -> None:
     generating = parts["kv_cache_bytes"] + parts["gathered_weight_bytes"]
     assert estimate.memory_bytes == state + max(parts["activation_bytes"], generating)
     assert estimate.latency_s == 0
+
+
+@pytest.mark.parametrize("layout", ["1-8-1", "2-2-2", "1-1-8"])
+def test_by_default_a_model_makes_all_calls_and_generates_as_it_is_cut(layout: str) -> None:
+    cluster, spec = ClusterSpec.host(8, 2**40), ParallelSpec.parse(layout)
+    cut = GenerationSpec(gen_pp_size=spec.pp_size, gen_tp_size=spec.tp_size)
+    calls = ["generation", "inference", "training"]
+    given = LLAMA, cluster, spec, WORKLOAD
+    assert estimate_memory(*given) == estimate_memory(*given, calls=calls, generation=cut)
+    assert simulate_generation(*given) == simulate_generation(*given, generation=cut)
+    several = simulate_generation(LLAMA, cluster, [spec, spec], WORKLOAD)
+    assert list(several.latency_s) == [simulate_generation(*given).latency_s] * 2
 
 
 def test_a_fused_loss_keeps_logits_in_16_bits() -> None:

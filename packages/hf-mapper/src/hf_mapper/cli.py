@@ -168,6 +168,8 @@ def validate(data: Path | None, trace: Path | None, constants: Path | None, as_j
     """Compare the simulators with measured tables, recognised by their columns, or with a run of hybridflow."""
     if (data is None) == (trace is None):
         raise _InputError("give either --data, a folder of measured tables, or --trace, a run's trace.json")
+    if data is not None and constants is not None:
+        raise _InputError("--constants goes with --trace: with --data the shipped constants are compared")
     if data is None:
         assert trace is not None, "one of the two is given"
         _validate_trace(trace, constants, as_json=as_json)
@@ -192,7 +194,7 @@ def validate(data: Path | None, trace: Path | None, constants: Path | None, as_j
     help="The trace.json in the directory of a run of hybridflow; several runs of different sizes tell more.",
 )
 @click.option("--output", type=click.Path(path_type=Path), help="With --trace: write the constants here, as JSON.")
-@click.option("--stack", help="Only this software, such as pytorch or vllm.")
+@click.option("--stack", help="With --data: only this software, such as pytorch or vllm.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; errors are fractions.")
 def calibrate(
     data: Path | None, traces: tuple[Path, ...], output: Path | None, stack: str | None, as_json: bool
@@ -203,6 +205,10 @@ def calibrate(
     """
     if (data is None) == (not traces):
         raise _InputError("give either --data, a folder of measured tables, or --trace, a run's trace.json")
+    if data is not None and output is not None:
+        raise _InputError("--output goes with --trace: with --data --json prints the constants")
+    if data is None and stack is not None:
+        raise _InputError("--stack goes with --data: a run's trace says what software it was")
     if data is None:
         _calibrate_traces(traces, output, as_json=as_json)
         return

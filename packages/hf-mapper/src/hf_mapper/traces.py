@@ -241,12 +241,14 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; a run leaves it beside its trace") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; a run leaves it in its directory") from None
 
 
 def _load(path: Path) -> dict[str, Any]:
     try:
         body = json.loads(_read(path))
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}") from None
     if not isinstance(body, dict):

@@ -57,7 +57,7 @@ class ModelShape:
 
     Raises:
         ConfigError: for a size that is no whole number or below 1, heads that do not share out, more experts per token
-            than there are, or values of other kinds.
+            than there are or none of them, or values of other kinds.
     """
 
     name: str
@@ -98,6 +98,12 @@ class ModelShape:
             raise ConfigError(
                 f"{self.name}: num_experts_per_token={self.num_experts_per_token} is above "
                 f"num_experts={self.num_experts}"
+            )
+
+        if self.num_experts and not self.num_experts_per_token:
+            raise ConfigError(
+                f"{self.name}: num_experts={self.num_experts} with num_experts_per_token=0: give how many of them each "
+                "token chooses, at least 1"
             )
 
     @classmethod

@@ -52,7 +52,7 @@ def simulate_generation(
     parallel: ParallelSpec,
     workload: WorkloadSpec,
     *,
-    generation: GenerationSpec,
+    generation: GenerationSpec | None = None,
     num_waves: int = 1,
     backend: str | None = None,
     engine: EngineSpec = _ENGINE,
@@ -64,7 +64,7 @@ def simulate_generation(
     parallel: Sequence[ParallelSpec],
     workload: WorkloadSpec,
     *,
-    generation: GenerationSpec | Sequence[GenerationSpec],
+    generation: GenerationSpec | Sequence[GenerationSpec] | None = None,
     num_waves: int | Sequence[int] = 1,
     backend: str | Sequence[str] | None = None,
     engine: EngineSpec = _ENGINE,
@@ -75,13 +75,14 @@ def simulate_generation(
     parallel: ParallelSpec | Sequence[ParallelSpec],
     workload: WorkloadSpec,
     *,
-    generation: GenerationSpec | Sequence[GenerationSpec],
+    generation: GenerationSpec | Sequence[GenerationSpec] | None = None,
     num_waves: int | Sequence[int] = 1,
     backend: str | Sequence[str] | None = None,
     engine: EngineSpec = _ENGINE,
 ) -> Estimate[Any]:
     """The whole batch by every replica in ``num_waves`` rounds, after the transition from ``parallel``.
 
+    ``generation`` cuts a replica, by default as ``parallel`` cuts the model: pp * tp ranks.
     ``memory_bytes`` is the KV cache, and what the generation weights add to the training shard.
     """
     layouts = read_layouts(model, parallel, backend)

@@ -123,9 +123,9 @@ def _check_experts(model: ModelShape, layouts: Layouts) -> None:
 
 
 def read_generation(
-    layouts: Layouts, generation: GenerationSpec | Sequence[GenerationSpec], num_waves: int | Sequence[int]
+    layouts: Layouts, generation: GenerationSpec | Sequence[GenerationSpec] | None, num_waves: int | Sequence[int]
 ) -> GenerationLayouts:
-    """The sizes of the generation layout of all ``layouts`` or of each.
+    """The sizes of the generation layout of all ``layouts`` or of each; by default a replica is cut as in training.
 
     Raises:
         TopologyError: for replicas that do not share the ranks out, or that do not nest in Megatron's layout.
@@ -139,7 +139,9 @@ def read_generation(
         waves = np.array(num_waves, dtype=np.int64)
     gen_pp: Sizes
     gen_tp: Sizes
-    if isinstance(generation, GenerationSpec):
+    if generation is None:
+        gen_pp, gen_tp = layouts.pp_size, layouts.tp_size
+    elif isinstance(generation, GenerationSpec):
         gen_pp, gen_tp = generation.gen_pp_size, generation.gen_tp_size
     else:
         _check_count("generation", generation, count)

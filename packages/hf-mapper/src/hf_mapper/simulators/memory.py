@@ -36,6 +36,7 @@ __all__ = [
     "weight_bytes",
 ]
 
+_ALL_CALLS: Sequence[CallKind] = ("generation", "inference", "training")
 _ADAM_BYTES = 8
 _LOGIT_BYTES = 4
 _LOSS_BYTES = 10
@@ -223,7 +224,7 @@ def estimate_memory(
     parallel: ParallelSpec,
     workload: WorkloadSpec,
     *,
-    calls: Sequence[CallKind],
+    calls: Sequence[CallKind] = _ALL_CALLS,
     generation: GenerationSpec | None = None,
     num_waves: int = 1,
     backend: str | None = None,
@@ -235,7 +236,7 @@ def estimate_memory(
     parallel: Sequence[ParallelSpec],
     workload: WorkloadSpec,
     *,
-    calls: Sequence[CallKind],
+    calls: Sequence[CallKind] = _ALL_CALLS,
     generation: GenerationSpec | Sequence[GenerationSpec] | None = None,
     num_waves: int | Sequence[int] = 1,
     backend: str | Sequence[str] | None = None,
@@ -246,13 +247,14 @@ def estimate_memory(
     parallel: ParallelSpec | Sequence[ParallelSpec],
     workload: WorkloadSpec,
     *,
-    calls: Sequence[CallKind],
+    calls: Sequence[CallKind] = _ALL_CALLS,
     generation: GenerationSpec | Sequence[GenerationSpec] | None = None,
     num_waves: int | Sequence[int] = 1,
     backend: str | Sequence[str] | None = None,
 ) -> Estimate[Any]:
-    """Bytes of one rank of a model that alone makes ``calls``: its state and its largest call; no latency.
+    """Bytes of one rank of a model that alone makes ``calls``, by default all: its state and its largest; no latency.
 
+    ``generation`` cuts a replica, by default as ``parallel`` cuts the model: pp * tp ranks.
     ``num_waves`` rounds of generation share one KV cache. Compare with ``cluster.machine.gpu.usable_bytes``.
     """
     layouts = read_layouts(model, parallel, backend)
@@ -263,7 +265,7 @@ def estimate_memory(
     if "inference" in calls:
         inference = inference_work_bytes(model, layouts, workload)
         work["activation_bytes"] = np.maximum(work["activation_bytes"], inference)
-    if generation is not None and "generation" in calls:
+    if "generation" in calls:
         rollout = read_generation(layouts, generation, num_waves)
         replicas = layouts.world_size // rollout.replica_size
         sequences = -(-workload.num_sequences // (replicas * rollout.num_waves))
