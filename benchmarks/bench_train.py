@@ -2,9 +2,9 @@
 
 The loop gets the very micro-batches that the backends make, padded and ready, and does the same work: log-probs of the
 response tokens, the same loss, clipping, torch's fused AdamW. In every round all systems step once, each round in
-another order, in the same processes with one torch thread each. A ratio is of two steps of one round, so that what slows
-the machine for a while slows both; its median and quartiles are over the rounds. On two ranks the loop runs on one of
-them while the other waits. Before it is timed, every system must report the loop's loss and gradient norm.
+another order, in the same processes with one torch thread each. A ratio is of two steps of one round, so that what
+slows the machine for a while slows both; its median and quartiles are over the rounds. On two ranks the loop runs on
+one of them while the other waits. Before it is timed, every system must report the loop's loss and gradient norm.
 """
 
 from __future__ import annotations
