@@ -175,6 +175,8 @@ def test_text_and_json_hold_the_same_reasons(build: Callable[..., MapperConfig])
         assert entry["simulator"] in text
         assert 0 < entry["optimal_from"] <= 1 <= entry["optimal_to"]
     assert body["bottleneck"]["resource"] in text
+    assert body["memory"]["optimal_from"] < 1 < body["memory"]["optimal_to"]
+    assert "times the bytes" in text
     assert "One more machine of a100-80 (3 in all)" in text
 
 

@@ -25,6 +25,7 @@ from hf_mapper.demand import ModelDemand
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.explanation import Explanation, explain_plan
 from hf_mapper.feasibility import find_smallest_cluster, is_feasible
+from hf_mapper.memory_tolerance import MemoryTolerance
 from hf_mapper.page import build_page
 from hf_mapper.parallelism import ModelOption, best_parallelism
 from hf_mapper.placements import PoolRequest, Slots, pack, set_partitions
@@ -78,6 +79,7 @@ __all__ = [
     "GroupError",
     "MachineSpec",
     "MapperConfig",
+    "MemoryTolerance",
     "ModelDemand",
     "ModelOption",
     "PoolChoice",

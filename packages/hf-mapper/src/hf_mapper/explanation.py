@@ -9,6 +9,7 @@ from typing import Any
 from hf_mapper.alternatives import Alternative, compare_classes
 from hf_mapper.bounds import Bottleneck, Extension, find_bottleneck, try_extensions
 from hf_mapper.config import MapperConfig
+from hf_mapper.memory_tolerance import MemoryTolerance, compute_memory_tolerance
 from hf_mapper.robustness import Tolerance, compute_tolerances
 from hf_mapper.search import StopSign, find_pools
 from hf_protocols import MappingPlan
@@ -21,8 +22,9 @@ class Explanation:
     """The best plan of a problem with its reasons.
 
     ``alternatives`` has every placement class, the chosen one first; ``extensions`` one entry for each kind of machine
-    (empty where the cluster states no network); ``tolerances`` one for each simulator that the plan depends on (empty
-    where they were not asked for). ``complete``: nobody stopped it; else plan and reasons are those found before.
+    (empty where the cluster states no network); ``tolerances`` one for each simulator of seconds that the plan depends
+    on, ``memory`` that of bytes (empty and None where they were not asked for). ``complete``: nobody stopped it; else
+    plan and reasons are those found before.
     """
 
     plan: MappingPlan
@@ -30,6 +32,7 @@ class Explanation:
     bottleneck: Bottleneck
     extensions: tuple[Extension, ...]
     tolerances: tuple[Tolerance, ...]
+    memory: MemoryTolerance | None
     complete: bool
 
     def to_json(self) -> str:
@@ -40,6 +43,7 @@ class Explanation:
             "bottleneck": asdict(self.bottleneck),
             "extensions": [asdict(entry) for entry in self.extensions],
             "tolerances": [asdict(entry) | {"largest_error": entry.largest_error} for entry in self.tolerances],
+            "memory": self.memory and asdict(self.memory) | {"largest_error": self.memory.largest_error},
             "complete": self.complete,
         }
         return json.dumps(body, indent=2, allow_nan=False) + "\n"
@@ -62,6 +66,7 @@ def explain_plan(problem: MapperConfig, should_stop: StopSign | None = None, *, 
         bottleneck=find_bottleneck(problem, pools),
         extensions=try_extensions(problem, plan.estimates["iteration_s"], sign),
         tolerances=compute_tolerances(problem, pools, sign) if robustness else (),
+        memory=compute_memory_tolerance(problem, pools, sign) if robustness else None,
         complete=not sign.given,
     )
 

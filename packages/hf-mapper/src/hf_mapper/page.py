@@ -7,7 +7,14 @@ from html import escape
 from typing import Any
 
 from hf_mapper.explanation import Explanation
-from hf_mapper.reasons import describe_bottleneck, describe_extension, describe_pools, describe_range, describe_winner
+from hf_mapper.reasons import (
+    describe_bottleneck,
+    describe_extension,
+    describe_memory_range,
+    describe_pools,
+    describe_range,
+    describe_winner,
+)
 from hf_mapper.report import (
     check_estimates,
     describe_devices,
@@ -269,6 +276,8 @@ def _tell_reasons(explanation: Explanation) -> Iterable[str]:
             for entry in explanation.tolerances
         ]
         yield _tabulate(headings, tolerances, numbers={4, 5})
+    if explanation.memory:
+        yield f"<p>{escape(describe_memory_range(explanation.plan, explanation.memory))}.</p>"
     if not explanation.complete:
         yield "<p>Stopped by the time limit: other placements and reasons were not looked at.</p>"
 

@@ -9,6 +9,7 @@ from rich.text import Text
 from hf_mapper.alternatives import Alternative
 from hf_mapper.bounds import Bottleneck, Extension
 from hf_mapper.explanation import Explanation
+from hf_mapper.memory_tolerance import MemoryTolerance
 from hf_mapper.report import build_table, format_seconds, render_plan
 from hf_mapper.robustness import MOST_FACTOR, Tolerance
 from hf_protocols import MappingPlan
@@ -16,6 +17,7 @@ from hf_protocols import MappingPlan
 __all__ = [
     "describe_bottleneck",
     "describe_extension",
+    "describe_memory_range",
     "describe_pools",
     "describe_range",
     "describe_winner",
@@ -35,6 +37,8 @@ def render_explanation(explanation: Explanation, console: Console) -> None:
         console.print(Text("One more machine: give the cluster's inter_bandwidth_bytes_per_s to see what it would buy"))
     if explanation.tolerances:
         console.print(Text(), _build_tolerance_table(explanation.plan, explanation.tolerances))
+    if explanation.memory:
+        console.print(Text(describe_memory_range(explanation.plan, explanation.memory)), highlight=False)
     if not explanation.complete:
         console.print(Text("Stopped by the time limit: other placements and reasons were not looked at", style="bold"))
 
@@ -67,6 +71,16 @@ def describe_range(found: Tolerance) -> str:
     low = f"{found.optimal_from:.3g}" if found.winner_below else f"below {1 / MOST_FACTOR:.3g}"
     high = f"{found.optimal_to:.3g}" if found.winner_above else f"above {MOST_FACTOR:.3g}"
     return f"{low} to {high}"
+
+
+def describe_memory_range(plan: MappingPlan, found: MemoryTolerance) -> str:
+    """Between which factors on the bytes the plan stays optimal, and what takes over below, in a line."""
+    low = f"{found.optimal_from:.3g}" if found.winner_below else f"less than {found.optimal_from:.3g}"
+    below = f"; with less {describe_winner(plan, found.winner_below)} fits and is faster" if found.winner_below else ""
+    return (
+        f"Memory: the plan stays optimal where models need {low} to {found.optimal_to:.3g} times the bytes that were "
+        f"predicted; with more it does not fit{below}"
+    )
 
 
 def describe_winner(plan: MappingPlan, winner: tuple[tuple[str, ...], ...]) -> str:

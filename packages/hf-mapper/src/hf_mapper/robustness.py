@@ -23,7 +23,7 @@ from hf_mapper.pricing import Seconds, price_pools, total_seconds
 from hf_mapper.scales import SIMULATORS, SimulatorScales
 from hf_mapper.search import StopSign, search_partitions
 
-__all__ = ["MOST_FACTOR", "RESOLUTION", "Tolerance", "compute_tolerances"]
+__all__ = ["MOST_FACTOR", "RESOLUTION", "Tolerance", "compute_tolerances", "list_pools"]
 
 MOST_FACTOR = 4.0
 """Factors from its inverse to this one are tried."""
@@ -115,8 +115,8 @@ def _measure(
         optimal_to=above,
         loss_if_faster=loss(1 / _WRONG_BY),
         loss_if_slower=loss(_WRONG_BY),
-        winner_below=_list_pools(problem, winner_below),
-        winner_above=_list_pools(problem, winner_above),
+        winner_below=list_pools(problem, winner_below.pools if winner_below else ()),
+        winner_above=list_pools(problem, winner_above.pools if winner_above else ()),
     )
 
 
@@ -145,10 +145,10 @@ def _find_end(
         rival = earlier
 
 
-def _list_pools(problem: MapperConfig, rival: _Rival | None) -> tuple[tuple[str, ...], ...]:
+def list_pools(problem: MapperConfig, placed: Sequence[PlacedPool]) -> tuple[tuple[str, ...], ...]:
     """The roles of each pool, in the dataflow's order."""
     order = {role: number for number, role in enumerate(problem.dataflow.roles)}
-    pools = [tuple(sorted(pool.roles, key=order.__getitem__)) for pool in rival.pools] if rival else []
+    pools = [tuple(sorted(pool.roles, key=order.__getitem__)) for pool in placed]
     return tuple(sorted(pools, key=lambda roles: order[roles[0]]))
 
 
