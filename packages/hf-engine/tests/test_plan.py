@@ -189,6 +189,19 @@ def test_two_models_are_not_one():
     assert "'a' is (4, 2) in the source, (2, 4) in the target" in str(error.value)
 
 
+def test_many_names_that_differ_are_counted():
+    """Of a mixture of experts thousands may: one or two say what is wrong."""
+    source = fsdp_layout({"stack": (4, 2), **{f"b{i}": (3,) for i in range(5)}}, [0])
+    target = replicated_layout({f"expert{i}": (2,) for i in range(4)} | {f"b{i}": (2,) for i in range(5)}, [0])
+    with pytest.raises(ReshardError) as error:
+        plan_reshard(source, target)
+    assert str(error.value) == (
+        "the two layouts, of 6 and 9 parameters, are not of one model: the source lacks ['expert0', 'expert1'] and 2 "
+        "more; the target has no place for ['stack']; 'b0' is (3,) in the source, (2,) in the target and 4 more; give "
+        "both sides the same model, and its names in the Hugging Face files"
+    )
+
+
 def test_a_source_with_a_hole_is_refused():
     source = WeightLayout(shapes={"w": (4,)}, boxes={0: {"w": (Box((0,), (3,)),)}})
     with pytest.raises(ReshardError, match="no rank of the source holds 'w' at Box"):

@@ -330,10 +330,24 @@ def _split(ranks: tuple[int, ...], owners: frozenset[int]) -> tuple[tuple[int, .
 def _check_same_parameters(source: WeightLayout, target: WeightLayout) -> None:
     problems = []
     if missing := sorted(target.shapes.keys() - source.shapes.keys()):
-        problems.append(f"the source lacks {missing}")
+        problems.append(f"the source lacks {_some(missing)}")
     if extra := sorted(source.shapes.keys() - target.shapes.keys()):
-        problems.append(f"the target has no place for {extra}")
+        problems.append(f"the target has no place for {_some(extra)}")
     differing = [n for n in target.shapes if n in source.shapes and tuple(source.shapes[n]) != tuple(target.shapes[n])]
-    problems += [f"{n!r} is {source.shapes[n]} in the source, {target.shapes[n]} in the target" for n in differing]
+    if differing:
+        first = differing[0]
+        shapes = f"{first!r} is {source.shapes[first]} in the source, {target.shapes[first]} in the target"
+        problems.append(shapes + _more(len(differing) - 1))
     if problems:
-        raise ReshardError(f"the two layouts are not of one model: {'; '.join(problems)}")
+        raise ReshardError(
+            f"the two layouts, of {len(source.shapes)} and {len(target.shapes)} parameters, are not of one model: "
+            f"{'; '.join(problems)}; give both sides the same model, and its names in the Hugging Face files"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{list(names[:2])}{_more(len(names) - 2)}"
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""
