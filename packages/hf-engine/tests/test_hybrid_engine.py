@@ -291,24 +291,37 @@ def test_what_was_closed_says_so(ranks1, tmp_path, backend):
     ranks1.run(use_what_was_closed, write_tiny_model(tmp_path / "model"), backend)
 
 
-def fuse_two_projections(model):
-    """As engines do that compute both at once: two of the generation tensors lie in one storage."""
+def fuse_two_projections(model, training_weights):
+    """As engines do that compute both at once: two of the generation tensors lie in one storage.
+
+    They are not lent, but moved there and back.
+    """
     topology = Topology(ParallelSpec(), GenerationSpec())
-    train, rollout, _ = build_engine(model, model, training_weights="keep")
-    buffers = dict(rollout.weight_buffers())
+    train = load_train_backend("fsdp").build(model, topology=topology, config=TrainConfig(learning_rate=3e-2))
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval().requires_grad_(False)
     first, second = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kv")
-    buffers[first], buffers[second] = torch.stack([buffers[first], buffers[second]])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rollout, "weight_buffers", lambda: buffers)
-        with pytest.raises(BackendError, match=f"'{first}' and '{second}' share one storage.*=.keep."):
-            HybridEngine(train, rollout, topology)
-        kept = HybridEngine(train, rollout, topology, training_weights="keep")
-        with kept.generation():
-            return [name for name in (first, second) if not torch.equal(buffers[name], train.local_weights()[name])]
+    pair = [loaded.get_parameter(name) for name in (first, second)]
+    for parameter, part in zip(pair, torch.stack([each.data for each in pair]), strict=True):
+        parameter.data = part
+    for parameter in {*loaded.parameters()} - {*pair}:
+        parameter.data = parameter.data.clone()
+    rollout = TransformersBackend(loaded, topology=topology, cache_bytes=1 << 20)
+    engine = HybridEngine(train, rollout, topology, training_weights=training_weights)
+    for _ in range(2):
+        step(train)
+        before, views = bits(train.local_weights()), train.local_weights()
+        with engine.generation():
+            assert all(torch.equal(rollout.weight_buffers()[name], before[name]) for name in (first, second))
+            held = [views[name].untyped_storage().nbytes() for name in (first, second)]
+            engine.generate(build_prompts(2, vocab_size=VOCAB_SIZE), GREEDY)
+        assert all(torch.equal(train.local_weights()[name], value) for name, value in before.items())
+    return held == [0, 0], storage_bytes([rollout.weight_buffers()[first]])
 
 
-def test_training_weights_do_not_move_into_a_shared_storage(ranks1, tmp_path):
-    assert ranks1.run(fuse_two_projections, write_tiny_model(tmp_path)) == [[]]
+def test_training_weights_move_into_a_shared_storage(ranks1, tmp_path):
+    model = write_tiny_model(tmp_path)
+    assert ranks1.run(fuse_two_projections, model, "move") == [(True, 0)]
+    assert ranks1.run(fuse_two_projections, model, "keep") == [(False, 2 * 32 * 64 * 4)]
 
 
 def keep_between_dtypes(model):

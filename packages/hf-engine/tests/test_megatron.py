@@ -49,34 +49,6 @@ def load_reference(directory, head="lm"):
     return model
 
 
-class SplitExperts(torch.nn.Module):
-    """A mixture of experts whose fused parameters go by the names that they have in files."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs):
-        return self.model(**inputs)
-
-    def parameters(self, recurse=True):
-        return self.model.parameters(recurse)
-
-    def named_parameters(self, *args, **options):
-        mixtral = self.model.config.model_type == "mixtral"
-        names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-        for name, parameter in self.model.named_parameters():
-            named = name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
-            prefix, _, kind = named.rpartition(".")
-            if kind not in ("gate_up_proj", "down_proj"):
-                yield named, parameter
-                continue
-            for expert, fused in enumerate(parameter):
-                parts = fused.chunk(2) if kind == "gate_up_proj" else [fused]
-                for projection, part in zip(names if len(parts) == 2 else names[2:], parts, strict=False):
-                    yield f"{prefix}.{expert}.{projection}.weight", part
-
-
 @pytest.fixture(scope="session")
 def ranks4():
     with LocalRanks(4, timeout_s=60) as ranks:
@@ -99,10 +71,9 @@ def models(tmp_path_factory):
 
 
 def conformance(model, directory, topology, head, eps=1e-8):
-    reference = load_reference(model, head)
     check_train_backend(
         lambda config: build(model, topology, config, head=head),
-        SplitExperts(reference) if Path(model).name in EXPERTS else reference,
+        load_reference(model, head),
         topology=topology,
         vocab_size=VOCAB_SIZE,
         directory=Path(directory),

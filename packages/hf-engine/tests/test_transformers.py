@@ -28,6 +28,7 @@ def models(tmp_path_factory):
         "untied": write_tiny_model(folder / "untied", tie_embeddings=False),
         "mistral": write_tiny_model(folder / "mistral", family="mistral", sliding_window=4),
         "qwen2": write_tiny_model(folder / "qwen2", family="qwen2"),
+        "mixtral": write_tiny_model(folder / "mixtral", family="mixtral"),
         "stopping": write_tiny_model(folder / "stopping", eos_token_id=[7, 30]),
     }
 
@@ -42,7 +43,7 @@ def conformance(model, cache_bytes):
     )
 
 
-@pytest.mark.parametrize("model", ["tied", "untied", "mistral", "qwen2"])
+@pytest.mark.parametrize("model", ["tied", "untied", "mistral", "qwen2", "mixtral"])
 def test_the_backend_conforms(ranks1, models, model):
     ranks1.run(conformance, models[model], 1 << 30)
 

@@ -11,7 +11,7 @@ from hf_engine.backends._abilities import SupportsShardLoading, SupportsWeightBu
 from hf_engine.backends._base import RolloutBackend, TrainBackend
 from hf_engine.process_groups import build_groups, local_device, local_world_size
 from hf_engine.resharding.agreement import HIGHEST, agree
-from hf_engine.resharding.execute import Weights, as_parts, check_bucket_bytes
+from hf_engine.resharding.execute import as_parts, check_bucket_bytes
 from hf_engine.resharding.matching import check_weights
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
 from hf_engine.resharding.usable import check_writable
@@ -81,22 +81,7 @@ def _plan_between(
     if isinstance(rollout, SupportsWeightBuffers):
         check_weights(target, dist.get_rank(), rollout.weight_buffers(), "generation")
         check_writable(as_parts(rollout.weight_buffers()), "the generation tensors, maybe another HybridEngine's,")
-        if training_weights == "move" or (training_weights is None and source.dtype == target.dtype):
-            _check_storages(rollout.weight_buffers())
     return plan
-
-
-def _check_storages(buffers: Weights) -> None:
-    """Training weights lie in the generation tensors one by one, so none may hold what is another's."""
-    owner: dict[int, str] = {}
-    for name, parts in as_parts(buffers).items():
-        for part in parts:
-            storage = part.untyped_storage()
-            if storage.nbytes() and (other := owner.setdefault(storage.data_ptr(), name)) != name:
-                raise BackendError(
-                    f"the generation tensors of {other!r} and {name!r} share one storage, so training weights "
-                    'cannot lie inside them: give each its own, or use training_weights="keep" or "offload"'
-                )
 
 
 def _machines(world_size: int) -> Sequence[range]:

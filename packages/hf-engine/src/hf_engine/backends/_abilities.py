@@ -28,8 +28,8 @@ class SupportsWeightBuffers(Protocol):
     def weight_buffers(self) -> Mapping[str, torch.Tensor]:
         """This rank's tensors by Hugging Face name, one per box of `weight_layout()`.
 
-        Each has a resizable storage of its own, empty between `release` and `resume`: a transition takes and frees
-        them one by one.
+        Their storages are resizable, hold nothing else, and are empty between `release` and `resume`: a transition
+        takes and frees them one by one. Tensors may share one, as stacked experts do; it is there while any of them is.
         """
         ...
 
@@ -43,7 +43,8 @@ class AdoptsWeights(Protocol):
 
         Args:
             weights: by Hugging Face name, in the shape, dtype, strides and on the device of `weight_buffers()`. They
-                are read only; the next call takes them back and gives the backend's own.
+                are read only; the next call takes them back and gives the backend's own. What shares a storage there
+                shares one here, in the same places, and comes in one call.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""A causal language model as FSDP2 sees it: sharding, the output head, and tensors of a directory."""
+"""A causal language model as FSDP2 sees it: loading, sharding, the output head, and tensors of a directory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,39 @@ from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from hf_engine.backends._base import TrainConfig
+from hf_engine.backends._base import Head, TrainConfig
+from hf_engine.backends._causal_lm import load_causal_lm, refuse_lacking
 from hf_protocols.errors import BackendError
 
-__all__ = ["check_same_shapes", "find_head_name", "head_only_at", "read_tensor", "shard_model"]
+__all__ = [
+    "VALUE_HEAD",
+    "check_same_shapes",
+    "find_head_name",
+    "head_only_at",
+    "load_with_head",
+    "read_tensor",
+    "shard_model",
+]
+
+VALUE_HEAD = "value_head.weight"
+"""Name of the value head in an exported directory, where the language model's name would promise logits."""
+
+
+def load_with_head(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[Any, bool]:
+    """Loads a causal language model; for a value head, says whether the directory had one. True for `"lm"`."""
+    loaded, missing = load_causal_lm(model, dtype)
+    refuse_lacking(model, [name for name in missing if head == "lm" or name != find_head_name(loaded)])
+    if head == "lm":
+        return loaded, True
+    value_head = torch.nn.Linear(loaded.get_output_embeddings().weight.shape[1], 1, bias=False, dtype=dtype)
+    stored = read_tensor(Path(model), VALUE_HEAD)
+    with torch.no_grad():
+        value_head.weight.copy_(torch.zeros(()) if stored is None else stored)
+    loaded.config.tie_word_embeddings = False
+    if getattr(loaded.config, "final_logit_softcapping", None) is not None:
+        loaded.config.final_logit_softcapping = None
+    loaded.set_output_embeddings(value_head)
+    return loaded, stored is not None
 
 
 def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule:

@@ -22,16 +22,24 @@ from torch.distributed.tensor import DTensor
 from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite, together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._build_arguments import check_train_arguments
-from hf_engine.backends._causal_lm import load_causal_lm, refuse_lacking, save_causal_lm
+from hf_engine.backends._causal_lm import save_causal_lm
 from hf_engine.backends._checkpoint import check_sharded, load_sharded, save_sharded
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import check_directory, write_directory
-from hf_engine.backends._fsdp_model import check_same_shapes, find_head_name, head_only_at, read_tensor, shard_model
+from hf_engine.backends._fsdp_model import (
+    VALUE_HEAD,
+    check_same_shapes,
+    find_head_name,
+    head_only_at,
+    load_with_head,
+    shard_model,
+)
 from hf_engine.backends._loss import ForwardPasses, StepLoss
 from hf_engine.backends._lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends._optimizer import ShardedAdamW
+from hf_engine.backends._stacked_experts import family_of, layout_in_files, tensors_in_files
 from hf_engine.backends._token_logprobs import compute_token_logprobs
 from hf_engine.process_groups import build_groups, local_device
 from hf_engine.resharding.boxes import Box
@@ -43,9 +51,6 @@ from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.topology import Topology
 
 __all__ = ["FsdpBackend"]
-
-_VALUE_HEAD = "value_head.weight"
-"""Name of the value head in an exported directory, where the language model's name would promise logits."""
 
 
 class FsdpBackend:
@@ -69,6 +74,9 @@ class FsdpBackend:
             model, config, DeviceMesh.from_group(self._group, self._device.type, mesh_dim_names=("dp",))
         )
         self._parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
+        # Of the shards under the names of the modules, which need not be the files'.
+        self._layout = fsdp_layout(shapes, self._ranks, dtype=str(self._dtype).removeprefix("torch."))
         self._optimizer = ShardedAdamW(self._parameters.values(), config) if trainable else None
         self._offloaded = OffloadedMemory(lambda: self._shards().values())
         self._has_unreduced_gradients = False
@@ -101,7 +109,7 @@ class FsdpBackend:
             )
         dtype = torch.float32 if trainable else getattr(torch, config.dtype)
         with together("load", None), torch.random.fork_rng():
-            loaded, _ = _load_model(model, dtype, head)
+            loaded, _ = load_with_head(model, dtype, head)
         loaded.requires_grad_(trainable)
         return cls(loaded, topology=topology, config=config, head=head, trainable=trainable)
 
@@ -121,15 +129,14 @@ class FsdpBackend:
         return self._weight_changes
 
     def weight_layout(self) -> WeightLayout:
-        """dim-0 shards of every parameter; a tied embedding once."""
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
-        dtype = str(next(iter(self._parameters.values())).dtype).removeprefix("torch.")
-        return fsdp_layout(shapes, self._ranks, dtype=dtype)
+        """dim-0 shards of every parameter, experts whole: those of a layer are stacked. A tied embedding once."""
+        return layout_in_files(family_of(self._model), self._layout)
 
     def local_weights(self) -> Mapping[str, torch.Tensor]:
         """This rank's shards, views of the live weights."""
         self._offloaded.require_weights("local_weights")
-        return self._shards()
+        first_rows = {name: box.offset[0] for name, (box,) in self._layout.boxes_of(dist.get_rank()).items()}
+        return tensors_in_files(family_of(self._model), self._shards(), first_rows)
 
     def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
         """Columns `logprobs` (and `entropy`) of the response tokens; see `TrainBackend.compute_logprobs`."""
@@ -194,15 +201,15 @@ class FsdpBackend:
         self._offloaded.require_all("load_hf")
         with together("load", self._group):
             check_directory(directory)
-            loaded, has_head = _load_model(Path(directory), self._dtype, self._head)
+            loaded, has_head = load_with_head(Path(directory), self._dtype, self._head)
             full = dict(loaded.named_parameters())
-            check_same_shapes(self.weight_layout().shapes, full, directory)
+            check_same_shapes(self._layout.shapes, full, directory)
         if not has_head:
             del full[self._head_name]
-        boxes = self.weight_layout().boxes_of(dist.get_rank())
+        boxes = self._layout.boxes_of(dist.get_rank())
         self._weight_changes += 1  # also where copying fails on the way
         with torch.no_grad():
-            for name, shard in self.local_weights().items():
+            for name, shard in self._shards().items():
                 if name in full:
                     shard.copy_(full[name][boxes[name][0].slices_in(Box.whole(full[name].shape))])
         if self._optimizer is not None:
@@ -214,13 +221,13 @@ class FsdpBackend:
         self._offloaded.require_weights("export_hf")
         with together("write", self._group):
             check_directory(directory)
-        layout = self.weight_layout()
+        layout = self._layout
         whole = replicated_layout(layout.shapes, self._ranks[:1], dtype=layout.dtype)
         is_writer = dist.get_rank(self._group) == 0
         full = {name: torch.empty(shape, dtype=self._dtype) for name, shape in layout.shapes.items() if is_writer}
-        execute_reshard(plan_reshard(layout, whole), self.local_weights(), full, self._group, device=self._device)
+        execute_reshard(plan_reshard(layout, whole), self._shards(), full, self._group, device=self._device)
         if self._head == "value" and is_writer:
-            full[_VALUE_HEAD] = full.pop(self._head_name)
+            full[VALUE_HEAD] = full.pop(self._head_name)
 
         def write(path: Path) -> None:
             if is_writer:
@@ -379,20 +386,3 @@ class FsdpBackend:
         if self._optimizer is None:
             raise BackendError(f"{method} needs a model built with trainable=True, this one is frozen")
         return self._optimizer
-
-
-def _load_model(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[Any, bool]:
-    """Loads a causal language model; for a value head, says whether the directory had one. True for `"lm"`."""
-    loaded, missing = load_causal_lm(model, dtype)
-    refuse_lacking(model, [name for name in missing if head == "lm" or name != find_head_name(loaded)])
-    if head == "lm":
-        return loaded, True
-    value_head = torch.nn.Linear(loaded.get_output_embeddings().weight.shape[1], 1, bias=False, dtype=dtype)
-    stored = read_tensor(Path(model), _VALUE_HEAD)
-    with torch.no_grad():
-        value_head.weight.copy_(torch.zeros(()) if stored is None else stored)
-    loaded.config.tie_word_embeddings = False
-    if getattr(loaded.config, "final_logit_softcapping", None) is not None:
-        loaded.config.final_logit_softcapping = None
-    loaded.set_output_embeddings(value_head)
-    return loaded, stored is not None

@@ -7,9 +7,10 @@ prompt share its prefill, keys and values live in buffers of the final length, a
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from tensordict import TensorDict
@@ -27,6 +28,7 @@ from hf_engine.backends._loading import check_version
 from hf_engine.backends._memory import check_sizes, choose_cache_bytes, lack_of_memory_is_an_error
 from hf_engine.backends._responses import build_responses, end_of_sequence_ids, read_prompts
 from hf_engine.backends._sampling import draw_uniforms
+from hf_engine.backends._stacked_experts import family_of, layout_in_files, stack_of, tensors_in_files
 from hf_engine.backends._stop_strings import load_stop_strings
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
@@ -52,7 +54,11 @@ class TransformersBackend:
         self._topology = topology
         self._cache_bytes = cache_bytes
         self._stop_token_ids = end_of_sequence_ids(model.generation_config, model.config.get_text_config())
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._own = {name: parameter.data for name, parameter in model.named_parameters()}
+        self._views = {name: tensors_in_files(family_of(model), {name: tensor}) for name, tensor in self._own.items()}
+        # Cut now: of a storage that was freed torch makes no views.
+        self._buffers = {name: view for views in self._views.values() for name, view in views.items()}
+        self._parameter_of = {name: whole for whole, views in self._views.items() for name in views}
         self._weight_version = 0
         self._has_weights = True
 
@@ -114,25 +120,31 @@ class TransformersBackend:
     def weight_layout(self) -> WeightLayout:
         """Every rank holds every parameter whole; a tied embedding once."""
         dtype = str(self._model.dtype).removeprefix("torch.")
-        return replicated_layout(self._shapes, range(self._topology.world_size), dtype=dtype)
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
+        layout = replicated_layout(shapes, range(self._topology.world_size), dtype=dtype)
+        return layout_in_files(family_of(self._model), layout)
 
     def weight_buffers(self) -> Mapping[str, torch.Tensor]:
-        """The model's own parameters."""
-        return {name: parameter.data for name, parameter in self._model.named_parameters()}
+        """The model's own parameters, or what was adopted in their place; of stacked experts each matrix is a view."""
+        return dict(self._buffers)
 
     def adopt_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Uses these tensors in the place of those parameters', without a copy; see `AdoptsWeights`.
 
         Raises:
-            ReshardError: for a tensor that cannot stand in the place of a parameter.
+            ReshardError: for a tensor that cannot stand in the place of a parameter, or experts of a layer that are not
+                stacked as `weight_buffers()` are.
         """
-        own = self.weight_buffers()
+        parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
         for name, tensor in weights.items():
-            given, wanted = _describe(tensor), _describe(own.get(name))
+            given, wanted = _describe(tensor), _describe(self._buffers.get(name))
             if given != wanted:
                 raise ReshardError(f"{name!r} is {given}, the model's is {wanted}: give one like weight_buffers()'s")
-        for name, tensor in weights.items():
+            parts[self._parameter_of[name]][name] = tensor
+        used = {name: stack_of(self._own[name], self._views[name], each) for name, each in parts.items()}
+        for name, tensor in used.items():
             self._model.get_parameter(name).data = tensor
+        self._buffers.update(weights)
 
     def commit_weights(self, version: int) -> None:
         """Declares the weights complete and stamps the samples that follow.
@@ -172,7 +184,7 @@ class TransformersBackend:
         """Frees the model."""
         if not isinstance(self._model, Closed):
             self.release()
-            self._model = Closed()
+            self._model = self._own = self._views = self._buffers = cast("Any", Closed())
 
     @torch.no_grad()
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:

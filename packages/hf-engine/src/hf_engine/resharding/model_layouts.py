@@ -1,4 +1,7 @@
-"""The layouts of a whole model under a topology: Megatron's in training, vLLM's and SGLang's in generation. Pure."""
+"""The layouts of a whole model under a topology: FSDP2's and Megatron's in training, vLLM's and SGLang's in generation.
+
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from hf_engine.resharding.boxes import Box
-from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.resharding.layouts import WeightLayout, fsdp_layout
 from hf_engine.resharding.tensor_parallel import (
     cut_box,
     cut_of,
@@ -21,7 +24,14 @@ from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Topology
 
-__all__ = ["check_experts", "check_model_and_topology", "generation_layout", "megatron_layout", "model_shapes"]
+__all__ = [
+    "check_experts",
+    "check_model_and_topology",
+    "fsdp_model_layout",
+    "generation_layout",
+    "megatron_layout",
+    "model_shapes",
+]
 
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -45,6 +55,28 @@ def model_shapes(model: ModelShape, head: Literal["lm", "value"] = "lm") -> dict
     if head == "value":
         shapes[_HEAD] = (1, model.hidden_size)
     return shapes
+
+
+def fsdp_model_layout(model: ModelShape, topology: Topology, *, dtype: str = "float32") -> WeightLayout:
+    """FSDP2's layout over all ranks of a model as transformers builds it.
+
+    The experts of a layer are stacked, so that dimension 0, which is cut, counts them: a rank holds some of the experts
+    whole, and nothing of the others.
+
+    Args:
+        model: experts and parameters.
+        topology: its ranks.
+        dtype: dtype of the shards.
+    """
+    size, shapes = topology.world_size, model.parameters()
+    experts = {name: expert for name in shapes if (expert := expert_of(name)) is not None}
+    others = {name: shape for name, shape in shapes.items() if name not in experts}
+    boxes = {rank: dict(held) for rank, held in fsdp_layout(others, range(size)).boxes.items()}
+    whole = {shape: (Box.whole(shape),) for shape in set(shapes.values())}
+    per_rank = -(-model.num_experts // size)
+    for name, expert in experts.items():
+        boxes[expert // per_rank][name] = whole[shapes[name]]
+    return WeightLayout(shapes=shapes, boxes=boxes, dtype=dtype)
 
 
 def megatron_layout(

@@ -16,12 +16,14 @@ from weakref import WeakSet
 
 import torch
 
+from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.steps import Region, locate
 
 __all__ = ["ShardMover", "hold_training_weights", "storage_bytes"]
 
 _Tensors = Mapping[str, Sequence[torch.Tensor]]
+_Boxes = Mapping[str, tuple[Box, ...]]
 
 _MOVERS: WeakSet[ShardMover] = WeakSet()
 
@@ -45,7 +47,7 @@ class ShardMover:
         plan: training layout to generation layout.
         rank: this rank.
         train: its training tensors; their storages must be resizable.
-        generation: its generation tensors, each with a storage of its own.
+        generation: its generation tensors; those that share a storage are freed together.
         adopt: puts tensors in the place of the engine's own, by name, where training tensors may be lent to it.
     """
 
@@ -66,9 +68,22 @@ class ShardMover:
             self._kept[name].append((locate(wanted, name, box), locate(held, name, box)))
             kept_numel[name] += box.numel
         groups = _storage_groups(train)
-        alike = {name for name in held if held[name] == wanted.get(name) and self._is_alike(name)} if adopt else set()
+        # Storages of generation: what is in each, and which a parameter is in.
+        self._homes = _storage_groups(generation)
+        self._home_storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage()
+            for tensors in generation.values()
+            for tensor in tensors
+        }
+        self._homes_of: dict[str, list[int]] = defaultdict(list)
+        for home, names in self._homes.items():
+            for name in names:
+                self._homes_of[name].append(home)
         self._adopt = adopt
-        self._loans = {name: train[name][0] for names in groups.values() if names <= alike for name in names}
+        alike = [names for names in groups.values() if adopt and self._are_alike(names, held, wanted)]
+        # By name, what is lent with it: all that shares its storage.
+        loans = [{name: train[name][0] for name in names} for names in alike]
+        self._loans = {name: together for together in loans for name in together}
         self._lent: dict[str, torch.Tensor] = {}
         self._groups = {key: names for key, names in groups.items() if self._loans.keys().isdisjoint(names)}
         inside = {name for name, boxes in held.items() if kept_numel[name] == sum(box.numel for box in boxes)}
@@ -76,11 +91,7 @@ class ShardMover:
             key: self._find_gaps(key, names) if names <= inside else [slice(0, self._storage(key).nbytes())]
             for key, names in self._groups.items()
         }
-        self._bytes = {
-            (name, part): tensor.untyped_storage().nbytes()
-            for name, tensors in generation.items()
-            for part, tensor in enumerate(tensors)
-        }
+        self._home_bytes = {home: self._home_storages[home].nbytes() for home in self._homes}
         self._train_bytes = {key: self._storage(key).nbytes() for key in self._groups}
         self._unneeded, self._way_back = self._order_back()
         self._done: set[str] = set()
@@ -103,32 +114,38 @@ class ShardMover:
         Args:
             order: of the calls on the way there: the parameters to `prepare`, and those to `empty` after them.
         """
-        live = peak = sum(self._train_bytes.values()) + storage_bytes(self._loans.values())
+        lent = storage_bytes(together[name] for name, together in self._loans.items())
+        live = peak = sum(self._train_bytes.values()) + lent
+        taken: set[int] = set()
         finished: set[str] = set()
         full = set(self._groups)
         for prepared, done in order:
-            live += sum(map(self._generation_bytes, prepared))
+            homes = {home for name in prepared if name not in self._loans for home in self._homes_of[name]} - taken
+            taken |= homes
+            live += self._bytes_of_homes(homes)
             peak = max(peak, live)
             finished.update(done)
             emptied = {key for key in full if self._groups[key] <= finished}
             live -= sum(self._train_bytes[key] for key in emptied)
             full -= emptied
-        live -= sum(map(self._generation_bytes, self._unneeded))
-        for key, done in self._way_back:
+        live -= self._bytes_of_homes(taken.intersection(self._unneeded))
+        for key, freed in self._way_back:
             live += self._train_bytes[key]
             peak = max(peak, live)
-            live -= sum(map(self._generation_bytes, done))
+            live -= self._bytes_of_homes(freed)
         return peak
 
     def prepare(self, names: Iterable[str]) -> None:
         """Allocates the generation tensors of these parameters and copies what the rank holds already, or lends it."""
         for name in names:
             if self._adopt is not None and name in self._loans:
-                self._lent[name] = self._loans[name]
-                self._adopt({name: self._loans[name]})
+                if name not in self._lent:
+                    self._lent.update(self._loans[name])
+                    self._adopt(self._loans[name])
                 continue
-            for part, tensor in enumerate(self._generation.get(name, ())):
-                tensor.untyped_storage().resize_(self._bytes[name, part])
+            for home in self._homes_of[name]:
+                if not self._home_storages[home].nbytes():
+                    self._home_storages[home].resize_(self._home_bytes[home])
             for destination, origin in self._kept[name]:
                 destination.of(self._generation).copy_(origin.of(self._train))
 
@@ -151,29 +168,30 @@ class ShardMover:
         """Whether any of these storages holds the only copy of training weights, and an engine has it."""
         if not keys.isdisjoint(tensor.untyped_storage()._cdata for tensor in self._lent.values()):
             return True
-        generation = {t.untyped_storage()._cdata for tensors in self._generation.values() for t in tensors}
-        return bool(self._emptied) and not keys.isdisjoint(generation)
+        return bool(self._emptied) and not keys.isdisjoint(self._home_storages)
 
     def restore(self) -> None:
         """Takes back what was lent, fills the other training storages again, and empties the generation tensors."""
         if self._adopt is not None:
             self._adopt({name: self._generation[name][0] for name in self._lent})
         self._lent.clear()
-        self._empty_generation(self._unneeded)
+        self._empty_homes(self._unneeded)
         for key, done in self._way_back:
             if key in self._emptied:
                 self._refill(key, self._groups[key])
-            self._empty_generation(done)
+            self._empty_homes(done)
         self._done.clear()
 
-    def _order_back(self) -> tuple[list[str], list[tuple[int, list[str]]]]:
-        """Generation tensors that hold nothing of this rank's, and training storages, each with the generation tensors
+    def _order_back(self) -> tuple[list[int], list[tuple[int, list[int]]]]:
+        """Generation storages that hold nothing of this rank's, and training storages, each with those of generation
         that are of no use after it. Small ones come first: what they give back makes room for the large.
         """
         order = sorted(self._groups, key=self._train_bytes.__getitem__)
-        last = {name: key for key in order for name in self._groups[key]}
-        unneeded = [name for name in self._generation if name not in last]
-        return unneeded, [(key, [name for name in self._groups[key] if last[name] == key]) for key in order]
+        done = {home: key for key in order for name in self._groups[key] for home in self._homes_of[name]}
+        freed: dict[int, list[int]] = defaultdict(list)
+        for home, key in done.items():
+            freed[key].append(home)
+        return [home for home in self._homes if home not in done], [(key, freed[key]) for key in order]
 
     def _refill(self, key: int, names: set[str]) -> None:
         storage = self._storage(key)
@@ -187,24 +205,26 @@ class ShardMover:
                 if self._train[name][destination.part].untyped_storage()._cdata == key:
                     destination.of(self._train).copy_(inside.of(self._generation))
 
-    def _empty_generation(self, names: Iterable[str]) -> None:
-        for name in names:
-            for tensor in self._generation.get(name, ()):
-                tensor.untyped_storage().resize_(0)
+    def _empty_homes(self, homes: Iterable[int]) -> None:
+        for home in homes:
+            self._home_storages[home].resize_(0)
 
-    def _is_alike(self, name: str) -> bool:
-        """Whether an engine's kernels find in the one training tensor what they would in the engine's own."""
-        tensors = [*self._generation.get(name, ()), *self._train.get(name, ())]
-        kinds = {(tensor.dtype, tensor.device, tensor.shape, tensor.stride()) for tensor in tensors}
-        if len(tensors) != 2 or len(kinds) > 1:  # several boxes, or what the transfer will refuse
+    def _are_alike(self, names: set[str], held: _Boxes, wanted: _Boxes) -> bool:
+        """Whether an engine's kernels find in a training storage, of these parameters, what they would in its own."""
+        homes = {home for name in names for home in self._homes_of[name]}
+        if len(homes) != 1 or self._homes[homes.pop()] != names:
             return False
-        other = tensors[1]
-        return other.storage_offset() == 0 and other.untyped_storage().nbytes() == other.nbytes
+        for name in names:
+            tensors = [*self._generation[name], *self._train[name]]
+            kinds = {(each.dtype, each.device, each.shape, each.stride(), each.storage_offset()) for each in tensors}
+            # Several boxes, or what the transfer will refuse.
+            if held[name] != wanted.get(name) or len(tensors) != 2 or len(kinds) > 1:
+                return False
+        views = [self._train[name][0] for name in names]
+        return sum(view.nbytes for view in views) == storage_bytes(views)
 
-    def _generation_bytes(self, name: str) -> int:
-        if name in self._loans:
-            return 0
-        return sum(self._bytes[name, part] for part in range(len(self._generation.get(name, ()))))
+    def _bytes_of_homes(self, homes: Iterable[int]) -> int:
+        return sum(self._home_bytes[home] for home in homes)
 
     def _storage(self, key: int) -> torch.UntypedStorage:
         return next(

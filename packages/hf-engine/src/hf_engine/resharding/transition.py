@@ -17,6 +17,7 @@ from hf_engine.resharding.layouts import BoxNumbers, WeightLayout, fsdp_layout
 from hf_engine.resharding.model_layouts import (
     check_experts,
     check_model_and_topology,
+    fsdp_model_layout,
     generation_layout,
     megatron_layout,
 )
@@ -30,7 +31,8 @@ from hf_protocols.transition import Method
 __all__ = ["Exchange", "Sharding", "TransitionPlan", "plan_transition", "training_layout"]
 
 Sharding = Literal["megatron", "fsdp"]
-"""Who holds the weights in training: Megatron-core's tensor and pipeline parallelism, or FSDP2's chunks of rows."""
+"""Who holds the weights in training: Megatron-core's tensor and pipeline parallelism, or FSDP2's chunks of rows, and of
+experts, which transformers stacks."""
 
 _DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
 
@@ -193,7 +195,7 @@ def training_layout(
     check_model_and_topology(model, topology)
     _check_sharding(topology, sharding)
     if sharding == "fsdp":
-        return fsdp_layout(model.parameters(), range(topology.world_size), dtype=dtype)
+        return fsdp_model_layout(model, topology, dtype=dtype)
     return megatron_layout(model, topology, dtype=dtype)
 
 

@@ -21,6 +21,7 @@ from hf_engine.backends._base import (
     RolloutBackend,
     SamplingParams,
 )
+from hf_engine.backends._stacked_experts import family_of, tensors_in_files
 from hf_engine.resharding.boxes import Box
 from hf_engine.testing._cases import build_prompts, greedy_response, reference_outputs, rows_of, select_rows
 from hf_protocols.errors import BackendError, ReshardError
@@ -213,8 +214,14 @@ class _Laws:
 
     def _check_adopted(self, backend: Any) -> None:
         """Somebody else's tensors while its own are empty, and its own again."""
-        own, lent = backend.weight_buffers(), {name: parts[0] for name, parts in self._shards().items()}
+        own, shards = backend.weight_buffers(), self._shards()
         kept = {name: tensor.clone() for name, tensor in own.items()}
+        sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in own.items()}
+        rooms: dict[int, torch.Tensor] = {}
+        lent = {}
+        for name, tensor in own.items():
+            room = rooms.setdefault(tensor.untyped_storage()._cdata, tensor.new_empty(sizes[name] // tensor.itemsize))
+            lent[name] = room.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(shards[name][0])
         backend.adopt_weights(lent)
         copied = [name for name, used in backend.weight_buffers().items() if used.data_ptr() != lent[name].data_ptr()]
         assert not copied, f"the backend does not use the tensors that it was given as {copied}"
@@ -222,7 +229,8 @@ class _Laws:
             tensor.untyped_storage().resize_(0)
         self.check_greedy("with adopted weights")
         for name, tensor in own.items():
-            tensor.untyped_storage().resize_(kept[name].nbytes)
+            if not tensor.untyped_storage().nbytes():
+                tensor.untyped_storage().resize_(sizes[name])
             tensor.copy_(kept[name])
         name, tensor = next(iter(own.items()))
         wrong: tuple[Any, ...] = (
@@ -284,7 +292,8 @@ class _Laws:
 
     def _shards(self) -> dict[str, list[torch.Tensor]]:
         """This rank's boxes of the reference's parameters."""
-        full = {name: parameter.detach() for name, parameter in self._reference.named_parameters()}
+        parameters = {name: parameter.detach() for name, parameter in self._reference.named_parameters()}
+        full = tensors_in_files(family_of(self._reference), parameters)
         return {
             name: [full[name][box.slices_in(Box.whole(full[name].shape))].clone() for box in boxes]
             for name, boxes in self._backend.weight_layout().boxes_of(dist.get_rank()).items()
