@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(600)
 
 VOCAB_SIZE = 64
 MAX_POSITIONS = {"sglang": 42, "vllm": 48}
-"""SGLang keeps two of the model's positions to itself."""
+"""SGLang keeps six of the model's positions to itself."""
 GREEDY = SamplingParams(max_new_tokens=6, greedy=True)
 ONE = Topology(ParallelSpec(), GenerationSpec())
 TWO = Topology(ParallelSpec(dp_size=2), GenerationSpec())

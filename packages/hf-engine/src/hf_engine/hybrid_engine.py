@@ -70,8 +70,9 @@ class TransitionMemory:
     """The most bytes of training and generation weights that are live at once on the way into generation, in it and on
     the way back. Where the training shard is moved a parameter is there twice while it is copied: this may pass the
     generation shard, by the largest training storage at most or by what one bucket brings; where the engine stacks the
-    experts of a layer by such a stack, too. What both layouts hold alike is lent to an engine that `AdoptsWeights`, and
-    is never there twice."""
+    experts of a layer by such a stack, too, and by several where ranks have experts, but not equally many. What both
+    layouts hold alike is lent to an engine that `AdoptsWeights`, and is never there twice. Of ranks that have none of a
+    layer's experts FSDP2's padding is not in it."""
     staging_bytes: int
     """Communication buffers, kept for the engine's lifetime; and for an engine that keeps its weights itself the shards
     on their way into it, with what it needs to take them."""

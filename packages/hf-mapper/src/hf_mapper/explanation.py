@@ -23,8 +23,8 @@ class Explanation:
 
     ``alternatives`` has every placement class, the chosen one first; ``extensions`` one entry for each kind of machine
     (empty where the cluster states no network); ``tolerances`` one for each simulator of seconds that the plan depends
-    on, ``memory`` that of bytes (empty and None where they were not asked for). ``complete``: nobody stopped it; else
-    plan and reasons are those found before.
+    on, ``memory`` that of bytes (empty and None where they were not asked for, or the search for them was stopped).
+    ``complete``: nobody stopped it; else plan and reasons are those found before.
     """
 
     plan: MappingPlan
