@@ -35,7 +35,9 @@ def test_every_iteration_generates_from_its_weights(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # ranks import the reward function
     initial = tmp_path / "initial"
-    load_inputs(load_config(small_config, ["model.hidden_size=64", "model.num_heads=2"]), initial)
+    # SGLang's server keeps six positions to itself.
+    sizes = ["model.hidden_size=64", "model.num_heads=2", "model.max_positions=24"]
+    load_inputs(load_config(small_config, sizes), initial)
     with LocalServer(engine, initial) as server:
         changes = [f"model.path={initial}", "rollout.backend=server", f"rollout.options.urls=['{server.url}']"]
         changes += ["optimizer.actor_learning_rate=1e-2", "warm_start.max_steps=0"]

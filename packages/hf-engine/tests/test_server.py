@@ -214,7 +214,7 @@ def wait_until_nobody_listens(url):
 
 def generate_without_end(backend):
     while True:
-        backend.generate(build_prompts(64, vocab_size=VOCAB_SIZE), SamplingParams(max_new_tokens=38))
+        backend.generate(build_prompts(64, vocab_size=VOCAB_SIZE), SamplingParams(max_new_tokens=35))
 
 
 def test_a_server_conforms(alone, started):
