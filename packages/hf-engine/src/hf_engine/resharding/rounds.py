@@ -178,11 +178,19 @@ def _match(messages: Sequence[Message], members: Sequence[int]) -> list[list[Mes
 def _matches(
     messages: Iterable[Message], members: Sequence[int], key_of: Callable[[Message], object]
 ) -> list[list[Message]]:
-    """One message of every member with equal keys, as often as all of them have another."""
+    """One message of every member with equal keys, as often as all of them have another.
+
+    Of a member that has more than others some are left out, evenly: else the others run ahead of it through the layers,
+    and every storage that it shares between several parameters (the experts of a layer) is under way for long.
+    """
     queues: dict[object, dict[int, list[Message]]] = defaultdict(lambda: {rank: [] for rank in members})
     for message in messages:
         queues[key_of(message)][message.source].append(message)
-    return [[*matched] for by_rank in queues.values() for matched in zip(*by_rank.values(), strict=False)]
+    found = []
+    for by_rank in queues.values():
+        count = min(len(queue) for queue in by_rank.values())
+        found += [[queue[len(queue) * index // count] for queue in by_rank.values()] for index in range(count)]
+    return found
 
 
 def _slot_of(matched: Sequence[Message]) -> tuple[GatherSlot, list[Message]]:
