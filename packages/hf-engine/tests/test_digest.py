@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_engine.resharding.digest import compute_digest
+from hf_engine.resharding.digest import compute_digest, compute_digests
 
 
 def tensor(numel, seed=0):
@@ -17,6 +17,12 @@ def test_equal_bits_have_equal_digests_whatever_the_strides(numel):
     values = tensor(numel * 2)
     assert compute_digest(values[::2]) == compute_digest(values[::2].contiguous())
     assert compute_digest(values[::2]) == compute_digest(values[::2].contiguous().view(torch.int32))
+
+
+def test_digests_of_several_are_those_of_each():
+    tensors = [tensor(numel, seed=numel) for numel in (0, 3, 5000)] + [tensor(9)[1:]]
+    assert compute_digests(iter(tensors)) == [compute_digest(each) for each in tensors]
+    assert compute_digests([]) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])

@@ -78,3 +78,23 @@ def change_weights_on_rank_1(model):
 
 def test_ranks_that_disagree_about_changes_are_told(ranks2, tmp_path):
     assert ranks2.run(change_weights_on_rank_1, write_tiny_model(tmp_path)) == [1, 1]
+
+
+def test_padding_goes_first_and_comes_back_as_zeros():
+    """What fills a storage beside weights is freed and counted; a storage that a weight shares is not padding."""
+    layout = WeightLayout(shapes={"w": (4,)}, boxes={0: {"w": (Box((0,), (4,)),)}}, dtype="float32")
+    weights, generation, room = torch.arange(4.0), {"w": [torch.empty(4)]}, torch.zeros(6)
+    padding = (room[:0], weights[:0])
+    mover = ShardMover(plan_reshard(layout, layout), 0, {"w": [weights]}, generation, padding=padding)
+    assert mover.host_bytes == 0
+    assert mover.peak_bytes([(["w"], ["w"])]) == weights.nbytes + room.nbytes
+    mover.restore()
+    mover.prepare(["w"])
+    assert room.untyped_storage().nbytes() == 0
+    mover.empty(["w"])
+    room.untyped_storage().resize_(room.nbytes)
+    room.fill_(7.0)
+    room.untyped_storage().resize_(0)
+    mover.restore()
+    assert room.tolist() == [0.0] * 6
+    assert weights.tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_engine import (
+    HoldsPadding,
     HybridEngine,
     SamplingParams,
     TrainConfig,
@@ -122,8 +123,9 @@ def move_and_generate(backend, model, topology, directory, bucket_bytes):
     engine = HybridEngine(train, rollout, topology, bucket_bytes=bucket_bytes)
     rank, found = dist.get_rank(), []
     prompts = build_prompts(4, vocab_size=VOCAB_SIZE)
-    views = [part for part in parts_of(train.local_weights()) if part.numel()]  # others are in FSDP2's padding
-    everything = [*views, *rollout.weight_buffers().values()]
+    padding = train.padding() if isinstance(train, HoldsPadding) else ()
+    everything = [*parts_of(train.local_weights()), *padding, *rollout.weight_buffers().values()]
+    trained = storage_bytes([*parts_of(train.local_weights()), *padding])
     for index in range(2):
         train_step(train, topology, vocab_size=VOCAB_SIZE)
         before = [part.clone() for part in parts_of(train.local_weights())]
@@ -131,12 +133,14 @@ def move_and_generate(backend, model, topology, directory, bucket_bytes):
         observe = watch_storages(lambda seen=seen: seen.append(storage_bytes(everything)))
         with observe, count_traffic() as traffic, engine.generation():
             responses = engine.generate(prompts, GREEDY)
+            assert storage_bytes(everything) == engine.memory.generation_bytes, "the training shard lies inside it"
         assert max(seen) == engine.memory.peak_bytes
         assert traffic.matches(engine.plan.recv_bytes[rank]), traffic
         assert engine.plan.recv_bytes[rank] == count_lacking_bytes(engine.plan, rank)
         assert not engine.last_transition.is_unchanged
         after = parts_of(train.local_weights())
         assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+        assert storage_bytes(everything[: len(after) + len(padding)]) == trained
         train.export_hf(directory / str(index))
         check_greedy_samples(train, load(directory / str(index)), prompts, responses)
         weights, files = gather_weights(train, topology), load_file(directory / str(index) / "model.safetensors")

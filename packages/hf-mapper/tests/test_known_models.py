@@ -103,6 +103,12 @@ def test_models_are_known_as_tables_write_them(written: str, preset: str) -> Non
     assert replace(found, max_positions=1) == replace(ModelShape.preset(preset), max_positions=1)
 
 
+def test_a_family_and_its_size_are_found_apart_as_together() -> None:
+    blank, hyphen = (find_model(written) for written in ("Qwen 1.5 7B", "Qwen1.5-7B"))
+    assert blank is not None
+    assert hyphen == replace(blank, name="Qwen1.5-7B")
+
+
 @pytest.mark.parametrize("written", ["Qwen2.5-8B", "qwen", "qwen3-coder-480b", "gpt", "Llama-3.2-1B", ""])
 def test_other_models_are_not_mistaken(written: str) -> None:
     assert find_model(written) is None

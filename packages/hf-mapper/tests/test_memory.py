@@ -123,6 +123,18 @@ def test_experts_are_spread_over_data_parallel_ranks(parallel: str, ep: int) -> 
     assert [found[name] for name in STATES] == pytest.approx([2 * held, 4 * held, 12 * stepped], rel=1e-4)
 
 
+@pytest.mark.parametrize(("ranks", "room"), [(1, 8), (2, 4), (3, 3), (8, 1), (16, 1)])
+def test_every_rank_of_fsdp_has_room_for_as_many_experts_as_the_fullest(ranks: int, room: int) -> None:
+    """Eight experts on three ranks are 3, 3 and 2, on sixteen one on each of the first eight (`torch.chunk`)."""
+    mixtral, cluster = ModelShape.preset("mixtral-8x7b"), ClusterSpec.host(ranks, 2**40)
+    experts = sum(math.prod(shape) for name, shape in mixtral.parameters().items() if ".experts." in name)
+    held = (mixtral.num_parameters - experts) / ranks + room * experts / 8
+    workload = dataclasses.replace(WORKLOAD, global_batch=48, mini_batches=1)
+    layout = ParallelSpec(dp_size=ranks)
+    found = estimate_memory(mixtral, cluster, layout, workload, calls=["training"], backend="fsdp").breakdown
+    assert sum(found[name] for name in STATES) == pytest.approx(18 * held, rel=1e-4)
+
+
 @pytest.mark.parametrize("tp", [1, 8])
 def test_a_mixture_brings_a_copy_of_every_token_to_its_expert_and_back(tp: int) -> None:
     """Whole where the experts multiply it, cut over the tensor group (sequence parallelism) when it comes back."""

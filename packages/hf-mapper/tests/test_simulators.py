@@ -285,6 +285,23 @@ def test_a_machine_takes_in_a_whole_model_whatever_its_replicas_share(gen_tp: in
     assert moved == pytest.approx(2 * LLAMA.num_parameters * 15 / 16, rel=1e-3)
 
 
+def test_fsdp_gathers_room_for_as_many_experts_of_every_rank_as_of_the_fullest() -> None:
+    """Eight experts over sixteen ranks are gathered as sixteen, and in the transition, which has names, as eight."""
+    mixtral, cluster, layouts = ModelShape.preset("mixtral-8x7b"), build_cluster(2), layout("1-1-16")
+    experts = sum(math.prod(shape) for name, shape in mixtral.parameters().items() if ".experts." in name)
+    link = build_link(cluster, num_ranks=16, stride=1, world_size=16)
+    workload = dataclasses.replace(WORKLOAD, global_batch=16, mini_batches=1, prompt_tokens=16, response_tokens=16)
+    gathered_s = float(all_gather_s(link, 2 * (mixtral.num_parameters + experts)))
+    passed = simulate_inference(mixtral, cluster, layouts, workload, backend="fsdp").breakdown
+    assert passed["exposed_gather_s"] + passed["compute_s"] == pytest.approx(gathered_s)
+    trained = simulate_training(mixtral, cluster, layouts, workload, backend="fsdp").breakdown
+    computing_s = trained["compute_s"] + trained["logits_s"]
+    assert trained["exposed_gather_s"] + computing_s == pytest.approx(3 * gathered_s)
+    found = simulate_generation(mixtral, cluster, layouts, workload, generation=GenerationSpec())
+    moved = found.breakdown["transition_s"] * 0.71 * 25e9
+    assert moved == pytest.approx(2 * mixtral.num_parameters * 15 / 16, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("text", "bandwidth"), [("1-1-8", 300e9), ("1-2-8", 25e9 / 8)], ids=["in a machine", "across two, all at once"]
 )

@@ -125,7 +125,7 @@ def test_rows_that_cannot_be_compared_are_skipped_and_said(write: Write, changed
     assert sum(entry.rows_used for entry in errors) == 1
 
 
-@pytest.mark.parametrize("mark", ["", "0", "false", "False", "no", "n", "N"])
+@pytest.mark.parametrize("mark", ["", "0", "False", "no", "N", "none", "off", "-", "n/a", "NaN"])
 def test_a_mark_that_says_no_is_none(write: Write, mark: str) -> None:
     server = SERVED | {"suspect": mark, "n_gpus": ""}
     write([RUN | {"suspect": mark, "cpu_offload": mark}], "training.csv")

@@ -11,13 +11,19 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._abilities import AdoptsWeights, Settles, SupportsShardLoading, SupportsWeightBuffers
+from hf_engine.backends._abilities import (
+    AdoptsWeights,
+    HoldsPadding,
+    Settles,
+    SupportsShardLoading,
+    SupportsWeightBuffers,
+)
 from hf_engine.backends._base import RolloutBackend, SamplingParams, TrainBackend
 from hf_engine.backends._lost_peers import all_or_none, lost_peers_are_errors
 from hf_engine.pairing import agree_on_plan, build_transfer_group
 from hf_engine.process_groups import local_device, wait_for_device
 from hf_engine.resharding.agreement import agree_on_moving
-from hf_engine.resharding.digest import compute_digest
+from hf_engine.resharding.digest import compute_digests
 from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, ReshardExecutor, Weights, as_parts
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan
@@ -70,9 +76,8 @@ class TransitionMemory:
     """The most bytes of training and generation weights that are live at once on the way into generation, in it and on
     the way back. Where the training shard is moved a parameter is there twice while it is copied: this may pass the
     generation shard, by the largest training storage at most or by what one bucket brings; where the engine stacks the
-    experts of a layer by such a stack, too, and by several where ranks have experts, but not equally many. What both
-    layouts hold alike is lent to an engine that `AdoptsWeights`, and is never there twice. Of ranks that have none of a
-    layer's experts FSDP2's padding is not in it."""
+    experts of a layer by such a stack, too. What both layouts hold alike is lent to an engine that `AdoptsWeights`, and
+    is never there twice. The padding of a training backend that `HoldsPadding` is in it while it is there."""
     staging_bytes: int
     """Communication buffers, kept for the engine's lifetime; and for an engine that keeps its weights itself the shards
     on their way into it, with what it needs to take them."""
@@ -153,7 +158,8 @@ class HybridEngine:
         if moves:
             weights, buffers = as_parts(self._train.local_weights()), as_parts(rollout.weight_buffers())
             adopt = rollout.adopt_weights if isinstance(rollout, AdoptsWeights) else None
-            self._mover = ShardMover(plan, dist.get_rank(), weights, buffers, adopt=adopt)
+            padding = self._train.padding() if isinstance(self._train, HoldsPadding) else ()
+            self._mover = ShardMover(plan, dist.get_rank(), weights, buffers, adopt=adopt, padding=padding)
             self._rollout.release()
 
     def _prepare_stream(self, rollout: SupportsShardLoading, bucket_bytes: int) -> None:
@@ -345,7 +351,7 @@ class HybridEngine:
         try:
             weights = self._train.local_weights()
             if changes != self._weight_changes or digest is None:
-                digest = hash(tuple(compute_digest(part) for parts in as_parts(weights).values() for part in parts))
+                digest = hash(tuple(compute_digests(part for parts in as_parts(weights).values() for part in parts)))
         except Exception as error:  # noqa: BLE001 - the other ranks of the transfer are told, and wait no longer
             refusal = error
         if isinstance(self._rollout, SupportsShardLoading):

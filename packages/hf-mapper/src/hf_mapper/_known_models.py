@@ -58,6 +58,7 @@ _SIZES = (
 def find_model(name: str) -> ModelShape | None:
     """The model that a table calls ``name``, None where the name is unknown."""
     plain = re.sub(r"[\s_]+", "-", name.rsplit("/", 1)[-1].lower()).removeprefix("meta-")
+    plain = re.sub(r"^qwen-(?=\d)", "qwen", plain)
     for pattern, preset in _PRESETS:
         if re.search(pattern, plain):
             return replace(ModelShape.preset(preset), max_positions=_LONG)
@@ -68,7 +69,7 @@ def find_model(name: str) -> ModelShape | None:
                 num_kv_heads=kv_heads, head_dim=hidden // heads, vocab_size=vocabulary,
                 max_positions=positions[0] if positions else _LONG,
             )  # fmt: skip
-    return _find_preset(re.sub(r"^qwen-(?=\d)", "qwen", plain))
+    return _find_preset(plain)
 
 
 def _find_preset(name: str) -> ModelShape | None:

@@ -23,7 +23,7 @@ _NEEDED = {
     "kernel": ("gpu", "num_tokens", "tp", "n_embd", "n_expanded_embd", "mlp_up_proj_ms"),
     "iteration": ("gpu", "n_gpus", "algorithm", "rollout_samples", "step_time_s"),
 }
-_UNMARKED = ("", "0", "false", "no", "n")
+_UNMARKED = ("", "0", "false", "no", "n", "none", "off", "-", "n/a", "nan")
 GENERATION_TIMES = ("latency_s", "ttft_min_s", "itl_p50_s", "prompt_time_ms_median", "token_time_ms_median")
 _MARKS = {
     "communication": ("time_ms_median_maxrank",),

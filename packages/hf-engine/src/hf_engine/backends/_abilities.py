@@ -1,4 +1,4 @@
-"""What some rollout backends can do and others cannot: one small Protocol each."""
+"""What some backends can do, or have, and others not: one small Protocol each."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ __all__ = [
     "ChecksOptions",
     "DrawsItself",
     "FormsReplicas",
+    "HoldsPadding",
     "Settles",
     "SupportsShardLoading",
     "SupportsWeightBuffers",
@@ -85,6 +86,18 @@ class SupportsShardLoading(Protocol):
             ReshardError: for a name that is no parameter of this rank or came before, or tensors that are not the
                 layout's boxes.
             BackendError: outside an update.
+        """
+        ...
+
+
+@runtime_checkable
+class HoldsPadding(Protocol):
+    """A training backend with memory beside its weights that only computing with them needs."""
+
+    def padding(self) -> Sequence[torch.Tensor]:
+        """Tensors whose storages hold nothing of worth and no weight, as what FSDP2 has for a rank without rows.
+
+        A transition that moves the weights frees these storages, and brings them back filled with zeros.
         """
         ...
 

@@ -138,6 +138,10 @@ class FsdpBackend:
         first_rows = {name: box.offset[0] for name, (box,) in self._layout.boxes_of(dist.get_rank()).items()}
         return tensors_in_files(family_of(self._model), self._shards(), first_rows)
 
+    def padding(self) -> Sequence[torch.Tensor]:
+        """Of every parameter of which this rank has no rows: room for as many as the fullest rank has."""
+        return [shard for shard in self._shards().values() if not shard.numel()]
+
     def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
         """Columns `logprobs` (and `entropy`) of the response tokens; see `TrainBackend.compute_logprobs`."""
         self._require_head("lm", "compute_logprobs")

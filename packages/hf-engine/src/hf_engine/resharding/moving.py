@@ -30,8 +30,7 @@ _MOVERS: WeakSet[ShardMover] = WeakSet()
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Live bytes of the tensors' storages, each counted once."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
+    return sum(storage.nbytes() for storage in _storages(tensors).values())
 
 
 def hold_training_weights(tensors: Iterable[torch.Tensor]) -> bool:
@@ -49,6 +48,7 @@ class ShardMover:
         train: its training tensors; their storages must be resizable.
         generation: its generation tensors; those that share a storage are freed together.
         adopt: puts tensors in the place of the engine's own, by name, where training tensors may be lent to it.
+        padding: training tensors that hold nothing: their storages are emptied first, and come back last, as zeros.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class ShardMover:
         generation: _Tensors,
         *,
         adopt: Callable[[Mapping[str, torch.Tensor]], object] | None = None,
+        padding: Iterable[torch.Tensor] = (),
     ) -> None:
         self._train, self._generation = train, generation
         held, wanted = plan.source.boxes_of(rank), plan.target.boxes_of(rank)
@@ -70,11 +71,7 @@ class ShardMover:
         groups = _storage_groups(train)
         # Storages of generation: what is in each, and which a parameter is in.
         self._homes = _storage_groups(generation)
-        self._home_storages = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage()
-            for tensors in generation.values()
-            for tensor in tensors
-        }
+        self._home_storages = _storages(tensor for tensors in generation.values() for tensor in tensors)
         self._homes_of: dict[str, list[int]] = defaultdict(list)
         for home, names in self._homes.items():
             for name in names:
@@ -86,13 +83,20 @@ class ShardMover:
         self._loans = {name: together for together in loans for name in together}
         self._lent: dict[str, torch.Tensor] = {}
         self._groups = {key: names for key, names in groups.items() if self._loans.keys().isdisjoint(names)}
+        self._storages = _storages(tensor for tensors in train.values() for tensor in tensors)
+        self._storages_of: dict[str, list[int]] = defaultdict(list)
+        for key, names in self._groups.items():
+            for name in names:
+                self._storages_of[name].append(key)
         inside = {name for name, boxes in held.items() if kept_numel[name] == sum(box.numel for box in boxes)}
         self._waiting = {
-            key: self._find_gaps(key, names) if names <= inside else [slice(0, self._storage(key).nbytes())]
+            key: self._find_gaps(key, names) if names <= inside else [slice(0, self._storages[key].nbytes())]
             for key, names in self._groups.items()
         }
+        self._padding = [(each, each.nbytes()) for key, each in _storages(padding).items() if key not in groups]
+        self._lacks_padding = False
         self._home_bytes = {home: self._home_storages[home].nbytes() for home in self._homes}
-        self._train_bytes = {key: self._storage(key).nbytes() for key in self._groups}
+        self._train_bytes = {key: self._storages[key].nbytes() for key in self._groups}
         self._unneeded, self._way_back = self._order_back()
         self._done: set[str] = set()
         self._emptied: set[int] = set()
@@ -115,19 +119,16 @@ class ShardMover:
             order: of the calls on the way there: the parameters to `prepare`, and those to `empty` after them.
         """
         lent = storage_bytes(together[name] for name, together in self._loans.items())
-        live = peak = sum(self._train_bytes.values()) + lent
+        live = sum(self._train_bytes.values()) + lent
+        peak = live + sum(size for _, size in self._padding)
         taken: set[int] = set()
         finished: set[str] = set()
-        full = set(self._groups)
         for prepared, done in order:
             homes = {home for name in prepared if name not in self._loans for home in self._homes_of[name]} - taken
             taken |= homes
             live += self._bytes_of_homes(homes)
             peak = max(peak, live)
-            finished.update(done)
-            emptied = {key for key in full if self._groups[key] <= finished}
-            live -= sum(self._train_bytes[key] for key in emptied)
-            full -= emptied
+            live -= sum(self._train_bytes[key] for key in self._finish(done, finished))
         live -= self._bytes_of_homes(taken.intersection(self._unneeded))
         for key, freed in self._way_back:
             live += self._train_bytes[key]
@@ -137,6 +138,10 @@ class ShardMover:
 
     def prepare(self, names: Iterable[str]) -> None:
         """Allocates the generation tensors of these parameters and copies what the rank holds already, or lends it."""
+        if not self._lacks_padding:
+            self._lacks_padding = True
+            for storage, _ in self._padding:
+                storage.resize_(0)
         for name in names:
             if self._adopt is not None and name in self._loans:
                 if name not in self._lent:
@@ -151,11 +156,8 @@ class ShardMover:
 
     def empty(self, names: Iterable[str]) -> None:
         """Empties the training storages whose parameters have all been kept and sent."""
-        self._done.update(names)
-        for key, members in self._groups.items():
-            if key in self._emptied or not members <= self._done:
-                continue
-            storage = self._storage(key)
+        for key in self._finish(names, self._done):
+            storage = self._storages[key]
             waiting = self._waiting[key]
             if key not in self._copies:
                 self._copies[key] = [torch.empty(part.stop - part.start, dtype=torch.uint8) for part in waiting]
@@ -180,7 +182,19 @@ class ShardMover:
             if key in self._emptied:
                 self._refill(key, self._groups[key])
             self._empty_homes(done)
+        if self._lacks_padding:
+            self._lacks_padding = False
+            for storage, size in self._padding:
+                storage.resize_(size)
+                _bytes_of(storage).zero_()
         self._done.clear()
+
+    def _finish(self, names: Iterable[str], done: set[str]) -> list[int]:
+        """Adds parameters to those that are done; the training storages that these complete."""
+        new = [name for name in names if name not in done]
+        done.update(new)
+        keys = dict.fromkeys(key for name in new for key in self._storages_of[name])
+        return [key for key in keys if self._groups[key] <= done]
 
     def _order_back(self) -> tuple[list[int], list[tuple[int, list[int]]]]:
         """Generation storages that hold nothing of this rank's, and training storages, each with those of generation
@@ -194,7 +208,7 @@ class ShardMover:
         return [home for home in self._homes if home not in done], [(key, freed[key]) for key in order]
 
     def _refill(self, key: int, names: set[str]) -> None:
-        storage = self._storage(key)
+        storage = self._storages[key]
         storage.resize_(self._train_bytes[key])
         self._emptied.remove(key)
         for part, copy in zip(self._waiting[key], self._copies[key], strict=True):
@@ -226,17 +240,9 @@ class ShardMover:
     def _bytes_of_homes(self, homes: Iterable[int]) -> int:
         return sum(self._home_bytes[home] for home in homes)
 
-    def _storage(self, key: int) -> torch.UntypedStorage:
-        return next(
-            tensor.untyped_storage()
-            for name in self._groups[key]
-            for tensor in self._train[name]
-            if tensor.untyped_storage()._cdata == key
-        )
-
     def _find_gaps(self, key: int, names: set[str]) -> list[slice]:
         """Bytes of a storage in which none of its parameters lies; all of it where they cannot be told apart."""
-        size = self._storage(key).nbytes()
+        size = self._storages[key].nbytes()
         views = [t for name in names for t in self._train[name] if t.untyped_storage()._cdata == key]
         if sum(view.nbytes for view in views) == size:
             return []
@@ -246,6 +252,10 @@ class ShardMover:
         if not all(view.is_contiguous() for view in views) or any(gap.stop < gap.start for gap in gaps):
             return [slice(0, size)]
         return [gap for gap in gaps if gap.stop > gap.start]
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

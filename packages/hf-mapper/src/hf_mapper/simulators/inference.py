@@ -23,7 +23,12 @@ from hf_mapper.simulators.communication import (
 )
 from hf_mapper.simulators.estimate import Estimate, build_estimate
 from hf_mapper.simulators.layouts import Figures, Layouts, Sizes, read_layouts
-from hf_mapper.simulators.memory import computed_parameters, inference_work_bytes, micro_batch_sequences, weight_bytes
+from hf_mapper.simulators.memory import (
+    computed_parameters,
+    fsdp_weight_bytes,
+    inference_work_bytes,
+    micro_batch_sequences,
+)
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import ModelShape, ParallelSpec
 
@@ -84,7 +89,7 @@ def simulate_forward(
         tensor_parallel_s=2 * layers * all_reduce_s(tensor, boundary_bytes),
         expert_parallel_s=layers * expert_exchange_s(model, cluster, layouts, workload, tokens),
         hop_s=point_to_point_s(build_stage_link(cluster, layouts), boundary_bytes / layouts.tp_size),
-        gather_s=np.where(layouts.fsdp, all_gather_s(sharded, weight_bytes(model, workload)), 0.0),
+        gather_s=np.where(layouts.fsdp, all_gather_s(sharded, fsdp_weight_bytes(model, layouts, workload)), 0.0),
     )
 
 

@@ -1,9 +1,9 @@
 """Bytes per rank: what stays (weights, gradients, optimizer) and what a call adds while it runs.
 
 A trained parameter takes 18 bytes in mixed precision (2 weights, 4 gradients, 12 optimizer with the fp32 master) and
-16 in fp32; an inference parameter its own 2 or 4 (paper, section 8.1). FSDP shards all of it over its ranks; Megatron
-shards weights and gradients over pp * tp, those of experts over ep too, and, with its distributed optimizer, the
-optimizer over dp as well.
+16 in fp32; an inference parameter its own 2 or 4 (paper, section 8.1). FSDP shards all of it over its ranks, experts
+whole; Megatron shards weights and gradients over pp * tp, those of experts over ep too, and, with its distributed
+optimizer, the optimizer over dp as well.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "computed_parameters",
     "estimate_memory",
     "expert_parameters",
+    "fsdp_weight_bytes",
     "gathered_weight_bytes",
     "inference_work_bytes",
     "kv_cache_bytes",
@@ -62,8 +63,20 @@ def computed_parameters(model: ModelShape, layouts: Layouts) -> Figures:
 
 
 def rank_parameters(model: ModelShape, layouts: Layouts) -> Figures:
-    """Parameters of a rank's shard: FSDP cuts all of them over all ranks, Megatron has those that it computes with."""
-    return np.where(layouts.fsdp, model.num_parameters / layouts.world_size, computed_parameters(model, layouts))
+    """Parameters of a rank's shard: FSDP cuts all of them over all ranks, Megatron has those that it computes with.
+
+    FSDP2 cuts the experts of a layer, stacked, between two of them, and gives every rank room for as many as the
+    fullest one has.
+    """
+    experts = expert_parameters(model)
+    stacked = -(-model.num_experts // layouts.world_size) * experts / max(1, model.num_experts)
+    cut = (model.num_parameters - experts) / layouts.world_size + stacked
+    return np.where(layouts.fsdp, cut, computed_parameters(model, layouts))
+
+
+def fsdp_weight_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
+    """Bytes of the whole model as FSDP gathers it: of every rank as many as of the fullest."""
+    return workload.element_bytes * layouts.world_size * rank_parameters(model, layouts)
 
 
 def stage_parameters(model: ModelShape, layouts: Layouts) -> Figures:
@@ -110,7 +123,7 @@ def _stepped_parameters(model: ModelShape, layouts: Layouts) -> Figures:
     spread = expert_parameters(model) / layouts.num_parts * (1 - 1 / layouts.ep_size)
     replicas = layouts.world_size / layouts.num_parts
     of_stage = (stage_parameters(model, layouts) + spread) / replicas
-    return np.where(layouts.fsdp, model.num_parameters / layouts.world_size, of_stage)
+    return np.where(layouts.fsdp, rank_parameters(model, layouts), of_stage)
 
 
 def training_work_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
@@ -207,10 +220,10 @@ def gathered_weight_bytes(
 def received_weight_bytes(
     model: ModelShape, layouts: Layouts, generation: GenerationLayouts, workload: WorkloadSpec
 ) -> Figures:
-    """Bytes per rank received in the train -> generate transition, in the mean over stages.
+    """Bytes per rank received in the train -> generate transition, in the mean over stages, and for FSDP over ranks.
 
     Of Megatron's nested sizes what the shard lacks (Table 2, as ``hf_protocols.compute_transition_cost``); for FSDP
-    each rank has 1/n of what it needs (exact for replicas of one rank, an estimate for larger ones).
+    a rank has 1/n of what it needs (exact for replicas of one rank, an estimate for larger ones).
     """
     wanted = weight_bytes(model, workload) / generation.replica_size
     shard = workload.element_bytes * rank_parameters(model, layouts)
@@ -330,7 +343,7 @@ def _prefetch_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec)
     Or two matrices (of half an MLP), or the model, by what the software gathers.
     """
     ends = _num_ends(model) * model.vocab_size * model.hidden_size * workload.element_bytes
-    whole = weight_bytes(model, workload)
+    whole = fsdp_weight_bytes(model, layouts, workload)
     matrix = 1.5 * model.hidden_size * model.intermediate_size * workload.element_bytes
     ahead = {"matrix": 2 * matrix, "layer": ends + 2 * (whole - ends) / model.num_layers, "model": whole}
     sharded = np.logical_and(layouts.fsdp, layouts.world_size > 1)

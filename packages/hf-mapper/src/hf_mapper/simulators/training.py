@@ -30,10 +30,10 @@ from hf_mapper.simulators.layouts import Figures, Layouts, Sizes, read_layouts
 from hf_mapper.simulators.memory import (
     computed_parameters,
     expert_parameters,
+    fsdp_weight_bytes,
     micro_batch_sequences,
     state_bytes,
     training_work_bytes,
-    weight_bytes,
 )
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import ModelShape, ParallelSpec
@@ -164,7 +164,7 @@ def _gather_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workloa
         shared_rails=workload.software.shared_rails,
     )
     collectives = 2 if workload.software.gathers == "model" else 3
-    return np.where(layouts.fsdp, collectives * all_gather_s(link, weight_bytes(model, workload)), 0.0)
+    return np.where(layouts.fsdp, collectives * all_gather_s(link, fsdp_weight_bytes(model, layouts, workload)), 0.0)
 
 
 def _gradient_sync_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec) -> Figures:

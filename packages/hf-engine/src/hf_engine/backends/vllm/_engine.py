@@ -125,6 +125,7 @@ class Engine:
         register_transfer()
         groups = topology.groups("gen_tp")
         deadline_s = math.ceil(default_timeout().total_seconds())  # torch's own would be half an hour
+        positions = choose_positions(max_positions, shape.max_positions)
         worker = "_cpu_worker.TopologyCpuWorker" if current_platform.is_cpu() else "_gpu_worker.TopologyGpuWorker"
         arguments = EngineArgs(
             model=str(model),
@@ -132,7 +133,7 @@ class Engine:
             dtype=dtype,
             seed=seed % (1 << 32),  # vLLM takes no other; nothing is drawn with it
             # vLLM itself would take more than the model has where rotary positions are scaled
-            max_model_len=choose_positions(max_positions, shape.max_positions),
+            max_model_len=positions,
             kv_cache_memory_bytes=cache_bytes,
             tensor_parallel_size=len(groups[0]),
             distributed_executor_backend="external_launcher",
@@ -156,7 +157,7 @@ class Engine:
             raise BackendError(
                 f"vLLM did not start with {str(model)!r}, gen_tp_size={len(groups[0])}, cache_bytes={cache_bytes} "
                 f"(raise it if the cache is too small, lower it if there is less memory), "
-                f"max_positions={max_positions}: {error}"
+                f"max_positions={positions}: {error}"
             ) from error
         # It would destroy the default process group, which is the caller's; `close` does the rest of it.
         self._engine.engine_core._finalizer.detach()
