@@ -318,6 +318,16 @@ def test_a_trained_model_moves_within_the_plan_and_a_bucket(ranks4, tmp_path, vo
             assert peak <= planned + bucket_bytes, (layout, peak, planned)
 
 
+@pytest.mark.parametrize("num_layers", [10, 22])
+def test_unequal_stages_wait_for_each_other(ranks4, tmp_path, num_layers):
+    """The first two stages have a layer more than the others: the peak does not grow with the model's depth."""
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 120}
+    model = write_tiny_model(tmp_path, num_hidden_layers=num_layers, **sizes)
+    bucket_bytes = 3 * 96 * 64 * 4  # as the fused q, k, v: the largest training storage
+    for ((peak, planned),) in ranks4.run(move_a_trained_model, model, [("4-1-1", "1-1")], "float32", bucket_bytes):
+        assert peak <= planned + bucket_bytes
+
+
 def test_a_closed_engine_gives_its_groups_back(ranks4):
     assert ranks4.run(give_groups_back, ("uniform", "1-4-1", "1-2")) == [(1, True)] * 4
 

@@ -77,7 +77,7 @@ class TransitionMemory:
     the way back. Where the training shard is moved a parameter is there twice while it is copied: this may pass the
     generation shard, by the largest training storage at most or by what one bucket brings; where the engine stacks the
     experts of a layer by such a stack, too. What both layouts hold alike is lent to an engine that `AdoptsWeights`, and
-    is never there twice. The padding of a training backend that `HoldsPadding` is in it while it is there."""
+    is never there twice. Where it is moved the padding of a training backend that `HoldsPadding` counts, too."""
     staging_bytes: int
     """Communication buffers, kept for the engine's lifetime; and for an engine that keeps its weights itself the shards
     on their way into it, with what it needs to take them."""

@@ -183,10 +183,10 @@ class ShardMover:
                 self._refill(key, self._groups[key])
             self._empty_homes(done)
         if self._lacks_padding:
-            self._lacks_padding = False
             for storage, size in self._padding:
                 storage.resize_(size)
                 _bytes_of(storage).zero_()
+            self._lacks_padding = False
         self._done.clear()
 
     def _finish(self, names: Iterable[str], done: set[str]) -> list[int]:

@@ -5,6 +5,7 @@ Every rank computes the same rounds from the same plan, so nothing about the ord
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,6 +79,12 @@ def compute_rounds(plan: ReshardPlan, members: Sequence[int], bucket_numel: int)
 def _module_of(name: str) -> str:
     """What the parameters of one fused storage have in common: `layers.0.self_attn` of its `q_proj.weight`."""
     return ".".join(name.split(".")[:-2])
+
+
+def _layer_of(name: str) -> str:
+    """Up to the first number, which counts the layers; all of a name without one."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found[0] if found else name
 
 
 def _module_sizes(plan: ReshardPlan) -> Mapping[str, int]:
@@ -162,35 +169,33 @@ class _Batches:
 def _match(messages: Sequence[Message], members: Sequence[int]) -> list[list[Message]]:
     """One message of every member, again and again: what one all-gather can bring.
 
-    First name by name, which shards of one parameter need; then, across names, boxes of equal shapes: the layers of
+    First name by name, which shards of one parameter need; then, across names, boxes of equal shapes: experts of one
+    layer, of which some members may have more than others and must not wait for another layer's, and then the layers of
     equal pipeline stages.
     """
-    by_name = [
+    found = [
         matched
         for matched in _matches(messages, members, lambda message: message.name)
         if len({(len(m.box.shape), m.box.shape[1:]) for m in matched}) == 1
     ]
-    taken = {id(message) for matched in by_name for message in matched}
-    others = [message for message in messages if id(message) not in taken]
-    return [*by_name, *_matches(others, members, lambda message: message.box.shape)]
+    keys: tuple[Callable[[Message], object], ...] = (
+        lambda message: (_layer_of(message.name), message.box.shape),
+        lambda message: message.box.shape,
+    )
+    for key_of in keys:
+        taken = {id(message) for matched in found for message in matched}
+        found += _matches([message for message in messages if id(message) not in taken], members, key_of)
+    return found
 
 
 def _matches(
     messages: Iterable[Message], members: Sequence[int], key_of: Callable[[Message], object]
 ) -> list[list[Message]]:
-    """One message of every member with equal keys, as often as all of them have another.
-
-    Of a member that has more than others some are left out, evenly: else the others run ahead of it through the layers,
-    and every storage that it shares between several parameters (the experts of a layer) is under way for long.
-    """
+    """One message of every member with equal keys, as often as all of them have another."""
     queues: dict[object, dict[int, list[Message]]] = defaultdict(lambda: {rank: [] for rank in members})
     for message in messages:
         queues[key_of(message)][message.source].append(message)
-    found = []
-    for by_rank in queues.values():
-        count = min(len(queue) for queue in by_rank.values())
-        found += [[queue[len(queue) * index // count] for queue in by_rank.values()] for index in range(count)]
-    return found
+    return [[*matched] for by_rank in queues.values() for matched in zip(*by_rank.values(), strict=False)]
 
 
 def _slot_of(matched: Sequence[Message]) -> tuple[GatherSlot, list[Message]]:
