@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from hf_engine import TrainConfig, build_groups, load_train_backend
 from hf_engine.backends._agreement import together
-from hf_engine.backends._lost_peers import all_or_none, lost_peers_are_errors
+from hf_engine.backends._all_or_none import all_or_none
+from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.process_groups import default_timeout
 from hf_engine.resharding.execute import as_parts
 from hf_engine.testing import LocalRanks, write_tiny_model

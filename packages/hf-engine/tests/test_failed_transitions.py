@@ -111,7 +111,7 @@ def die_on_the_way(model, is_late):
             patch.setattr(dist, "batch_isend_irecv", exit_midway)
         elif dist.get_rank() == 1:
             patch.setattr(ReshardExecutor, "_check_seals", lambda *_: os._exit(1))
-        with pytest.raises(ReshardError, match="transfer of weights failed on rank 0"), engine.generation():
+        with pytest.raises(ReshardError, match="transfer of weights lost another rank on rank 0"), engine.generation():
             pass
     after = train.local_weights()
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -126,13 +126,43 @@ def test_a_peer_that_dies_on_the_way_leaves_a_typed_error_and_the_training_weigh
     assert "the process of rank 1 died" in str(failed.value)
 
 
+def fail_on_the_way(model):
+    train, _, engine = build_engine(model, model, bucket_bytes=1 << 14)
+    before, rank, calls = bits(train.local_weights()), dist.get_rank(), 0
+
+    def unpack(self, *args, real=Step.unpack):
+        nonlocal calls
+        calls += 1
+        if calls == 3 and rank == 1:
+            raise RuntimeError("no room for this bucket")
+        return real(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Step, "unpack", unpack)
+        with pytest.raises(ReshardError) as failed, engine.generation():
+            pass
+    assert all(torch.equal(train.local_weights()[name], value) for name, value in before.items())
+    return str(failed.value)
+
+
+def test_a_failure_on_the_way_ends_all_at_once_with_its_reason(tmp_path):
+    """The groups' deadline is beyond the test's."""
+    with LocalRanks(2, timeout_s=900) as ranks:
+        told, own = ranks.run(fail_on_the_way, write_tiny_model(tmp_path))
+    assert own == "the transfer of weights failed on rank 1: no room for this bucket"
+    assert told.startswith(
+        "the transfer of weights ended on rank 0: rank 1 failed: RuntimeError: no room for this bucket; the weights "
+        "did not arrive. The process groups cannot be used again: start the ranks anew"
+    )
+
+
 def die_before(model, training_weights):
     train, _, engine = build_engine(model, model, training_weights=training_weights)
     before = bits(train.local_weights())
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(1)
-    with pytest.raises(ReshardError, match="transfer of weights failed on rank 0"), engine.generation():
+    with pytest.raises(ReshardError, match="transfer of weights lost another rank on rank 0"), engine.generation():
         pass
     assert all(torch.equal(train.local_weights()[name], value) for name, value in before.items())
     raise AssertionError("the survivor holds its training weights")

@@ -23,8 +23,8 @@ def test_importing_the_package_loads_no_backend():
     backends = [module for module in modules if module.startswith("hf_engine.backends.")]
     assert sorted(backends) == [
         "hf_engine.backends._abilities",
+        "hf_engine.backends._all_or_none",
         "hf_engine.backends._base",
         "hf_engine.backends._jagged",
-        "hf_engine.backends._lost_peers",
         "hf_engine.backends._registry",
     ]

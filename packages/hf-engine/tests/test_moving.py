@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy
 import pytest
 import torch
 
@@ -98,3 +101,35 @@ def test_padding_goes_first_and_comes_back_as_zeros():
     mover.restore()
     assert room.tolist() == [0.0] * 6
     assert weights.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+class Padded:
+    """A training backend with padding of its user's."""
+
+    def __init__(self, train, padding):
+        self._train, self._given = train, padding
+
+    def __getattr__(self, name):
+        return getattr(self._train, name)
+
+    def padding(self):
+        return self._given
+
+
+def refuse_padding(model):
+    topology, found = Topology(ParallelSpec(), GenerationSpec()), []
+    train = load_train_backend("fsdp").build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
+    rollout = load_rollout_backend("transformers").build(model, topology=topology)
+    for padding in (None, ["x"], [torch.from_numpy(numpy.zeros(3))]):
+        with pytest.raises((BackendError, ReshardError)) as refused:
+            HybridEngine(Padded(train, padding), rollout, topology)
+        found.append(str(refused.value))
+    HybridEngine(Padded(train, [torch.zeros(3)]), rollout, topology).close()
+    return found
+
+
+def test_padding_that_cannot_be_freed_is_refused_before_anything_moves(ranks1, tmp_path):
+    (told,) = ranks1.run(refuse_padding, write_tiny_model(tmp_path))
+    assert told[0] == "padding() of the training backend gave None: give a list of tensors"
+    assert told[1] == "the training backend: 'padding()' is 'x': give tensors"
+    assert re.match(r"the training backend: the memory of 'padding\(\)' cannot be freed, .*training_weights=", told[2])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hf_engine import load_rollout_backend
 from hf_engine.backends import _replica
 from hf_engine.backends._agreement import together
-from hf_engine.backends._lost_peers import all_or_none
+from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._replica import Replica
 from hf_engine.backends.server._dialect import ServerFacts
 from hf_engine.testing import LocalRanks, write_tiny_model

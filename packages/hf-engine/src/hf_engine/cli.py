@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, TypeVar, get_args
 
 from hf_protocols.errors import ConfigError, HybridFlowError, ReshardError, TopologyError
 from hf_protocols.models import ModelShape
@@ -17,6 +17,8 @@ from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 from hf_protocols.transition import Method
 
 __all__ = ["main"]
+
+Spec = TypeVar("Spec", ParallelSpec, GenerationSpec)
 
 _MAX_RANKS = 16_384
 """A plan lists every rank's messages; seconds become minutes above."""
@@ -69,13 +71,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _topology(options: argparse.Namespace) -> Topology:
-    train = replace(ParallelSpec.parse(options.train), cp_size=options.cp_size, ep_size=options.ep_size)
-    topology = Topology(train, GenerationSpec.parse(options.gen))
+    train = replace(_sizes("--train", ParallelSpec, options.train), cp_size=options.cp_size, ep_size=options.ep_size)
+    topology = Topology(train, _sizes("--gen", GenerationSpec, options.gen))
     if topology.world_size > _MAX_RANKS:
         raise TopologyError(
             f"--train {options.train} has {topology.world_size} ranks: plans are made for up to {_MAX_RANKS} of them"
         )
     return topology
+
+
+def _sizes(flag: str, spec: type[Spec], text: str) -> Spec:
+    try:
+        return spec.parse(text)
+    except TopologyError as error:
+        raise TopologyError(f"{flag}: {error}") from None
 
 
 def _plan(options: argparse.Namespace) -> str:
@@ -144,7 +153,7 @@ def _table(facts: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> s
         )
         cells = "".join(f"{_size(value):>12}" for value in figures)
         lines.append(f"{method:<14}{cells}  {_exchanges(row['exchanges'])}")
-    lines += ["", "received: mean over ranks; peak and redundancy: the worst rank; M is the model in this dtype"]
+    lines += ["", "received: mean over ranks; peak and redundancy: the worst rank"]
     return "\n".join(lines)
 
 
@@ -179,8 +188,10 @@ def _check(options: argparse.Namespace) -> str:
     from hf_engine.resharding.model_layouts import generation_layout
     from hf_engine.resharding.transition import training_layout
 
-    directory = Path(options.model)
     topology = _topology(options)
+    directory = Path(options.model)
+    if not options.model or not directory.is_dir():
+        raise ConfigError(f"--model {options.model!r} is no directory: check reads weights, give a model's directory")
     model = ModelShape.from_config(directory)
     source = training_layout(model, topology, options.sharding)
     report = check_conversion(directory, source, generation_layout(model, topology))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -18,8 +18,9 @@ from hf_engine.backends._abilities import (
     SupportsShardLoading,
     SupportsWeightBuffers,
 )
+from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._base import RolloutBackend, SamplingParams, TrainBackend
-from hf_engine.backends._lost_peers import all_or_none, lost_peers_are_errors
+from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.pairing import agree_on_plan, build_transfer_group
 from hf_engine.process_groups import local_device, wait_for_device
 from hf_engine.resharding.agreement import agree_on_moving
@@ -28,6 +29,7 @@ from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, ReshardExecutor, 
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.streaming import ShardStream
+from hf_engine.resharding.usable import check_resizable
 from hf_engine.sample_proof import SampleProof
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
@@ -68,7 +70,8 @@ class TransitionMemory:
     training: Literal["moved", "kept", "offloaded"]
     """Whether the training shard lies inside the generation shard, stays beside it, or waits on the host."""
     training_bytes: int
-    """Device bytes of the training shard beside the generation shard: 0 when it is moved or offloaded."""
+    """Device bytes of the training shard beside the generation shard, without padding: 0 when it is moved or
+    offloaded."""
     host_bytes: int
     """On the host: the training shard when it is offloaded; when it is moved copies of what lies outside the generation
     shard and of padding, allocated once."""
@@ -159,6 +162,11 @@ class HybridEngine:
             weights, buffers = as_parts(self._train.local_weights()), as_parts(rollout.weight_buffers())
             adopt = rollout.adopt_weights if isinstance(rollout, AdoptsWeights) else None
             padding = self._train.padding() if isinstance(self._train, HoldsPadding) else ()
+            if not isinstance(padding, Sequence):
+                raise BackendError(f"padding() of the training backend gave {show(padding)}: give a list of tensors")
+            check_resizable(weights, "local_weights()")
+            check_resizable({"padding()": padding}, "the training backend")
+            check_resizable(buffers, "weight_buffers()")
             self._mover = ShardMover(plan, dist.get_rank(), weights, buffers, adopt=adopt, padding=padding)
             self._rollout.release()
 

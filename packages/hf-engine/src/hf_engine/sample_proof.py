@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from hf_engine.backends._base import SamplingParams, TrainBackend
 from hf_engine.backends._jagged import Ragged
-from hf_engine.backends._lost_peers import lost_peers_are_errors
 from hf_engine.logprob_check import LOGPROB_BOUNDS, check_logprobs
+from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.agreement import HIGHEST, refuse_together, spread
 from hf_protocols.errors import BatchError, ReshardError

@@ -97,7 +97,8 @@ class HoldsPadding(Protocol):
     def padding(self) -> Sequence[torch.Tensor]:
         """Tensors whose storages hold nothing of worth and no weight, as what FSDP2 has for a rank without rows.
 
-        A transition that moves the weights frees these storages, and brings them back filled with zeros.
+        Their storages are resizable and stay the same. A transition that moves the weights frees them, and brings them
+        back filled with zeros.
         """
         ...
 

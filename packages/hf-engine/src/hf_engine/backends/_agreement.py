@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from hf_engine.backends._lost_peers import is_of_a_lost_peer, what_came_first
+from hf_engine.backends._all_or_none import what_came_first
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
+from hf_engine.lost_peers import is_of_a_lost_peer
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.agreement import refuse_together
 from hf_protocols.errors import BackendError, BatchError, HybridFlowError, NonFiniteLossError

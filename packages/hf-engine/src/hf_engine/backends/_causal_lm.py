@@ -32,7 +32,10 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype) -> tuple[Any, list[str
     except BackendError:
         raise
     except Exception as error:  # of a configuration that it cannot use it raises anything
-        raise BackendError(f"transformers cannot load a causal language model from {str(model)!r}: {error}") from error
+        taken = "" if Path(str(model)).is_dir() else ", a name on the hub as there is no such directory here"
+        raise BackendError(
+            f"transformers cannot load a causal language model from {str(model)!r}{taken}: {error}"
+        ) from error
     loaded, report = answer
     _refuse_other_sizes(model, report["mismatched_keys"])
     config = loaded.config.get_text_config()

@@ -14,7 +14,7 @@ from zlib import crc32
 
 import torch.distributed as dist
 
-from hf_engine.backends._lost_peers import what_came_first
+from hf_engine.backends._all_or_none import what_came_first
 from hf_engine.process_groups import build_groups, build_own_group, default_timeout, local_device
 from hf_engine.resharding.agreement import HIGHEST, extremes, refusals_of, relayed
 from hf_protocols.errors import BackendError, HybridFlowError

@@ -35,12 +35,12 @@ from hf_engine.backends._fsdp_model import (
     shard_model,
 )
 from hf_engine.backends._loss import ForwardPasses, StepLoss
-from hf_engine.backends._lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends._optimizer import ShardedAdamW
 from hf_engine.backends._stacked_experts import family_of, layout_in_files, tensors_in_files
 from hf_engine.backends._token_logprobs import compute_token_logprobs
+from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.process_groups import build_groups, local_device
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.execute import execute_reshard

@@ -8,6 +8,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from hf_engine.lost_peers import describe_failure
 from hf_protocols.errors import HybridFlowError, ReshardError
 
 __all__ = ["HIGHEST", "agree", "agree_on_moving", "extremes", "refusals_of", "refuse_together", "relayed", "spread"]
@@ -29,7 +30,7 @@ def spread(lowest: int, highest: int, group: dist.ProcessGroup | None, device: t
     try:
         return extremes(lowest, highest, group, device)
     except RuntimeError as error:
-        raise ReshardError(f"the transfer of weights failed on rank {dist.get_rank()}: {error}") from error
+        raise ReshardError(describe_failure("the transfer of weights", error)) from error
 
 
 def extremes(lowest: int, highest: int, group: dist.ProcessGroup | None, device: torch.device | str) -> tuple[int, int]:

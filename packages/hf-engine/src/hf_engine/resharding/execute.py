@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from hf_engine.lost_peers import describe_failure, failures_end_all
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.agreement import HIGHEST, agree, spread
 from hf_engine.resharding.layouts import WeightLayout
@@ -160,13 +162,15 @@ class ReshardExecutor:
             self.agree(refusal or self._find_mistake(source, target, version, mover))
             held, wanted = as_parts(source), as_parts(target)
             seals = Seals()
-            self._exchange(held, wanted, seals, _UNKNOWN if version is None else version, mover)
+            # Others wait for a rank that fails on the way, where anything is: they are told.
+            with failures_end_all("the weights did not arrive") if self._steps else nullcontext():
+                self._exchange(held, wanted, seals, _UNKNOWN if version is None else version, mover)
             if self._steps:
                 version = self._check_seals(seals, version)
         except RuntimeError as error:
             if error is refusal:
                 raise
-            raise ReshardError(f"the transfer of weights failed on rank {self._rank}: {error}") from error
+            raise ReshardError(describe_failure("the transfer of weights", error)) from error
         return Transfer(
             recv_bytes=sum(step.payload_bytes for step in self._steps),
             seal_bytes=seals.count * SEAL_BYTES,

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from hf_protocols.arguments import show
 from hf_protocols.errors import ReshardError
 
-__all__ = ["check_readable", "check_writable"]
+__all__ = ["check_readable", "check_resizable", "check_writable"]
 
 _Tensors = Mapping[str, Sequence[torch.Tensor]]
 
@@ -23,6 +24,23 @@ def check_readable(weights: _Tensors, where: str) -> None:
         ReshardError: naming those that are sparse, on the meta device, or whose storage was emptied.
     """
     _refuse(((name, _lack(part)) for name, part in _flat(weights)), where)
+
+
+def check_resizable(tensors: Mapping[str, Sequence[torch.Tensor]], where: str) -> None:
+    """Refuses tensors whose memory cannot be freed and taken again.
+
+    Raises:
+        ReshardError: naming what is no tensor, and those whose memory is another library's, a file's or shared.
+    """
+    for name, parts in tensors.items():
+        for part in parts:
+            if not isinstance(part, torch.Tensor):
+                raise ReshardError(f"{where}: {name!r} is {show(part)}: give tensors")
+            if not part.untyped_storage().resizable():
+                raise ReshardError(
+                    f"{where}: the memory of {name!r} cannot be freed, as it is not torch's own (numpy's, a file's or "
+                    'shared): clone it, or build the HybridEngine with training_weights="keep"'
+                )
 
 
 def check_writable(weights: _Tensors, where: str, *, are_filled: bool = True) -> None:

@@ -17,7 +17,6 @@ from hf_engine.backends._build_arguments import check_train_arguments
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import write_directory
 from hf_engine.backends._loss import StepLoss
-from hf_engine.backends._lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends.megatron._checkpoint import load_sharded, open_sharded, write_shard
 from hf_engine.backends.megatron._config import ModelConfig
@@ -26,6 +25,7 @@ from hf_engine.backends.megatron._optimizer import DistributedAdamW
 from hf_engine.backends.megatron._parallel import ParallelGroups
 from hf_engine.backends.megatron._schedule import run_backward, run_forward
 from hf_engine.backends.megatron._stage import Stage
+from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout
 from hf_protocols.arguments import check_number

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._loading import check_complete, check_shards, check_version
-from hf_engine.backends._lost_peers import all_or_none, lost_peers_are_errors
 from hf_engine.backends._model_directory import read_end_of_sequence_ids
 from hf_engine.backends._replica import Replica, replica_of_all, require_process_group
 from hf_engine.backends.server._connection import Connection, expected_form
@@ -30,6 +30,7 @@ from hf_engine.backends.server._setup import (
     read_key,
     read_model,
 )
+from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.resharding.layouts import WeightLayout, spread_layout
 from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._loading import check_complete, check_shards, check_version
-from hf_engine.backends._lost_peers import all_or_none, lost_peers_are_errors
 from hf_engine.backends._memory import check_sizes, choose_cache_bytes, choose_positions
 from hf_engine.backends._model_directory import refuse_incomplete
 from hf_engine.backends._replica import Replica, build_replica, require_process_group
@@ -24,6 +24,7 @@ from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_opti
 from hf_engine.backends.sglang._process import EngineProcess
 from hf_engine.backends.sglang._replicas import build_engine, require_topology
 from hf_engine.backends.sglang._staging import REPORT_BYTES, Staging, staged_bytes
+from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.resharding.agreement import refusals_of, relayed
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._loading import check_complete, check_shards, check_version
-from hf_engine.backends._lost_peers import all_or_none, lost_peers_are_errors
 from hf_engine.backends._memory import check_sizes, choose_cache_bytes
 from hf_engine.backends._replica import Replica, build_replica, require_process_group, require_ranks
 from hf_engine.backends._versions import VLLM
 from hf_engine.backends.vllm._library import embedded
+from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.resharding.layouts import WeightLayout
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import GenerationSpec, Topology

@@ -1,4 +1,4 @@
-"""What a rank says and does when another one died, did not come, or failed in the middle of a pass or step."""
+"""What a rank says and does when another one died, did not come, or failed in the middle of what all are in."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_engine.process_groups import local_device
-from hf_engine.resharding.agreement import HIGHEST, refuse_together, spread
 from hf_protocols.errors import BackendError, HybridFlowError, ReshardError
 
-__all__ = ["all_or_none", "failures_end_all", "is_of_a_lost_peer", "lost_peers_are_errors", "what_came_first"]
+__all__ = ["describe_failure", "failures_end_all", "is_of_a_lost_peer", "lost_peers_are_errors"]
 
 # gloo's errors have no class of their own. Most name its source files; the one of a rank that had a pair closed by its
 # own deadline says nothing else.
 _OF_GLOO = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+\]|Application timeout caused pair closure")
 
 _FAILURE = "hf_engine/failure"
-"""Key of the store: which rank failed first in a pass or step, and why."""
+"""Key of the store: which rank failed first in the middle of something, and why."""
 _NEVER_SENT = 2**30 + 7
 """Tag of a message that nobody sends."""
 _ANEW = "The process groups cannot be used again: start the ranks anew from a checkpoint"
@@ -40,14 +38,29 @@ def lost_peers_are_errors(method: str) -> Iterator[None]:
         if not is_of_a_lost_peer(error):
             raise
         reason = error.__cause__ if isinstance(error, ReshardError) else error
-        _hang_up()  # ranks that wait for this one in other groups do not know yet
-        rank, failure = dist.get_rank(), _told_failure()
-        if failure:
-            raise BackendError(f"{method} ended on rank {rank}: {failure}. {_ANEW}") from error
-        raise BackendError(
-            f"{method} lost another rank on rank {rank}: {reason}; that rank's own error says why. {_ANEW}. A rank "
-            "that was only slow needs a longer timeout of init_process_group"
-        ) from error
+        assert reason is not None, "or it is of no lost peer"
+        raise BackendError(describe_failure(method, reason)) from error
+
+
+def describe_failure(action: str, error: BaseException) -> str:
+    """What a rank says whose action failed: where another rank is the reason, which one, why, and what to do now.
+
+    Then this rank's connections are closed too: others may wait for it in other groups and not know yet.
+
+    Args:
+        action: `"train_step"`.
+        error: what torch.distributed, or another library, raised.
+    """
+    if not is_of_a_lost_peer(error):
+        return f"{action} failed on rank {dist.get_rank()}: {error}"
+    _hang_up()
+    rank, failure = dist.get_rank(), _told_failure()
+    if failure:
+        return f"{action} ended on rank {rank}: {failure}. {_ANEW}"
+    return (
+        f"{action} lost another rank on rank {rank}: {error}; that rank's own error says why. {_ANEW}. A rank that was "
+        "only slow needs a longer timeout of init_process_group"
+    )
 
 
 @contextmanager
@@ -70,45 +83,6 @@ def failures_end_all(outcome: str) -> Iterator[None]:
             _hang_up()
             error.add_note(f"{outcome}; the other ranks were told. {_ANEW}")
         raise
-
-
-@contextmanager
-def all_or_none(outcome: str) -> Iterator[None]:
-    """A block that all ranks get through, or none. Collective at its end, over the default group.
-
-    Nobody can be in a collective of the block when one fails: else see `failures_end_all`. The reasons travel only
-    where there are some.
-
-    Args:
-        outcome: what comes of it where a rank failed: `"no rank generates"`.
-
-    Raises:
-        BackendError: on the ranks that did not fail, naming those that did and why. Not for a lost rank: nobody could
-            be told.
-    """
-    refusal: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        if is_of_a_lost_peer(error):
-            raise
-        refusal = error
-    number = 0 if refusal is None else HIGHEST
-    with what_came_first(refusal):
-        _, highest = spread(number, number, None, local_device())
-        if highest == HIGHEST:
-            refuse_together(refusal, None, range(dist.get_world_size()), BackendError, outcome)
-
-
-@contextmanager
-def what_came_first(failure: Exception | None) -> Iterator[None]:
-    """A rank tells others that it failed: it says so itself, also where it could not because one of them is gone."""
-    try:
-        yield
-    except Exception as error:
-        if failure is None or error is failure or not is_of_a_lost_peer(error):
-            raise
-        raise failure from failure.__cause__
 
 
 def is_of_a_lost_peer(error: BaseException | None) -> bool:
