@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.resharding import plan
-from hf_engine.resharding.execute import ReshardExecutor
-from hf_engine.resharding.steps import Step
+from hf_engine.resharding.execute import ReshardExecutor, as_parts
+from hf_engine.resharding.steps import Seals, Step
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, select_rows
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, ReshardError, Topology
@@ -126,34 +126,48 @@ def test_a_peer_that_dies_on_the_way_leaves_a_typed_error_and_the_training_weigh
     assert "the process of rank 1 died" in str(failed.value)
 
 
-def fail_on_the_way(model):
-    train, _, engine = build_engine(model, model, bucket_bytes=1 << 14)
-    before, rank, calls = bits(train.local_weights()), dist.get_rank(), 0
+def fail_on_the_way(model, backend, topology, place):
+    """The last rank fails, in a bucket or when it looks at digests."""
+    train = load_train_backend(backend).build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
+    rollout = load_rollout_backend("transformers").build(model, topology=topology)
+    engine = HybridEngine(train, rollout, topology, bucket_bytes=1 << 14)
+    before, calls, real = parts_of(train), 0, getattr(*place)
 
-    def unpack(self, *args, real=Step.unpack):
+    def fail(*args):
         nonlocal calls
         calls += 1
-        if calls == 3 and rank == 1:
+        if calls == (2 if place[0] is Step else 1):
             raise RuntimeError("no room for this bucket")
-        return real(self, *args)
+        return real(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Step, "unpack", unpack)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            patch.setattr(*place, fail)
         with pytest.raises(ReshardError) as failed, engine.generation():
             pass
-    assert all(torch.equal(train.local_weights()[name], value) for name, value in before.items())
+    assert all(torch.equal(part, value) for part, value in zip(parts_of(train), before, strict=True))
     return str(failed.value)
 
 
-def test_a_failure_on_the_way_ends_all_at_once_with_its_reason(tmp_path):
-    """The groups' deadline is beyond the test's."""
-    with LocalRanks(2, timeout_s=900) as ranks:
-        told, own = ranks.run(fail_on_the_way, write_tiny_model(tmp_path))
-    assert own == "the transfer of weights failed on rank 1: no room for this bucket"
-    assert told.startswith(
-        "the transfer of weights ended on rank 0: rank 1 failed: RuntimeError: no room for this bucket; the weights "
-        "did not arrive. The process groups cannot be used again: start the ranks anew"
+def parts_of(train):
+    return [part.clone() for parts in as_parts(train.local_weights()).values() for part in parts]
+
+
+@pytest.mark.parametrize("place", [(Step, "unpack"), (Seals, "damaged")], ids=["in a bucket", "after the last"])
+def test_a_failure_on_the_way_ends_all_at_once_with_its_reason(tmp_path, place):
+    """Also those in another transfer's group, who wait for it at the end; the groups' deadline is beyond the test's."""
+    topology = Topology(ParallelSpec(tp_size=2, dp_size=2), GenerationSpec())
+    with LocalRanks(4, timeout_s=900) as ranks:
+        *told, own = ranks.run(fail_on_the_way, write_tiny_model(tmp_path), "megatron", topology, place)
+    assert own.startswith(
+        "the transfer of weights failed on rank 3: no room for this bucket; the weights did not arrive; the other "
+        "ranks were told. The process groups cannot be used again"
     )
+    for rank, text in enumerate(told):
+        assert text.startswith(
+            f"the transfer of weights ended on rank {rank}: rank 3 failed: RuntimeError: no room for this bucket; the "
+            "weights did not arrive. The process groups cannot be used again: start the ranks anew"
+        )
 
 
 def die_before(model, training_weights):

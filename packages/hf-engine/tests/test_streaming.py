@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hf_engine.backends._replica import replica_of_all
 from hf_engine.resharding.agreement import relayed
 from hf_engine.resharding.boxes import Box
+from hf_engine.resharding.execute import ReshardExecutor
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout
 from hf_engine.resharding.model_layouts import generation_layout, model_shapes
 from hf_engine.resharding.plan import plan_reshard
@@ -211,3 +212,31 @@ def die_with_the_last_group():
 def test_a_rank_that_dies_with_the_last_group_is_a_typed_error():
     with LocalRanks(2, timeout_s=20) as ranks, pytest.raises(RuntimeError, match="the survivor knows"):
         ranks.run(die_with_the_last_group)
+
+
+def fail_in_what_stays():
+    """Rank 1 cannot copy what moves to nobody, of the second of three groups; both hear of it with the third."""
+    rank, shapes = dist.get_rank(), {"a": (8,), "b": (8,), "c": (8,)}
+    all_rows = {name: (Box.whole(shape),) for name, shape in shapes.items()}
+    source = WeightLayout(shapes=shapes, boxes={0: all_rows, 1: {"b": all_rows["b"]}})
+    target = WeightLayout(shapes=shapes, boxes={0: all_rows, 1: all_rows})
+    stream = ShardStream(plan_reshard(source, target), bucket_bytes=16)
+    assert stream._groups == [("a",), ("b",), ("c",)]
+
+    def run(self, *args, real=ReshardExecutor._exchange, **options):
+        if rank == 1 and not self.has_rounds:
+            raise MemoryError("no room for the copy")
+        return real(self, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReshardExecutor, "_exchange", run)
+        with pytest.raises((MemoryError, ReshardError)) as failed:
+            stream.run(cut(source, rank, 0), lambda shards: None, version=0)
+    stream.run(cut(source, rank, 0), lambda shards: None, version=0)
+    return str(failed.value)
+
+
+def test_a_failure_in_what_stays_is_told_with_what_moves_next(ranks2):
+    """In the first run, too, when the ranks do not know yet that they have one plan."""
+    told = "rank 1 refused: MemoryError: no room for the copy; the other ranks moved no weights"
+    assert ranks2.run(fail_in_what_stays) == [told, "no room for the copy"]

@@ -29,7 +29,6 @@ from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, ReshardExecutor, 
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.streaming import ShardStream
-from hf_engine.resharding.usable import check_resizable
 from hf_engine.sample_proof import SampleProof
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
@@ -164,9 +163,6 @@ class HybridEngine:
             padding = self._train.padding() if isinstance(self._train, HoldsPadding) else ()
             if not isinstance(padding, Sequence):
                 raise BackendError(f"padding() of the training backend gave {show(padding)}: give a list of tensors")
-            check_resizable(weights, "local_weights()")
-            check_resizable({"padding()": padding}, "the training backend")
-            check_resizable(buffers, "weight_buffers()")
             self._mover = ShardMover(plan, dist.get_rank(), weights, buffers, adopt=adopt, padding=padding)
             self._rollout.release()
 

@@ -42,7 +42,7 @@ def lost_peers_are_errors(method: str) -> Iterator[None]:
         raise BackendError(describe_failure(method, reason)) from error
 
 
-def describe_failure(action: str, error: BaseException) -> str:
+def describe_failure(action: str, error: BaseException, rank: int | None = None) -> str:
     """What a rank says whose action failed: where another rank is the reason, which one, why, and what to do now.
 
     Then this rank's connections are closed too: others may wait for it in other groups and not know yet.
@@ -50,11 +50,13 @@ def describe_failure(action: str, error: BaseException) -> str:
     Args:
         action: `"train_step"`.
         error: what torch.distributed, or another library, raised.
+        rank: what this rank is called; None: by its global rank.
     """
+    rank = dist.get_rank() if rank is None else rank
     if not is_of_a_lost_peer(error):
-        return f"{action} failed on rank {dist.get_rank()}: {error}"
+        return "; ".join([f"{action} failed on rank {rank}: {error}", *getattr(error, "__notes__", ())])
     _hang_up()
-    rank, failure = dist.get_rank(), _told_failure()
+    failure = _told_failure()
     if failure:
         return f"{action} ended on rank {rank}: {failure}. {_ANEW}"
     return (
@@ -76,8 +78,9 @@ def failures_end_all(outcome: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if dist.get_world_size() > 1 and not is_of_a_lost_peer(error):
+        if any(group.size() > 1 for group in _groups()) and not is_of_a_lost_peer(error):
             told = f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}; {outcome}"
+            told = told.encode(errors="replace").decode()  # a path may be no text
             with suppress(RuntimeError):  # the process that holds the store is gone
                 dist.distributed_c10d._get_default_store().compare_set(_FAILURE, "", told)
             _hang_up()
@@ -108,10 +111,16 @@ def _hang_up() -> None:
 
     gloo has no call for it, but closes all connections of a group when a receive's deadline passes.
     """
-    for group in [*dist.distributed_c10d._world.pg_map]:
-        if "cpu:gloo" in dist.get_backend_config(group) and (size := dist.get_world_size(group)) > 1:
-            with suppress(RuntimeError):  # the deadline, or they are closed
-                peer = (dist.get_rank(group) + 1) % size
-                receive = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT)
-                assert receive is not None, "this rank is in the groups that it knows"
-                receive.wait(timedelta(milliseconds=1))
+    for group in _groups():
+        if "cpu:gloo" in dist.get_backend_config(group):
+            own, size = group.rank(), group.size()
+            for peer in range(own + 1, own + size):  # one that is open closes all; those that are closed raise at once
+                with suppress(RuntimeError):  # the deadline, or they are closed
+                    receive = dist.irecv(torch.empty(1), group=group, group_src=peer % size, tag=_NEVER_SENT)
+                    assert receive is not None, "this rank is in the groups that it knows"
+                    receive.wait(timedelta(milliseconds=1))
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """All that this process is in, also those that join it with ranks of another world."""
+    return [*dist.distributed_c10d._world.pg_map]

@@ -18,9 +18,18 @@ __all__ = [
     "default_timeout",
     "local_device",
     "local_world_size",
+    "rank_in",
     "wait_for_connections",
     "wait_for_device",
 ]
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """This process's place in a group, None the default one; also in a group that joins ranks of two worlds.
+
+    `torch.distributed.get_rank(group)` looks it up by the global rank, which those of another world have too.
+    """
+    return dist.get_rank() if group is None else int(group.rank())
 
 
 def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = None) -> dist.ProcessGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype) -> tuple[Any, list[str
     except BackendError:
         raise
     except Exception as error:  # of a configuration that it cannot use it raises anything
-        taken = "" if Path(str(model)).is_dir() else ", a name on the hub as there is no such directory here"
+        taken = "" if os.path.isdir(str(model)) else ", a name on the hub as there is no such directory here"
         raise BackendError(
             f"transformers cannot load a causal language model from {str(model)!r}{taken}: {error}"
         ) from error

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.lost_peers import describe_failure
+from hf_engine.process_groups import rank_in
 from hf_protocols.errors import HybridFlowError, ReshardError
 
 __all__ = ["HIGHEST", "agree", "agree_on_moving", "extremes", "refusals_of", "refuse_together", "relayed", "spread"]
@@ -100,7 +101,7 @@ def refuse_together(
     known: Mapping[int, str] = {}
     if refusal is not None:
         reason = str(refusal) if isinstance(refusal, HybridFlowError) else f"{type(refusal).__name__}: {refusal}"
-        known = refusals_of(refusal, ranks[dist.get_rank(group)], reason)
+        known = refusals_of(refusal, ranks[rank_in(group)], reason)
     told: list[tuple[str | None, Mapping[int, str]]] = [(None, {})] * dist.get_world_size(group)
     dist.all_gather_object(told, (reason, known), group=group)
     refused = {rank: each[rank] for _, each in told for rank in each}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -124,6 +124,11 @@ class ReshardExecutor:
         return sum(buffer.nbytes for slot in self._buffers for buffer in slot)
 
     @property
+    def has_rounds(self) -> bool:
+        """Whether weights move between ranks of the group: then they wait for each other."""
+        return bool(self._steps)
+
+    @property
     def is_silent(self) -> bool:
         """Whether `run` and `agree` tell other ranks nothing: no weights move, and all know that they have one plan."""
         return self._is_agreed and not self._steps
@@ -155,8 +160,8 @@ class ReshardExecutor:
 
         Raises:
             ReshardError: for a version that is none, or tensors that do not match the layout, on every rank and before
-                anything moves; for a transfer that fails on the way, bytes that differ from what was sent, or weights
-                of another version.
+                anything moves; for a transfer that fails on the way, after which the process groups cannot be used
+                again; for bytes that differ from what was sent, or weights of another version.
         """
         try:
             self.agree(refusal or self._find_mistake(source, target, version, mover))
@@ -165,12 +170,13 @@ class ReshardExecutor:
             # Others wait for a rank that fails on the way, where anything is: they are told.
             with failures_end_all("the weights did not arrive") if self._steps else nullcontext():
                 self._exchange(held, wanted, seals, _UNKNOWN if version is None else version, mover)
+                versions, damaged = seals.versions(), seals.damaged()
             if self._steps:
-                version = self._check_seals(seals, version)
+                version = self._check_seals(versions, damaged, version)
         except RuntimeError as error:
             if error is refusal:
                 raise
-            raise ReshardError(describe_failure("the transfer of weights", error)) from error
+            raise ReshardError(describe_failure("the transfer of weights", error, self._rank)) from error
         return Transfer(
             recv_bytes=sum(step.payload_bytes for step in self._steps),
             seal_bytes=seals.count * SEAL_BYTES,
@@ -259,15 +265,15 @@ class ReshardExecutor:
             [[name for name in names if last.get(name, steps[-1]) == index] for index in steps],
         )
 
-    def _check_seals(self, seals: Seals, version: int | None) -> int | None:
+    def _check_seals(self, sent: Mapping[int, int], damages: Iterable[int], version: int | None) -> int | None:
         """Refuses on every rank of the group what any of them must refuse, so that none goes on alone.
 
         Returns:
             The version of all ranks.
         """
-        versions = {self._members[peer]: found for peer, found in seals.versions().items()}
+        versions = {self._members[peer]: found for peer, found in sent.items()}
         expected = version if version is not None else next(iter(versions.values()), _UNKNOWN)
-        damaged = [self._members[peer] for peer in seals.damaged()]
+        damaged = [self._members[peer] for peer in damages]
         wrong = {rank: found for rank, found in versions.items() if found != expected}
         verdict = HIGHEST if damaged or wrong else expected
         # An unknown version is neither the lowest nor the highest unless all are.

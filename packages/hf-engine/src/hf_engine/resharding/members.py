@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from hf_engine.process_groups import rank_in
 from hf_protocols.arguments import are_whole
 from hf_protocols.errors import ReshardError
 
@@ -39,9 +40,7 @@ def find_members(group: dist.ProcessGroup | None, ranks: Sequence[int] | None) -
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ReshardError(f"group={group!r}: give a process group that this rank is in, or None for the default one")
     global_ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-    own = dist.get_rank(group)
-    if own < 0:
-        raise ReshardError(f"rank {dist.get_rank()} is not in the group {global_ranks}, whose ranks run the plan")
+    own = rank_in(group)
     if ranks is None:
         return global_ranks, global_ranks[own]
     if not are_whole(ranks) or len({*ranks}) != len(ranks) or len(ranks) != len(global_ranks):

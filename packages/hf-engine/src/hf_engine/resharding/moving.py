@@ -19,6 +19,7 @@ import torch
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.steps import Region, locate
+from hf_engine.resharding.usable import check_resizable
 
 __all__ = ["ShardMover", "hold_training_weights", "storage_bytes"]
 
@@ -49,6 +50,9 @@ class ShardMover:
         generation: its generation tensors; those that share a storage are freed together.
         adopt: puts tensors in the place of the engine's own, by name, where training tensors may be lent to it.
         padding: training tensors that hold nothing: their storages are emptied first, and come back last, as zeros.
+
+    Raises:
+        ReshardError: for memory that would have to be freed and cannot be.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class ShardMover:
         generation: _Tensors,
         *,
         adopt: Callable[[Mapping[str, torch.Tensor]], object] | None = None,
-        padding: Iterable[torch.Tensor] = (),
+        padding: Sequence[torch.Tensor] = (),
     ) -> None:
         self._train, self._generation = train, generation
         held, wanted = plan.source.boxes_of(rank), plan.target.boxes_of(rank)
@@ -83,6 +87,10 @@ class ShardMover:
         self._loans = {name: together for together in loans for name in together}
         self._lent: dict[str, torch.Tensor] = {}
         self._groups = {key: names for key, names in groups.items() if self._loans.keys().isdisjoint(names)}
+        moving = train.keys() - self._loans.keys()
+        check_resizable({name: train[name] for name in train if name in moving}, "the training weights")
+        check_resizable({name: generation[name] for name in generation if name in moving}, "weight_buffers()")
+        check_resizable({"padding()": padding}, "the training backend")
         self._storages = _storages(tensor for tensors in train.values() for tensor in tensors)
         self._storages_of: dict[str, list[int]] = defaultdict(list)
         for key, names in self._groups.items():

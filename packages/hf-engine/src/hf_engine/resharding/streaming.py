@@ -100,10 +100,12 @@ class ShardStream:
             target: dict[str, list[torch.Tensor]] = {}
             refusal = refusal or _refusal_of(partial(self._allocate, names, target))
             part = {} if refusal else {name: source[name] for name in names if name in source}
-            if executor.is_silent:  # others hear of a refusal with the next group that moves, or after the last
-                refusal = refusal or _refusal_of(partial(executor.run, part, target, version=version))
-            else:
-                received += executor.run(part, target, version=version, refusal=refusal).recv_bytes
+            run = partial(executor.run, part, target, version=version, refusal=refusal)
+            if executor.has_rounds:
+                received += run().recv_bytes
+            else:  # others hear of a refusal with the next group that moves, or after the last
+                problem = _refusal_of(run)
+                refusal = refusal or problem
             # After a refusal too: `take` may be collective.
             problem = _refusal_of(partial(take, {} if refusal else target))
             refusal = refusal or problem
