@@ -130,6 +130,6 @@ def refuse_padding(model):
 
 def test_padding_that_cannot_be_freed_is_refused_before_anything_moves(ranks1, tmp_path):
     (told,) = ranks1.run(refuse_padding, write_tiny_model(tmp_path))
-    assert told[0] == "padding() of the training backend gave None: give a list of tensors"
+    assert told[0] == "the training backend: 'padding()' is None: give a list of tensors"
     assert told[1] == "the training backend: 'padding()' is 'x': give tensors"
     assert re.match(r"the training backend: the memory of 'padding\(\)' cannot be freed, .*training_weights=", told[2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -69,8 +69,7 @@ class TransitionMemory:
     training: Literal["moved", "kept", "offloaded"]
     """Whether the training shard lies inside the generation shard, stays beside it, or waits on the host."""
     training_bytes: int
-    """Device bytes of the training shard beside the generation shard, without padding: 0 when it is moved or
-    offloaded."""
+    """Device bytes of the training shard beside the generation shard, less padding; 0 when moved or offloaded."""
     host_bytes: int
     """On the host: the training shard when it is offloaded; when it is moved copies of what lies outside the generation
     shard and of padding, allocated once."""
@@ -161,8 +160,6 @@ class HybridEngine:
             weights, buffers = as_parts(self._train.local_weights()), as_parts(rollout.weight_buffers())
             adopt = rollout.adopt_weights if isinstance(rollout, AdoptsWeights) else None
             padding = self._train.padding() if isinstance(self._train, HoldsPadding) else ()
-            if not isinstance(padding, Sequence):
-                raise BackendError(f"padding() of the training backend gave {show(padding)}: give a list of tensors")
             self._mover = ShardMover(plan, dist.get_rank(), weights, buffers, adopt=adopt, padding=padding)
             self._rollout.release()
 

@@ -33,6 +33,8 @@ def check_resizable(tensors: Mapping[str, Sequence[torch.Tensor]], where: str) -
         ReshardError: naming what is no tensor, and those whose memory is another library's, a file's or shared.
     """
     for name, parts in tensors.items():
+        if not isinstance(parts, Sequence):
+            raise ReshardError(f"{where}: {name!r} is {show(parts)}: give a list of tensors")
         for part in parts:
             if not isinstance(part, torch.Tensor):
                 raise ReshardError(f"{where}: {name!r} is {show(part)}: give tensors")
