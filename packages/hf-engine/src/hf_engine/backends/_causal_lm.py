@@ -33,7 +33,8 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype) -> tuple[Any, list[str
     except BackendError:
         raise
     except Exception as error:  # of a configuration that it cannot use it raises anything
-        taken = "" if os.path.isdir(str(model)) else ", a name on the hub as there is no such directory here"
+        asked = not isinstance(error, FileNotFoundError) and not os.path.isdir(str(model))
+        taken = ", a name on the hub as there is no such directory here" if asked else ""
         raise BackendError(
             f"transformers cannot load a causal language model from {str(model)!r}{taken}: {error}"
         ) from error
