@@ -130,10 +130,10 @@ def _index(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
             with safe_open(path, framework="pt") as file:
                 found |= {name: (path, tuple(file.get_slice(name).get_shape())) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise ReshardError(f"{path} cannot be read: {error}; fetch it again if it was cut short") from error
+            raise ReshardError(f"{path.name} cannot be read: {error}; fetch it again if it was cut short") from error
     if lost := sorted(name for name, file in indexed.items() if name not in found or found[name][0].name != file):
         raise ReshardError(
-            f"{directory / _INDEX} names {lost[0]!r} in {indexed[lost[0]]}, which lacks it or lies elsewhere "
+            f"{_INDEX} names {lost[0]!r} in {indexed[lost[0]]}, which lacks it or lies elsewhere "
             f"({len(lost)} such): give a whole directory of one model"
         )
     return found
@@ -149,9 +149,9 @@ def _read_index(directory: Path) -> dict[str, str]:
     try:
         files = dict(json.loads(index.read_text())["weight_map"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ReshardError(f"{index} is no index of safetensors files: {error!r}") from error
+        raise ReshardError(f"{index.name} is no index of safetensors files: {error!r}") from error
     if not files or not all(isinstance(each, str) for pair in files.items() for each in pair):
-        raise ReshardError(f"{index} is no index of safetensors files: its weight_map maps no names to files")
+        raise ReshardError(f"{index.name} is no index of safetensors files: its weight_map maps no names to files")
     if missing := sorted(name for name in {*files.values()} if not (index.parent / name).is_file()):
         raise ReshardError(f"{index.name} names {missing}, which {index.parent} lacks: fetch the missing files")
     return files
