@@ -267,11 +267,13 @@ class HybridEngine:
                     self._train.offload(weights=True)
                 if isinstance(self._rollout, SupportsShardLoading):
                     self._rollout.resume()
-        except BaseException:
+        except BaseException as error:
             self._is_current = False
             self._weight_version, self._weight_changes, self._digest, self._last_transition = before
-            with suppress(Exception):  # of an engine that is gone, which is not what happened first
+            try:
                 self._leave()
+            except Exception as failure:  # noqa: BLE001 - of an engine that is gone, say: not what happened first
+                error.add_note(f"the way back to training failed too: {type(failure).__name__}: {failure}")
             raise
         self._is_generating = True
 
@@ -310,8 +312,7 @@ class HybridEngine:
             BackendError: on every rank, if any gave something else than a number.
         """
         is_number = isinstance(value, int | float)
-        summands = [float(value), 0.0] if is_number else [0.0, 1.0]
-        summed = torch.tensor(summands, dtype=torch.float64, device=local_device())
+        summed = torch.tensor([float(value), 0] if is_number else [0, 1], dtype=torch.float64, device=local_device())
         dist.all_reduce(summed)
         total, refusals = summed.tolist()
         if refusals:
@@ -344,9 +345,8 @@ class HybridEngine:
 
     def _transfer(self) -> int:
         self._is_current = False
-        changes = self._train.weight_changes
+        changes, digest = self._train.weight_changes, self._digest
         version = self._weight_version + (changes != self._weight_changes)
-        digest = self._digest
         weights: Weights = {}
         refusal: Exception | None = None
         try:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from hf_protocols.errors import BackendError, HybridFlowError, ReshardError
 
@@ -19,10 +22,11 @@ __all__ = ["describe_failure", "failures_end_all", "is_of_a_lost_peer", "lost_pe
 _OF_GLOO = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+\]|Application timeout caused pair closure")
 
 _FAILURE = "hf_engine/failure"
-"""Key of the store: which rank failed first in the middle of something, and why."""
+"""Key of a store: which rank failed first in the middle of something, and why."""
 _NEVER_SENT = 2**30 + 7
 """Tag of a message that nobody sends."""
 _ANEW = "The process groups cannot be used again: start the ranks anew from a checkpoint"
+_JOIN_ANEW = "The group that joins them cannot be used again: join the ranks anew"
 
 
 @contextmanager
@@ -42,49 +46,55 @@ def lost_peers_are_errors(method: str) -> Iterator[None]:
         raise BackendError(describe_failure(method, reason)) from error
 
 
-def describe_failure(action: str, error: BaseException, rank: int | None = None) -> str:
+def describe_failure(
+    action: str, error: BaseException, *, rank: int | None = None, group: dist.ProcessGroup | None = None
+) -> str:
     """What a rank says whose action failed: where another rank is the reason, which one, why, and what to do now.
 
-    Then this rank's connections are closed too: others may wait for it in other groups and not know yet.
+    Then this rank's connections are closed too: others may wait for it in other groups and not know yet. Those of a
+    group that joins ranks of two worlds are closed alone.
 
     Args:
         action: `"train_step"`.
         error: what torch.distributed, or another library, raised.
         rank: what this rank is called; None: by its global rank.
+        group: in which it happened; None is the default group.
     """
-    rank = dist.get_rank() if rank is None else rank
+    ended = _Ended.with_(group, rank)
+    rank = ended.places[0].rank
     if not is_of_a_lost_peer(error):
         return "; ".join([f"{action} failed on rank {rank}: {error}", *getattr(error, "__notes__", ())])
-    _hang_up()
-    failure = _told_failure()
-    if failure:
-        return f"{action} ended on rank {rank}: {failure}. {_ANEW}"
+    ended.hang_up()
+    if failure := ended.told_failure():
+        return f"{action} ended on rank {rank}: {failure}. {ended.remedy}"
     return (
-        f"{action} lost another rank on rank {rank}: {error}; that rank's own error says why. {_ANEW}. A rank that was "
-        "only slow needs a longer timeout of init_process_group"
+        f"{action} lost another rank on rank {rank}: {error}; that rank's own error says why. {ended.remedy}. A rank "
+        f"that was only slow needs a longer {ended.deadline}"
     )
 
 
 @contextmanager
-def failures_end_all(outcome: str) -> Iterator[None]:
+def failures_end_all(
+    outcome: str, *, rank: int | None = None, group: dist.ProcessGroup | None = None
+) -> Iterator[None]:
     """A part that all ranks have to get through: one rank's failure ends the others, which say who failed and why.
 
     A rank in a collective cannot be asked. So this one leaves its reason in the store and closes its connections: what
-    waits for it fails at once (over gloo; over NCCL at the groups' deadline), and `lost_peers_are_errors` reads why.
+    waits for it fails at once (over gloo; over NCCL at the groups' deadline), and `describe_failure` reads why.
 
     Args:
         outcome: what came of it on all ranks: `"no rank took the step"`.
+        rank: as in `describe_failure`.
+        group: as there.
     """
     try:
         yield
     except Exception as error:
-        if any(group.size() > 1 for group in _groups()) and not is_of_a_lost_peer(error):
-            told = f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}; {outcome}"
-            told = told.encode(errors="replace").decode()  # a path may be no text
-            with suppress(RuntimeError):  # the process that holds the store is gone
-                dist.distributed_c10d._get_default_store().compare_set(_FAILURE, "", told)
-            _hang_up()
-            error.add_note(f"{outcome}; the other ranks were told. {_ANEW}")
+        ended = _Ended.with_(group, rank)
+        if any(each.size() > 1 for each in ended.groups) and not is_of_a_lost_peer(error):
+            ended.tell(f"{type(error).__name__}: {error}; {outcome}")
+            ended.hang_up()
+            error.add_note(f"{outcome}; the other ranks were told. {ended.remedy}")
         raise
 
 
@@ -97,30 +107,71 @@ def is_of_a_lost_peer(error: BaseException | None) -> bool:
     return is_of_gloo or isinstance(error, dist.DistError)
 
 
-def _told_failure() -> str | None:
-    """Which rank failed first, and why; None where none did, or nothing can be read any more."""
-    with suppress(RuntimeError):
-        store = dist.distributed_c10d._get_default_store()
-        if store.check([_FAILURE]):
-            return store.get(_FAILURE).decode()
-    return None
+class _Place(NamedTuple):
+    """Where the ranks of some groups look for a reason, and what this rank is called there."""
+
+    store: Store
+    rank: int
 
 
-def _hang_up() -> None:
-    """Closes this process's connections over gloo, those of all groups: whoever waits for it there gets an error now.
-
-    gloo has no call for it, but closes all connections of a group when a receive's deadline passes.
+@dataclass(frozen=True)
+class _Ended:
+    """What ends with a group: all that this process is in; or alone a group that joins it with ranks of another world,
+    whose own groups live on.
     """
-    for group in _groups():
-        if "cpu:gloo" in dist.get_backend_config(group):
-            own, size = group.rank(), group.size()
-            for peer in range(own + 1, own + size):  # one that is open closes all; those that are closed raise at once
-                with suppress(RuntimeError):  # the deadline, or they are closed
-                    receive = dist.irecv(torch.empty(1), group=group, group_src=peer % size, tag=_NEVER_SENT)
-                    assert receive is not None, "this rank is in the groups that it knows"
-                    receive.wait(timedelta(milliseconds=1))
+
+    groups: list[dist.ProcessGroup]
+    places: list[_Place]
+    """The first is that of the group."""
+    remedy: str
+    deadline: str
+
+    @staticmethod
+    def with_(group: dist.ProcessGroup | None, rank: int | None) -> _Ended:
+        """What ends with this group, None the default one, in which this rank is called `rank`, None: as by torch."""
+        own, known = dist.distributed_c10d._get_default_store(), dist.distributed_c10d._world.pg_map
+        joint = {
+            each: _Place(store, each.rank()) for each, (_, store) in known.items() if _origin(store) is not _origin(own)
+        }
+        if group in joint:
+            place = joint[group] if rank is None else joint[group]._replace(rank=rank)
+            return _Ended([group], [place], _JOIN_ANEW, "deadline of its groups, such as collective_timeout_s")
+        place = _Place(own, dist.get_rank() if rank is None else rank)
+        return _Ended([*known], [place, *joint.values()], _ANEW, "timeout of init_process_group")
+
+    def tell(self, reason: str) -> None:
+        """Leaves it for the others, where nothing was left before."""
+        for store, rank in self.places:
+            told = f"rank {rank} failed: {reason}".encode(errors="replace").decode()  # a path may be no text
+            with suppress(RuntimeError):  # the process that holds the store is gone
+                store.compare_set(_FAILURE, "", told)
+
+    def told_failure(self) -> str | None:
+        """Which rank failed first, and why; None where none did, or nothing can be read any more."""
+        store, _ = self.places[0]
+        with suppress(RuntimeError):
+            if store.check([_FAILURE]):
+                told: bytes = store.get(_FAILURE)
+                return told.decode()
+        return None
+
+    def hang_up(self) -> None:
+        """Closes this process's connections over gloo: whoever waits for it there gets an error now.
+
+        gloo has no call for it, but closes all connections of a group when a receive's deadline passes.
+        """
+        for group in self.groups:
+            if "cpu:gloo" in dist.get_backend_config(group):
+                own, size = group.rank(), group.size()
+                for peer in range(own + 1, own + size):  # one that is open closes all; closed ones raise at once
+                    with suppress(RuntimeError):  # the deadline, or they are closed
+                        receive = dist.irecv(torch.empty(1), group=group, group_src=peer % size, tag=_NEVER_SENT)
+                        assert receive is not None, "this rank is in the groups that it knows"
+                        receive.wait(timedelta(milliseconds=1))
 
 
-def _groups() -> list[dist.ProcessGroup]:
-    """All that this process is in, also those that join it with ranks of another world."""
-    return [*dist.distributed_c10d._world.pg_map]
+def _origin(store: Store) -> Store:
+    """The store itself, of which a group has a part with a prefix: one and the same for all groups of a world."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store

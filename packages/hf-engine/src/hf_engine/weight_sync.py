@@ -9,7 +9,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from hf_engine.resharding.agreement import agree
+from hf_engine.process_groups import rank_in
+from hf_engine.resharding.agreement import agree, ends_with_lost_peers
 from hf_engine.resharding.execute import (
     DEFAULT_BUCKET_BYTES,
     ReshardExecutor,
@@ -46,7 +47,8 @@ class WeightSync:
 
     Raises:
         ReshardError: on every rank, if a side has no ranks, or other ranks than its layout, the layouts are not of one
-            model or differ between the ranks of a side, or any rank was given an argument that cannot be.
+            model or differ between the ranks of a side, or any rank was given an argument that cannot be; on those that
+            live, where a rank died or did not come.
     """
 
     def __init__(
@@ -88,7 +90,8 @@ class WeightSync:
 
         Raises:
             ReshardError: on the target side, for tensors that do not match, a version that does not go up, or a
-                transfer that fails.
+                transfer that fails, after which the group cannot be used again; where it joins two worlds, each one's
+                own groups can.
         """
         refusal = self._refusal("source", "send", version)
         if refusal is None and version is None:
@@ -147,7 +150,8 @@ def _agreed_sides(
     except ReshardError as error:
         mistake = str(error)
     told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (side, bucket_bytes, mistake, socket.gethostname()), group=group)
+    with ends_with_lost_peers(group, rank_in(group)):
+        dist.all_gather_object(told, (side, bucket_bytes, mistake, socket.gethostname()), group=group)
     if mistakes := [f"rank {rank}: {mistake}" for rank, (_, _, mistake, _) in enumerate(told) if mistake]:
         raise ReshardError("; ".join(mistakes))
     if len(sizes := {size for _, size, _, _ in told}) > 1:
@@ -174,7 +178,8 @@ def _share(
     if not ranks:
         raise ReshardError(f'no rank of the group was made with side="{side}"')
     shared: list[Any] = [layout]
-    dist.broadcast_object_list(shared, group=group, group_src=ranks[0])
+    with ends_with_lost_peers(group, rank_in(group)):
+        dist.broadcast_object_list(shared, group=group, group_src=ranks[0])
     found: WeightLayout = shared[0]
     if len(found.ranks) != len(ranks):
         raise ReshardError(f"the {side} layout has {len(found.ranks)} ranks, its side of the group {len(ranks)}")

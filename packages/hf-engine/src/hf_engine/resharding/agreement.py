@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NoReturn, TypeVar
 
 import torch
@@ -12,7 +13,17 @@ from hf_engine.lost_peers import describe_failure
 from hf_engine.process_groups import rank_in
 from hf_protocols.errors import HybridFlowError, ReshardError
 
-__all__ = ["HIGHEST", "agree", "agree_on_moving", "extremes", "refusals_of", "refuse_together", "relayed", "spread"]
+__all__ = [
+    "HIGHEST",
+    "agree",
+    "agree_on_moving",
+    "ends_with_lost_peers",
+    "extremes",
+    "refusals_of",
+    "refuse_together",
+    "relayed",
+    "spread",
+]
 
 E = TypeVar("E", bound=HybridFlowError)
 
@@ -22,16 +33,35 @@ _RELAYED = "_hf_engine_relayed"
 """Attribute of an error: what `relayed` was given."""
 
 
-def spread(lowest: int, highest: int, group: dist.ProcessGroup | None, device: torch.device | str) -> tuple[int, int]:
+def spread(
+    lowest: int,
+    highest: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    *,
+    rank: int | None = None,
+) -> tuple[int, int]:
     """Lowest and highest of all ranks' numbers, in one reduction of eight bytes.
 
     Raises:
-        ReshardError: if a rank died, or did not come within the group's deadline.
+        ReshardError: if a rank died, or did not come within the group's deadline; it calls this one `rank`, or by its
+            global rank.
+    """
+    with ends_with_lost_peers(group, rank):
+        return extremes(lowest, highest, group, device)
+
+
+@contextmanager
+def ends_with_lost_peers(group: dist.ProcessGroup | None, rank: int | None = None) -> Iterator[None]:
+    """Collectives in which this rank says that it lost another one.
+
+    Raises:
+        ReshardError: in place of torch.distributed's error.
     """
     try:
-        return extremes(lowest, highest, group, device)
+        yield
     except RuntimeError as error:
-        raise ReshardError(describe_failure("the transfer of weights", error)) from error
+        raise ReshardError(describe_failure("the transfer of weights", error, rank=rank, group=group)) from error
 
 
 def extremes(lowest: int, highest: int, group: dist.ProcessGroup | None, device: torch.device | str) -> tuple[int, int]:
@@ -61,7 +91,8 @@ def agree(
     Raises:
         ReshardError: naming the ranks that refused, and why; a rank that did raises its own refusal.
     """
-    lowest, highest = spread(number, number if refusal is None else HIGHEST, group, device)
+    rank = ranks[rank_in(group)]
+    lowest, highest = spread(number, number if refusal is None else HIGHEST, group, device, rank=rank)
     if highest < HIGHEST:
         return lowest == highest
     refuse_together(refusal, group, ranks, ReshardError, "the other ranks moved no weights")
@@ -99,11 +130,13 @@ def refuse_together(
     """
     reason: str | None = None
     known: Mapping[int, str] = {}
+    rank = ranks[rank_in(group)]
     if refusal is not None:
         reason = str(refusal) if isinstance(refusal, HybridFlowError) else f"{type(refusal).__name__}: {refusal}"
-        known = refusals_of(refusal, ranks[rank_in(group)], reason)
+        known = refusals_of(refusal, rank, reason)
     told: list[tuple[str | None, Mapping[int, str]]] = [(None, {})] * dist.get_world_size(group)
-    dist.all_gather_object(told, (reason, known), group=group)
+    with ends_with_lost_peers(group, rank):
+        dist.all_gather_object(told, (reason, known), group=group)
     refused = {rank: each[rank] for _, each in told for rank in each}
     if refusal is not None and (known or not refused):
         raise refusal

@@ -168,7 +168,8 @@ class ReshardExecutor:
             held, wanted = as_parts(source), as_parts(target)
             seals = Seals()
             # Others wait for a rank that fails on the way, where anything is: they are told.
-            with failures_end_all("the weights did not arrive") if self._steps else nullcontext():
+            outcome = "the weights did not arrive"
+            with failures_end_all(outcome, rank=self._rank, group=self._group) if self._steps else nullcontext():
                 self._exchange(held, wanted, seals, _UNKNOWN if version is None else version, mover)
                 versions, damaged = seals.versions(), seals.damaged()
             if self._steps:
@@ -176,7 +177,8 @@ class ReshardExecutor:
         except RuntimeError as error:
             if error is refusal:
                 raise
-            raise ReshardError(describe_failure("the transfer of weights", error, self._rank)) from error
+            told = describe_failure("the transfer of weights", error, rank=self._rank, group=self._group)
+            raise ReshardError(told) from error
         return Transfer(
             recv_bytes=sum(step.payload_bytes for step in self._steps),
             seal_bytes=seals.count * SEAL_BYTES,
@@ -205,14 +207,14 @@ class ReshardExecutor:
 
     def _find_mistake(
         self, source: Weights, target: Weights, version: int | None, mover: ShardMover | None
-    ) -> ReshardError | None:
+    ) -> Exception | None:
         try:
             check_version(version)
             check_weights(self._plan.source, self._rank, source, "source")
             check_weights(self._plan.target, self._rank, target, "target")
             check_readable(as_parts(source), f"the source tensors of rank {self._rank}")
             check_writable(as_parts(target), f"the target tensors of rank {self._rank}", are_filled=mover is None)
-        except ReshardError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, others wait for this rank
             return error
         return None
 
@@ -277,7 +279,9 @@ class ReshardExecutor:
         wrong = {rank: found for rank, found in versions.items() if found != expected}
         verdict = HIGHEST if damaged or wrong else expected
         # An unknown version is neither the lowest nor the highest unless all are.
-        lowest, highest = spread(HIGHEST if verdict == _UNKNOWN else verdict, verdict, self._group, self._device)
+        lowest, highest = spread(
+            HIGHEST if verdict == _UNKNOWN else verdict, verdict, self._group, self._device, rank=self._rank
+        )
         if damaged:
             raise ReshardError(
                 f"rank {self._rank} received other bytes than the ranks {damaged} sent: the digests differ; "

@@ -11,7 +11,7 @@ that can compute with another's tensors is lent the training tensor until the wa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from weakref import WeakSet
 
 import torch
@@ -87,9 +87,8 @@ class ShardMover:
         self._loans = {name: together for together in loans for name in together}
         self._lent: dict[str, torch.Tensor] = {}
         self._groups = {key: names for key, names in groups.items() if self._loans.keys().isdisjoint(names)}
-        moving = train.keys() - self._loans.keys()
-        check_resizable({name: train[name] for name in train if name in moving}, "the training weights")
-        check_resizable({name: generation[name] for name in generation if name in moving}, "weight_buffers()")
+        check_resizable(_filled(train, but=self._loans), "the training weights")
+        check_resizable(_filled(generation), "weight_buffers()")
         check_resizable({"padding()": padding}, "the training backend")
         self._storages = _storages(tensor for tensors in train.values() for tensor in tensors)
         self._storages_of: dict[str, list[int]] = defaultdict(list)
@@ -185,7 +184,9 @@ class ShardMover:
         if self._adopt is not None:
             self._adopt({name: self._generation[name][0] for name in self._lent})
         self._lent.clear()
-        self._empty_homes(self._unneeded)
+        # First whatever holds nothing that is needed: on a way that ended in the middle there may be no other room.
+        needed = {home for key in self._emptied for name in self._groups[key] for home in self._homes_of[name]}
+        self._empty_homes(home for home in self._homes if home not in needed)
         for key, done in self._way_back:
             if key in self._emptied:
                 self._refill(key, self._groups[key])
@@ -264,6 +265,10 @@ class ShardMover:
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
     return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+
+
+def _filled(tensors: _Tensors, *, but: Container[str] = ()) -> dict[str, list[torch.Tensor]]:
+    return {name: [part for part in parts if part.numel()] for name, parts in tensors.items() if name not in but}
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -8,9 +8,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from hf_engine.lost_peers import is_of_a_lost_peer
 from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, Buffers, ReshardExecutor, Weights
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.matching import check_weights
+from hf_engine.resharding.members import find_members
 from hf_engine.resharding.plan import ReshardPlan
 
 __all__ = ["ShardStream", "group_parameters"]
@@ -61,7 +63,7 @@ class ShardStream:
             ReshardExecutor(plan.select(names), group=group, bucket_bytes=bucket_bytes, device=device, buffers=buffers)
             for names in self._groups
         ]
-        self._rank = dist.get_rank()
+        _, self._rank = find_members(group, None)
 
     @property
     def staging_bytes(self) -> int:
@@ -105,6 +107,8 @@ class ShardStream:
                 received += run().recv_bytes
             else:  # others hear of a refusal with the next group that moves, or after the last
                 problem = _refusal_of(run)
+                if problem and is_of_a_lost_peer(problem):
+                    raise problem
                 refusal = refusal or problem
             # After a refusal too: `take` may be collective.
             problem = _refusal_of(partial(take, {} if refusal else target))
