@@ -296,3 +296,19 @@ def fail_if(fails):
 )
 def test_what_one_rank_cannot_enter_no_rank_enters(ranks2, tmp_path, training_weights, method):
     ranks2.run(fail_on_one_rank, write_tiny_model(tmp_path), training_weights, method)
+
+
+def fail_on_the_way_back(model):
+    """What happened first is raised, and says that the training weights may not be whole."""
+    _, rollout, engine = build_engine(model, model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rollout, "commit_weights", refuse)
+        patch.setattr(engine._mover, "restore", lambda: fail_if(True))
+        with pytest.raises(MemoryError, match="no more memory") as failed, engine.generation():
+            pytest.fail("a rank generates")
+    return failed.value.__notes__
+
+
+def test_a_way_back_that_fails_too_is_told(ranks2, tmp_path):
+    told = ranks2.run(fail_on_the_way_back, write_tiny_model(tmp_path))
+    assert told == [["the way back to training failed too: ZeroDivisionError: mine"]] * 2

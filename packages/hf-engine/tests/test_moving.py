@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 
 import numpy
 import pytest
@@ -133,3 +134,57 @@ def test_padding_that_cannot_be_freed_is_refused_before_anything_moves(ranks1, t
     assert told[0] == "the training backend: 'padding()' is None: give a list of tensors"
     assert told[1] == "the training backend: 'padding()' is 'x': give tensors"
     assert re.match(r"the training backend: the memory of 'padding\(\)' cannot be freed, .*training_weights=", told[2])
+
+
+def of_numpy(*shape):
+    """Memory that torch reads and writes, and cannot free."""
+    return torch.from_numpy(numpy.zeros(shape, dtype=numpy.float32))
+
+
+@pytest.mark.parametrize(
+    ("train", "generation", "refused"),
+    [
+        ({"w": of_numpy(4)}, {"w": torch.zeros(4), "v": torch.zeros(2)}, r"the training weights: the memory of 'w'"),
+        ({"w": torch.zeros(4)}, {"w": of_numpy(4), "v": torch.zeros(2)}, r"weight_buffers\(\): the memory of 'w'"),
+        # Of another stage's parameter, which this rank does not train.
+        ({"w": torch.zeros(4)}, {"w": torch.zeros(4), "v": of_numpy(2)}, r"weight_buffers\(\): the memory of 'v'"),
+        # Nothing is freed where nothing is.
+        ({"w": torch.zeros(4), "u": of_numpy(0)}, {"w": torch.zeros(4), "v": torch.zeros(2), "u": of_numpy(0)}, None),
+    ],
+)
+def test_weights_that_cannot_be_freed_are_refused_before_anything_moves(train, generation, refused):
+    """Ranks 0 and 1 train "w" and "v", each one of them; rank 0 generates with both."""
+    shapes = {"w": (4,), "v": (2,), "u": (0,)}
+    boxes = {name: (Box.whole(shape),) for name, shape in shapes.items()}
+    source = WeightLayout(
+        shapes=shapes, boxes={0: {name: boxes[name] for name in train}, 1: {"v": boxes["v"], "u": boxes["u"]}}
+    )
+    target = WeightLayout(shapes=shapes, boxes={0: boxes})
+    parts = [
+        {name: [part] for name, part in tensors.items()} for tensors in (train, {"u": torch.zeros(0)} | generation)
+    ]
+    with nullcontext() if refused is None else pytest.raises(ReshardError, match=f"{refused} cannot be freed"):
+        ShardMover(plan_reshard(source, target), 0, *parts).restore()
+
+
+def test_a_way_that_ended_in_the_middle_frees_first_what_is_of_no_use():
+    """Such as the generation tensor of a parameter whose training tensor is still there."""
+    shapes = {"a": (4,), "b": (4,)}
+    layout = WeightLayout(shapes=shapes, boxes={0: {name: (Box.whole((4,)),) for name in shapes}})
+    train = {name: [torch.arange(4.0)] for name in shapes}
+    generation = {name: [torch.empty(4)] for name in shapes}
+    mover = ShardMover(plan_reshard(layout, layout), 0, train, generation)
+    mover.restore()
+    mover.prepare(["a", "b"])
+    mover.empty(["a"])
+    freed_before = []
+
+    def refill(key, names, real=mover._refill):
+        freed_before.append(generation["b"][0].untyped_storage().nbytes() == 0)
+        real(key, names)
+
+    mover._refill = refill
+    mover.restore()
+    assert freed_before == [True]
+    assert all(torch.equal(train[name][0], torch.arange(4.0)) for name in shapes)
+    assert all(generation[name][0].untyped_storage().nbytes() == 0 for name in shapes)

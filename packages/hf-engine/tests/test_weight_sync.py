@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
@@ -160,10 +161,20 @@ def mistakes_on_one_rank():
         with pytest.raises(ReshardError, match=rf"(^|rank 3 refused: )the target tensors of rank 3 .*'w' {problem}"):
             sync.send(given, version=1) if rank < 2 else sync.receive(given)
     given = {"w": torch.ones(4, 4) if rank < 2 else torch.zeros(8, 4)}
+    told = "(^|rank 3 refused: MemoryError: )no room to compare"
+    with pytest.MonkeyPatch.context() as patch:
+        if alone:
+            patch.setattr("hf_engine.resharding.execute.check_writable", run_out)
+        with pytest.raises((ReshardError, MemoryError), match=told):
+            sync.send(given, version=1) if rank < 2 else sync.receive(given)
     with pytest.raises(ReshardError, match=r"(^|rank 3 refused: )send is for the source side"):
         sync.send(given, version=1) if rank < 2 or alone else sync.receive(given)
     sync.send(given, version=1) if rank < 2 else sync.receive(given)
     return float(given["w"].sum())
+
+
+def run_out(*_, **__):
+    raise MemoryError("no room to compare")
 
 
 def inference_tensor(*shape):
@@ -217,3 +228,20 @@ def test_senders_of_different_versions_and_sides_that_do_not_fit_are_refused(ran
     ranks4.run(send_different_versions)
     ranks4.run(send_different_versions_to_different_ranks)
     ranks4.run(refuse_sides_that_do_not_fit)
+
+
+def lose_a_side(dies):
+    """Rank 1 dies before it makes its sync, or when it has heard of the sides."""
+    layout, rank = replicated_layout({"w": (8,)}, range(1)), dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(dist, dies, lambda *_, **__: os._exit(1))
+        with pytest.raises(ReshardError, match="the transfer of weights lost another rank on rank 0"):
+            WeightSync(layout, side="target" if rank == 0 else "source")
+    raise AssertionError("the survivor knows")
+
+
+@pytest.mark.parametrize("dies", ["all_gather_object", "broadcast_object_list"])
+def test_a_rank_that_dies_while_the_sides_meet_is_a_typed_error(dies):
+    with LocalRanks(2, timeout_s=20) as ranks, pytest.raises(RuntimeError, match="the survivor knows"):
+        ranks.run(lose_a_side, dies)
