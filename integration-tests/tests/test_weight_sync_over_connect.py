@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hf_controller import RayExecutor, ResourcePool, Worker, WorkerGroup, WorkerSpec, connect
 from hf_engine import WeightSync, fsdp_layout, replicated_layout
+from hf_engine.lost_peers import failures_end_all
 from hf_engine.resharding.steps import Step
 from hf_protocols import ONE_TO_ALL, ParallelSpec, ReshardError, Topology, register
 
@@ -35,6 +36,14 @@ class Side(Worker):
             self._patch.setattr(Step, part, _run_out)
 
     @register(protocol=ONE_TO_ALL, returns="object")
+    def meet(self, failing: int) -> str:
+        """In the side's own groups, where this rank fails; the others are in the joint group, or wait for them."""
+        action = _run_out if self.context.rank == failing else self.move
+        with pytest.raises((ReshardError, RuntimeError)) as failed, failures_end_all("nobody met"):
+            action()
+        return str(failed.value)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
     def sum_ranks(self) -> float:
         """Over the side's own default group."""
         summed = torch.tensor([float(self.context.rank)])
@@ -50,6 +59,9 @@ class Trainer(Side):
         ((box,),) = self.layout.boxes_of(self.context.rank).values()
         self._sync.send({"w": WEIGHTS[box.offset[0] :][: box.shape[0]] + version}, version=version)
 
+    def move(self) -> None:
+        self.send(9)
+
 
 class Sampler(Side):
     side, layout = "target", replicated_layout(SHAPES, range(2))
@@ -59,6 +71,9 @@ class Sampler(Side):
         found = torch.zeros(7, 2)
         assert self._sync.receive({"w": found}, version=expected) == expected
         return found.tolist()
+
+    def move(self) -> None:
+        self.receive(9)
 
 
 def _run_out(*_: object) -> None:
@@ -123,3 +138,18 @@ def test_a_failure_on_the_way_ends_the_joint_group_alone(
         assert side.sum_ranks().result() == [1.0] * 2
     join(sides, f"joined after {part}")
     check_that_weights_move(sides, 1)
+
+
+def test_a_failure_in_the_own_groups_ends_the_joint_one_too(sides: tuple[WorkerGroup, WorkerGroup]) -> None:
+    """The own side starts anew, whichever group its ranks were in; the other hears who failed. This ends the sides."""
+    join(sides, "last")
+    trainers, samplers = sides
+    sent, met = trainers.send(9), samplers.meet(failing=1)
+    waiting, failing = met.result()
+    assert failing == "no room for this bucket"
+    reason = "failed: RuntimeError: no room for this bucket; nobody met. The"
+    assert waiting.startswith(
+        f"the transfer of weights ended on rank 0: rank 1 {reason} process groups cannot be used again: start the ranks"
+    )
+    with pytest.raises(ReshardError, match=f"rank 3 {reason} group that joins them cannot"):
+        sent.result()

@@ -7,13 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.model_layouts import generation_layout
+from hf_engine.resharding.steps import Step
 from hf_engine.testing import LocalRanks
 from hf_engine.testing._shapes import tiny_shape
 from hf_engine.testing._weights import cut_weights, numbered_weights
 from hf_engine.weight_sync import WeightSync
-from hf_protocols.errors import ReshardError
+from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 
 MODEL = tiny_shape()
@@ -245,3 +247,30 @@ def lose_a_side(dies):
 def test_a_rank_that_dies_while_the_sides_meet_is_a_typed_error(dies):
     with LocalRanks(2, timeout_s=20) as ranks, pytest.raises(RuntimeError, match="the survivor knows"):
         ranks.run(lose_a_side, dies)
+
+
+def fail_in_a_part():
+    """Ranks 3 and 2 are 0 and 1 of a group of theirs; the others wait for them in the default group."""
+    rank, group = dist.get_rank(), dist.new_group([3, 2], sort_ranks=False)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 3:
+            patch.setattr(Step, "start", run_out)
+        with pytest.raises((ReshardError, BackendError, MemoryError)) as failed:
+            meet_or_sync(rank, group)
+    return str(failed.value)
+
+
+@lost_peers_are_errors("train_step")
+def meet_or_sync(rank, group):
+    if rank < 2:
+        dist.all_reduce(torch.zeros(1))
+        return
+    layout, given = replicated_layout({"w": (8,)}, range(1)), {"w": torch.zeros(8)}
+    sync = WeightSync(layout, side="source" if rank == 3 else "target", group=group)
+    sync.send(given, version=1) if rank == 3 else sync.receive(given)
+
+
+def test_who_failed_in_a_part_is_told_by_its_global_rank():
+    with LocalRanks(4, timeout_s=900) as ranks:
+        *told, _ = ranks.run(fail_in_a_part)
+    assert all("rank 3 failed: MemoryError: no room to compare" in text for text in told), told

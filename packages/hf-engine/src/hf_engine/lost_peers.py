@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
 from hf_protocols.errors import BackendError, HybridFlowError, ReshardError
 
@@ -26,7 +26,9 @@ _FAILURE = "hf_engine/failure"
 _NEVER_SENT = 2**30 + 7
 """Tag of a message that nobody sends."""
 _ANEW = "The process groups cannot be used again: start the ranks anew from a checkpoint"
-_JOIN_ANEW = "The group that joins them cannot be used again: join the ranks anew"
+_JOIN_ANEW = (
+    "The group that joins them cannot be used again: join the ranks anew; a side of which a rank died starts anew first"
+)
 
 
 @contextmanager
@@ -60,23 +62,23 @@ def describe_failure(
         rank: what this rank is called; None: by its global rank.
         group: in which it happened; None is the default group.
     """
-    ended = _Ended.with_(group, rank)
-    rank = ended.places[0].rank
+    name = dist.get_rank() if rank is None else rank
     if not is_of_a_lost_peer(error):
-        return "; ".join([f"{action} failed on rank {rank}: {error}", *getattr(error, "__notes__", ())])
+        return "; ".join([f"{action} failed on rank {name}: {error}", *getattr(error, "__notes__", ())])
+    if group is not None and _joins_worlds(group) and _Ended.with_(None).told_failure():
+        group, name = None, dist.get_rank()  # a rank of this world failed in its own groups
+    ended = _Ended.with_(group)
     ended.hang_up()
     if failure := ended.told_failure():
-        return f"{action} ended on rank {rank}: {failure}. {ended.remedy}"
+        return f"{action} ended on rank {name}: {failure}. {ended.remedy}"
     return (
-        f"{action} lost another rank on rank {rank}: {error}; that rank's own error says why. {ended.remedy}. A rank "
+        f"{action} lost another rank on rank {name}: {error}; that rank's own error says why. {ended.remedy}. A rank "
         f"that was only slow needs a longer {ended.deadline}"
     )
 
 
 @contextmanager
-def failures_end_all(
-    outcome: str, *, rank: int | None = None, group: dist.ProcessGroup | None = None
-) -> Iterator[None]:
+def failures_end_all(outcome: str, *, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """A part that all ranks have to get through: one rank's failure ends the others, which say who failed and why.
 
     A rank in a collective cannot be asked. So this one leaves its reason in the store and closes its connections: what
@@ -84,14 +86,15 @@ def failures_end_all(
 
     Args:
         outcome: what came of it on all ranks: `"no rank took the step"`.
-        rank: as in `describe_failure`.
-        group: as there.
+        group: as in `describe_failure`.
     """
     try:
         yield
     except Exception as error:
-        ended = _Ended.with_(group, rank)
-        if any(each.size() > 1 for each in ended.groups) and not is_of_a_lost_peer(error):
+        if not dist.is_initialized() or is_of_a_lost_peer(error):
+            raise
+        ended = _Ended.with_(group)
+        if any(each.size() > 1 for each in ended.groups):
             ended.tell(f"{type(error).__name__}: {error}; {outcome}")
             ended.hang_up()
             error.add_note(f"{outcome}; the other ranks were told. {ended.remedy}")
@@ -127,17 +130,14 @@ class _Ended:
     deadline: str
 
     @staticmethod
-    def with_(group: dist.ProcessGroup | None, rank: int | None) -> _Ended:
-        """What ends with this group, None the default one, in which this rank is called `rank`, None: as by torch."""
-        own, known = dist.distributed_c10d._get_default_store(), dist.distributed_c10d._world.pg_map
-        joint = {
-            each: _Place(store, each.rank()) for each, (_, store) in known.items() if _origin(store) is not _origin(own)
-        }
+    def with_(group: dist.ProcessGroup | None) -> _Ended:
+        """What ends with this group; None is the default one."""
+        known = dist.distributed_c10d._world.pg_map
+        joint = {each: _Place(store, each.rank()) for each, (_, store) in known.items() if _joins_worlds(each)}
         if group in joint:
-            place = joint[group] if rank is None else joint[group]._replace(rank=rank)
-            return _Ended([group], [place], _JOIN_ANEW, "deadline of its groups, such as collective_timeout_s")
-        place = _Place(own, dist.get_rank() if rank is None else rank)
-        return _Ended([*known], [place, *joint.values()], _ANEW, "timeout of init_process_group")
+            return _Ended([group], [joint[group]], _JOIN_ANEW, "deadline of its groups, such as collective_timeout_s")
+        own = _Place(dist.distributed_c10d._get_default_store(), dist.get_rank())
+        return _Ended([*known], [own, *joint.values()], _ANEW, "timeout of init_process_group")
 
     def tell(self, reason: str) -> None:
         """Leaves it for the others, where nothing was left before."""
@@ -170,8 +170,7 @@ class _Ended:
                         receive.wait(timedelta(milliseconds=1))
 
 
-def _origin(store: Store) -> Store:
-    """The store itself, of which a group has a part with a prefix: one and the same for all groups of a world."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
+def _joins_worlds(group: dist.ProcessGroup) -> bool:
+    """Whether ranks of another world are in it: then its ranks are counted otherwise than in this world."""
+    ranks = dist.distributed_c10d._world.pg_group_ranks[group]
+    return ranks.get(dist.get_rank()) != group.rank() or max(ranks) >= dist.get_world_size()

@@ -169,7 +169,7 @@ class ReshardExecutor:
             seals = Seals()
             # Others wait for a rank that fails on the way, where anything is: they are told.
             outcome = "the weights did not arrive"
-            with failures_end_all(outcome, rank=self._rank, group=self._group) if self._steps else nullcontext():
+            with failures_end_all(outcome, group=self._group) if self._steps else nullcontext():
                 self._exchange(held, wanted, seals, _UNKNOWN if version is None else version, mover)
                 versions, damaged = seals.versions(), seals.damaged()
             if self._steps:

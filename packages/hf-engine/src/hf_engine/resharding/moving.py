@@ -104,7 +104,7 @@ class ShardMover:
         self._lacks_padding = False
         self._home_bytes = {home: self._home_storages[home].nbytes() for home in self._homes}
         self._train_bytes = {key: self._storages[key].nbytes() for key in self._groups}
-        self._unneeded, self._way_back = self._order_back()
+        self._way_back = self._order_back(self._groups)
         self._done: set[str] = set()
         self._emptied: set[int] = set()
         self._copies: dict[int, list[torch.Tensor]] = {}
@@ -136,8 +136,9 @@ class ShardMover:
             live += self._bytes_of_homes(homes)
             peak = max(peak, live)
             live -= sum(self._train_bytes[key] for key in self._finish(done, finished))
-        live -= self._bytes_of_homes(taken.intersection(self._unneeded))
-        for key, freed in self._way_back:
+        unneeded, way_back = self._way_back
+        live -= self._bytes_of_homes(taken.intersection(unneeded))
+        for key, freed in way_back:
             live += self._train_bytes[key]
             peak = max(peak, live)
             live -= self._bytes_of_homes(freed)
@@ -184,12 +185,12 @@ class ShardMover:
         if self._adopt is not None:
             self._adopt({name: self._generation[name][0] for name in self._lent})
         self._lent.clear()
-        # First whatever holds nothing that is needed: on a way that ended in the middle there may be no other room.
-        needed = {home for key in self._emptied for name in self._groups[key] for home in self._homes_of[name]}
-        self._empty_homes(home for home in self._homes if home not in needed)
-        for key, done in self._way_back:
-            if key in self._emptied:
-                self._refill(key, self._groups[key])
+        # A way that ended in the middle goes back from where it is: there may be no other room.
+        is_whole = len(self._emptied) == len(self._groups)
+        unneeded, way_back = self._way_back if is_whole else self._order_back(self._emptied)
+        self._empty_homes(unneeded)
+        for key, done in way_back:
+            self._refill(key, self._groups[key])
             self._empty_homes(done)
         if self._lacks_padding:
             for storage, size in self._padding:
@@ -205,11 +206,11 @@ class ShardMover:
         keys = dict.fromkeys(key for name in new for key in self._storages_of[name])
         return [key for key in keys if self._groups[key] <= done]
 
-    def _order_back(self) -> tuple[list[int], list[tuple[int, list[int]]]]:
-        """Generation storages that hold nothing of this rank's, and training storages, each with those of generation
+    def _order_back(self, keys: Container[int]) -> tuple[list[int], list[tuple[int, list[int]]]]:
+        """Generation storages that hold nothing of these training storages, and those, each with the ones of generation
         that are of no use after it. Small ones come first: what they give back makes room for the large.
         """
-        order = sorted(self._groups, key=self._train_bytes.__getitem__)
+        order = sorted((key for key in self._groups if key in keys), key=self._train_bytes.__getitem__)
         done = {home: key for key in order for name in self._groups[key] for home in self._homes_of[name]}
         freed: dict[int, list[int]] = defaultdict(list)
         for home, key in done.items():
