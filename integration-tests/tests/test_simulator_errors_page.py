@@ -32,6 +32,15 @@ def test_runs_that_fitted_are_not_called_out_of_memory() -> None:
     assert refused == set()
 
 
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie beside the repository")
+def test_every_measured_memory_is_met_within_a_tenth() -> None:
+    cases = [case for case in load_cases(MEASURED) if case.phase == "memory"]
+    off = {(case.source, case.measured): case.predict() / case.measured - 1 for case in cases}
+    assert len(cases) == 20
+    assert {case: error for case, error in off.items() if abs(error) > 0.1} == {}
+    assert max(map(abs, off.values())) == pytest.approx(0.083, abs=5e-4), "as the page says"
+
+
 def fits(case: TrainingCase) -> bool:
     need = estimate_memory(
         case.model, case.cluster, case.parallel, case.workload, calls=("training",), backend=case.backend

@@ -166,8 +166,9 @@ def test_fsdp_that_gathers_the_model_holds_it_and_its_gradients() -> None:
 
 def test_fsdp_holds_embedding_and_head_beside_two_layers() -> None:
     small, large = (dataclasses.replace(LLAMA, vocab_size=size) for size in (1, 1 + 1000))
-    work = [work_bytes(model, ParallelSpec(dp_size=8), WORKLOAD, backend="fsdp") for model in (small, large)]
-    logits = 8192 * 1000 * 10
+    workload = dataclasses.replace(WORKLOAD, recompute="none")
+    work = [work_bytes(model, ParallelSpec(dp_size=8), workload, backend="fsdp") for model in (small, large)]
+    logits = 8192 * 1000 * 12
     assert work[1] - work[0] - logits == 2 * 2 * 1000 * LLAMA.hidden_size
 
 
@@ -247,14 +248,28 @@ def test_by_default_a_model_makes_all_calls_and_generates_as_it_is_cut(layout: s
     assert list(several.latency_s) == [simulate_generation(*given).latency_s] * 2
 
 
+@pytest.mark.parametrize("vocab_size", [1, 10**6])
+def test_logits_are_gone_when_a_layer_is_computed_again(vocab_size: int) -> None:
+    """The head's backward pass comes before the last layer's: the larger of the two adds to the layers' inputs."""
+    model, tokens = dataclasses.replace(LLAMA, vocab_size=vocab_size), 8192
+    plain, again = (
+        work_bytes(model, ParallelSpec(), dataclasses.replace(WORKLOAD, recompute=recompute), backend="megatron")
+        for recompute in ("none", "full")
+    )
+    inputs, logits = tokens * LLAMA.hidden_size * 2, tokens * vocab_size * 12
+    layer = (plain - logits) / LLAMA.num_layers
+    assert again == pytest.approx(LLAMA.num_layers * inputs + max(logits, layer - inputs))
+
+
 def test_a_fused_loss_keeps_logits_in_16_bits() -> None:
+    kept = dataclasses.replace(WORKLOAD, recompute="none")
     plain, fused = (
         work_bytes(
-            LLAMA, ParallelSpec(), dataclasses.replace(WORKLOAD, software=SoftwareSpec(fused_loss=loss)), backend="fsdp"
+            LLAMA, ParallelSpec(), dataclasses.replace(kept, software=SoftwareSpec(fused_loss=loss)), backend="fsdp"
         )
         for loss in (False, True)
     )
-    assert plain - fused == (10 - 4) * 8192 * 32000
+    assert plain - fused == (12 - 4) * 8192 * 32000
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

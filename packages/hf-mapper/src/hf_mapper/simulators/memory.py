@@ -40,8 +40,8 @@ __all__ = [
 _ALL_CALLS: Sequence[CallKind] = ("generation", "inference", "training")
 _ADAM_BYTES = 8
 _LOGIT_BYTES = 4
-_LOSS_BYTES = 10
-"""Per logit of a loss: itself in 16 bits, in fp32, and its gradient in fp32."""
+_LOSS_BYTES = 12
+"""Per logit of PyTorch's cross entropy when most is live: its log, the gradient of that and its own, all in fp32."""
 _FUSED_LOSS_BYTES = 4
 """Of a fused one: itself in 16 bits, later its gradient, and a working copy."""
 
@@ -130,8 +130,8 @@ def training_work_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadS
     """Bytes per rank that an update holds beyond the state: activations, logits and their gradient, FSDP's layers.
 
     The first pipeline stage keeps the micro-batches of up to pp stages in flight, and of an interleaved schedule those
-    of its other chunks too. With recompute one layer at a time is held whole. Where lengths vary, the larger of a
-    micro-batch of the longest sequences and one of typical ones.
+    of its other chunks too. With recompute one layer at a time is held whole, when the logits are gone. Where lengths
+    vary, the larger of a micro-batch of the longest sequences and one of typical ones.
     """
     longest, typical = (_update_bytes(model, layouts, one) for one in (workload, workload.typical))
     return np.maximum(longest, typical)
@@ -148,13 +148,11 @@ def _update_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -
     whole = _layer_activation_bytes(model, layouts, workload, tokens) + _score_bytes(
         model, layouts, workload, sequences
     )
-    if workload.recompute == "none":
-        activations = in_flight * layers * whole
-    else:
-        activations = in_flight * layers * _kept_bytes(model, layouts, workload, tokens) + whole
+    kept = whole if workload.recompute == "none" else _kept_bytes(model, layouts, workload, tokens)
     per_logit = _FUSED_LOSS_BYTES if workload.software.fused_loss else _LOSS_BYTES
     logits = tokens * model.vocab_size * per_logit / layouts.tp_size
-    return activations + logits + _prefetch_bytes(model, layouts, workload) + _whole_gradients(model, layouts, workload)
+    activations = in_flight * layers * kept + np.maximum(logits, whole - kept)
+    return activations + _prefetch_bytes(model, layouts, workload) + _whole_gradients(model, layouts, workload)
 
 
 def inference_work_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
