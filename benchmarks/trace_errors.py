@@ -1,8 +1,8 @@
 """The table of docs/reference/trace-errors.md: runs of this project against what the simulators predict of them.
 
-Runs A and B, to which constants are fitted, and C, which is scored, one after another and several times over, so that
-what else the machine does falls on all of them alike; a stage's time is the median over these. Takes some ten minutes
-and both of two cores, and means something on a machine that does nothing else: its load is in the page.
+Runs to which constants are fitted, and others, which are scored, one after another and several times over, so that what
+else the machine does falls on all of them alike; a stage's time is the median over these. Takes some ten minutes and
+both of two cores, and means something on a machine that does nothing else: its load is in the page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from measurement import describe_processor
 
 from hf_algorithms.data import write_addition_data
-from hf_mapper import StageCase, TraceConstants, calibrate_traces, read_stages
+from hf_mapper import TraceConstants, calibrate_traces, read_stages
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "trace-errors.md"
 BEGIN, END = "<!-- trace errors -->\n", "<!-- end -->"
@@ -28,12 +28,9 @@ NUM_REPEATS = 3
 ITERATIONS = 8
 DEADLINE_S = 600
 
-RUNS = {
-    "A": {"hidden_size": 160, "intermediate_size": 448, "num_layers": 3, "num_heads": 5, "batch": 128, "seed": 0},
-    "B": {"hidden_size": 320, "intermediate_size": 896, "num_layers": 3, "num_heads": 10, "batch": 256, "seed": 0},
-    "C": {"hidden_size": 224, "intermediate_size": 640, "num_layers": 4, "num_heads": 7, "batch": 192, "seed": 1},
-}
-SCORED = "C"
+SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "batch", "seed")
+FITTED = {"A": (160, 448, 3, 5, 128, 0), "B": (320, 896, 3, 10, 256, 0)}
+SCORED = {"C": (224, 640, 4, 7, 192, 1), "D": (128, 352, 6, 4, 256, 2), "E": (448, 1280, 2, 14, 128, 3)}
 CONFIG = """
 [run]
 output_dir = "{output}"
@@ -62,11 +59,6 @@ shard = "root"
 [cluster]
 gpus_per_machine = 2
 """
-HEADER = (
-    "stage",
-    *(f"{name} {what}" for name in RUNS if name != SCORED for what in ("measured ms", "error %")),
-    *(f"{SCORED} {what}" for what in ("measured ms", "predicted ms", "error %", "error %, not calibrated")),
-)
 
 
 def main() -> int:
@@ -74,8 +66,9 @@ def main() -> int:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         traces = run_all(Path(folder))
-        fitted = [trace for name in RUNS if name != SCORED for trace in traces[name]]
-        lines = list(build_lines(traces, calibrate_traces(fitted)))
+        constants = calibrate_traces([trace for name in FITTED for trace in traces[name]])
+        fitted, scored = ({name: traces[name] for name in names} for names in (FITTED, SCORED))
+        tables = [build_table("fitted on", fitted, constants), build_table("scored on", scored, constants)]
     date = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     said = (
         f"Measured on {date}: {describe_processor()}, {os.cpu_count()} cores; load average {load:.1f} before; each run "
@@ -84,18 +77,20 @@ def main() -> int:
     before, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     assert begin and end, f"{PAGE} has lost its comments"
-    PAGE.write_text(before + begin + said + "\n".join(lines) + "\n" + end + after)
-    print("\n".join(lines))
+    PAGE.write_text(before + begin + said + "\n\n".join(tables) + "\n" + end + after)
+    print("\n\n".join(tables))
     return 0
 
 
 def run_all(folder: Path) -> dict[str, list[Path]]:
     """The traces of every run's repeats."""
     write_addition_data(folder / "data", seed=0)
-    found: dict[str, list[Path]] = {name: [] for name in RUNS}
+    runs = {**FITTED, **SCORED}
+    found: dict[str, list[Path]] = {name: [] for name in runs}
     for repeat in range(NUM_REPEATS):
-        for name, settings in RUNS.items():
+        for name, sizes in runs.items():
             output, config = folder / f"{name}{repeat}", folder / f"{name}{repeat}.toml"
+            settings = dict(zip(SIZES, sizes, strict=True))
             config.write_text(CONFIG.format(output=output, data=folder / "data", iterations=ITERATIONS, **settings))
             command = [str(HYBRIDFLOW), "train", str(config)]
             subprocess.run(command, check=True, capture_output=True, timeout=DEADLINE_S)
@@ -104,28 +99,27 @@ def run_all(folder: Path) -> dict[str, list[Path]]:
     return found
 
 
+def build_table(title: str, traces: Mapping[str, Sequence[Path]], constants: TraceConstants) -> str:
+    """Each run's stages in Markdown: milliseconds, the error in percent, and that of constants that know no run."""
+    columns = ("ms", "error %", "not calibrated: error %")
+    header = (f"{title}", *(f"{name}: {column}" for name in traces for column in columns))
+    return "\n".join([f"| {' | '.join(header)} |", "|" + "---|" * len(header), *build_lines(traces, constants)])
+
+
 def build_lines(traces: Mapping[str, Sequence[Path]], constants: TraceConstants) -> Iterator[str]:
-    """The table in Markdown, a line for each stage."""
-    yield f"| {' | '.join(HEADER)} |"
-    yield "|" + "---|" * len(HEADER)
-    calibrated = {name: [read_stages(trace, constants) for trace in of_run] for name, of_run in traces.items()}
-    ordinary = read_stages(traces[SCORED][0])
-    for number, first in enumerate(calibrated[SCORED][0]):
+    calibrated, ordinary = (
+        {name: [read_stages(trace, known) for trace in repeats] for name, repeats in traces.items()}
+        for known in (constants, None)
+    )
+    for number, first in enumerate(next(iter(calibrated.values()))[0]):
         cells = [f"{first.phase}, `{first.role}.{first.method}`"]
-        for name, repeats in calibrated.items():
-            measured, predicted = measure([stages[number] for stages in repeats])
+        for name in traces:
+            measured = statistics.median(stages[number].measured for stages in calibrated[name])
             cells.append(f"{1e3 * measured:.1f}")
-            if name == SCORED:
-                cells.append(f"{1e3 * predicted:.1f}")
-            cells.append(f"{100 * (predicted / measured - 1):+.1f}")
-            if name == SCORED:
-                cells.append(f"{100 * (ordinary[number].predict() / measured - 1):+.1f}")
+            cells += [
+                f"{100 * (known[name][0][number].predict() / measured - 1):+.1f}" for known in (calibrated, ordinary)
+            ]
         yield f"| {' | '.join(cells)} |"
-
-
-def measure(repeats: Sequence[StageCase]) -> tuple[float, float]:
-    """Seconds of a stage: the median of those measured, and those predicted, which every repeat has in common."""
-    return statistics.median(case.measured for case in repeats), repeats[0].predict()
 
 
 if __name__ == "__main__":

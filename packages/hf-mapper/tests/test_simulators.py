@@ -21,9 +21,9 @@ from hf_mapper import (
     simulate_training,
 )
 from hf_mapper.simulators.communication import Link, all_gather_s, all_reduce_s, build_link, one_shot_reduce_s
-from hf_mapper.simulators.inference import flops_per_token
 from hf_mapper.simulators.memory import kv_cache_bytes
-from hf_mapper.software import MEGATRON_2021, ZERO_2021
+from hf_mapper.simulators.prefill import flops_per_token
+from hf_mapper.software import MEGATRON_2021, ZERO_2021, SoftwareSpec
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec
 
 LLAMA = ModelShape.preset("llama-2-7b")
@@ -57,19 +57,39 @@ def test_a_forward_pass_is_two_flops_per_active_weight(name: str) -> None:
     assert attention == model.num_layers * 2 * (2 * 1000 * model.num_heads * model.head_dim)
 
 
-def test_inference_is_bound_by_arithmetic() -> None:
-    tokens = 1024 * 2048
-    ideal_s = tokens * flops_per_token(LLAMA, 1024) / (8 * PEAK * 0.7)
-    estimate = simulate_inference(LLAMA, build_cluster(layer_latency_s=0.0), layout("1-1-8"), WORKLOAD)
-    assert estimate.latency_s == pytest.approx(ideal_s)
-    assert estimate.latency_s == pytest.approx(sum(estimate.breakdown.values()))
-
-
 def build_arithmetic_cluster(**efficiency: float) -> ClusterSpec:
     """Machines whose memory costs no time and whose kernels need no launch."""
     cluster = build_cluster(training_flops=0.5, training_latency_s=0.0, **efficiency)
     kind = dataclasses.replace(cluster.machine.gpu, memory_bandwidth_bytes_per_s=1e30)
     return dataclasses.replace(cluster, machines=(dataclasses.replace(cluster.machine, gpu=kind),))
+
+
+def test_inference_is_bound_by_arithmetic() -> None:
+    tokens = 1024 * 2048
+    ideal_s = tokens * flops_per_token(LLAMA, 1024) / (8 * PEAK * 0.5)
+    estimate = simulate_inference(LLAMA, build_arithmetic_cluster(), layout("1-1-8"), WORKLOAD, backend="megatron")
+    assert estimate.latency_s == pytest.approx(ideal_s)
+    assert estimate.latency_s == pytest.approx(sum(estimate.breakdown.values()))
+
+
+@pytest.mark.parametrize("software", [SoftwareSpec(), MEGATRON_2021])
+@pytest.mark.parametrize("text", ["1-1-8", "1-8-1", "2-2-2"])
+def test_a_forward_pass_is_a_third_of_forward_and_backward(text: str, software: SoftwareSpec) -> None:
+    """The model is the trained one: equal kernels and launches, half of the sums, hops, and a third of the gathers."""
+    workload = dataclasses.replace(WORKLOAD, recompute="none", mini_batches=1, software=software)
+    cluster = build_cluster(half_size=100.0, training_latency_s=1e-3)
+    passed, trained = (
+        simulate(LLAMA, cluster, layout(text), workload).breakdown
+        for simulate in (simulate_inference, simulate_training)
+    )
+    parts = {
+        "compute_s": 3, "logits_s": 3, "tensor_parallel_s": 2, "expert_parallel_s": 2, "pipeline_hop_s": 2,
+        "exposed_gather_s": 3,
+    }  # fmt: skip
+    assert passed.keys() == parts.keys()
+    assert {name: factor * passed[name] for name, factor in parts.items()} == pytest.approx(
+        {name: trained[name] for name in parts}
+    )
 
 
 @pytest.mark.parametrize(("recompute", "forwards"), [("none", 3), ("full", 4)])
@@ -293,7 +313,8 @@ def test_fsdp_gathers_room_for_as_many_experts_of_every_rank_as_of_the_fullest()
     workload = dataclasses.replace(WORKLOAD, global_batch=16, mini_batches=1, prompt_tokens=16, response_tokens=16)
     gathered_s = float(all_gather_s(link, 2 * (mixtral.num_parameters + experts)))
     passed = simulate_inference(mixtral, cluster, layouts, workload, backend="fsdp").breakdown
-    assert passed["exposed_gather_s"] + passed["compute_s"] == pytest.approx(gathered_s)
+    computing_s = passed["compute_s"] + passed["logits_s"]
+    assert passed["exposed_gather_s"] + computing_s == pytest.approx(gathered_s)
     trained = simulate_training(mixtral, cluster, layouts, workload, backend="fsdp").breakdown
     computing_s = trained["compute_s"] + trained["logits_s"]
     assert trained["exposed_gather_s"] + computing_s == pytest.approx(3 * gathered_s)
@@ -356,7 +377,7 @@ def test_small_sums_take_one_hop_where_an_engine_reads_all_peers_at_once() -> No
 def test_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
     """Two of eight experts for one token; of many tokens nearly all; and other costs as in a dense model."""
     model = ModelShape.preset("mixtral-8x7b")
-    cluster = build_cluster(layer_latency_s=0.0, memory_bandwidth=1.0, inference_flops=1.0)
+    cluster = build_cluster(layer_latency_s=0.0, memory_bandwidth=1.0, generation_flops=1.0)
     experts = 2 * 32 * 8 * 3 * 4096 * 14336
     steps = {}
     for batch in (1, 64):
@@ -387,7 +408,7 @@ def test_ragged_responses_decode_step_by_step_until_the_longest_ends() -> None:
     """Where launches are free: every step reads the weights once and the tokens of those that have not ended."""
     lengths = (100, 400, 400, 1000)
     ragged = dataclasses.replace(WORKLOAD, global_batch=64, response_tokens=1000, response_lengths=lengths)
-    cluster = build_cluster(layer_latency_s=0.0, inference_flops=1.0, memory_bandwidth=1.0)
+    cluster = build_cluster(layer_latency_s=0.0, generation_flops=1.0, memory_bandwidth=1.0)
     found = simulate_generation(LLAMA, cluster, layout("1-1-1"), ragged, generation=GenerationSpec()).breakdown
     expected_s = 0.0
     for step in range(1000):
@@ -401,7 +422,7 @@ def test_ragged_responses_decode_step_by_step_until_the_longest_ends() -> None:
 def test_ragged_waves_take_places_as_they_become_free() -> None:
     """Against every step of 256 sequences on 64 places, in a drawn order; equal lengths go round after round."""
     lengths, places = (100, 400, 400, 1000), 64
-    cluster = build_cluster(layer_latency_s=0.0, inference_flops=1.0, memory_bandwidth=1.0)
+    cluster = build_cluster(layer_latency_s=0.0, generation_flops=1.0, memory_bandwidth=1.0)
     ragged = dataclasses.replace(WORKLOAD, global_batch=256, response_tokens=1000, response_lengths=lengths)
     found = simulate_generation(
         LLAMA, cluster, layout("1-1-1"), ragged, generation=GenerationSpec(), num_waves=4

@@ -128,7 +128,7 @@ def test_a_stage_is_the_slowest_rank_over_the_calls_of_an_iteration(tmp_path: Pa
 def truth() -> TraceConstants:
     """A device that differs from the defaults in everything that is fitted."""
     efficiency = EfficiencySpec(
-        training_flops=0.31, training_latency_s=9e-4, inference_flops=0.12, layer_latency_s=4e-4,
+        training_flops=0.31, training_latency_s=9e-4, generation_flops=0.12, layer_latency_s=4e-4,
         memory_bandwidth=0.33, sequence_latency_s=2e-5,
     )  # fmt: skip
     spec = host_gpu(

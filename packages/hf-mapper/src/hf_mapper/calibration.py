@@ -36,7 +36,7 @@ __all__ = [
 
 _START = {
     "training_flops": 0.7,
-    "inference_flops": 0.7,
+    "generation_flops": 0.7,
     "memory_bandwidth": 0.8,
     "training_bandwidth": 0.8,
     "half_size": 100.0,
@@ -50,7 +50,7 @@ _START = {
 _MOST = {
     "training_flops": 0.95,
     "training_bandwidth": 0.95,
-    "inference_flops": 0.8,
+    "generation_flops": 0.8,
     "memory_bandwidth": 0.95,
     "link_efficiency": 0.95,
 }
@@ -62,7 +62,7 @@ _MOST_ROWS = 40
 FreeConstants = tuple[str, ...]
 
 _TRAINING: FreeConstants = ("training_flops", "half_size", "training_bandwidth", "training_latency_s")
-_GENERATION: FreeConstants = ("inference_flops", "memory_bandwidth", "layer_latency_s", "sequence_latency_s")
+_GENERATION: FreeConstants = ("generation_flops", "memory_bandwidth", "layer_latency_s", "sequence_latency_s")
 _LINKS: FreeConstants = ("link_efficiency", "intra_latency_s")
 
 

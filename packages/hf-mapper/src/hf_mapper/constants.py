@@ -49,7 +49,7 @@ FITS: tuple[Fit, ...] = (
         source="Argonne",
         models=("llama-2-7b", "llama-3-8b"),
         values={
-            "inference_flops": 0.649,
+            "generation_flops": 0.649,
             "memory_bandwidth": 0.882,
             "layer_latency_s": 0.000119,
             "sequence_latency_s": 7.53e-06,
@@ -61,7 +61,7 @@ FITS: tuple[Fit, ...] = (
         source="Argonne",
         models=("llama-2-7b", "llama-3-8b"),
         values={
-            "inference_flops": 0.219,
+            "generation_flops": 0.219,
             "memory_bandwidth": 0.879,
             "layer_latency_s": 0.000328,
             "sequence_latency_s": 9.25e-06,
@@ -73,7 +73,7 @@ FITS: tuple[Fit, ...] = (
         source="Argonne",
         models=("llama-2-7b", "llama-3-8b"),
         values={
-            "inference_flops": 0.8,
+            "generation_flops": 0.8,
             "memory_bandwidth": 0.794,
             "layer_latency_s": 0.000148,
             "sequence_latency_s": 2.34e-05,
@@ -85,7 +85,7 @@ FITS: tuple[Fit, ...] = (
         source="Argonne",
         models=("llama-2-7b", "llama-3-8b"),
         values={
-            "inference_flops": 0.799,
+            "generation_flops": 0.799,
             "memory_bandwidth": 0.734,
             "layer_latency_s": 0.000146,
             "sequence_latency_s": 8.24e-05,
@@ -97,7 +97,7 @@ FITS: tuple[Fit, ...] = (
         source="Argonne",
         models=("llama-2-7b", "llama-3-8b"),
         values={
-            "inference_flops": 0.586,
+            "generation_flops": 0.586,
             "memory_bandwidth": 0.756,
             "layer_latency_s": 0.000109,
             "sequence_latency_s": 1.28e-05,
@@ -109,7 +109,7 @@ FITS: tuple[Fit, ...] = (
         source="Argonne",
         models=("llama-2-7b", "llama-3-8b"),
         values={
-            "inference_flops": 0.8,
+            "generation_flops": 0.8,
             "memory_bandwidth": 0.793,
             "layer_latency_s": 0.000159,
             "sequence_latency_s": 7e-05,
@@ -121,7 +121,7 @@ FITS: tuple[Fit, ...] = (
         source="Argonne",
         models=("llama-2-7b", "llama-3-8b"),
         values={
-            "inference_flops": 0.36,
+            "generation_flops": 0.36,
             "memory_bandwidth": 0.709,
             "layer_latency_s": 0.000143,
             "sequence_latency_s": 2.41e-05,
@@ -133,7 +133,7 @@ FITS: tuple[Fit, ...] = (
         source="LMDeploy",
         models=("llama-2-7b", "llama-2-70b"),
         values={
-            "inference_flops": 0.675,
+            "generation_flops": 0.675,
             "memory_bandwidth": 0.95,
             "layer_latency_s": 0.000235,
             "sequence_latency_s": 1.71e-06,
@@ -145,7 +145,7 @@ FITS: tuple[Fit, ...] = (
         source="Splitwise",
         models=("llama-2-70b",),
         values={
-            "inference_flops": 0.537,
+            "generation_flops": 0.537,
             "memory_bandwidth": 0.801,
             "layer_latency_s": 0.00039,
             "sequence_latency_s": 3.47e-06,
@@ -157,7 +157,7 @@ FITS: tuple[Fit, ...] = (
         source="Splitwise",
         models=("llama-2-70b",),
         values={
-            "inference_flops": 0.407,
+            "generation_flops": 0.407,
             "memory_bandwidth": 0.783,
             "layer_latency_s": 0.000283,
             "sequence_latency_s": 1.01e-05,

@@ -9,7 +9,7 @@ from hf_protocols import ConfigError
 
 __all__ = ["EfficiencySpec"]
 
-_PARTS = ("training_flops", "training_bandwidth", "inference_flops", "memory_bandwidth")
+_PARTS = ("training_flops", "training_bandwidth", "generation_flops", "memory_bandwidth")
 _COSTS = ("half_size", "training_latency_s", "layer_latency_s", "sequence_latency_s")
 
 
@@ -17,12 +17,13 @@ _COSTS = ("half_size", "training_latency_s", "layer_latency_s", "sequence_latenc
 class EfficiencySpec:
     """What part of a peak is reached, and what is fixed cost: four constants of a training stack, four of an engine.
 
-    Training: ``training_flops`` and ``training_bandwidth`` are attained parts of the peaks; ``half_size``: a matrix
-    multiplication takes twice its FLOPs' time where one dimension has this size, less where it is larger;
-    ``training_latency_s``: to launch one layer's kernels once, however small.
+    Training, and the log-probabilities and values of the model that is trained: ``training_flops`` and
+    ``training_bandwidth`` are attained parts of the peaks; ``half_size``: a matrix multiplication takes twice its
+    FLOPs' time where one dimension has this size, less where it is larger; ``training_latency_s``: to launch one
+    layer's kernels once, however small.
 
-    Inference and generation: ``inference_flops`` and ``memory_bandwidth`` are attained parts of the peaks;
-    ``layer_latency_s``: to launch one layer's kernels; ``sequence_latency_s``: what a decode step adds for each
+    Generation, of which the prefill is a part: ``generation_flops`` and ``memory_bandwidth`` are attained parts of the
+    peaks; ``layer_latency_s``: to launch one layer's kernels; ``sequence_latency_s``: what a decode step adds for each
     sequence, on the host.
 
     Both: ``fragmentation``, the part of memory that an allocator cannot hand out.
@@ -35,7 +36,7 @@ class EfficiencySpec:
     training_bandwidth: float = 0.9
     half_size: float = 0.0
     training_latency_s: float = 2e-5
-    inference_flops: float = 0.7
+    generation_flops: float = 0.7
     memory_bandwidth: float = 0.9
     layer_latency_s: float = 2e-5
     sequence_latency_s: float = 0.0

@@ -32,11 +32,11 @@ _SUB_SPANS: dict[str, StagePhase] = {"reshard": "transition", "generate": "gener
 _METHODS: tuple[tuple[str, StagePhase], ...] = (("update_", "training"), ("compute_", "inference"))
 
 _FREE = (
-    (("transition",), ("link_efficiency",)),
-    (("generation", "inference"), ("inference_flops", "layer_latency_s", "memory_bandwidth", "sequence_latency_s")),
-    (("training",), ("training_flops", "training_latency_s")),
+    (("transition",), ("link_efficiency", "intra_latency_s")),
+    (("generation",), ("generation_flops", "layer_latency_s", "memory_bandwidth", "sequence_latency_s")),
+    (("training", "inference"), ("training_flops", "training_latency_s")),
 )
-"""What is fitted to which stages, in this order: one constant of the links, six of the devices with their software."""
+"""What is fitted to which stages, in this order: two constants of the links, six of the devices with their software."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,6 @@ from hf_mapper.simulators.communication import (
     round_trip_s,
 )
 from hf_mapper.simulators.estimate import Estimate, build_estimate
-from hf_mapper.simulators.inference import flops_per_token, simulate_forward
 from hf_mapper.simulators.layouts import Figures, GenerationLayouts, Layouts, Sizes, read_generation, read_layouts
 from hf_mapper.simulators.memory import (
     expert_parameters,
@@ -36,6 +35,7 @@ from hf_mapper.simulators.memory import (
     received_weight_bytes,
     weight_bytes,
 )
+from hf_mapper.simulators.prefill import flops_per_token, prefill_s
 from hf_mapper.software import EngineSpec
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec
@@ -94,7 +94,7 @@ def simulate_generation(
     )
     parts: dict[str, Figures] = {
         "transition_s": _transition_s(model, cluster, layouts, cut, workload),
-        "prefill_s": cut.num_waves * _prefill_s(model, cluster, replica, workload.typical, sequences),
+        "prefill_s": cut.num_waves * prefill_s(model, cluster, replica, workload.typical, sequences),
         "decode_s": _decode_s(model, cluster, replica, workload, sequences, cut.num_waves, engine),
     }
     held = gathered_weight_bytes(model, layouts, cut, workload) + kv_cache_bytes(model, cut, workload, sequences)
@@ -125,18 +125,6 @@ def _transition_s(
 def _message_s(link: Link, num_bytes: Figures) -> Figures:
     """Seconds to receive them, after one hop; none where there is nothing to receive."""
     return np.where(num_bytes > 0, link.latency_s + num_bytes / link.bandwidth_bytes_per_s, 0.0)
-
-
-def _prefill_s(
-    model: ModelShape, cluster: ClusterSpec, replica: Layouts, workload: WorkloadSpec, sequences: Sizes
-) -> Figures:
-    """The prompts of one wave, micro-batch after micro-batch."""
-    batch = np.maximum(1, np.minimum(sequences, workload.micro_batch_tokens // workload.prompt_tokens))
-    once = simulate_forward(
-        model, cluster, replica, workload, sequences=batch, sequence_tokens=workload.prompt_tokens, logits=False
-    )
-    passes = sequences / batch + replica.pp_size - 1
-    return passes * (once.compute_s + once.tensor_parallel_s + once.hop_s)
 
 
 def _decode_s(
@@ -181,7 +169,7 @@ def _decode_step_s(
     stages_together = GenerationLayouts(gen_pp_size=1, gen_tp_size=replica.tp_size, num_waves=1)
     cache = sequences * context * kv_token_bytes(model, stages_together, workload)
     read_s = (_read_weight_bytes(model, workload, sequences) / replica.tp_size + cache) / bandwidth
-    peak = gpu.peak(workload.dtype) * gpu.efficiency.inference_flops
+    peak = gpu.peak(workload.dtype) * gpu.efficiency.generation_flops
     arithmetic_s = sequences * flops_per_token(model, context) / replica.tp_size / peak
     token_bytes = sequences * model.hidden_size * workload.element_bytes
     tensor = build_link(cluster, num_ranks=replica.tp_size, stride=1, world_size=replica.tp_size)

@@ -66,12 +66,13 @@ def compute_layer_times(
 
 
 def compute_logits_s(
-    model: ModelShape, gpu: GpuSpec, workload: WorkloadSpec, *, sequences: Sizes, tp_size: Sizes
+    model: ModelShape, gpu: GpuSpec, workload: WorkloadSpec, *, sequences: Sizes, tp_size: Sizes, trains: bool
 ) -> Figures:
-    """Logits and loss with their backward pass, on the last pipeline stage."""
+    """Logits and loss on the last pipeline stage; with ``trains`` their backward pass too, else a third of all."""
     tokens, vocabulary = sequences * workload.sequence_tokens, model.vocab_size / tp_size
     once = matmul_s(gpu, workload.dtype, tokens, vocabulary, model.hidden_size)
-    return 3 * once + _LOGIT_BYTES * tokens * vocabulary / _attained_bandwidth(gpu)
+    whole = 3 * once + _LOGIT_BYTES * tokens * vocabulary / _attained_bandwidth(gpu)
+    return whole if trains else whole / 3
 
 
 def _core_s(model: ModelShape, gpu: GpuSpec, workload: WorkloadSpec, sequences: Sizes, tp_size: Sizes) -> Figures:

@@ -1,0 +1,134 @@
+"""Micro-batches through the pipeline of the training stack: forward alone, or with the backward pass behind it.
+
+A backward pass costs two forwards; full recompute repeats every layer's forward, selective recompute the core of
+attention, or where that is fused every second multiplication. Kernels run behind their launches: whichever takes longer
+sets the pace, and where they are close both do. The pipeline runs every micro-batch at the pace of the slowest stage,
+the last, which has the logits; and a bubble of pp - 1 micro-batches, divided by the chunks of an interleaved schedule.
+FSDP gathers a layer's weights for forward and for backward and scatters its gradients behind computing, which they slow
+down.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_mapper.simulators.communication import (
+    all_gather_s,
+    all_reduce_s,
+    build_link,
+    build_stage_link,
+    expert_exchange_s,
+    point_to_point_s,
+)
+from hf_mapper.simulators.layers import compute_layer_times, compute_logits_s
+from hf_mapper.simulators.layouts import Figures, Layouts, Sizes
+from hf_mapper.simulators.memory import fsdp_weight_bytes, micro_batch_sequences
+from hf_mapper.specs import ClusterSpec, WorkloadSpec
+from hf_protocols import ModelShape
+
+__all__ = ["simulate_passes"]
+
+_EXPOSED_GATHERS = 0.6
+"""What FSDP's transfers add to computing even where it hides them: they run kernels and use memory of their own."""
+
+_RECOMPUTED_LAYERS = {"none": 0.0, "selective": 0.5, "full": 1.0}
+"""Part of a layer's kernels that recompute launches again."""
+
+
+def simulate_passes(
+    model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec, local: Sizes, *, trains: bool
+) -> dict[str, Figures]:
+    """Seconds, by part, of ``local`` sequences per data-parallel rank; with ``trains`` forward and backward."""
+    sequences = micro_batch_sequences(workload, local)
+    micro_batches = local / sequences
+    # Each micro-batch at the pace of the last stage, and the others' part of filling and draining the pipeline.
+    passes = micro_batches + (layouts.pp_size - 1) / workload.pipeline_chunks
+    given = (model, cluster, layouts, workload, sequences)
+    ways = 2 if trains else 1
+    visits = ways + 1 if trains and workload.recompute == "full" else ways
+    logits_s = compute_logits_s(
+        model, cluster.machine.gpu, workload, sequences=sequences, tp_size=layouts.tp_size, trains=trains
+    )
+    parts: dict[str, Figures] = {
+        "compute_s": passes * _stage_compute_s(*given, trains=trains),
+        "logits_s": micro_batches * logits_s,
+        "tensor_parallel_s": passes * visits * _tensor_parallel_s(*given),
+        "expert_parallel_s": passes * visits * _expert_parallel_s(*given),
+        "pipeline_hop_s": passes * ways * _hop_s(*given),
+    }
+    gathers = _count_gathers(workload, trains=trains) * (1 if workload.software.gathers == "model" else micro_batches)
+    gather_s = gathers * _gather_s(model, cluster, layouts, workload)
+    computing_s = parts["compute_s"] + parts["logits_s"]
+    parts["exposed_gather_s"] = np.maximum(_EXPOSED_GATHERS * gather_s, gather_s - computing_s)
+    return parts
+
+
+def _stage_compute_s(
+    model: ModelShape,
+    cluster: ClusterSpec,
+    layouts: Layouts,
+    workload: WorkloadSpec,
+    sequences: Sizes,
+    *,
+    trains: bool,
+) -> Figures:
+    """One micro-batch through the layers of one pipeline stage."""
+    gpu = cluster.machine.gpu
+    once = compute_layer_times(
+        model, gpu, workload, sequences=sequences, tp_size=layouts.tp_size, ep_size=layouts.ep_size
+    )
+    kernels_s, launches = once.linear_s + once.core_s, 1.0
+    if trains:
+        kernels_s, launches = 3 * kernels_s, 3 + _RECOMPUTED_LAYERS[workload.recompute]
+        if workload.recompute == "full":
+            kernels_s += once.linear_s + once.core_s
+        elif workload.recompute == "selective":
+            kernels_s += once.linear_s / 2 if workload.software.fused_attention else once.core_s
+    launches_s = launches * gpu.efficiency.training_latency_s
+    joined_s: Figures = np.cbrt(kernels_s**3 + launches_s**3)
+    return model.num_layers / layouts.pp_size * joined_s
+
+
+def _tensor_parallel_s(
+    model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec, sequences: Sizes
+) -> Figures:
+    """Two all-reduces a layer (with sequence parallelism the same bytes in two halves); not overlapped."""
+    link = build_link(cluster, num_ranks=layouts.tp_size, stride=1, world_size=layouts.world_size)
+    activation = sequences * workload.sequence_tokens * model.hidden_size * workload.element_bytes
+    return model.num_layers / layouts.pp_size * 2 * all_reduce_s(link, activation)
+
+
+def _expert_parallel_s(
+    model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec, sequences: Sizes
+) -> Figures:
+    """Tokens to their experts and back, in every layer; each rank of a tensor group sends its part."""
+    tokens = sequences * workload.sequence_tokens
+    return model.num_layers / layouts.pp_size * expert_exchange_s(model, cluster, layouts, workload, tokens)
+
+
+def _hop_s(
+    model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec, sequences: Sizes
+) -> Figures:
+    """A micro-batch to the next stage, or its gradient back, each rank of the tensor group sending its part."""
+    link = build_stage_link(cluster, layouts)
+    activation = sequences * workload.sequence_tokens * model.hidden_size * workload.element_bytes
+    return workload.pipeline_chunks * point_to_point_s(link, activation / layouts.tp_size)
+
+
+def _count_gathers(workload: WorkloadSpec, *, trains: bool) -> int:
+    """FSDP's collectives: weights for forward and, unless the whole model stays, for backward; gradients scattered."""
+    if not trains:
+        return 1
+    return 2 if workload.software.gathers == "model" else 3
+
+
+def _gather_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec) -> Figures:
+    """One of FSDP's collectives, over all weights."""
+    link = build_link(
+        cluster,
+        num_ranks=layouts.dp_size,
+        stride=1,
+        world_size=layouts.world_size,
+        shared_rails=workload.software.shared_rails,
+    )
+    return np.where(layouts.fsdp, all_gather_s(link, fsdp_weight_bytes(model, layouts, workload)), 0.0)
