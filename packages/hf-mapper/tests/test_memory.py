@@ -168,7 +168,7 @@ def test_fsdp_holds_embedding_and_head_beside_two_layers() -> None:
     small, large = (dataclasses.replace(LLAMA, vocab_size=size) for size in (1, 1 + 1000))
     workload = dataclasses.replace(WORKLOAD, recompute="none")
     work = [work_bytes(model, ParallelSpec(dp_size=8), workload, backend="fsdp") for model in (small, large)]
-    logits = 8192 * 1000 * 12
+    logits = 8192 * 1000 * 4
     assert work[1] - work[0] - logits == 2 * 2 * 1000 * LLAMA.hidden_size
 
 
@@ -256,20 +256,21 @@ def test_logits_are_gone_when_a_layer_is_computed_again(vocab_size: int) -> None
         work_bytes(model, ParallelSpec(), dataclasses.replace(WORKLOAD, recompute=recompute), backend="megatron")
         for recompute in ("none", "full")
     )
-    inputs, logits = tokens * LLAMA.hidden_size * 2, tokens * vocab_size * 12
+    inputs, logits = tokens * LLAMA.hidden_size * 2, tokens * vocab_size * 4
     layer = (plain - logits) / LLAMA.num_layers
     assert again == pytest.approx(LLAMA.num_layers * inputs + max(logits, layer - inputs))
 
 
-def test_a_fused_loss_keeps_logits_in_16_bits() -> None:
-    kept = dataclasses.replace(WORKLOAD, recompute="none")
+@pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", 4), ("float32", 8)])
+def test_a_fused_loss_keeps_logits_and_their_gradient_in_the_models_dtype(dtype: str, kept: int) -> None:
+    workload = dataclasses.replace(WORKLOAD, recompute="none", dtype=dtype)
     plain, fused = (
         work_bytes(
-            LLAMA, ParallelSpec(), dataclasses.replace(kept, software=SoftwareSpec(fused_loss=loss)), backend="fsdp"
+            LLAMA, ParallelSpec(), dataclasses.replace(workload, software=SoftwareSpec(fused_loss=loss)), backend="fsdp"
         )
         for loss in (False, True)
     )
-    assert plain - fused == (12 - 4) * 8192 * 32000
+    assert plain - fused == (12 - kept) * 8192 * 32000
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -21,7 +21,7 @@ class SoftwareSpec:
     ``distributed_optimizer``: Megatron's optimizer state is sharded over data-parallel ranks.
     ``dropout``: masks are drawn in training, which takes memory.
     ``cast_weights``: weights are held once, in fp32, and cast when they are gathered; else there is a 16-bit copy too.
-    ``fused_loss``: the cross entropy works on 16-bit logits and leaves their gradient in them.
+    ``fused_loss``: the cross entropy holds logits and their gradient in the model's dtype, and widens them in parts.
     ``shared_rails``: what FSDP gathers enters a machine once and spreads over its own links; otherwise every rank
     receives all of it over its part of the network.
     ``gathers``: what FSDP holds whole: the ``"layer"`` or ``"matrix"`` that computes and the next, or the ``"model"``.
@@ -34,7 +34,7 @@ class SoftwareSpec:
     distributed_optimizer: bool = True
     dropout: bool = False
     cast_weights: bool = False
-    fused_loss: bool = False
+    fused_loss: bool = True
     shared_rails: bool = True
     gathers: Literal["matrix", "layer", "model"] = "layer"
     gradient_bytes: int = 4
@@ -44,10 +44,10 @@ class SoftwareSpec:
             raise unknown_name("software: gathers", str(self.gathers), _GATHERED)
 
 
-FSDP = SoftwareSpec(name="fsdp", cast_weights=True)
+FSDP = SoftwareSpec(name="fsdp", cast_weights=True, fused_loss=False)
 """PyTorch's FSDP with mixed precision, as torchtitan has it."""
 
-LLM_FOUNDRY = SoftwareSpec(name="llm-foundry", cast_weights=True, fused_loss=True)
+LLM_FOUNDRY = SoftwareSpec(name="llm-foundry", cast_weights=True)
 """llm-foundry with Composer's FSDP."""
 
 MEGATRON_2021 = SoftwareSpec(
@@ -56,6 +56,7 @@ MEGATRON_2021 = SoftwareSpec(
     sequence_parallel=False,
     distributed_optimizer=False,
     dropout=True,
+    fused_loss=False,
 )
 """Megatron-LM of the SC'21 paper: no fused attention, nothing sharded."""
 
@@ -67,6 +68,7 @@ ZERO_2021 = SoftwareSpec(
     fused_attention=False,
     sequence_parallel=False,
     dropout=True,
+    fused_loss=False,
     shared_rails=False,
     gathers="matrix",
     gradient_bytes=2,

@@ -42,8 +42,6 @@ _ADAM_BYTES = 8
 _LOGIT_BYTES = 4
 _LOSS_BYTES = 12
 """Per logit of PyTorch's cross entropy when most is live: its log, the gradient of that and its own, all in fp32."""
-_FUSED_LOSS_BYTES = 4
-"""Of a fused one: itself in 16 bits, later its gradient, and a working copy."""
 
 
 def weight_bytes(model: ModelShape, workload: WorkloadSpec) -> float:
@@ -149,7 +147,7 @@ def _update_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -
         model, layouts, workload, sequences
     )
     kept = whole if workload.recompute == "none" else _kept_bytes(model, layouts, workload, tokens)
-    per_logit = _FUSED_LOSS_BYTES if workload.software.fused_loss else _LOSS_BYTES
+    per_logit = 2 * workload.element_bytes if workload.software.fused_loss else _LOSS_BYTES
     logits = tokens * model.vocab_size * per_logit / layouts.tp_size
     activations = in_flight * layers * kept + np.maximum(logits, whole - kept)
     return activations + _prefetch_bytes(model, layouts, workload) + _whole_gradients(model, layouts, workload)
