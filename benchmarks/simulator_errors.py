@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hf_mapper.calibration import GroupError, apply_constants, cross_validate, find_free_constants, fit_constants
-from hf_mapper.constants import FITS, Fit
+from hf_mapper.constants import FITS, Fit, find_family
 from hf_mapper.statistics import compute_bias, compute_mape, compute_spearman
 from hf_mapper.tables import SkipRow, read_tables
 from hf_mapper.validation import Case, build_cases, compute_sweeps
@@ -161,7 +161,7 @@ def _is_fitted(case: Case, fit: Fit) -> bool:
 
 
 def _family(case: Case) -> str:
-    return case.cluster.machine.gpu.kind.partition("-")[0]
+    return find_family(case.cluster.machine.gpu.kind)
 
 
 def _describe_source(case: Case) -> str:

@@ -35,6 +35,7 @@ from hf_protocols import Dataflow, GenerationSpec, MappingPlan, ModelCall, Model
 
 NUM_PROBLEMS = 400
 SPLIT = 8
+SIMULATED = {"training": simulate_training, "inference": simulate_inference}
 
 
 class Way(NamedTuple):
@@ -183,11 +184,8 @@ def every_way(problem: Problem, role: str, kind: int, n: int) -> list[Way]:
     num_swaps = [sum(count_swaps(problem, call) for call in stage) for stage in stages]
     for spec, backend in every_layout(problem, model, part.machine, n, "training" in calls):
         given = (model, part, spec, problem.workload)
-        seconds = {
-            "training": simulate_training(*given, backend=backend).latency_s,
-            "inference": simulate_inference(*given, backend=backend).latency_s,
-            "function": 0.0,
-        }
+        seconds = {kind: SIMULATED[kind](*given, backend=backend).latency_s for kind in calls & SIMULATED.keys()}
+        seconds["function"] = 0.0
         layouts = [(None, 1)]
         if "generation" in calls:
             layouts = list(every_generation(problem, model, part.machine, spec, backend))
@@ -347,20 +345,16 @@ def price(plan: MappingPlan, problem: Problem, role: str, part: ClusterSpec) -> 
     model, chosen = problem.models[role], plan.models[role]
     assert chosen.train is not None
     given = (model, part, chosen.train, problem.workload)
-    seconds = {
-        "training": simulate_training(*given, backend=chosen.backend).latency_s,
-        "inference": simulate_inference(*given, backend=chosen.backend).latency_s,
-        "function": 0.0,
-    }
-    transition_s = 0.0
+    calls = [[call.kind for call in stage if call.role == role] for stage in problem.dataflow.stages()]
+    kinds = sorted({kind for stage in calls for kind in stage})
+    seconds = {kind: SIMULATED[kind](*given, backend=chosen.backend).latency_s for kind in SIMULATED if kind in kinds}
+    seconds["function"] = transition_s = 0.0
     if chosen.generation is not None:
         waves = plan.estimates["models"][role]["generation_waves"]
         rollout = simulate_generation(*given, generation=chosen.generation, num_waves=waves, backend=chosen.backend)
         transition_s = rollout.breakdown["transition_s"]
         seconds["generation"] = rollout.latency_s - transition_s
-    calls = [[call.kind for call in stage if call.role == role] for stage in problem.dataflow.stages()]
     fetch = fetch_stages_s(problem, role, part, chosen.train, chosen.generation)
-    kinds = sorted({kind for stage in calls for kind in stage})
     memory = estimate_memory(*given, calls=kinds, backend=chosen.backend).breakdown
     state = memory["weight_bytes"] + memory["gradient_bytes"] + memory["optimizer_bytes"]
     once_s = swap_s(part, state) if chosen.offload else 0.0

@@ -345,7 +345,7 @@ def test_the_table_shows_percent(write: Write) -> None:
     [
         ([{"a": 1, "b": 2}], "no measured time among its columns"),
         ([{key: value for key, value in RUN.items() if key != "gpu"}], "this training table lacks gpu"),
-        ([{"gpu": "A100", "latency_s": 1.0, "batch": 1}], "this generation table lacks tp, input_len, output_len"),
+        ([{"gpu": "A100", "latency_s": 1.0, "batch": 1}], "this generation table lacks input_len, output_len"),
     ],
 )
 def test_a_table_without_needed_columns_is_one_line_and_exit_code_2(write: Write, rows: list, message: str) -> None:

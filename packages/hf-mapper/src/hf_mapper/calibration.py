@@ -16,6 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_mapper.collectives import CollectiveCase
+from hf_mapper.constants import find_family
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.statistics import compute_bias, compute_mape
 from hf_mapper.tables import MeasuredTable, SkipRow, read_tables
@@ -68,7 +70,7 @@ _LINKS: FreeConstants = ("link_efficiency", "intra_latency_s")
 
 @dataclass(frozen=True, kw_only=True)
 class GroupError:
-    """One model (or kind of collective) that was left out of a fit: its rows, and its error there."""
+    """One model (or sweep, or kind of collective) that was left out of a fit: its rows, and its error there."""
 
     group: str
     rows: int
@@ -80,7 +82,7 @@ class GroupError:
 class Calibration:
     """Constants of a GPU family with a software stack, their error on the rows they come from, and out of sample.
 
-    ``left_out`` has an entry for each model, scored under constants fitted on the others.
+    ``left_out`` has an entry for each model (of one model: each sweep), scored under constants fitted on the others.
     """
 
     gpu: str
@@ -178,13 +180,16 @@ def fit_constants(
 def cross_validate(
     cases: Sequence[Case], names: FreeConstants, *, steps: int = 120, most_rows: int | None = None
 ) -> list[GroupError]:
-    """Each model's error under constants that were fitted on all the others; empty where there is only one."""
-    groups = sorted({case.fit_group for case in cases})
+    """Each model's error under constants that were fitted on all the others; of one model, each sweep's.
+
+    Empty where there is one of both only.
+    """
+    groups = _list_groups(cases)
     errors = []
-    for left_out in groups if len(groups) > 1 else ():
-        others = [case for case in cases if case.fit_group != left_out]
+    for left_out in sorted(set(groups)) if len(set(groups)) > 1 else ():
+        others = [case for case, group in zip(cases, groups, strict=True) if group != left_out]
         values = fit_constants(others, names, steps=steps, most_rows=most_rows)
-        scored = [apply_constants(case, values) for case in cases if case.fit_group == left_out]
+        scored = [apply_constants(case, values) for case, group in zip(cases, groups, strict=True) if group == left_out]
         predicted, measured = [case.predict() for case in scored], [case.measured for case in scored]
         errors.append(
             GroupError(
@@ -197,6 +202,14 @@ def cross_validate(
     return errors
 
 
+def _list_groups(cases: Sequence[Case]) -> list[str]:
+    """Of each case, what it is left out with: its model, or its sweep where all are of one model."""
+    groups = [case.fit_group for case in cases]
+    if len(set(groups)) > 1:
+        return groups
+    return [case.fit_group if isinstance(case, CollectiveCase) else case.sweep for case in cases]
+
+
 def _thin(cases: Sequence[Case], most: int) -> list[Case]:
     """At most ``most`` cases of each group, evenly spaced in their order."""
     groups: dict[str, list[Case]] = {}
@@ -206,7 +219,7 @@ def _thin(cases: Sequence[Case], most: int) -> list[Case]:
 
 
 def _family(case: Case) -> str:
-    return case.cluster.machine.gpu.kind.partition("-")[0]
+    return find_family(case.cluster.machine.gpu.kind)
 
 
 def apply_constants(case: Case, values: Mapping[str, float]) -> Case:

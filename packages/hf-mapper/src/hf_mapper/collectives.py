@@ -31,7 +31,6 @@ class CollectiveCase:
     phase: Phase = "communication"
     stack: str = "links"
     software: str = "-"
-    sweep: str = ""
 
     @property
     def fit_group(self) -> str:

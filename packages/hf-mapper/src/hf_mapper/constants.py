@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hf_mapper.efficiency import EfficiencySpec
 
-__all__ = ["FITS", "Fit", "find_efficiency", "find_links", "find_plan_efficiency"]
+__all__ = ["FITS", "Fit", "find_efficiency", "find_family", "find_links", "find_plan_efficiency"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +200,13 @@ _SIMILAR = {"gh200": "h100", "h200": "h100", "b200": "h100"}
 """GPUs without measurements of their own, and those that stand in for them."""
 
 
+def find_family(kind: str) -> str:
+    """What boards with different memory have in common, their chip: ``"a100"`` of ``"a100-80"``."""
+    return kind.partition("-")[0]
+
+
 def _find(kind: str, stack: str) -> Mapping[str, float]:
-    family = kind.partition("-")[0]
+    family = find_family(kind)
     for name in (family, _SIMILAR.get(family, "")):
         for fit in FITS:
             if (fit.gpu, fit.stack) == (name, stack):

@@ -14,7 +14,7 @@ from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.memory import kv_token_bytes, weight_bytes
 from hf_mapper.software import EngineSpec
 from hf_mapper.specs import ClusterSpec, MachineSpec, WorkloadSpec, gpu
-from hf_mapper.tables import MeasuredTable, Row, SkipRow, is_marked, number, whole_number
+from hf_mapper.tables import MeasuredTable, Row, SkipRow, find_times, is_marked, number, whole_number
 from hf_protocols import ConfigError, GenerationSpec, ModelShape, ParallelSpec
 
 __all__ = ["GenerationCase", "build_generation_cases"]
@@ -23,18 +23,10 @@ _ENGINES = (
     (r"turbomind|lmdeploy", EngineSpec(name="lmdeploy", one_shot_reduce=False, first_token_decodes=True)),
     (r"tensorrt", EngineSpec(name="tensorrt-llm", evicts=False)),
     (r"vllm fork|splitwise", EngineSpec(name="vllm-2023", one_shot_reduce=False)),
-    (r"vllm", EngineSpec(name="vllm")),
     (r"deepspeed-mii", EngineSpec(name="deepspeed-mii", one_shot_reduce=False)),
 )
-_OTHER = EngineSpec(name="engine")
-
-_COLUMNS: tuple[tuple[str, Phase, float], ...] = (
-    ("ttft_min_s", "prefill", 1.0),
-    ("itl_p50_s", "decode", 1.0),
-    ("prompt_time_ms_median", "prefill", 1e-3),
-    ("token_time_ms_median", "decode", 1e-3),
-    ("latency_s", "generation", 1.0),
-)
+"""Engines by what a row says; any other, as one that is not named, is taken for what plans take, vLLM."""
+_PHASES: tuple[Phase, ...] = ("prefill", "decode", "generation")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +118,14 @@ def build_generation_cases(table: MeasuredTable) -> Iterator[tuple[Row, list[Gen
 def _generation_cases(row: Row) -> Iterator[GenerationCase]:
     if is_marked(row, "suspect"):
         raise SkipRow("marked suspect")
-    if row.get("ep", "1") not in ("", "1"):
+    if number(row, "ep", 1) != 1:
         raise SkipRow("ep above 1 is not simulated")
     check_precision(row)
     batch, prompt, response = (whole_number(row, column) for column in ("batch", "input_len", "output_len"))
     model, kind, engine = find_model_of_row(row), _find_kind(row), _find_engine(row)
     if prompt + response > model.max_positions:
         raise SkipRow("input_len + output_len exceeds the model's positions")
-    tp, pp = whole_number(row, "tp"), whole_number(row, "pp", 1)
+    tp, pp = whole_number(row, "tp", 1), whole_number(row, "pp", 1)
     if whole_number(row, "n_gpus", tp * pp) != tp * pp:
         raise SkipRow("n_gpus is not tp x pp")
     spec = replace(gpu(kind), efficiency=find_efficiency(kind, engine.name))
@@ -152,11 +144,13 @@ def _generation_cases(row: Row) -> Iterator[GenerationCase]:
         ),
         measured=0.0,
     )
-    found = [(phase, number(row, name) * scale, name) for name, phase, scale in _COLUMNS if row.get(name)]
-    if not found:
+    times = find_times([column for column, cell in row.items() if cell])
+    if not times:
         raise SkipRow("no measured time")
-    for phase, measured, name in found:
-        yield replace(base, phase=phase, measured=measured, single=name == "ttft_min_s")
+    for phase in _PHASES:
+        if phase in times:
+            column, unit_s, least = times[phase]
+            yield replace(base, phase=phase, measured=number(row, column) * unit_s, single=least and phase == "prefill")
 
 
 def _find_kind(row: Row) -> str:
@@ -167,4 +161,4 @@ def _find_kind(row: Row) -> str:
 
 def _find_engine(row: Row) -> EngineSpec:
     text = f"{row.get('framework', '')} {row.get('source', '')}".lower()
-    return next((engine for pattern, engine in _ENGINES if re.search(pattern, text)), _OTHER)
+    return next((engine for pattern, engine in _ENGINES if re.search(pattern, text)), EngineSpec())

@@ -9,10 +9,10 @@ from typing import Literal
 
 from hf_mapper._catalogue import CATALOGUE
 from hf_mapper._known_models import build_gpt, find_model, guess_model
-from hf_mapper.constants import find_efficiency, find_links
+from hf_mapper.constants import find_efficiency, find_family, find_links
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.simulators import estimate_memory, simulate_training
-from hf_mapper.simulators.layouts import read_layouts
+from hf_mapper.simulators.layouts import check_layouts, read_layouts
 from hf_mapper.software import FSDP, LLM_FOUNDRY, MEGATRON_2021, MEGATRON_DEEPSPEED, ZERO_2021, SoftwareSpec
 from hf_mapper.specs import ClusterSpec, GpuSpec, MachineSpec, Recompute, WorkloadSpec, gpu
 from hf_mapper.tables import MeasuredTable, Row, SkipRow, is_marked, number, whole_number
@@ -34,10 +34,11 @@ Phase = Literal["training", "memory", "prefill", "decode", "generation", "commun
 _NETWORK = {"a100": 200e9, "h100": 400e9, "h200": 400e9, "b200": 400e9}
 """Bytes per second of a machine of eight where the row does not state it: eight cards of 200 or 400 Gbit/s."""
 _MACHINE = 8
+_MEMORY = ("mem_gb", "param_opt_gib", "activation_gib")
 _RECOMPUTE: dict[str, Recompute] = {
-    **dict.fromkeys(("", "none", "no", "false", "0"), "none"),
+    **dict.fromkeys(("", "none", "no", "n", "off", "nan", "false", "0"), "none"),
     "selective": "selective",
-    **dict.fromkeys(("full", "true", "yes", "1"), "full"),
+    **dict.fromkeys(("full", "true", "yes", "y", "on", "1"), "full"),
 }
 """The first word of what tables write."""
 _WATTS = {"a100": 400, "h100": 700, "h200": 700, "b200": 1000}
@@ -112,9 +113,12 @@ def find_gpu(name: str) -> str:
     Raises:
         SkipRow: where the catalogue has none.
     """
-    plain = re.sub(r"[\s_()]+", "-", name.lower())
+    plain = re.sub(r"[\s_(),/]+", "-", re.sub(r"^\d+\s*x\s*", "", name.strip().lower()))
+    plain = re.sub(r"(?<=\d)(sxm|pcie|nvl)", r"-\1", plain)
     if "pcap" in plain:
         raise SkipRow("a power-capped GPU is not in the catalogue")
+    if re.search(r"(^|-)(pcie|nvl)", plain) and "4090" not in plain and "l40s" not in plain:
+        raise SkipRow(f"gpu {name} is not in the catalogue, whose boards have NVLink")
     if re.search(r"(^|-)a100(-|$)", plain):
         return "a100-40" if re.search(r"-40(-?gi?b?)?(-|$)", plain) else "a100-80"
     for kind in CATALOGUE:
@@ -129,7 +133,7 @@ def find_model_of_row(row: Row) -> ModelShape:
     Raises:
         SkipRow: where the row has none of them.
     """
-    name = row.get("model") or "model"
+    name = row.get("model") or _describe_sizes(row)
     try:
         if row.get("layers") and row.get("hidden") and row.get("heads"):
             sizes = [whole_number(row, column) for column in ("layers", "hidden", "heads")]
@@ -139,6 +143,12 @@ def find_model_of_row(row: Row) -> ModelShape:
         return known or guess_model(name, 1e9 * number(row, "params_b"))
     except ConfigError as error:
         raise SkipRow(f"the model's sizes cannot be used: {error}") from None
+
+
+def _describe_sizes(row: Row) -> str:
+    """A name for a model that has none, so that rows of different models are told apart."""
+    sizes = [f"{column} {row[column]}" for column in ("layers", "hidden", "heads") if row.get(column)]
+    return " ".join(sizes) if len(sizes) == len(("layers", "hidden", "heads")) else f"{row.get('params_b', '')}B"
 
 
 def build_training_cases(table: MeasuredTable) -> Iterator[tuple[Row, list[TrainingCase] | SkipRow]]:
@@ -172,25 +182,27 @@ def _training_cases(row: Row) -> Iterator[TrainingCase]:
         software=software,
     )
     model = find_model_of_row(row)
-    read_layouts(model, parallel, backend)
+    cluster = _find_cluster(row, kind, num_gpus, stack)
+    layouts = read_layouts(model, parallel, backend)
+    check_layouts(model, layouts, cluster, chunks=workload.pipeline_chunks, sequences=batch)
     base = TrainingCase(
         source=row.get("source", ""),
         gpu=row["gpu"],
         phase="training",
         stack=stack,
-        sweep=f"{model.name} on {num_gpus} {row['gpu']}, batch {batch} x {length}",
+        sweep=f"{model.name} on {num_gpus} {row['gpu']}, {software.name}, batch {batch} x {length}",
         model=model,
-        cluster=_find_cluster(row, kind, num_gpus, stack),
+        cluster=cluster,
         parallel=parallel,
         workload=workload,
         backend=backend,
         measured=0.0,
     )
-    if "step_time_s" in row:
+    if row.get("step_time_s") or not any(row.get(column) for column in _MEMORY):
         yield replace(base, measured=number(row, "step_time_s"))
     if row.get("mem_gb"):
         yield replace(base, phase="memory", measured=number(row, "mem_gb") * 2**30)
-    for part in ("param_opt_gib", "activation_gib"):
+    for part in _MEMORY[1:]:
         if row.get(part):
             yield replace(base, phase="memory", part=part, measured=number(row, part) * 2**30)
 
@@ -199,12 +211,12 @@ def _check_simulated(row: Row) -> None:
     """Raise SkipRow for what the simulators do not know."""
     if is_marked(row, "suspect"):
         raise SkipRow("marked suspect")
-    if not row.get("phase", "train").startswith("train"):
+    if not re.match("(pre)?train", row.get("phase", "").lower() or "train"):
         raise SkipRow(f"phase {row['phase']} is not simulated")
     if is_marked(row, "cpu_offload"):
         raise SkipRow("offload to the host is not simulated")
     check_precision(row)
-    if row.get("cp", "1") not in ("", "1"):
+    if number(row, "cp", 1) != 1:
         raise SkipRow("cp above 1 is not simulated")
 
 
@@ -227,9 +239,11 @@ def _find_layout(row: Row, num_gpus: int) -> ParallelSpec:
 
 def _find_micro_batch(row: Row, local: int) -> int:
     """As given; a table without the column gives the local batch; a blank cell stands for one sequence."""
-    if "micro_batch" in row:
-        return min(local, whole_number(row, "micro_batch", 1))
-    return min(local, whole_number(row, "local_batch", local))
+    given = ("micro_batch", 1) if "micro_batch" in row else ("local_batch", local)
+    micro_batch = whole_number(row, *given)
+    if local % micro_batch:
+        raise SkipRow(f"{given[0]} does not divide the sequences of a data-parallel rank")
+    return micro_batch
 
 
 def _find_recompute(row: Row) -> Recompute:
@@ -244,7 +258,7 @@ def _find_software(row: Row, parallel: ParallelSpec) -> tuple[str, SoftwareSpec,
     """(stack, its facts, backend), from the names that the row gives for framework, source and sharding."""
     text = " ".join(row.get(column, "") for column in ("framework", "source", "model", "sharding")).lower()
     whole = parallel.pp_size == parallel.tp_size == 1
-    if "zero-3" in text:
+    if re.search(r"zero[- _]?3|stage[- _]?3", text):
         return MEGATRON_2021.name, ZERO_2021, "fsdp"
     old = re.search(r"megatron-(lm|deepspeed|\d+b|1t)|korthikanti|vtrain", text) and "bridge" not in text
     if old:
@@ -273,7 +287,7 @@ def _find_board(name: str, spec: GpuSpec) -> GpuSpec:
     if memory := re.search(r"(\d+)\s*GB-HBM2e", name, re.IGNORECASE):
         stacks = int(memory[1]) // 16
         spec = replace(spec, memory_bytes=int(memory[1]) * 2**30, memory_bandwidth_bytes_per_s=stacks * 3.2e9 * 128)
-    limit, full = re.search(r"(\d+)\s*W\b", name), _WATTS.get(spec.kind.partition("-")[0])
+    limit, full = re.search(r"(\d+)\s*W\b", name), _WATTS.get(find_family(spec.kind))
     if limit and full and 0 < int(limit[1]) < full:
         clock = (int(limit[1]) / full) ** (1 / 3)
         peaks = {dtype: peak * clock for dtype, peak in spec.peak_flops_per_s.items()}
@@ -288,4 +302,4 @@ def find_network(row: Row, kind: str) -> float:
         return int(cards[1]) * int(cards[2]) * 1e9 / 8
     if total := re.search(r"(\d+) Gbps", text):
         return int(total[1]) * 1e9 / 8
-    return _NETWORK.get(kind.partition("-")[0], 200e9)
+    return _NETWORK.get(find_family(kind), 200e9)

@@ -40,10 +40,16 @@ def _check_positive(owner: str, **figures: object) -> None:
             raise ConfigError(f"{owner}: {name}={figure!r} must be above 0")
 
 
+_MOST = 10**9
+"""Nothing that is counted here is more."""
+
+
 def _check_counts(owner: str, **counts: object) -> None:
     for name, count in counts.items():
         if type(count) is not int or count < 1:
             raise ConfigError(f"{owner}: {name}={count!r} must be a whole number of at least 1")
+        if count > _MOST:
+            raise ConfigError(f"{owner}: {name}={count!r} must be at most {_MOST:,}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -249,6 +249,8 @@ def _load(path: Path) -> dict[str, Any]:
         body = json.loads(_read(path))
     except ConfigError:
         raise
+    except RecursionError:
+        raise ConfigError(f"{path} nests too deeply for the trace of a run") from None
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}") from None
     if not isinstance(body, dict):

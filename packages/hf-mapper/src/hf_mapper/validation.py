@@ -132,10 +132,10 @@ def _summarise(
 
 
 def compute_sweeps(cases: Sequence[Case], predicted: Sequence[float]) -> tuple[SweepErrors, ...]:
-    """The sweeps among training runs: one model on as many GPUs with one batch, three runs or more in two layouts."""
+    """The sweeps among runs: one model on as many GPUs with one batch, three runs or more in two layouts."""
     sweeps: dict[str, list[int]] = defaultdict(list)
     for index, case in enumerate(cases):
-        if case.phase == "training":
+        if not isinstance(case, CollectiveCase) and case.phase != "memory":
             sweeps[case.sweep].append(index)
     return tuple(
         _summarise_sweep(name, [predicted[row] for row in rows], [cases[row].measured for row in rows])
@@ -146,7 +146,9 @@ def compute_sweeps(cases: Sequence[Case], predicted: Sequence[float]) -> tuple[S
 
 def _layout(case: Case) -> tuple[object, ...]:
     """What a sweep varies; repeats of one layout are no sweep."""
-    assert isinstance(case, TrainingCase), "only training tables have sweeps"
+    if isinstance(case, GenerationCase):
+        return (case.generation,)
+    assert isinstance(case, TrainingCase), "collectives have no sweeps"
     return case.parallel, case.workload.micro_batch_tokens, case.workload.recompute, case.workload.pipeline_chunks
 
 

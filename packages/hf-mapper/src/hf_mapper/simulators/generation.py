@@ -26,7 +26,15 @@ from hf_mapper.simulators.communication import (
     round_trip_s,
 )
 from hf_mapper.simulators.estimate import Estimate, build_estimate
-from hf_mapper.simulators.layouts import Figures, GenerationLayouts, Layouts, Sizes, read_generation, read_layouts
+from hf_mapper.simulators.layouts import (
+    Figures,
+    GenerationLayouts,
+    Layouts,
+    Sizes,
+    check_layouts,
+    read_generation,
+    read_layouts,
+)
 from hf_mapper.simulators.memory import (
     expert_parameters,
     gathered_weight_bytes,
@@ -86,6 +94,7 @@ def simulate_generation(
     ``memory_bytes`` is the KV cache, and what the generation weights add to the training shard.
     """
     layouts = read_layouts(model, parallel, backend)
+    check_layouts(model, layouts, cluster)
     cut = read_generation(layouts, generation, num_waves)
     replicas = layouts.world_size // cut.replica_size
     sequences = -(-workload.num_sequences // (replicas * cut.num_waves))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_mapper.simulators.estimate import Estimate, build_estimate
-from hf_mapper.simulators.layouts import read_layouts
+from hf_mapper.simulators.layouts import check_layouts, read_layouts
 from hf_mapper.simulators.memory import inference_work_bytes
 from hf_mapper.simulators.passes import simulate_passes
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
@@ -52,8 +52,10 @@ def simulate_inference(
     Where lengths vary, as of typical sequences.
     """
     layouts = read_layouts(model, parallel, backend)
+    sequences = workload.num_sequences
+    check_layouts(model, layouts, cluster, chunks=workload.pipeline_chunks, sequences=sequences)
     work_bytes = inference_work_bytes(model, layouts, workload)
     workload = workload.typical
-    local = workload.num_sequences // layouts.dp_size
+    local = sequences // layouts.dp_size
     parts = simulate_passes(model, cluster, layouts, workload, local, trains=False)
     return build_estimate(parallel, latency_s=sum(parts.values()), memory_bytes=work_bytes, breakdown=parts)

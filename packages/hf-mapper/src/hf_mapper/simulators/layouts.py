@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_mapper.specs import ClusterSpec
 from hf_protocols import ConfigError, GenerationSpec, ModelShape, ParallelSpec, TopologyError
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "GenerationLayouts",
     "Layouts",
     "Sizes",
+    "check_layouts",
     "default_backend",
     "read_generation",
     "read_layouts",
@@ -73,11 +75,44 @@ def read_layouts(
     """The sizes of one layout or of several; ``backend`` of all of them or of each, by default ``default_backend``.
 
     Raises:
-        TopologyError: for expert parallelism where the model has no experts that share out, or with FSDP.
+        TopologyError: for context parallelism, and for expert parallelism where the model has no experts that share
+            out, or with FSDP.
     """
+    if any(spec.cp_size > 1 for spec in ([parallel] if isinstance(parallel, ParallelSpec) else parallel)):
+        raise TopologyError("context parallelism is not simulated: give cp_size=1")
     found = _read_sizes(parallel, backend)
     _check_experts(model, found)
     return found
+
+
+def check_layouts(
+    model: ModelShape, layouts: Layouts, cluster: ClusterSpec, *, chunks: int = 1, sequences: int | None = None
+) -> None:
+    """Whether a program could run so: nothing is left over where layers, heads and ``sequences`` are shared out.
+
+    Raises:
+        TopologyError: where something is, or where the cluster has fewer devices than a layout has ranks.
+    """
+    shared = [
+        (
+            "layers",
+            model.num_layers,
+            "pp_size" if chunks == 1 else "pp_size x pipeline_chunks",
+            layouts.pp_size * chunks,
+        ),
+        ("attention heads", model.num_heads, "tp_size", layouts.tp_size),
+    ]
+    if sequences is not None:
+        shared.append(("sequences at a time", sequences, "dp_size", layouts.dp_size))
+    for what, count, name, sizes in shared:
+        uneven = np.atleast_1d(sizes)[count % np.atleast_1d(sizes) > 0]
+        if uneven.size:
+            raise TopologyError(
+                f"{model.name}: {count} {what} do not share out over {name}={uneven[0]}: choose one that divides them"
+            )
+    largest = int(np.max(layouts.world_size, initial=0))
+    if largest > cluster.num_gpus:
+        raise TopologyError(f"{largest} ranks (pp x tp x dp) do not fit a cluster of {cluster.num_gpus} devices")
 
 
 def _read_sizes(parallel: ParallelSpec | Sequence[ParallelSpec], backend: str | Sequence[str] | None) -> Layouts:

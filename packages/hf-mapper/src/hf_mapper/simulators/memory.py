@@ -15,7 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_mapper.simulators.estimate import Estimate, build_estimate
-from hf_mapper.simulators.layouts import Figures, GenerationLayouts, Layouts, Sizes, read_generation, read_layouts
+from hf_mapper.simulators.layouts import (
+    Figures,
+    GenerationLayouts,
+    Layouts,
+    Sizes,
+    check_layouts,
+    read_generation,
+    read_layouts,
+)
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import CallKind, GenerationSpec, ModelShape, ParallelSpec
 
@@ -267,6 +275,7 @@ def estimate_memory(
     ``num_waves`` rounds of generation share one KV cache. Compare with ``cluster.machine.gpu.usable_bytes``.
     """
     layouts = read_layouts(model, parallel, backend)
+    check_layouts(model, layouts, cluster)
     state = state_bytes(model, layouts, workload, trained="training" in calls)
     work: dict[str, Figures] = {"activation_bytes": 0.0, "kv_cache_bytes": 0.0, "gathered_weight_bytes": 0.0}
     if "training" in calls:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from hf_mapper.simulators.communication import all_gather_s, all_reduce_s, build_link
 from hf_mapper.simulators.estimate import Estimate, build_estimate
-from hf_mapper.simulators.layouts import Figures, Layouts, Sizes, read_layouts
+from hf_mapper.simulators.layouts import Figures, Layouts, Sizes, check_layouts, read_layouts
 from hf_mapper.simulators.memory import computed_parameters, expert_parameters, state_bytes, training_work_bytes
 from hf_mapper.simulators.passes import simulate_passes
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
@@ -50,10 +50,12 @@ def simulate_training(
 ) -> Estimate[Any]:
     """All the updates of one iteration: ``epochs * mini_batches`` of them; of typical sequences where lengths vary."""
     layouts = read_layouts(model, parallel, backend)
+    sequences = workload.mini_batch_sequences
+    check_layouts(model, layouts, cluster, chunks=workload.pipeline_chunks, sequences=sequences)
     work_bytes = training_work_bytes(model, layouts, workload)
     workload = workload.typical
     updates = workload.epochs * workload.mini_batches
-    local = workload.mini_batch_sequences // layouts.dp_size
+    local = sequences // layouts.dp_size
     once = simulate_passes(model, cluster, layouts, workload, local, trains=True)
     once["gradient_sync_s"] = _gradient_sync_s(model, cluster, layouts, workload)
     once["optimizer_s"] = _optimizer_s(model, cluster, layouts, workload)
