@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import get_args
 
 import pytest
@@ -40,3 +41,22 @@ def draw_topology(draw: st.DrawFn, *, generates: bool | None = None) -> Topology
 def topologies() -> Callable[..., st.SearchStrategy[Topology]]:
     """The strategy above, for tests that draw from it with ``data.draw(topologies())``."""
     return draw_topology
+
+
+def _holds_training_shard(topology: Topology, rank: int) -> bool:
+    """Whether the layers and the columns that a rank trains are among those it generates with."""
+    at, train, gen = topology.coordinate(rank), topology.train, topology.generation
+
+    def inside(index: int, size: int, gen_index: int, gen_size: int) -> bool:
+        low, high = Fraction(index, size), Fraction(index + 1, size)
+        return Fraction(gen_index, gen_size) <= low and high <= Fraction(gen_index + 1, gen_size)
+
+    return inside(at.pp, train.pp_size, at.gen_pp, gen.gen_pp_size) and inside(
+        at.tp, train.tp_size, at.gen_tp, gen.gen_tp_size
+    )
+
+
+@pytest.fixture(scope="session")
+def holds_training_shard() -> Callable[[Topology, int], bool]:
+    """The function above."""
+    return _holds_training_shard
