@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -47,3 +50,15 @@ def tiny() -> ModelShape:
         vocab_size=32,
         max_positions=64,
     )
+
+
+@pytest.fixture(scope="module")
+def oracle() -> ModuleType:
+    """The search's brute force and random problems, for tests that hold other things against them."""
+    path = Path(__file__).with_name("test_search_oracle.py")
+    spec = importlib.util.spec_from_file_location("search_oracle", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

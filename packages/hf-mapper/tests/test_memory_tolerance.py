@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,17 +19,6 @@ from hf_protocols import PlanError
 @pytest.fixture
 def build(paper_problem: Callable[..., Any]) -> Callable[..., MapperConfig]:
     return lambda *given: MapperConfig(**paper_problem(*given)._asdict())
-
-
-@pytest.fixture(scope="module")
-def oracle() -> ModuleType:
-    path = Path(__file__).with_name("test_search_oracle.py")
-    spec = importlib.util.spec_from_file_location("search_oracle", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def best_s(oracle: ModuleType, problem: Any, factor: float) -> float | None:
