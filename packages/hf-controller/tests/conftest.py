@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_controller import RayExecutor
+from hf_controller import RayExecutor, ResourcePool
 from hf_controller.testing import Stage
 
 
@@ -26,3 +26,10 @@ def ray_executor() -> Iterator[RayExecutor]:
 def ray_stage(ray_executor: RayExecutor) -> Iterator[Stage]:
     with Stage(ray_executor) as stage:
         yield stage
+
+
+@pytest.fixture
+def pool(ray_executor: RayExecutor) -> Iterator[ResourcePool]:
+    pool = ResourcePool([2], device="cpu", name="fragile")
+    yield pool
+    ray_executor.release(pool)

@@ -1,0 +1,263 @@
+"""Workers that fail and arguments that nothing takes: each ends in one error that says which."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from hf_controller import InProcessExecutor, RemoteCallError, ResourcePool, Worker, WorkerSpec, connect
+from hf_protocols import (
+    DP,
+    ONE_TO_ALL,
+    BatchError,
+    ConfigError,
+    ParallelSpec,
+    PoolError,
+    ProtocolError,
+    Topology,
+    register,
+)
+
+ONE = Topology(ParallelSpec())
+CLOSED = []
+
+
+def build(executor, worker):
+    spec = WorkerSpec(worker=worker, topology=ONE)
+    return executor.build_groups(ResourcePool([1], device="cpu"), {"model": spec})["model"]
+
+
+def batch(rows=2):
+    return TensorDict({"x": torch.ones(rows, 3)}, batch_size=[rows])
+
+
+class Broken(Worker):
+    needs_process_group = False
+
+    def __init__(self, context):
+        raise KeyError("no such weights")
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def never(self):
+        return None
+
+
+def test_a_constructor_that_raises_is_typed_as_on_ray():
+    with InProcessExecutor() as executor, pytest.raises(RemoteCallError, match=r"broken.__init__ on rank 0") as failed:
+        executor.build_groups(ResourcePool([1], device="cpu"), {"broken": WorkerSpec(worker=Broken, topology=ONE)})
+    assert isinstance(failed.value.__cause__, KeyError)
+
+
+def test_what_was_built_before_a_constructor_raised_is_closed():
+    CLOSED.clear()
+    specs = {"good": WorkerSpec(worker=Stubborn, topology=ONE), "broken": WorkerSpec(worker=Broken, topology=ONE)}
+    with InProcessExecutor() as executor:
+        pool = ResourcePool([1], device="cpu")
+        with pytest.raises(RemoteCallError, match=r"broken.__init__ on rank 0"):
+            executor.build_groups(pool, specs)
+        assert CLOSED == ["good"]
+        assert executor.built_on(pool) == []
+
+
+def test_what_is_no_batch_and_no_whole_number_is_refused_by_name():
+    with InProcessExecutor() as executor:
+        with pytest.raises(BatchError, match="got a dict"):
+            executor.put({"x": torch.zeros(2)})
+        future = executor.put(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
+        for count in ("2", True, 0):
+            with pytest.raises(BatchError, match=f"split: count={count!r} must be a whole number of at least 1"):
+                future.split(count)
+        with pytest.raises(BatchError, match="split: count=1000000000000 is more than 1048576 parts"):
+            future.split(10**12)
+        with pytest.raises(BatchError, match=r"repeat: times=1\.5 must be a whole number of at least 1"):
+            future.repeat(1.5)
+        with pytest.raises(BatchError, match="mapping of old to new"):
+            future.rename(["x"])
+        for columns in (3, ["x", 3], "x"):
+            with pytest.raises(BatchError, match=r"^select=.*give a list of column names"):
+                future.select(columns)
+
+
+def test_rows_and_deadlines_are_numbers():
+    with InProcessExecutor() as executor:
+        group = build(executor, Stubborn)
+        future, answer = group.echo(batch()), group.answer(1)
+        for rows in (3, None, torch.tensor(3)):
+            with pytest.raises(BatchError, match=r"give row numbers as a list, .*; of one row, rows\(\[(3|None)\]\)$"):
+                future.rows(rows)
+        for rows in ("12", [1.0], [[0]], slice("a"), slice(1.5)):
+            with pytest.raises(BatchError, match=r"give row numbers >= 0|needs a slice with a stop .* whole numbers"):
+                future.rows(rows)
+        with pytest.raises(ConfigError, match=r"^timeout_s=\(int that cannot be shown\) must be a finite number"):
+            future.result(timeout_s=10**5000)
+        for timeout_s in ("x", True, -1.0, float("nan"), float("inf"), 10**400, 1e10):
+            for use in (future.result, future.wait, answer.result, answer.wait, answer.items[0].result):
+                with pytest.raises(ConfigError, match=r"^timeout_s=.* must be a finite number of seconds"):
+                    use(timeout_s=timeout_s)
+
+
+def test_a_column_whose_name_marks_it_as_optional_is_refused():
+    """``reads=["x?"]`` reads x if it is there: a column x? could not be asked for."""
+    with InProcessExecutor() as executor:
+        group = build(executor, Stubborn)
+        with pytest.raises(BatchError, match=r"^a batch's columns=\['x', 'x\?'\]: 'x\?' ends in \?, which marks"):
+            executor.put(TensorDict({"x": torch.zeros(2), "x?": torch.zeros(2)}, batch_size=[2]))
+        future = group.echo(batch())
+        for names in ({"x": "x?"}, {"x?": "y"}):
+            with pytest.raises(BatchError, match=r"^the names in rename=.*'x\?' ends in \?, which marks"):
+                future.rename(names)
+        assert future.select(name for name in ("x?", "y?")).result().keys() == {"x"}
+
+
+class Stubborn(Worker):
+    needs_process_group = False
+
+    @register(protocol=DP)
+    def echo(self, batch):
+        return batch
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def answer(self, value):
+        return value
+
+    def close(self):
+        CLOSED.append(self.context.role)
+        raise OSError("the port is busy")
+
+
+def test_a_worker_that_cannot_close_is_logged_and_the_others_are_closed(caplog):
+    CLOSED.clear()
+    spec = WorkerSpec(worker=Stubborn, topology=ONE)
+    with InProcessExecutor() as executor:
+        executor.build_groups(ResourcePool([1], device="cpu"), {"first": spec, "second": spec})
+    assert CLOSED == ["first", "second"]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{role} on rank 0: close() raised OSError: the port is busy" for role in CLOSED
+    ]
+
+
+def test_a_future_of_another_executor_is_refused():
+    with InProcessExecutor() as first, InProcessExecutor() as second:
+        here, there = build(first, Stubborn), build(second, Stubborn)
+        own, foreign = first.put(batch()), there.echo(batch())
+        for value in (foreign, second.put(batch()), there.answer(1)):
+            made_by = r"\(of (model\.echo|model\.answer|executor\.put), in a LocalStore\)"
+            with pytest.raises(ProtocolError, match=rf"^model\.answer belongs to one executor .* of another {made_by}"):
+                here.answer(value)
+        for join in (own.union, own.concat):
+            here_and_there = f"^{join.__name__} with a batch of executor.put belongs .* of another \\(of model.echo,"
+            with pytest.raises(ProtocolError, match=here_and_there):
+                join(foreign)
+        assert here.echo(own.concat(here.echo(own))).num_rows == 4
+
+
+class Ending(Worker):
+    needs_process_group = False
+
+    def __init__(self, context, *, ends=False):
+        super().__init__(context)
+        if ends:
+            raise SystemExit(3)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_a_method_interrupts_the_program():
+    with InProcessExecutor() as executor:
+        group = build(executor, Ending)
+        with pytest.raises(KeyboardInterrupt):
+            group.interrupt()
+
+
+def test_a_constructor_that_would_end_the_program_ends_in_one_error():
+    with InProcessExecutor() as executor:
+        spec = WorkerSpec(worker=Ending, topology=ONE, kwargs={"ends": True})
+        with pytest.raises(RemoteCallError, match=r"^model\.__init__ on rank 0 failed: SystemExit: 3\n"):
+            executor.build_groups(ResourcePool([1], device="cpu"), {"model": spec})
+
+
+def test_only_groups_are_connected():
+    with InProcessExecutor() as executor:
+        group = build(executor, Ending)
+        for other in (3, None, "critic"):
+            with pytest.raises(ProtocolError, match=f"^connect: second={other!r}: give a WorkerGroup$"):
+                connect(group, other)
+            with pytest.raises(ProtocolError, match=f"^connect: first={other!r}: give a WorkerGroup$"):
+                connect(other, group)
+        with pytest.raises(ProtocolError, match=r"^connect: name=3: give a string$"):
+            connect(group, group, name=3)
+
+
+def test_a_seed_fits_the_generators():
+    assert WorkerSpec(worker=Ending, topology=ONE, seed=2**64 - 1).seed == 2**64 - 1
+    with pytest.raises(ProtocolError, match=r"^WorkerSpec of Ending: seed=18446744073709551616 must be below 2\*\*64$"):
+        WorkerSpec(worker=Ending, topology=ONE, seed=2**64)
+
+
+class Rootless(Worker):
+    needs_process_group = False
+
+    def __init__(self, context):
+        pass
+
+    @register(protocol=DP)
+    def never(self, batch):
+        return batch
+
+
+def test_a_constructor_that_forgets_its_base_class_is_told_so():
+    with InProcessExecutor() as executor, pytest.raises(ProtocolError, match=r"Rootless\.__init__ leaves the worker"):
+        build(executor, Rootless)
+
+
+def test_building_groups_leaves_the_programs_random_numbers_alone():
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    with InProcessExecutor() as executor:
+        build(executor, Stubborn)
+        assert torch.equal(torch.get_rng_state(), state)
+        with pytest.raises(PoolError, match="pool='x': give the ResourcePool"):
+            executor.release("x")
+
+
+class Failing(Worker):
+    needs_process_group = False
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def fail(self, why):
+        raise KeyError(why)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def fail_again(self, why):
+        raise KeyError(why)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def succeed(self):
+        return 1
+
+
+def fail_twice_and_tell_once():
+    with InProcessExecutor() as executor:
+        group = build(executor, Failing)
+        with pytest.raises(RemoteCallError, match="told"):
+            group.fail("told").result()
+        group.fail_again("untold")
+        with pytest.raises(RemoteCallError, match="dealt with"):
+            group.fail_again("dealt with").result()
+        group.succeed()
+
+
+def fail_and_raise():
+    with InProcessExecutor() as executor:
+        build(executor, Failing).fail("hidden")
+        raise ZeroDivisionError
+
+
+def test_a_block_ends_with_the_first_failure_that_nobody_was_told_of_and_not_after_an_exception():
+    with pytest.raises(RemoteCallError, match=r"^model\.fail_again on rank 0 failed: KeyError: 'untold'"):
+        fail_twice_and_tell_once()
+    with pytest.raises(ZeroDivisionError):
+        fail_and_raise()
