@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import csv
 import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -62,3 +63,17 @@ def oracle() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Writes rows as one CSV file of a folder, which it returns."""
+
+    def write_rows(rows: list[dict[str, Any]], name: str = "table.csv") -> Path:
+        with (tmp_path / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+        return tmp_path
+
+    return write_rows

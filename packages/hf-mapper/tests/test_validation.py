@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -45,20 +43,6 @@ SERVED = {
     "input_len": 128, "output_len": 64, "latency_s": 0.6,
 }  # fmt: skip
 Write = Callable[..., Path]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """Writes rows as one CSV file of a folder, which it returns."""
-
-    def write_rows(rows: list[dict[str, Any]], name: str = "table.csv") -> Path:
-        with (tmp_path / name).open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-        return tmp_path
-
-    return write_rows
 
 
 def predict(folder: Path) -> list[float]:
