@@ -12,9 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from hf_mapper import calibrate_folder
-from hf_mapper.calibration import apply_constants, fit_constants, group_cases
+from hf_mapper.calibration import apply_constants, cross_validate, fit_constants, group_cases
 from hf_mapper.cli import main
 from hf_mapper.constants import FITS, find_efficiency, find_links, find_plan_efficiency
+from hf_mapper.measured import TrainingCase
 from hf_mapper.tables import read_tables
 from hf_protocols import ConfigError
 
@@ -65,6 +66,17 @@ def test_noise_is_not_followed(tmp_path: Path) -> None:
     assert 0.03 < found.mape < 0.07
     assert [error.group for error in found.left_out] == sorted(MODELS)
     assert all(error.rows == 12 and error.mape < 0.12 for error in found.left_out)
+
+
+def test_of_one_model_each_sweep_is_left_out(tmp_path: Path) -> None:
+    """Rows of one model, half of them with another batch: two sweeps, and each is scored by the other's constants."""
+    [cases] = group_cases(read_tables(write_table(tmp_path))).values()
+    own = [case for case in cases if case.fit_group == min(MODELS)]
+    assert all(isinstance(case, TrainingCase) for case in own)
+    sweeps = [dataclasses.replace(case, sweep=f"batch {index % 2}") for index, case in enumerate(own)]  # type: ignore[type-var]
+    found = cross_validate(sweeps, tuple(TRUE), steps=400)
+    assert [(error.group, error.rows) for error in found] == [("batch 0", 6), ("batch 1", 6)]
+    assert all(error.mape < 0.05 for error in found)
 
 
 def test_parts_of_peaks_stay_below_what_hardware_reaches(tmp_path: Path) -> None:

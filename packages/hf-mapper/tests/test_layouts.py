@@ -176,6 +176,31 @@ def test_experts_that_cannot_be_spread_are_refused(
         simulate_inference(problem.model, problem.cluster, layouts, WORKLOAD, backend=backend)
 
 
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (ParallelSpec(dp_size=4096), "4096 ranks .* do not fit a cluster of 8 devices"),
+        (ParallelSpec(tp_size=3), "32 attention heads do not share out over tp_size=3"),
+        (ParallelSpec(pp_size=5), "32 layers do not share out over pp_size=5"),
+        (ParallelSpec(cp_size=2), "context parallelism is not simulated"),
+    ],
+)
+@pytest.mark.parametrize("many", [False, True], ids=["one layout", "many"])
+def test_layouts_that_no_program_could_run_are_refused(layout: ParallelSpec, message: str, many: bool) -> None:
+    given = (PROBLEMS["one machine"].model, PROBLEMS["one machine"].cluster)
+    layouts = [ParallelSpec(dp_size=8), layout] if many else layout
+    for simulate in (simulate_training, simulate_inference, simulate_generation, estimate_memory):
+        with pytest.raises(TopologyError, match=message):
+            simulate(*given, layouts, WORKLOAD)  # type: ignore[operator] # each takes these
+
+
+def test_sequences_that_do_not_share_out_are_refused() -> None:
+    given = (PROBLEMS["one machine"].model, PROBLEMS["one machine"].cluster, ParallelSpec(dp_size=5), WORKLOAD)
+    for simulate, count in ((simulate_training, 128), (simulate_inference, 1024)):
+        with pytest.raises(TopologyError, match=f"{count} sequences at a time do not share out over dp_size=5"):
+            simulate(*given)
+
+
 @pytest.mark.parametrize(("pp", "tp", "gen_pp", "gen_tp"), [(1, 4, 1, 8), (2, 4, 4, 2), (1, 4, 1, 3)])
 def test_replicas_that_cannot_be_cut_are_refused(pp: int, tp: int, gen_pp: int, gen_tp: int) -> None:
     problem = PROBLEMS["one machine"]

@@ -90,6 +90,11 @@ def test_counts_are_whole_and_positive(count: object) -> None:
         MachineSpec(gpu=gpu("h100"), num_gpus=count)  # type: ignore[arg-type]
 
 
+def test_counts_out_of_all_proportion_are_refused() -> None:
+    with pytest.raises(ConfigError, match="global_batch=1000000000000000000000000 must be at most 1,000,000,000"):
+        WorkloadSpec(global_batch=10**24, prompt_tokens=1, response_tokens=1)
+
+
 def test_a_network_is_needed_between_two_machines() -> None:
     machine = MachineSpec(gpu=gpu("h100"), num_gpus=8, num_machines=2)
     with pytest.raises(ConfigError, match="2 machines needs inter_bandwidth_bytes_per_s"):

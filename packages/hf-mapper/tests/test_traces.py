@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -218,6 +219,10 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     nothing.write_text('{"traceEvents": []}')
     foreign = write_run(tmp_path / "foreign", MEASURED)
     foreign.write_text('{"traceEvents": [{"ph": "X", "ts": 0, "dur": 1, "name": "of another program"}]}')
+    deep = write_run(tmp_path / "deep", MEASURED)
+    deep.write_text("[" * 100_000)
+    unmeasured = write_run(tmp_path / "unmeasured", MEASURED)
+    unmeasured.write_text(re.sub(r'"dur": [0-9.]+', '"dur": NaN', unmeasured.read_text()))
     other_release = write_run(tmp_path / "other release", MEASURED)
     (other_release.parent / "summary.json").write_text(json.dumps({"workload": {**WORKLOAD, "rounds": 3}}))
     other_kind = tmp_path / "h100.json"
@@ -236,6 +241,8 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         (("validate", "--trace", empty), "summary.json cannot be read"),
         (("validate", "--trace", nothing), "no call of a model in an iteration"),
         (("validate", "--trace", foreign), "is not as a run wrote it: KeyError('args')"),
+        (("validate", "--trace", deep), "nests too deeply"),
+        (("validate", "--trace", unmeasured), "is not as a run wrote it: ValueError('a call took nan us')"),
         (("validate", "--trace", other_release), "is not as a run wrote it: TypeError"),
         (("validate", "--trace", trace, "--constants", tmp_path / "absent"), "absent cannot be read"),
         (("validate", "--trace", trace, "--constants", trace), "no constants of calibrate"),

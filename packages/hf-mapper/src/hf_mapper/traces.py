@@ -8,6 +8,7 @@ of an iteration; the median over iterations counts, without the first, which war
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -286,6 +287,8 @@ def _measure(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, StageP
     for call in calls:
         role, _, method = call["name"].partition(".")
         for phase, seconds in _split(call, method, spans):
+            if not 0 <= seconds < math.inf:
+                raise ValueError(f"a call took {seconds} s")
             of_call = longest.setdefault((role, method, phase), {}).setdefault(call["args"]["iteration"], {})
             number = call["args"]["call"]
             of_call[number] = max(of_call.get(number, 0.0), seconds)
@@ -301,6 +304,8 @@ def _split(call: Mapping[str, Any], method: str, spans: Sequence[Mapping[str, An
     for prefix, phase in _METHODS:
         if method.startswith(prefix):
             return [(phase, call["args"]["compute_ms"] / 1e3)]
+    if not 0 <= call["dur"] < math.inf:
+        raise ValueError(f"a call took {call['dur']} us")
     row, begin, end = (call["pid"], call["tid"]), call["ts"], call["ts"] + call["dur"]
     return [
         (_SUB_SPANS[span["name"]], span["dur"] / 1e6)

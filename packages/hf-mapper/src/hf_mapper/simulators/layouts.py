@@ -93,6 +93,9 @@ def check_layouts(
     Raises:
         TopologyError: where something is, or where the cluster has fewer devices than a layout has ranks.
     """
+    largest = int(np.max(layouts.world_size, initial=0))
+    if largest > cluster.num_gpus:
+        raise TopologyError(f"{largest} ranks (pp x tp x dp) do not fit a cluster of {cluster.num_gpus} devices")
     shared = [
         (
             "layers",
@@ -110,9 +113,6 @@ def check_layouts(
             raise TopologyError(
                 f"{model.name}: {count} {what} do not share out over {name}={uneven[0]}: choose one that divides them"
             )
-    largest = int(np.max(layouts.world_size, initial=0))
-    if largest > cluster.num_gpus:
-        raise TopologyError(f"{largest} ranks (pp x tp x dp) do not fit a cluster of {cluster.num_gpus} devices")
 
 
 def _read_sizes(parallel: ParallelSpec | Sequence[ParallelSpec], backend: str | Sequence[str] | None) -> Layouts:
