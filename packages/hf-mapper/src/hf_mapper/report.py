@@ -41,9 +41,7 @@ def render_plan(plan: MappingPlan, console: Console) -> None:
         PlanError: for a plan without the mapper's estimates.
     """
     check_estimates(plan)
-    console.print(
-        _build_pool_table(plan), _build_model_table(plan), _build_stage_table(plan), _build_summary(plan.estimates)
-    )
+    console.print(_build_pool_table(plan), _build_model_table(plan), _build_stage_table(plan), _build_summary(plan))
 
 
 def check_estimates(plan: MappingPlan) -> None:
@@ -151,12 +149,18 @@ def _build_stage_table(plan: MappingPlan) -> Table:
     return table
 
 
-def _build_summary(estimates: Any) -> Text:
+def _build_summary(plan: MappingPlan) -> Text:
+    estimates = plan.estimates
     idle = f", {estimates['idle_gpus']} devices idle" if estimates["idle_gpus"] else ""
     found = estimates.get("search", {})
     gap = f"{100 * found['gap']:.2g} %" if "gap" in found else "an unknown part"
     proven = "" if found.get("complete", True) else f" (search stopped: the best so far, at most {gap} from the best)"
-    return Text(f"iteration {format_seconds(estimates['iteration_s'])} s{idle}{proven}", style="bold")
+    summary = Text(f"iteration {format_seconds(estimates['iteration_s'])} s{idle}{proven}", style="bold")
+    tokens = sorted({model.micro_batch_tokens for model in plan.models.values() if model.train is not None})
+    bounds = " or ".join(f"{count:,}" for count in tokens)
+    return summary.append(
+        f"\nmicro-batches of at most {bounds} tokens: micro_batch_tokens is given, not searched", "none"
+    )
 
 
 def describe_devices(plan: MappingPlan, pool: PoolPlan) -> str:
