@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -33,7 +33,6 @@ from hf_protocols import Dataflow, GenerationSpec, MappingPlan, ModelCall, Model
 
 NUM_PROBLEMS = 400
 SPLIT = 8
-SIMULATED = {"training": simulate_training, "inference": simulate_inference}
 
 
 class Way(NamedTuple):
@@ -174,6 +173,14 @@ def every_generation(problem: Problem, model: ModelShape, machine: MachineSpec, 
                     yield GenerationSpec(gen_pp_size=gen_pp, gen_tp_size=gen_tp), waves
 
 
+def seconds_of(kind: str, *given: Any, backend: str) -> float:
+    """Of a call that does not generate; the simulators are looked up here, so that a test may put others in place."""
+    if kind == "function":
+        return 0.0
+    simulate = simulate_training if kind == "training" else simulate_inference
+    return float(simulate(*given, backend=backend).latency_s)
+
+
 def every_way(problem: Problem, role: str, kind: int, n: int) -> list[Way]:
     model, part = problem.models[role], problem.cluster.only(kind)
     stages = [[call.kind for call in stage if call.role == role] for stage in problem.dataflow.stages()]
@@ -182,8 +189,7 @@ def every_way(problem: Problem, role: str, kind: int, n: int) -> list[Way]:
     num_swaps = [sum(count_swaps(problem, call) for call in stage) for stage in stages]
     for spec, backend in every_layout(problem, model, part.machine, n, "training" in calls):
         given = (model, part, spec, problem.workload)
-        seconds = {kind: SIMULATED[kind](*given, backend=backend).latency_s for kind in calls & SIMULATED.keys()}
-        seconds["function"] = 0.0
+        seconds = {kind: seconds_of(kind, *given, backend=backend) for kind in calls - {"generation"}}
         layouts = [(None, 1)]
         if "generation" in calls:
             layouts = list(every_generation(problem, model, part.machine, spec, backend))
@@ -345,8 +351,8 @@ def price(plan: MappingPlan, problem: Problem, role: str, part: ClusterSpec) -> 
     given = (model, part, chosen.train, problem.workload)
     calls = [[call.kind for call in stage if call.role == role] for stage in problem.dataflow.stages()]
     kinds = sorted({kind for stage in calls for kind in stage})
-    seconds = {kind: SIMULATED[kind](*given, backend=chosen.backend).latency_s for kind in SIMULATED if kind in kinds}
-    seconds["function"] = transition_s = 0.0
+    seconds = {kind: seconds_of(kind, *given, backend=chosen.backend) for kind in {*kinds} - {"generation"}}
+    transition_s = 0.0
     if chosen.generation is not None:
         waves = plan.estimates["models"][role]["generation_waves"]
         rollout = simulate_generation(*given, generation=chosen.generation, num_waves=waves, backend=chosen.backend)
