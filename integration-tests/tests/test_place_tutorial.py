@@ -84,12 +84,12 @@ def test_the_tutorials_blocks_run_without_torch(environment: Path, tmp_path: Pat
     page = PAGE.read_text()
     assert INSTALL in page
     shown = [(code, expected, printed) for code, expected, printed in _run_blocks(page, environment, tmp_path)]
-    assert len(shown) == 6
+    assert len(shown) == 7
     for code, expected, printed in shown:
         assert printed or ">" in code or "--html" in code
         if expected is not None:
             assert printed == expected, f"run {Path(__file__).name} as a program to write what the blocks print now"
-    assert sum(expected is not None for _, expected, _ in shown) == 3
+    assert sum(expected is not None for _, expected, _ in shown) == 4
     assert (tmp_path / "place.html").read_text().startswith("<!doctype html>")
     assert _run(["python", "-c", "import importlib.util as u; print(u.find_spec('torch'))"], tmp_path, environment) == (
         "None\n"
