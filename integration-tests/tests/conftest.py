@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from forked_workers import forked_workers
 from hf_algorithms import cli
 from hf_algorithms.data import write_addition_data
 from small_runs import SMALL_RUN, Outcome
@@ -18,6 +19,21 @@ from small_runs import SMALL_RUN, Outcome
 def one_thread() -> None:
     """As on a rank: runs inside this process neither wait for busy cores nor depend on how many there are."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def quick_workers() -> Iterator[None]:
+    """Clusters that this process starts fork their workers."""
+    with forked_workers(
+        [
+            "hf_algorithms.workers",
+            "hf_engine.backends.fsdp",
+            "hf_engine.backends.megatron",
+            "hf_engine.backends.transformers",
+            "transformers.models.llama.modeling_llama",
+        ]
+    ):
+        yield
 
 
 @pytest.fixture(scope="session")

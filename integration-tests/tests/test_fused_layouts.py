@@ -87,7 +87,7 @@ class RigidWorker(MeshWorker):
 
 
 @pytest.fixture(scope="module")
-def executor() -> Iterator[RayExecutor]:
+def executor(quick_workers: None) -> Iterator[RayExecutor]:
     with RayExecutor(num_cpus=6, start_timeout_s=180.0, call_timeout_s=120.0, collective_timeout_s=60.0) as executor:
         yield executor
 

@@ -29,6 +29,7 @@ def on_two_ranks(plan: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"pp_size": 2}], ids=["tp", "pp"])
 def test_a_run_is_the_same_under_another_layout(
     small_config: Path,

@@ -6,19 +6,23 @@ from collections.abc import Iterator
 
 import pytest
 
+from forked_workers import forked_workers
 from hf_controller import RayExecutor, ResourcePool
 from hf_controller.testing import Stage
 
 
 @pytest.fixture(scope="session")
 def ray_executor() -> Iterator[RayExecutor]:
-    with RayExecutor(
-        num_cpus=16,
-        object_store_bytes=200 * 2**20,
-        start_timeout_s=180.0,
-        call_timeout_s=60.0,
-        collective_timeout_s=15.0,
-    ) as executor:
+    with (
+        forked_workers(["hf_controller.testing"]),
+        RayExecutor(
+            num_cpus=16,
+            object_store_bytes=200 * 2**20,
+            start_timeout_s=180.0,
+            call_timeout_s=60.0,
+            collective_timeout_s=15.0,
+        ) as executor,
+    ):
         yield executor
 
 
