@@ -64,11 +64,15 @@ WRONG = "not those of the training weights"
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"training_weights": "offload"}, {"config": {"dtype": "bfloat16"}}],
-    ids=["keep", "offload", "computes in 16 bits"],
+    ("layout", "scored", "options"),
+    [
+        pytest.param("1-1-2", [4, 2], {}, id="fsdp, keep"),
+        pytest.param("1-1-2", [4, 2], {"training_weights": "offload"}, id="fsdp, offload"),
+        pytest.param("1-1-2", [4, 2], {"config": {"dtype": "bfloat16"}}, id="fsdp, computes in 16 bits"),
+        pytest.param("1-2-1", [6, 6], {"training_weights": "offload"}, id="tp 2, offload"),
+        pytest.param("2-1-1", [6, 6], {"config": {"dtype": "bfloat16"}}, id="pp 2, computes in 16 bits"),
+    ],
 )
-@pytest.mark.parametrize(("layout", "scored"), [("1-1-2", [4, 2]), ("1-2-1", [6, 6]), ("2-1-1", [6, 6])])
 def test_an_engine_with_the_right_weights_is_asked_at_first_and_after_a_change(
     ranks2, tmp_path, layout, scored, options
 ):

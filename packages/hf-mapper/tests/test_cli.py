@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import hf_mapper
-from hf_mapper import build_page, explain_plan, map_dataflow, read_config
+from hf_mapper import Explanation, build_page, explain_plan, map_dataflow, read_config
 from hf_mapper.cli import main
 from hf_protocols import MappingPlan
 
@@ -37,6 +37,14 @@ def config(tmp_path: Path) -> Path:
     path = tmp_path / "problem.toml"
     path.write_text(CONFIG)
     return path
+
+
+@pytest.fixture(scope="module")
+def explained(tmp_path_factory: pytest.TempPathFactory) -> Explanation:
+    """All that is said of the problem."""
+    path = tmp_path_factory.mktemp("explained") / "problem.toml"
+    path.write_text(CONFIG)
+    return explain_plan(read_config(path))
 
 
 def test_json_is_the_plan(config: Path) -> None:
@@ -132,7 +140,7 @@ def test_a_command_that_there_is_not_is_one_line() -> None:
     assert len(result.output.splitlines()) == 1
 
 
-def test_explaining_stops_with_the_first_plan_and_what_bounds_it(config: Path) -> None:
+def test_explaining_stops_with_the_first_plan_and_what_bounds_it(config: Path, explained: Explanation) -> None:
     runner = CliRunner()
     found = json.loads(runner.invoke(main, ["explain", str(config), "--json", "--time-limit", "0"]).output)
     assert not found["complete"]
@@ -143,9 +151,9 @@ def test_explaining_stops_with_the_first_plan_and_what_bounds_it(config: Path) -
     table = runner.invoke(main, ["explain", str(config), "--time-limit", "0"], env={"COLUMNS": "120"})
     assert table.exit_code == 0
     assert "Stopped by the time limit" in table.output
-    plenty = json.loads(runner.invoke(main, ["explain", str(config), "--json", "--time-limit", "1e6"]).output)
-    assert plenty["complete"]
-    assert plenty == json.loads(runner.invoke(main, ["explain", str(config), "--json"]).output)
+    assert explained.complete
+    plenty = runner.invoke(main, ["explain", str(config), "--json", "--time-limit", "1e6"])
+    assert plenty.output == explained.to_json()
 
 
 def test_a_missing_file_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
@@ -155,13 +163,12 @@ def test_a_missing_file_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert len(result.output.splitlines()) == 1
 
 
-def test_explain_prints_what_the_function_finds(config: Path, tmp_path: Path) -> None:
+def test_explain_prints_what_the_function_finds(config: Path, tmp_path: Path, explained: Explanation) -> None:
     page = tmp_path / "page.html"
     result = CliRunner().invoke(main, ["explain", str(config), "--json", "--html", str(page)])
-    found = explain_plan(read_config(config))
     assert result.exit_code == 0
-    assert result.output == found.to_json()
-    assert page.read_text() == build_page(found.plan, found)
+    assert result.output == explained.to_json()
+    assert page.read_text() == build_page(explained.plan, explained)
     quick = CliRunner().invoke(main, ["explain", str(config), "--quick"], env={"COLUMNS": "120"})
     assert quick.exit_code == 0
     assert "Placements: the best plan of each" in quick.output

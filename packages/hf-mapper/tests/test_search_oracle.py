@@ -33,6 +33,8 @@ from hf_protocols import Dataflow, GenerationSpec, MappingPlan, ModelCall, Model
 
 NUM_PROBLEMS = 400
 SPLIT = 8
+# A half in every run, the other where tests may take minutes.
+PARTS = [pytest.param(part, marks=[pytest.mark.slow] if part % 2 else []) for part in range(SPLIT)]
 
 
 class Way(NamedTuple):
@@ -370,7 +372,7 @@ def price(plan: MappingPlan, problem: Problem, role: str, part: ClusterSpec) -> 
     ]
 
 
-@pytest.mark.parametrize("part", range(SPLIT))
+@pytest.mark.parametrize("part", PARTS)
 def test_the_search_finds_what_brute_force_finds(part: int) -> None:
     for seed in range(part, NUM_PROBLEMS, SPLIT):
         problem = draw_problem(seed)

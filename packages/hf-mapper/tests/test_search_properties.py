@@ -40,7 +40,7 @@ def test_a_gap_is_never_understated(part: int, oracle: ModuleType, monkeypatch: 
     build_options = pools.build_options
     monkeypatch.setattr(pools, "build_options", lambda *given: built.append(1) or build_options(*given))
     gaps = []
-    for seed in range(part, oracle.NUM_PROBLEMS, 16):
+    for seed in range(part, oracle.NUM_PROBLEMS, 24):
         problem = oracle.draw_problem(seed)
         best = oracle.solve(problem)
         if best is None:
