@@ -119,3 +119,23 @@ def test_wrong_kinds_of_arguments_are_refused() -> None:
 def test_a_mask_is_no_list_of_row_numbers(mask: Any) -> None:
     with pytest.raises(BatchError, match=r"from_rows\(.*\): of a mask give the positions of its true entries"):
         RowSelection.from_rows(mask)
+
+
+def test_a_range_is_taken_whole() -> None:
+    assert RowSelection.from_rows(range(3, 10**15)) == RowSelection.range(3, 10**15)
+    assert RowSelection.from_rows(range(5, 2)) == RowSelection()
+
+
+@pytest.mark.parametrize(
+    ("intervals", "message"),
+    [
+        (((0, 2**63),), r"^interval \(0, 9223372036854775808\) ends above row 9223372036854775807: give smaller row"),
+        (
+            ((0, 2**62), (1, 2**62), (2, 2**62)),
+            "^a selection of 13835058055282163709 rows is longer than 9223",
+        ),
+    ],
+)
+def test_rows_that_no_length_counts_are_refused(intervals: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        RowSelection(intervals)

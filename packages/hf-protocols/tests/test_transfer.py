@@ -363,3 +363,59 @@ def test_rows_go_to_ranks_that_are_called() -> None:
         spread.distribute(Topology(ParallelSpec(dp_size=2)), 4)
     with pytest.raises(ProtocolError, match="called='some': give"):
         TransferProtocol("wrong", DP.distribute, DP.collect, called="some")
+
+
+# ------------------------------------------------------------------------------------------------ sizes before the rows
+
+HUGE = 10**12
+
+
+class Untouched(Sequence[float]):
+    """Weights whose number may be asked, and nothing else."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("a row was looked at")
+
+
+def far(topology: Topology, num_rows: int, weights: object = None) -> list[RowSelection]:
+    return [RowSelection.range(0, HUGE)] * topology.world_size
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: split_rows(HUGE, HUGE), f"^{HUGE} chunks are more than 1048576: ask for fewer$"),
+        (lambda: split_rows(2**70, 4), f"^num_rows={2**70} must be at most 9223372036854775807$"),
+        (lambda: split_rows(8, 2, Untouched()), "^weights=.*: give one finite number >= 0 for each of the 8 rows$"),
+        (lambda: split_rows(HUGE, 2, [1.0, 2.0]), rf"^weights=\[1.0, 2.0\]: give one .* of the {HUGE} rows$"),
+        (lambda: DP.distribute(Topology(ParallelSpec(dp_size=2)), 8, Untouched()), "^weights=.* each of the 8 rows$"),
+        (lambda: ONE_TO_ALL.distribute(Topology(ParallelSpec(dp_size=2)), 4, [1.0]), "^weights=.* of the 4 rows$"),
+        (lambda: RANK_ZERO.distribute(Topology(ParallelSpec(dp_size=2)), -1), "^num_rows=-1 must be a whole number"),
+        (lambda: route({0: RowSelection.from_rows([0, 2])}, [RowSelection.range(4, HUGE)]), "^row 4 is wanted by"),
+        (lambda: route({0: RowSelection.from_rows([0, 2])}, [RowSelection(((0, 1), (9, HUGE)))]), "^row 9 is wanted"),
+        (lambda: route({0: RowSelection(((0, 10**5),) * 10**5)}, []), "^row 0 is held twice, by producer ranks 0 and"),
+        (
+            lambda: TransferProtocol("far", far, lambda _: Collection((0,))).distribute(Topology(ParallelSpec()), 5),
+            r"rank 0 gets row \[5\], which does not exist$",
+        ),
+        (
+            lambda: compute_held_rows(Collection((0, 5)), [RowSelection.range(0, 3)], 3),
+            r"^the collected ranks \(0, 5\) need a selection each, got 1",
+        ),
+        (lambda: compute_held_rows(Collection((0,)), [RowSelection()], 3, times=0), "^times=0 must be a whole number"),
+    ],
+)  # fmt: skip
+def test_sizes_are_refused_before_any_row(call: Any, message: str) -> None:
+    with pytest.raises((BatchError, ProtocolError), match=message):
+        call()
+
+
+def test_huge_sizes_that_fit_cost_no_rows() -> None:
+    topology = Topology(ParallelSpec(dp_size=4))
+    chunks = DP.distribute(topology, HUGE)
+    assert [len(chunk) for chunk in chunks] == [HUGE // 4] * 4
+    pieces = route(dict(enumerate(chunks)), [RowSelection.range(0, HUGE)]).pieces[0]
+    assert [(piece.producer, len(piece.rows)) for piece in pieces] == [(rank, HUGE // 4) for rank in range(4)]

@@ -27,7 +27,7 @@ from hf_protocols.metrics import merge_metrics
 from hf_protocols.models import ModelShape
 from hf_protocols.plan import SCHEMA_VERSION, MachinePlan, MappingPlan, ModelPlan, PoolPlan
 from hf_protocols.remote import MethodSpec, method_spec, register, registered_methods
-from hf_protocols.selection import RowSelection
+from hf_protocols.selection import RowSelection, split_rows
 from hf_protocols.standard import (
     ALL_TO_ALL,
     DP,
@@ -47,7 +47,6 @@ from hf_protocols.transfer import (
     TransferProtocol,
     compute_held_rows,
     route,
-    split_rows,
 )
 from hf_protocols.transition import TransitionCost, compute_transition_cost
 

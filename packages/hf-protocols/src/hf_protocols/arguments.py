@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from math import nan
 from types import UnionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from hf_protocols.errors import HybridFlowError
 
@@ -19,7 +20,9 @@ __all__ = [
     "check_name",
     "check_number",
     "check_seconds",
+    "check_sizes",
     "check_weights",
+    "shorten",
     "show",
 ]
 
@@ -27,17 +30,30 @@ Error = type[HybridFlowError]
 Kind = TypeVar("Kind")
 
 
-_MOST_SHOWN = 200
+_MOST_SHOWN = 80
 _MOST_SECONDS = 10**9
 
 
 def show(value: object) -> str:
-    """What was given, for an error, whatever it is."""
+    """Returns a value's `repr` for a message, at most 80 characters long, whatever the value is."""
     try:
-        shown = repr(value)
+        return shorten(repr(_first_part(value)))
     except Exception:  # noqa: BLE001 - a user's class may fail in any way, and Python has no text for huge numbers
         return f"({type(value).__name__} that cannot be shown)"
-    return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."
+
+
+def shorten(text: str) -> str:
+    """Returns a text for a message, cut at 80 characters."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def _first_part(value: object) -> object:
+    """The part of a large value that is shown: the `repr` of millions of items takes seconds."""
+    if type(value) in (str, bytes, list, tuple) and len(cast("str", value)) > _MOST_SHOWN:
+        return cast("str", value)[: _MOST_SHOWN + 1]
+    if type(value) is dict and len(value) > _MOST_SHOWN:
+        return dict(islice(value.items(), _MOST_SHOWN))
+    return value
 
 
 def are_whole(values: object) -> bool:
@@ -76,13 +92,13 @@ def check_count(error: Error, name: str, value: object, *, least: int = 1) -> No
 def check_columns(error: Error, name: str, columns: object, *, may_lack: bool) -> tuple[str, ...]:
     """The column names, if they are some; where a column ``may_lack``, a name that ends in ``?`` says so."""
     if isinstance(columns, str):
-        raise error(f"{name}={show(columns)} is one string: give a list of column names, [{columns!r}]")
+        raise error(f"{name}={show(columns)} is one string: give a list of column names, [{show(columns)}]")
     names = tuple(columns) if isinstance(columns, Iterable) else None
     if names is None or not all(isinstance(each, str) for each in names):
         raise error(f"{name}={show(columns)}: give a list of column names")
     marked = [] if may_lack else [each for each in names if each.endswith("?")]
     if marked:
-        lacking = f"{marked[0]!r} ends in ?, which marks a column that a reader may do without"
+        lacking = f"{show(marked[0])} ends in ?, which marks a column that a reader may do without"
         raise error(f"{name}={show(columns)}: {lacking}")
     return names
 
@@ -100,6 +116,19 @@ def check_seconds(error: Error, name: str, value: object) -> None:
         raise error(
             f"{name}={show(value)} must be a finite number of seconds of at least 0 and at most {_MOST_SECONDS}"
         )
+
+
+def check_sizes(error: Error, num_rows: object, weights: Any = None) -> None:
+    """Refuse what the sizes alone show to be wrong, before any work for each row."""
+    check_count(error, "num_rows", num_rows, least=0)
+    if cast("int", num_rows) > sys.maxsize:
+        raise error(f"num_rows={show(num_rows)} must be at most {sys.maxsize}")
+    try:
+        fit = weights is None or len(weights) == num_rows
+    except TypeError:
+        fit = False
+    if not fit:
+        raise error(f"weights={show(weights)}: give one finite number >= 0 for each of the {num_rows} rows")
 
 
 def check_weights(error: Error, weights: Any, num_rows: int) -> None:

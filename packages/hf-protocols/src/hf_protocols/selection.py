@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import heapq
+import math
+import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, starmap
 
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_kind, check_sizes, check_weights, show
 from hf_protocols.errors import BatchError
 
-__all__ = ["RowSelection"]
+__all__ = ["RowSelection", "split_rows"]
+
+_MOST_CHUNKS = 2**20
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class RowSelection:
     (``RowSelection.from_rows([0, 0, 1])``), as it does after a repeat.
 
     Raises:
-        BatchError: for an interval that is empty, reversed or starts below zero; for what are no intervals.
+        BatchError: for an interval that is empty, reversed, starts below zero or ends above 2**63 - 1; for more rows
+            than that; for what are no intervals.
     """
 
     intervals: tuple[tuple[int, int], ...] = ()
@@ -39,9 +45,11 @@ class RowSelection:
             are_whole = False
         if not are_whole:
             raise BatchError(
-                f"RowSelection({self.intervals!r}): give pairs (start, stop) of whole numbers; of row numbers, "
+                f"RowSelection({show(self.intervals)}): give pairs (start, stop) of whole numbers; of row numbers, "
                 "RowSelection.from_rows([0, 2])"
             )
+        if num_rows > sys.maxsize:
+            raise BatchError(f"a selection of {show(num_rows)} rows is longer than {sys.maxsize}: select fewer rows")
         object.__setattr__(self, "intervals", tuple(merged))
         object.__setattr__(self, "_num_rows", num_rows)
 
@@ -53,12 +61,14 @@ class RowSelection:
     @classmethod
     def from_rows(cls, rows: Iterable[int]) -> RowSelection:
         """The given row numbers, in the given order."""
+        if isinstance(rows, range) and rows.step == 1:
+            return cls.range(rows.start, max(rows.start, rows.stop))
         try:
             intervals = tuple([(row, row + 1) for row in rows])
         except TypeError:
-            raise BatchError(f"RowSelection.from_rows({rows!r}): give row numbers, such as [0, 2]") from None
+            raise BatchError(f"RowSelection.from_rows({show(rows)}): give row numbers, such as [0, 2]") from None
         if intervals and _is_truth(intervals[0][0]):
-            raise BatchError(f"RowSelection.from_rows({rows!r}): of a mask give the positions of its true entries")
+            raise BatchError(f"RowSelection.from_rows({show(rows)}): of a mask give the positions of its true entries")
         return cls(intervals)
 
     def __len__(self) -> int:
@@ -122,6 +132,53 @@ class RowSelection:
         return list(accumulate(stop - start for start, stop in self.intervals))
 
 
+def split_rows(
+    num_rows: int, num_chunks: int, weights: Sequence[float] | None = None, *, what: str = "chunks"
+) -> list[RowSelection]:
+    """Cut ``num_rows`` rows into ``num_chunks`` selections whose sizes differ by at most one, larger first.
+
+    With ``weights`` (tokens per row) rows are chosen so that the largest token sum is never above that of the
+    contiguous split; within a chunk rows ascend.
+
+    Raises:
+        BatchError: for fewer rows than chunks, no chunk, or weights that are not one finite number per row.
+    """
+    check_sizes(BatchError, num_rows, weights)
+    check_kind(BatchError, what, num_chunks, int, "a whole number of them")
+    if num_chunks < 1:
+        raise BatchError(f"{num_rows} rows cannot be cut into {num_chunks} {what}: ask for at least 1")
+    if num_chunks > _MOST_CHUNKS:
+        raise BatchError(f"{show(num_chunks)} {what} are more than {_MOST_CHUNKS}: ask for fewer")
+    if num_rows < num_chunks:
+        raise BatchError(
+            f"{num_rows} rows cannot be shared by {num_chunks} {what}: each needs at least one row; "
+            f"give a batch of at least {num_chunks} rows, or fewer {what}"
+        )
+    if weights is not None:
+        check_weights(BatchError, weights, num_rows)
+    small, larger = divmod(num_rows, num_chunks)
+    ends = [small * (i + 1) + min(i + 1, larger) for i in range(num_chunks)]
+    contiguous = [RowSelection.range(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
+    if weights is None:
+        return contiguous
+    balanced = _balance(weights, [len(chunk) for chunk in contiguous])
+    # fsum does not depend on the order of the rows, so that equal splits weigh the same.
+    heaviest = [max(math.fsum(map(weights.__getitem__, chunk)) for chunk in s) for s in (balanced, contiguous)]
+    return balanced if heaviest[0] < heaviest[1] else contiguous
+
+
+def _balance(weights: Sequence[float], sizes: Sequence[int]) -> list[RowSelection]:
+    """Heaviest row first, each to the lightest chunk that still has room."""
+    chosen: list[list[int]] = [[] for _ in sizes]
+    lightest = [(0.0, chunk) for chunk in range(len(sizes))]
+    for row in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):
+        load, chunk = heapq.heappop(lightest)
+        chosen[chunk].append(row)
+        if len(chosen[chunk]) < sizes[chunk]:
+            heapq.heappush(lightest, (load + weights[row], chunk))
+    return [RowSelection.from_rows(sorted(rows)) for rows in chosen]
+
+
 def _is_truth(row: object) -> bool:
     """Whether it is an entry of a mask: of a list, an array or a tensor."""
     return type(row) is not int and "bool" in str(getattr(row, "dtype", type(row)))
@@ -132,8 +189,11 @@ def _merge(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
     first, last = 0, -1
     for start, stop in intervals:
-        if start < 0 or stop <= start:
-            raise BatchError(f"interval ({start}, {stop}) is empty, reversed or negative: give 0 <= start < stop")
+        if not 0 <= start < stop <= sys.maxsize:
+            shown = f"interval {show((start, stop))}"
+            if stop > start >= 0:
+                raise BatchError(f"{shown} ends above row {sys.maxsize}: give smaller row numbers")
+            raise BatchError(f"{shown} is empty, reversed or negative: give 0 <= start < stop")
         if start != last:
             if last >= 0:
                 merged.append((first, last))

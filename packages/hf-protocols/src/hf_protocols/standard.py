@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hf_protocols.errors import ProtocolError
-from hf_protocols.selection import RowSelection
+from hf_protocols.selection import RowSelection, split_rows
 from hf_protocols.topology import Coordinate, Topology
-from hf_protocols.transfer import Collection, TransferProtocol, split_rows
+from hf_protocols.transfer import Collection, TransferProtocol
 
 __all__ = [
     "ALL_TO_ALL",

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from hf_protocols.arguments import check_count, check_kind, check_weights
 from hf_protocols.errors import ProtocolError
-from hf_protocols.selection import RowSelection
+from hf_protocols.selection import RowSelection, split_rows
 from hf_protocols.topology import Axis, Topology
-from hf_protocols.transfer import Collection, TransferProtocol, compute_held_rows, route, split_rows
+from hf_protocols.transfer import Collection, TransferProtocol, compute_held_rows, route
 
 __all__ = ["check_transfer_protocol"]
 

@@ -6,8 +6,6 @@ group's ``collect`` yields to what the next group's ``distribute`` wants.
 
 from __future__ import annotations
 
-import heapq
-import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Collection as Sized
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from hf_protocols.arguments import are_whole, check_count, check_kind, check_weights
+from hf_protocols.arguments import are_whole, check_count, check_kind, check_sizes, show
 from hf_protocols.errors import BatchError, HybridFlowError, ProtocolError
 from hf_protocols.selection import RowSelection
 from hf_protocols.topology import Topology
@@ -31,7 +29,6 @@ __all__ = [
     "TransferProtocol",
     "compute_held_rows",
     "route",
-    "split_rows",
 ]
 
 Item = TypeVar("Item")
@@ -100,10 +97,11 @@ class _Distribute:
     only_to: _Collect | None
 
     def __call__(self, topology: Topology, num_rows: int, weights: Sequence[float] | None = None) -> list[RowSelection]:
+        check_sizes(BatchError, num_rows, weights)
         answer = _ask(self.protocol, "distribute", self.function, topology, num_rows, weights)
         if not isinstance(answer, list | tuple) or not all(isinstance(each, RowSelection) for each in answer):
             raise ProtocolError(
-                f"protocol {self.protocol!r}: distribute answers {_shorten(answer)}; answer a list of RowSelections, "
+                f"protocol {self.protocol!r}: distribute answers {show(answer)}; answer a list of RowSelections, "
                 "one for each rank"
             )
         if len(answer) != topology.world_size:
@@ -114,10 +112,11 @@ class _Distribute:
         called = range(topology.world_size) if self.only_to is None else self.only_to(topology).ranks
         for rank, rows in enumerate(answer):
             if rows.end > num_rows or (rows and rank not in called):
-                wrong = [row for row in rows if row >= num_rows or rank not in called][:1]
+                least = num_rows if rank in called else 0
+                wrong = next(max(start, least) for start, stop in rows.intervals if stop > least)
                 why = "which does not exist" if rows.end > num_rows else 'and is not called: give called="all"'
                 raise ProtocolError(
-                    f"protocol {self.protocol!r} with {num_rows} rows: rank {rank} gets row {wrong}, {why}"
+                    f"protocol {self.protocol!r} with {num_rows} rows: rank {rank} gets row [{wrong}], {why}"
                 )
         return list(answer)
 
@@ -138,22 +137,19 @@ class _Collect:
             or answer.combine not in ("concat", "list")
         ):
             raise ProtocolError(
-                f"{name}: collect answers {_shorten(answer)}; answer "
-                'Collection(ranks=(...), combine="concat" or "list")'
+                f'{name}: collect answers {show(answer)}; answer Collection(ranks=(...), combine="concat" or "list")'
             )
         if not answer.ranks or len(set(answer.ranks)) < len(answer.ranks):
-            raise ProtocolError(f"{name} collects the ranks {_shorten(answer.ranks)}: answer at least one, each once")
+            raise ProtocolError(f"{name} collects the ranks {show(answer.ranks)}: answer at least one, each once")
         if not all(rank in range(topology.world_size) for rank in answer.ranks):
-            raise ProtocolError(
-                f"{name} collects the ranks {_shorten(answer.ranks)}; the topology has ranks 0 to {last}"
-            )
+            raise ProtocolError(f"{name} collects the ranks {show(answer.ranks)}; the topology has ranks 0 to {last}")
         return answer
 
 
 def _own_function(function: Any) -> Any:
     """The function itself, of a protocol that takes another one's."""
     if not callable(function):
-        raise ProtocolError(f"a TransferProtocol is a name and two functions, got {_shorten(function)} for one of them")
+        raise ProtocolError(f"a TransferProtocol is a name and two functions, got {show(function)} for one of them")
     return function.function if isinstance(function, _Distribute | _Collect) else function
 
 
@@ -165,11 +161,6 @@ def _ask(protocol: str, what: str, function: Any, *inputs: Any) -> Any:
         raise
     except Exception as error:
         raise ProtocolError(f"protocol {protocol!r}: {what} raised {type(error).__name__}: {error}") from error
-
-
-def _shorten(answer: object) -> str:
-    text = repr(answer)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclass(frozen=True)
@@ -206,50 +197,6 @@ class Route:
         return row_bytes * sum(len(piece.rows) for pieces in self.pieces for piece in pieces)
 
 
-def split_rows(
-    num_rows: int, num_chunks: int, weights: Sequence[float] | None = None, *, what: str = "chunks"
-) -> list[RowSelection]:
-    """Cut ``num_rows`` rows into ``num_chunks`` selections whose sizes differ by at most one, larger first.
-
-    With ``weights`` (tokens per row) rows are chosen so that the largest token sum is never above that of the
-    contiguous split; within a chunk rows ascend.
-
-    Raises:
-        BatchError: for fewer rows than chunks, no chunk, or weights that are not one finite number per row.
-    """
-    check_count(BatchError, "num_rows", num_rows, least=0)
-    check_kind(BatchError, what, num_chunks, int, "a whole number of them")
-    if num_chunks < 1:
-        raise BatchError(f"{num_rows} rows cannot be cut into {num_chunks} {what}: ask for at least 1")
-    if num_rows < num_chunks:
-        raise BatchError(
-            f"{num_rows} rows cannot be shared by {num_chunks} {what}: each needs at least one row; "
-            f"give a batch of at least {num_chunks} rows, or fewer {what}"
-        )
-    small, larger = divmod(num_rows, num_chunks)
-    ends = [small * (i + 1) + min(i + 1, larger) for i in range(num_chunks)]
-    contiguous = [RowSelection.range(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]
-    if weights is None:
-        return contiguous
-    check_weights(BatchError, weights, num_rows)
-    balanced = _balance(weights, [len(chunk) for chunk in contiguous])
-    # fsum does not depend on the order of the rows, so that equal splits weigh the same.
-    heaviest = [max(math.fsum(map(weights.__getitem__, chunk)) for chunk in s) for s in (balanced, contiguous)]
-    return balanced if heaviest[0] < heaviest[1] else contiguous
-
-
-def _balance(weights: Sequence[float], sizes: Sequence[int]) -> list[RowSelection]:
-    """Heaviest row first, each to the lightest chunk that still has room."""
-    chosen: list[list[int]] = [[] for _ in sizes]
-    lightest = [(0.0, chunk) for chunk in range(len(sizes))]
-    for row in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):
-        load, chunk = heapq.heappop(lightest)
-        chosen[chunk].append(row)
-        if len(chosen[chunk]) < sizes[chunk]:
-            heapq.heappush(lightest, (load + weights[row], chunk))
-    return [RowSelection.from_rows(sorted(rows)) for rows in chosen]
-
-
 def compute_held_rows(
     collection: Collection, selections: Sequence[RowSelection], num_rows: int, *, times: int = 1
 ) -> dict[int, RowSelection]:
@@ -265,6 +212,13 @@ def compute_held_rows(
         num_rows: rows of the call's input.
         times: rows that every input row became.
     """
+    check_count(BatchError, "num_rows", num_rows, least=0)
+    check_count(BatchError, "times", times)
+    if max(collection.ranks, default=-1) >= len(selections):
+        raise ProtocolError(
+            f"the collected ranks {show(collection.ranks)} need a selection each, got {len(selections)}: give those of "
+            "every rank"
+        )
     inputs = {rank: selections[rank] for rank in collection.ranks}
     if _partitions(inputs.values(), num_rows):
         return {rank: rows.repeat(times) for rank, rows in inputs.items()} if times > 1 else inputs
@@ -301,7 +255,7 @@ def route(held: Mapping[int, RowSelection], wanted: Sequence[RowSelection]) -> R
     for name, items in (("held", held.items()), ("wanted", enumerate(wanted))):
         for rank, rows in items:
             if not isinstance(rows, RowSelection):
-                raise ProtocolError(f"route: {name}[{rank!r}]={rows!r}: give a RowSelection")
+                raise ProtocolError(f"route: {name}[{show(rank)}]={show(rows)}: give a RowSelection")
     num_intervals = sum(len(rows.intervals) for rows in held.values())
     num_rows = max((rows.end for rows in held.values()), default=0)
     scattered = num_rows <= 4 * num_intervals
@@ -352,6 +306,9 @@ class _HeldRows:
     """Scattered rows: a table that says for every row who holds it where, as one integer."""
 
     def __init__(self, held: Mapping[int, RowSelection], num_rows: int) -> None:
+        num_held = sum(map(len, held.values()))
+        if num_held > num_rows:
+            _HeldIntervals(held)  # raises, naming a row that is held twice
         self._producers = list(held)
         self._local_bits = max(map(len, held.values()), default=0).bit_length()
         self._places = places = array("q", [-1]) * num_rows
@@ -359,8 +316,8 @@ class _HeldRows:
         for number, rows in enumerate(held.values()):
             for place, row in enumerate(rows, number << self._local_bits):
                 places[row] = place
-        if places.count(-1) != num_rows - sum(map(len, held.values())):
-            _HeldIntervals(held)  # raises, naming the row that is held twice
+        if places.count(-1) != num_rows - num_held:
+            _HeldIntervals(held)  # raises as well
 
     def find(self, wanted: RowSelection) -> Iterator[Piece]:
         """The pieces of ``wanted``; neighbours from one producer become one piece."""
@@ -382,7 +339,9 @@ class _HeldRows:
 
     def _find_places(self, wanted: RowSelection) -> list[int]:
         places, num_rows = self._places, len(self._places)
-        found = [places[row] if row < num_rows else -1 for row in wanted]
+        if wanted.end > num_rows:
+            raise _held_by_none(next(max(start, num_rows) for start, stop in wanted.intervals if stop > num_rows))
+        found = [places[row] for row in wanted]
         if -1 in found:
             raise _held_by_none([*wanted][found.index(-1)])
         return found
