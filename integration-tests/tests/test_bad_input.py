@@ -50,7 +50,11 @@ def assert_one_message(outcome: Outcome, code: int, *parts: str) -> None:
     [
         ("data.train=absent.jsonl", ("absent.jsonl", "no such file")),
         ("run.itertions=3", ("run.itertions", "did you mean 'run.iterations'?")),
-        ("run.iterations=many", ("run.iterations = 'many'",)),
+        ("run.iterations=many", ("run.iterations = 'many': must be a whole number",)),
+        ("run.output_dir= runs", ("run.output_dir = ' runs': the path begins with a blank",)),
+        ("run.output_dir=~no-such-user/x", ("run.output_dir = '~no-such-user/x': `~` cannot be expanded",)),
+        ("rollout.options.cache_bytes=inf", ("rollout.options.cache_bytes = inf: is not a finite number",)),
+        ("optimizer.weight_decay=1e400", ("optimizer.weight_decay = inf: is not a finite number",)),
         ("model.max_positions=8", ("tokens", "model.max_positions")),
         ("model.path=no/such/model", ("no/such/model",)),
         ("rollout.backend=no-such-engine", ("no-such-engine", "transformers")),
@@ -94,6 +98,25 @@ def test_a_bad_line_is_named_with_its_number(
     good = '{"prompt": "1+1=", "answer": "2"}'
     rows = write_rows(small_config.with_name("rows.jsonl"), [good, line, good])
     assert_one_message(hybridflow("train", small_config, "--set", f"data.train={rows}"), 2, "rows.jsonl", *parts)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("train", " a.toml"), "CONFIG = ' a.toml': the path begins with a blank"),
+        (("plan", "."), "the configuration . cannot be read: Is a directory"),
+        (("train", "CONFIG", "--plan", "."), "the plan . cannot be read: Is a directory"),
+        (("train", "CONFIG", "--plan", "~/absent.json"), "absent.json cannot be read: No such file"),
+        (("trace", ""), "RUN = '': a path cannot be empty or blank"),
+        (("quickstart", "--output", "a\n"), "--output = 'a\\n': the path ends with a blank"),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_named(
+    small_config: Path, hybridflow: Callable[..., Outcome], words: tuple[str, ...], part: str
+) -> None:
+    given = [str(small_config) if word == "CONFIG" else word for word in words]
+    assert_one_message(hybridflow(*given), 2, part)
+    assert not (small_config.parent / "run").exists()
 
 
 def test_a_batch_that_the_ranks_cannot_share(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:

@@ -100,7 +100,7 @@ def test_fsdp_under_tensor_parallelism_is_refused(tmp_path, command, capsys):
     ("arguments", "message"),
     [
         (["plan", "--model", "lama-2-7b", "--train", "1-8-2", "--gen", "1-2"], "llama-2-7b"),
-        (["plan", "--model", "", "--train", "1-8-2", "--gen", "1-2"], "--model ''"),
+        (["plan", "--model", "", "--train", "1-8-2", "--gen", "1-2"], "--model = ''"),
         (["plan", "--model", "llama-2-7b", "--train", "1-8", "--gen", "1-2"], "pp-tp-dp"),
         (["plan", "--model", "llama-2-7b", "--train", "1-8-2", "--gen", "1-3"], "divides 16"),
         (
@@ -172,3 +172,32 @@ def test_a_damaged_model_is_one_line_and_exit_code_2(tmp_path, damage, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("./absent", "--model './absent': no such file or directory"),
+        ("~/absent", "--model '~/absent': no such file or directory"),
+        ("", "--model = '': a path cannot be empty or blank"),
+        (" llama-2-7b", "--model = ' llama-2-7b': the path begins with a blank"),
+        ("lama-2-7b", "as a preset: "),
+        ("x" * 10_000, "a path of 10000 bytes"),
+    ],
+)
+def test_a_model_path_that_cannot_be_used_is_named(capsys, model: str, message: str):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--model", model, "--train", "1-1-2", "--gen", "1-1"])
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+    assert len(told) < 300
+
+
+def test_a_model_path_begins_at_the_home_directory(capsys, tmp_path, monkeypatch):
+    write_tiny_model(tmp_path / "tiny")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for command in ("plan", "check"):
+        main([command, "--model", "~/tiny", "--train", "1-1-2", "--gen", "1-1"])
+        assert capsys.readouterr().out

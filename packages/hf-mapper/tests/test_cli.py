@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import hf_mapper
 from hf_mapper import Explanation, build_page, explain_plan, map_dataflow, read_config
 from hf_mapper.cli import main
-from hf_protocols import MappingPlan
+from hf_protocols import ConfigError, MappingPlan, ModelShape
 
 CONFIG = """
 dataflow = "ppo"
@@ -159,7 +159,7 @@ def test_explaining_stops_with_the_first_plan_and_what_bounds_it(config: Path, e
 def test_a_missing_file_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["plan", str(tmp_path / "absent.toml")])
     assert result.exit_code == 2
-    assert "absent.toml does not exist" in result.output
+    assert "absent.toml cannot be read: No such file or directory. Give the path of a TOML file" in result.output
     assert len(result.output.splitlines()) == 1
 
 
@@ -186,7 +186,7 @@ def test_a_page_that_cannot_be_written_is_one_line_and_exit_code_2(config: Path,
     result = CliRunner().invoke(main, ["plan", str(config), "--html", str(tmp_path / "absent" / "page.html")])
     assert result.exit_code == 2
     assert result.output.splitlines() == [
-        f"Error: --html: {tmp_path / 'absent' / 'page.html'} cannot be written: No such file or directory"
+        f"Error: --html = '{tmp_path}/absent/page.html' cannot be written: {tmp_path}/absent is not a directory"
     ]
 
 
@@ -214,3 +214,55 @@ def test_all_is_sorted_and_importable() -> None:
     names = hf_mapper.__all__
     assert names == sorted(names, key=lambda name: (not name.isupper(), name[0].islower(), name))
     assert all(getattr(hf_mapper, name).__doc__ for name in names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", " problem.toml"], "CONFIG = ' problem.toml': the path begins with a blank"),
+        (["plan", "~/absent.toml"], "/home/ada/absent.toml cannot be read: No such file or directory"),
+        (["plan", "."], "the configuration . cannot be read: Is a directory. Give the path of a TOML file"),
+        (["plan", "~no-such-user/x"], "CONFIG = '~no-such-user/x': `~` cannot be expanded: there is no user"),
+        (["plan", "absent", "--html", "."], "--html = '.' is a directory. Give the path of a file"),
+        (["explain", "absent", "--html", "no/x"], "--html = 'no/x' cannot be written: no is not a directory"),
+        (["calibrate", "--trace", "x", "--output", "no/x"], "--output = 'no/x' cannot be written: no is not a dir"),
+        (["calibrate", "--data", "~/tables"], "/home/ada/tables is no folder"),
+        (["validate", "--trace", "a\0b"], "--trace = 'a\\x00b': the path contains a NUL"),
+        (["validate", "--trace", "x", "--constants", "."], "--constants . cannot be read: Is a directory"),
+    ],
+)
+def test_a_path_that_cannot_be_used_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/ada")
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1
+    assert message in result.output
+
+
+def test_a_models_path_begins_at_the_home_directory(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(config.parent))
+    sizes = ModelShape.preset("qwen2.5-0.5b")
+    (config.parent / "config.json").write_text(json.dumps(_as_config(sizes)))
+    named = config.with_name("named.toml")
+    named.write_text(CONFIG.replace('actor = "qwen2.5-0.5b"', 'actor = "~/config.json"'))
+    assert read_config(named).models["actor"].num_parameters == sizes.num_parameters
+    named.write_text(CONFIG.replace('actor = "qwen2.5-0.5b"', 'actor = " ~/config.json"'))
+    with pytest.raises(ConfigError, match=r"^models\.actor = ' ~/config\.json': the path begins with a blank"):
+        read_config(named)
+
+
+def _as_config(shape: ModelShape) -> dict[str, object]:
+    return {
+        "model_type": "qwen2",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "vocab_size": shape.vocab_size,
+        "tie_word_embeddings": shape.tie_embeddings,
+        "max_position_embeddings": shape.max_positions,
+    }

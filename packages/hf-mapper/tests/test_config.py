@@ -163,7 +163,7 @@ def test_backends_are_read(tmp_path: Path) -> None:
         ("response_tokens = 1024", "response_tokens = []", "response_tokens=.. must be a whole number"),
         ("response_tokens = 1024", "response_tokens = [8, -1]", r"response_lengths\[1\]=-1 must be a whole number"),
         ("response_tokens = 1024", 'response_tokens = [8, "x"]', "response_tokens=.8, 'x'. must be a whole number"),
-        ("[models]", "[models", "problem.toml is no TOML"),
+        ("[models]", "[models", "problem.toml is not valid TOML"),
     ],
 )
 def test_what_cannot_be_used_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -178,10 +178,10 @@ def test_backends_must_be_names(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.toml does not exist"):
+    with pytest.raises(ConfigError, match=r"absent\.toml cannot be read: No such file"):
         read_config(tmp_path / "absent.toml")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_config(tmp_path)
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"binary\.toml cannot be read"):
+    with pytest.raises(ConfigError, match=r"binary\.toml is not UTF-8 text: it looks like UTF-16"):
         read_config(tmp_path / "binary.toml")

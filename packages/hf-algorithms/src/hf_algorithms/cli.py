@@ -13,11 +13,24 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from hf_protocols import ConfigError, DataError, HybridFlowError, PlanError
+from hf_protocols.paths import read_path, read_text
 
 if TYPE_CHECKING:
     from hf_protocols import MappingPlan
 
 __all__ = ["main"]
+
+
+class _UserPath(click.Path):
+    """A path in which a leading ``~`` is the home directory."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(path_type=Path, **options)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        assert param is not None, "a command's own parameter"
+        name = param.opts[0] if isinstance(param, click.Option) else param.human_readable_name
+        return super().convert(read_path(name, os.fspath(value)), param, ctx)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -27,7 +40,7 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option("--output", type=click.Path(path_type=Path), default=Path("runs/quickstart"), show_default=True)
+@click.option("--output", type=_UserPath(), default=Path("runs/quickstart"), show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--iterations", default=280, show_default=True, type=click.IntRange(min=1), help="PPO iterations.")
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(min=1), help="1 runs without Ray.")
@@ -44,9 +57,9 @@ def quickstart(output: Path, seed: int, iterations: int, ranks: int, rollout: st
 
 
 @cli.command()
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config", type=_UserPath())
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key; repeatable.")
-@click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Use this mapping plan.")
+@click.option("--plan", "plan_file", type=_UserPath(), help="Use this mapping plan.")
 @click.option("--overwrite", is_flag=True, help="Replace an earlier run in run.output_dir.")
 def train(config: Path, overrides: tuple[str, ...], plan_file: Path | None, overwrite: bool) -> None:
     """Run the algorithm that CONFIG (TOML) describes on your data."""
@@ -62,7 +75,7 @@ def train(config: Path, overrides: tuple[str, ...], plan_file: Path | None, over
 
 
 @cli.command()
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config", type=_UserPath())
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON, as train --plan reads it.")
 def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
@@ -99,7 +112,7 @@ def doctor() -> None:
 
 
 @cli.command()
-@click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("run", type=_UserPath(exists=True, file_okay=False))
 def report(run: Path) -> None:
     """Write RUN/report.html again from the run's files."""
     from hf_algorithms.report import write_report
@@ -108,7 +121,7 @@ def report(run: Path) -> None:
 
 
 @cli.command()
-@click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("run", type=_UserPath(exists=True, file_okay=False))
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 def trace(run: Path, as_json: bool) -> None:
     """Show where the time of RUN went: by role and method, and how idle each pool was."""
@@ -173,12 +186,11 @@ def _fail(message: str, code: int) -> NoReturn:
 def _read_plan(path: Path) -> MappingPlan:
     from hf_protocols import MappingPlan
 
+    text = read_text(path, "the plan", "a plan, as `hybridflow plan --json` prints it")
     try:
-        return MappingPlan.from_json(path.read_text(encoding="utf-8"))
+        return MappingPlan.from_json(text)
     except PlanError as error:
         raise PlanError(f"{path}: {error}") from None
-    except OSError as error:
-        raise PlanError(f"the plan {path} cannot be read: {error.strerror}") from None
 
 
 def _print_summary(summary: dict[str, Any], directory: Path) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from hf_algorithms.config_messages import describe_problem
 from hf_algorithms.recipes import AlgorithmConfig, PPOConfig
 from hf_protocols import ConfigError
+from hf_protocols.arguments import shorten, show
+from hf_protocols.paths import expand_path
+from hf_protocols.toml import find_unwritable, format_toml_value, parse_toml, read_toml
 
 __all__ = [
     "ClusterConfig",
@@ -39,6 +42,8 @@ Count = Annotated[int, Field(ge=1, le=1 << 53)]
 Seed = Annotated[int, Field(ge=-(1 << 62), lt=1 << 62)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+UserPath = Annotated[str, AfterValidator(expand_path)]
+"""``~`` is expanded; a hub name stays as it is."""
 
 
 class _Section(BaseModel):
@@ -48,7 +53,7 @@ class _Section(BaseModel):
 class RunConfig(_Section):
     """``[run]``: what is run, and where its files go."""
 
-    output_dir: str = "runs/run"
+    output_dir: UserPath = "runs/run"
     """Directory of the run's files; must be new or empty."""
     seed: Seed = 0
     """Same seed, same number of ranks: same metrics."""
@@ -63,11 +68,11 @@ class RunConfig(_Section):
 class DataConfig(_Section):
     """``[data]``: JSONL files, one object a line."""
 
-    train: str
+    train: UserPath
     """Path of the training rows."""
-    validation: str | None = None
+    validation: UserPath | None = None
     """Path of the rows that are evaluated during a run; None: the first rows of ``train``."""
-    test: str | None = None
+    test: UserPath | None = None
     """Path of the held-out rows that are evaluated before and after; None: the validation rows."""
     prompt_field: str = "prompt"
     """Name of the field that holds the prompt."""
@@ -80,9 +85,9 @@ class DataConfig(_Section):
 class ModelConfig(_Section):
     """``[model]``: a model that transformers loads, or the sizes of a fresh Llama."""
 
-    path: str | None = None
+    path: UserPath | None = None
     """Local directory or hub name; None: a fresh model of the sizes below."""
-    tokenizer: str | None = None
+    tokenizer: UserPath | None = None
     """``characters`` or ``bpe`` (made from the training rows), a directory or a hub name; None: the one of ``path``."""
     vocab_size: Count = 2048
     """Size of a tokenizer that is trained."""
@@ -137,6 +142,11 @@ class RolloutConfig(_Section):
     """0: all tokens."""
     options: dict[str, Any] = {}
     """More of what the backend's ``build`` takes: ``cache_bytes`` or ``cache_fraction`` for keys and values."""
+
+    @field_validator("options")
+    @classmethod
+    def _hold_as_toml(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return cast("dict[str, Any]", _as_lists(options))
 
     @field_validator("samples_per_prompt")
     @classmethod
@@ -202,6 +212,13 @@ class Config(_Section):
     cluster: ClusterConfig = ClusterConfig()
 
 
+def _as_lists(value: Any) -> Any:
+    """The value with lists for tuples, as TOML gives it back."""
+    if isinstance(value, Mapping):
+        return {key: _as_lists(each) for key, each in value.items()}
+    return [_as_lists(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file, then apply ``section.key=value`` overrides (values as in TOML; bare words are strings).
 
@@ -210,12 +227,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises:
         ConfigError: for a missing or malformed file, an unknown key (with the nearest known one), or a bad value.
     """
-    try:
-        body = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the configuration {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    body = read_toml(path)
     for override in overrides:
         _apply_override(body, override)
     return parse_config(body)
@@ -225,15 +237,20 @@ def parse_config(body: Mapping[str, Any]) -> Config:
     """Check a mapping of sections and build the configuration.
 
     Raises:
-        ConfigError: one line for every problem.
+        ConfigError: one line for every problem, among them values that `format_toml` could not write so that they
+            read back as they are.
     """
     unknown = [key for key in _flatten(body) if key not in config_keys()]
     if unknown:
-        raise ConfigError("\n".join(f"unknown key {key!r}{_nearest(key)}" for key in unknown))
+        raise ConfigError("\n".join(f"unknown key {show(key)}{_nearest(key)}" for key in unknown))
+    unwritable = find_unwritable(_without_none(body))
+    if unwritable is not None:
+        key, value, reason = unwritable
+        raise ConfigError(f"{shorten(key)} = {show(value)}: {reason}")
     try:
         return Config.model_validate(body)
     except ValidationError as error:
-        raise ConfigError("\n".join(_describe(problem) for problem in error.errors())) from None
+        raise ConfigError("\n".join(map(describe_problem, error.errors()))) from None
 
 
 def config_keys() -> tuple[str, ...]:
@@ -248,34 +265,35 @@ def config_keys() -> tuple[str, ...]:
 def format_toml(config: Config) -> str:
     """The resolved configuration as TOML text, every key present that has a value."""
     lines: list[str] = []
-    for section, body in config.model_dump(mode="json", exclude_none=True).items():
-        lines += [f"[{section}]", *(f"{key} = {_format_value(value)}" for key, value in body.items()), ""]
+    for section, body in _without_none(config.model_dump()).items():
+        lines += [f"[{section}]", *(f"{key} = {format_toml_value(value)}" for key, value in body.items()), ""]
     return "\n".join(lines)
 
 
-def _format_value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{json.dumps(key)} = {_format_value(each)}' for key, each in value.items())}}}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_format_value, value))}]"
-    # JSON's strings, numbers and booleans are TOML's as well
-    return json.dumps(value)
+def _without_none(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that have a value; to leave one out is the same as None."""
+    return {
+        section: {key: value for key, value in table.items() if value is not None}
+        if isinstance(table, Mapping)
+        else table
+        for section, table in body.items()
+    }
 
 
 def _apply_override(body: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     *tables, last = key.strip().split(".")
     if not (equals and tables and last):
-        raise ConfigError(f"--set {override!r}: write it as section.key=value, such as run.seed=1")
+        raise ConfigError(f"--set {show(override)}: write it as section.key=value, such as run.seed=1")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = parse_toml(f"value = {text}", f"--set {show(override)}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
     table = body
     for each in tables:
         table = table.setdefault(each, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {override!r}: {each} is a value, not a section")
+            raise ConfigError(f"--set {show(override)}: {shorten(each)} is a value, not a section")
     table[last] = value
 
 
@@ -297,10 +315,3 @@ def _nearest(key: str) -> str:
         close = difflib.get_close_matches(name, siblings, n=1) or difflib.get_close_matches(name, anywhere, n=1)
         near = [{**anywhere, **siblings}[close[0]]] if close else near
     return f": did you mean {near[0]!r}?" if near else ""
-
-
-def _describe(problem: Mapping[str, Any]) -> str:
-    key = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "missing":
-        return f"{key} is missing: give it in the configuration"
-    return f"{key} = {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"

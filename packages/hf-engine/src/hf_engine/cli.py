@@ -11,8 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args
 
+from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, HybridFlowError, ReshardError, TopologyError
 from hf_protocols.models import ModelShape
+from hf_protocols.paths import read_path
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 from hf_protocols.transition import Method
 
@@ -189,8 +191,8 @@ def _check(options: argparse.Namespace) -> str:
     from hf_engine.resharding.transition import training_layout
 
     topology = _topology(options)
-    directory = Path(options.model)
-    if not options.model or not directory.is_dir():
+    directory = Path(read_path("--model", options.model))
+    if not directory.is_dir():
         raise ConfigError(f"--model {options.model!r} is no directory: check reads weights, give a model's directory")
     model = ModelShape.from_config(directory)
     source = training_layout(model, topology, options.sharding)
@@ -204,9 +206,13 @@ def _check(options: argparse.Namespace) -> str:
 
 
 def _model_shape(name: str) -> ModelShape:
-    path = Path(name)
-    if name and path.exists():
+    path = Path(read_path("--model", name))
+    if path.exists():
         return ModelShape.from_config(path)
+    if "/" in name or name.startswith(("~", ".")):
+        raise ConfigError(
+            f"--model {show(name)}: no such file or directory. Give a model directory, or a preset's name"
+        )
     try:
         return ModelShape.preset(name)
     except ConfigError as error:

@@ -24,7 +24,8 @@ from hf_mapper.simulation import parse_placement, read_placement, simulate_place
 from hf_mapper.simulation_report import render_simulation, render_stage_errors
 from hf_mapper.traces import TraceConstants, calibrate_traces, validate_trace
 from hf_mapper.validation import build_report, validate_folder
-from hf_protocols import HybridFlowError, MappingPlan
+from hf_protocols import ConfigError, HybridFlowError, MappingPlan
+from hf_protocols.paths import read_path, read_text
 
 __all__ = ["calibrate", "explain", "main", "plan", "simulate", "validate"]
 
@@ -36,13 +37,37 @@ class _InputError(click.ClickException):
 
 
 class _Commands(click.Group):
-    """Commands whose arguments, where they cannot be used, end in one line like any other mistake."""
+    """Commands in which every mistake of the user ends in one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except click.UsageError as error:
             raise _InputError(error.format_message()) from error
+        except HybridFlowError as error:
+            raise _InputError(str(error)) from error
+
+
+class _UserPath(click.Path):
+    """A path in which a leading ``~`` is the home directory.
+
+    Args:
+        is_written: the command ends in writing this file, which must be possible before it begins.
+    """
+
+    def __init__(self, *, is_written: bool = False) -> None:
+        super().__init__()
+        self._is_written = is_written
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        assert param is not None, "a command's own parameter"
+        name = param.opts[0] if isinstance(param, click.Option) else param.human_readable_name
+        path = Path(str(super().convert(read_path(name, str(value)), param, ctx)))
+        if self._is_written and path.is_dir():
+            raise ConfigError(f"{name} = {str(path)!r} is a directory. Give the path of a file")
+        if self._is_written and not path.parent.is_dir():
+            raise ConfigError(f"{name} = {str(path)!r} cannot be written: {path.parent} is not a directory")
+        return path
 
 
 def _read_time_limit(context: click.Context, option: click.Parameter, seconds: float | None) -> StopSign:
@@ -70,26 +95,23 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config", type=_UserPath())
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the plan as JSON, as hf_controller and hybridflow read it."
 )
 @_time_limit
-@click.option("--html", type=click.Path(path_type=Path), help="Write the plan as one self-contained page to this file.")
+@click.option("--html", type=_UserPath(is_written=True), help="Write the plan as one self-contained page to this file.")
 def plan(config: Path, as_json: bool, html: Path | None, should_stop: StopSign) -> None:
     """Place the models of CONFIG, a TOML file, on its cluster."""
-    try:
-        problem = read_config(config)
-        found = map_dataflow(
-            problem.dataflow,
-            problem.models,
-            problem.cluster,
-            problem.workload,
-            should_stop,
-            backends=problem.backends,
-        )
-    except HybridFlowError as error:
-        raise _InputError(str(error)) from error
+    problem = read_config(config)
+    found = map_dataflow(
+        problem.dataflow,
+        problem.models,
+        problem.cluster,
+        problem.workload,
+        should_stop,
+        backends=problem.backends,
+    )
     if html is not None:
         _write_page(html, build_page(found))
     if as_json:
@@ -99,17 +121,14 @@ def plan(config: Path, as_json: bool, html: Path | None, should_stop: StopSign) 
 
 
 @main.command()
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config", type=_UserPath())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the plan is its key `plan`.")
 @_time_limit
-@click.option("--html", type=click.Path(path_type=Path), help="Write plan and reasons as one page to this file.")
+@click.option("--html", type=_UserPath(is_written=True), help="Write plan and reasons as one page to this file.")
 @click.option("--quick", is_flag=True, help="Leave out how wrong the simulators may be: hundreds of searches less.")
 def explain(config: Path, as_json: bool, html: Path | None, quick: bool, should_stop: StopSign) -> None:
     """Say why the plan of CONFIG is the best: other placements, what bounds it, how sure it is."""
-    try:
-        found = explain_plan(read_config(config), should_stop, robustness=not quick)
-    except HybridFlowError as error:
-        raise _InputError(str(error)) from error
+    found = explain_plan(read_config(config), should_stop, robustness=not quick)
     if html is not None:
         _write_page(html, build_page(found.plan, found))
     if as_json:
@@ -126,7 +145,7 @@ def _write_page(path: Path, page: str) -> None:
 
 
 @main.command()
-@click.argument("config", type=click.Path(path_type=Path))
+@click.argument("config", type=_UserPath())
 @click.option(
     "--placement",
     required=True,
@@ -137,18 +156,16 @@ def _write_page(path: Path, page: str) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the plan of the placement and every call as JSON.")
 def simulate(config: Path, placement: str, as_json: bool) -> None:
     """Say what a given placement of CONFIG's models takes: seconds and bytes of every call, stage by stage."""
-    try:
-        problem = read_config(config)
-        if placement.endswith(".json"):
-            pools = read_placement(MappingPlan.from_json(_read(Path(placement))))
-        else:
-            pools = parse_placement(placement)
-        found = simulate_placement(
-            problem.dataflow, problem.models, problem.cluster, problem.workload, pools, backends=problem.backends
-        )
-        found.check_memory()
-    except HybridFlowError as error:
-        raise _InputError(str(error)) from error
+    problem = read_config(config)
+    if placement.endswith(".json"):
+        file = Path(read_path("--placement", placement))
+        pools = read_placement(MappingPlan.from_json(read_text(file, "--placement", "a plan")))
+    else:
+        pools = parse_placement(placement)
+    found = simulate_placement(
+        problem.dataflow, problem.models, problem.cluster, problem.workload, pools, backends=problem.backends
+    )
+    found.check_memory()
     if as_json:
         calls = [{**asdict(call), "excess_bytes": call.excess_bytes} for call in found.calls]
         click.echo(json.dumps({"plan": json.loads(found.plan.to_json()), "calls": calls}, indent=2))
@@ -158,11 +175,9 @@ def simulate(config: Path, placement: str, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--data", type=click.Path(path_type=Path), help="A folder of measured tables, *.csv.")
-@click.option(
-    "--trace", type=click.Path(path_type=Path), help="The trace.json in the directory of a run of hybridflow."
-)
-@click.option("--constants", type=click.Path(path_type=Path), help="With --trace: what calibrate --output wrote.")
+@click.option("--data", type=_UserPath(), help="A folder of measured tables, *.csv.")
+@click.option("--trace", type=_UserPath(), help="The trace.json in the directory of a run of hybridflow.")
+@click.option("--constants", type=_UserPath(), help="With --trace: what calibrate --output wrote.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; errors are fractions.")
 def validate(data: Path | None, trace: Path | None, constants: Path | None, as_json: bool) -> None:
     """Compare the simulators with measured tables, recognised by their columns, or with a run of hybridflow."""
@@ -174,10 +189,7 @@ def validate(data: Path | None, trace: Path | None, constants: Path | None, as_j
         assert trace is not None, "one of the two is given"
         _validate_trace(trace, constants, as_json=as_json)
         return
-    try:
-        errors = validate_folder(data)
-    except HybridFlowError as error:
-        raise _InputError(str(error)) from error
+    errors = validate_folder(data)
     if as_json:
         click.echo(json.dumps(build_report(errors), indent=2))
     else:
@@ -185,15 +197,15 @@ def validate(data: Path | None, trace: Path | None, constants: Path | None, as_j
 
 
 @main.command()
-@click.option("--data", type=click.Path(path_type=Path), help="A folder of measured tables, *.csv.")
+@click.option("--data", type=_UserPath(), help="A folder of measured tables, *.csv.")
 @click.option(
     "--trace",
     "traces",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=_UserPath(),
     help="The trace.json in the directory of a run of hybridflow; several runs of different sizes tell more.",
 )
-@click.option("--output", type=click.Path(path_type=Path), help="With --trace: write the constants here, as JSON.")
+@click.option("--output", type=_UserPath(is_written=True), help="With --trace: write the constants here, as JSON.")
 @click.option("--stack", help="With --data: only this software, such as pytorch or vllm.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; errors are fractions.")
 def calibrate(
@@ -212,10 +224,7 @@ def calibrate(
     if data is None:
         _calibrate_traces(traces, output, as_json=as_json)
         return
-    try:
-        found = calibrate_folder(data, stack=stack)
-    except HybridFlowError as error:
-        raise _InputError(str(error)) from error
+    found = calibrate_folder(data, stack=stack)
     if as_json:
         click.echo(json.dumps({"calibrations": [asdict(calibration) for calibration in found]}, indent=2))
     else:
@@ -223,11 +232,10 @@ def calibrate(
 
 
 def _validate_trace(trace: Path, constants: Path | None, *, as_json: bool) -> None:
-    try:
-        known = None if constants is None else TraceConstants.from_json(_read(constants))
-        errors = validate_trace(trace, known)
-    except HybridFlowError as error:
-        raise _InputError(str(error)) from error
+    known = None
+    if constants is not None:
+        known = TraceConstants.from_json(read_text(constants, "--constants", "a file of calibrate --output"))
+    errors = validate_trace(trace, known)
     if as_json:
         click.echo(json.dumps({"stages": [asdict(stage) for stage in errors]}, indent=2))
     else:
@@ -235,24 +243,14 @@ def _validate_trace(trace: Path, constants: Path | None, *, as_json: bool) -> No
 
 
 def _calibrate_traces(traces: Sequence[Path], output: Path | None, *, as_json: bool) -> None:
-    try:
-        found = calibrate_traces(traces)
-        errors = [stage for trace in traces for stage in validate_trace(trace, found)]
-        if output is not None:
-            _write(output, found.to_json())
-    except HybridFlowError as error:
-        raise _InputError(str(error)) from error
+    found = calibrate_traces(traces)
+    errors = [stage for trace in traces for stage in validate_trace(trace, found)]
+    if output is not None:
+        _write(output, found.to_json())
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
         render_stage_errors(errors, Console())
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _InputError(f"{path} cannot be read: {error}") from error
 
 
 def _write(path: Path, text: str) -> None:

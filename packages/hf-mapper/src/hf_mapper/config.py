@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +44,8 @@ from hf_mapper.software import SoftwareSpec
 from hf_mapper.specs import HOST_KIND, ClusterSpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
 from hf_protocols import ConfigError, Dataflow, GenerationSpec, ModelShape
 from hf_protocols.arguments import check_kind
+from hf_protocols.paths import read_path
+from hf_protocols.toml import read_toml
 
 __all__ = ["MapperConfig", "read_config"]
 
@@ -81,7 +82,7 @@ def read_config(path: Path | str) -> MapperConfig:
             cannot be used.
     """
     path = Path(path)
-    body = _load(path)
+    body = read_toml(path)
     known = ("dataflow", "backends", "models", "cluster", "workload")
     _check_keys(path.name, body, known, required=("dataflow", "models", "cluster", "workload"))
     if not isinstance(body["dataflow"], str):
@@ -96,17 +97,6 @@ def read_config(path: Path | str) -> MapperConfig:
     )
 
 
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist: give the path of a TOML file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from error
-
-
 def _read_model(entry: Any, where: str, folder: Path) -> ModelShape:
     if isinstance(entry, dict):
         if _PLAIN_SIZES & entry.keys():
@@ -114,8 +104,8 @@ def _read_model(entry: Any, where: str, folder: Path) -> ModelShape:
         return _build(ModelShape, {"name": where.removeprefix("models."), **entry}, where)
     if not isinstance(entry, str):
         raise ConfigError(f"{where}={entry!r} must be a preset's name, a path or a table of sizes")
-    if entry.endswith(".json") or "/" in entry:
-        return ModelShape.from_config(folder / entry)
+    if entry.endswith(".json") or "/" in entry or entry.startswith(("~", ".")):
+        return ModelShape.from_config(folder / read_path(where, entry))
     return ModelShape.preset(entry)
 
 

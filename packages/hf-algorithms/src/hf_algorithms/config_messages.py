@@ -1,0 +1,50 @@
+"""Pydantic's problems as messages for the author of a configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_protocols.arguments import shorten, show
+
+__all__ = ["describe_problem"]
+
+_RULES = {
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "dict_type": "must be a table",
+    "finite_number": "must be a finite number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "int_from_float": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_parsing_size": "must be a whole number of fewer digits",
+    "int_type": "must be a whole number",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+    "list_type": "must be a list",
+    "literal_error": "must be {expected}",
+    "model_type": "must be a table",
+    "string_type": "must be a string, in quotes",
+    "string_unicode": "contains an unpaired surrogate, which is not a character. Remove it",
+    "too_long": "must have at most {max_length} items",
+    "too_short": "must have at least {min_length} items",
+    "tuple_type": "must be a list",
+    "union_tag_invalid": "must have one of {expected_tags} as its {discriminator}",
+    "union_tag_not_found": "must have the key {discriminator}",
+}
+"""By pydantic's name of the error; what is in braces stands in the error's context."""
+
+
+def describe_problem(problem: Mapping[str, Any]) -> str:
+    """Returns one line: the key, the value given and the rule that it breaks."""
+    key, kind = shorten(".".join(str(part) for part in problem["loc"])), problem["type"]
+    if kind == "missing":
+        return f"{key} is missing: give it in the configuration"
+    if kind == "extra_forbidden":
+        return f"unknown key {show(key)}"
+    message = problem["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    rule = _RULES[kind].format_map(problem.get("ctx", {})) if kind in _RULES else message
+    return f"{key} = {show(problem['input'])}: {rule}"

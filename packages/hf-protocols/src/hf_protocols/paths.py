@@ -1,0 +1,83 @@
+"""Paths as users write them: `~` is expanded, and a text that is no usable path is refused before anything is made.
+
+Nothing here asks what lies at a path: files are read by `read_text`, folders by those who need them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hf_protocols.arguments import show
+from hf_protocols.errors import ConfigError
+
+__all__ = ["expand_path", "read_path", "read_text"]
+
+_MOST_BYTES = 4095
+_MOST_NAME_BYTES = 255
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def expand_path(text: str) -> str:
+    """Returns the path with a leading `~` or `~user` replaced by that home directory.
+
+    Raises:
+        ConfigError: without the name of what holds the path, for a text that is empty, begins or ends with a blank,
+            holds a NUL character, is longer than a path may be, or names a user without a home directory.
+    """
+    if not text.strip():
+        raise ConfigError("a path cannot be empty or blank. Give a path")
+    if text != text.strip():
+        where = "begins" if text != text.lstrip() else "ends"
+        raise ConfigError(f"the path {where} with a blank, which would be part of the name. Remove it")
+    if "\0" in text:
+        raise ConfigError("the path contains a NUL character. Remove it")
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        user = text[1:].partition("/")[0]
+        unknown = f"there is no user {show(user)}" if user else "the home directory is not known"
+        raise ConfigError(f"`~` cannot be expanded: {unknown}. Write the folder out, or ./~ for that name")
+    try:
+        names = [len(os.fsencode(part)) for part in path.split("/")]
+    except UnicodeEncodeError:
+        raise ConfigError("the path contains an unpaired surrogate, which is not a character. Remove it") from None
+    size, longest = sum(names) + len(names) - 1, max(names)
+    if size > _MOST_BYTES or longest > _MOST_NAME_BYTES:
+        limits = f"{_MOST_BYTES} bytes, or {_MOST_NAME_BYTES} for one name"
+        raise ConfigError(f"a path of {size} bytes with a name of {longest} is longer than {limits}. Shorten it")
+    return path
+
+
+def read_path(name: str, text: str) -> str:
+    """Returns the expanded path that the key or argument `name` holds.
+
+    Raises:
+        ConfigError: as `expand_path`, naming both.
+    """
+    try:
+        return expand_path(text)
+    except ConfigError as error:
+        raise ConfigError(f"{name} = {show(text)}: {error}") from None
+
+
+def read_text(path: Path, what: str, wanted: str) -> str:
+    """Returns the text of a UTF-8 file, without a byte order mark.
+
+    Args:
+        path: of the file.
+        what: stands before the path in a message, such as `"the configuration"`.
+        wanted: what the file should be, such as `"a TOML file"`.
+
+    Raises:
+        ConfigError: for a path that is absent, a directory or unreadable, and for another encoding.
+    """
+    try:
+        body = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}. Give the path of {wanted}") from None
+    try:
+        return body.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        is_utf_16 = body.startswith(_UTF_16)
+        kind = "it looks like UTF-16" if is_utf_16 else f"byte {error.start + 1} is {body[error.start]:#04x}"
+        raise ConfigError(f"{what} {path} is not UTF-8 text: {kind}. Save {wanted} as UTF-8") from None

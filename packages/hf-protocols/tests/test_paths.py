@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hf_protocols.errors import ConfigError
+from hf_protocols.paths import expand_path, read_path, read_text
+
+
+def test_the_home_directory_stands_for_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    for given, path in (("~", "/home/ada"), ("~/a b", "/home/ada/a b"), ("./~/x", "./~/x"), ("/a/~", "/a/~")):
+        assert expand_path(given) == path
+    assert expand_path("~root/x").endswith("root/x")
+
+
+@pytest.mark.parametrize("text", ["", " ", "\ta", "a\u00a0", "a\0", "~no-such-user", "a" * 256, "a/" * 2048, "\ud800"])
+def test_a_text_that_is_no_path_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--output = .{2,80}: [^\n]*$"):
+        read_path("--output", text)
+
+
+def test_a_path_as_long_as_the_system_allows_is_kept() -> None:
+    assert expand_path("a/" * 2047 + "b") == "a/" * 2047 + "b"
+    assert expand_path("a" * 255) == "a" * 255
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda path: None, "cannot be read: No such file or directory. Give the path of a plan"),
+        (lambda path: path.mkdir(), "cannot be read: Is a directory. Give the path of a plan"),
+        (lambda path: path.write_bytes(b"ab\xff"), "is not UTF-8 text: byte 3 is 0xff. Save a plan as UTF-8"),
+        (lambda path: path.write_text("x", "utf-16"), "is not UTF-8 text: it looks like UTF-16"),
+    ],
+    ids=["absent", "directory", "latin-1", "utf-16"],
+)
+def test_a_file_that_is_no_text_is_named(tmp_path: Path, make: object, reason: str) -> None:
+    make(tmp_path / "x")  # type: ignore[operator]
+    with pytest.raises(ConfigError, match=f"^the plan {tmp_path / 'x'} {reason}"):
+        read_text(tmp_path / "x", "the plan", "a plan")
