@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 import pytest
+import tensordict
 import torch
 from tensordict import TensorDict
 
@@ -11,6 +17,7 @@ from hf_controller.worker_group import WorkerGroup
 from hf_protocols import (
     ALL_TO_ALL,
     DP,
+    ONE_TO_ALL,
     RANK_ZERO,
     THREE_D,
     BatchError,
@@ -54,7 +61,7 @@ def test_a_protocol_that_forgets_ranks_is_refused():
         batch = executor.put(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
         stored = build_calls(call(batch), spec_of(forgetful), (0, 1), executor.put)[0]
     with pytest.raises(ProtocolError, match="'MINE' distributes to 1 ranks, the topology has 2"):
-        check_rows(stored, spec_of(forgetful), Topology(ParallelSpec(dp_size=2)))
+        check_rows(stored, spec_of(forgetful), Topology(ParallelSpec(dp_size=2)), lambda worker, batch: batch)
 
 
 def test_one_call_serves_all_ranks_unless_each_has_its_own_item():
@@ -140,3 +147,93 @@ def test_a_slice_chooses_the_rows_that_it_chooses_of_a_list(index):
 def test_a_slice_that_needs_the_number_of_rows_is_refused(index):
     with pytest.raises(BatchError, match=r"needs a slice with a stop >= 0 \(backwards: a start\)"):
         as_selection(index)
+
+
+class Annotated(Worker):
+    needs_process_group = False
+
+    @register(protocol=DP, returns="object")
+    def typed(self, batch: TensorDict, options=None):
+        return options
+
+    @register(protocol=DP, returns="object")
+    def worded(self, batch: TensorDict | None = None, *, other: tensordict.TensorDictBase | None = None):
+        return other
+
+    @register(protocol=DP, returns="object")
+    def free(self, value=None, *others, **named):
+        return value
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def whole(self, value):
+        return value
+
+    @register(protocol=RANK_ZERO, returns="object")
+    def first(self, value):
+        return value
+
+
+@pytest.fixture(scope="module")
+def annotated():
+    with InProcessExecutor() as executor:
+        spec = WorkerSpec(worker=Annotated, topology=Topology(ParallelSpec(dp_size=2)))
+        yield executor.build_groups(ResourcePool([2], device="cpu"), {"model": spec})["model"]
+
+
+class Table:
+    columns = ("x",)
+
+
+@dataclass
+class Settings:
+    names: tuple[str, ...] = ("a", "b")
+
+
+class Options(NamedTuple):
+    name: str = "a"
+    other: str = "b"
+
+
+ROWS = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
+
+
+@pytest.mark.parametrize(
+    ("make", "argument"),
+    [
+        (lambda group: group.typed("a text"), "a str as argument 1"),
+        (lambda group: group.typed({"lr": 0.1}), "a dict as argument 1"),
+        (lambda group: group.typed(3), "a int as argument 1"),
+        (lambda group: group.typed(batch=Settings()), "a Settings as argument batch"),
+        (lambda group: group.worded(ROWS, other={}), "a dict as argument other"),
+        (lambda group: group.worded(["a"]), "a list as argument 1"),
+        (lambda group: group.free({"x": torch.zeros(2)}), "a dict as argument 1"),
+        (lambda group: group.free({"x": np.zeros(2), "scale": 2.0}), "a dict as argument 1"),
+        (lambda group: group.free(np.zeros((2, 3))), "a ndarray as argument 1"),
+        (lambda group: group.free(1, ["a", "b"]), "a list as argument 2"),
+        (lambda group: group.free(texts=["a", "b"]), "a list as argument texts"),
+        (lambda group: group.free([{"prompt": "a"}]), "a list as argument 1"),
+        (lambda group: group.free(Table()), "a Table as argument 1"),
+    ],
+)
+def test_plain_rows_in_place_of_a_batch_are_refused(annotated, make, argument):
+    with pytest.raises(ProtocolError, match=rf"^model\.\w+ splits rows by DP_PROTO and got {argument}, which every"):
+        make(annotated)
+
+
+SETTINGS = [
+    "a text", Path("a"), 3, 0.5, True, b"a", {}, [], {"lr": 0.1, "betas": [0.9, 0.95]},
+    {"path": "a", "depth": {"a": 1}}, [1, 2], (), Settings(), Options(), range(4), torch.tensor(1.0), np.float32(2), torch.float32,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", SETTINGS, ids=repr)
+def test_settings_reach_every_rank_whole(annotated, value):
+    for call in (annotated.free(value), annotated.whole(value), annotated.typed(ROWS, value)):
+        assert len(call.result()) == 2
+
+
+@pytest.mark.parametrize("value", [["a", "b"], {"x": [1]}, {"x": torch.zeros(2)}, [{"x": 1}]], ids=repr)
+def test_plain_rows_next_to_a_batch_or_unsplit_pass(annotated, value):
+    assert len(annotated.typed(ROWS, value).result()) == 2
+    assert len(annotated.whole(value).result()) == 2
+    annotated.first(value).result()

@@ -257,7 +257,24 @@ def fail_and_raise():
 
 
 def test_a_block_ends_with_the_first_failure_that_nobody_was_told_of_and_not_after_an_exception():
-    with pytest.raises(RemoteCallError, match=r"^model\.fail_again on rank 0 failed: KeyError: 'untold'"):
+    with pytest.raises(RemoteCallError, match=r"^model\.fail_again on rank 0 failed: KeyError: 'untold'") as raised:
         fail_twice_and_tell_once()
+    line = fail_twice_and_tell_once.__code__.co_firstlineno + 5
+    assert raised.value.__notes__[1] == f"the call was made at {__file__}:{line}, and nothing asked for its result"
     with pytest.raises(ZeroDivisionError):
         fail_and_raise()
+
+
+def test_a_block_says_how_many_other_calls_failed():
+    def leave_three():
+        with InProcessExecutor() as executor:
+            group = build(executor, Failing)
+            first = group.fail("first")
+            group.fail("second"), group.fail("third")
+            with pytest.raises(RemoteCallError, match="first"):
+                first.result()
+            group.fail("fourth")
+
+    with pytest.raises(RemoteCallError, match="KeyError: 'second'") as raised:
+        leave_three()
+    assert raised.value.__notes__[1].endswith("nothing asked for its result. 2 other calls failed, too")

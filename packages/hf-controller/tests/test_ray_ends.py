@@ -354,3 +354,6 @@ def test_a_block_raises_a_death_that_its_program_was_not_told_of_once(argument):
     assert done.returncode == (0 if argument == "told" else 1), done.stderr
     assert ("closed" in done.stdout.splitlines()) is ("told" in done.stdout.splitlines()) is (argument == "told")
     assert ("process mortal/0 is gone" in done.stderr) is (argument == "untold")
+    line = DEAD_PROGRAM[: DEAD_PROGRAM.index("dying, behind")].count("\n") + 1
+    place = f"the call was made at <string>:{line}, and nothing asked for its result"
+    assert (place in done.stderr) is (argument == "untold")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from inspect import signature
 from typing import Any, NamedTuple
 
 from hf_controller.expressions import Expression, Extent, choose_columns
@@ -13,6 +15,8 @@ from hf_controller.pruning import prune
 from hf_protocols import ALL_TO_ALL, BatchError, MethodSpec, PerRank, ProtocolError, Topology, TransferProtocol
 
 __all__ = ["BatchArgument", "Call", "StoredArgument", "build_calls", "check_rows", "compute_called_ranks"]
+
+_BATCHES = {"BatchFuture", "TensorDict", "TensorDictBase"}
 
 
 @dataclass(frozen=True)
@@ -151,18 +155,58 @@ def _refuse_nested(value: Any) -> None:
             raise ProtocolError(STAYS_HERE)
 
 
-def _refuse_unsplit(call: Call, spec: MethodSpec, topology: Topology) -> None:
-    given = [*enumerate(call.args, 1), *call.kwargs.items()]
-    raw = next(((name, value) for name, value in given if _has_rows(value)), None)
-    if raw is None or spec.protocol == ALL_TO_ALL:
+def _refuse_unsplit(call: Call, spec: MethodSpec, topology: Topology, function: Callable[..., Any]) -> None:
+    if spec.protocol == ALL_TO_ALL:
         return
-    if _splits(spec.protocol, topology):
-        name, value = raw
-        raise ProtocolError(
-            f"{call.role}.{call.method} splits rows by {spec.protocol.name} and got a {type(value).__name__} as "
-            f"argument {name}, which every rank would get whole: give TensorDict({{'name': value}}, batch_size=[rows]) "
-            "to have its rows split, or {'name': value} to have it reach every rank whole"
-        )
+    given: list[tuple[int | str, Any]] = [*enumerate(call.args, 1), *call.kwargs.items()]
+    has_batch = any(isinstance(value, BatchArgument) for _, value in given)
+    raw = next(((name, value) for name, value in given if _is_misplaced(name, value, has_batch, function)), None)
+    if raw is None or not _splits(spec.protocol, topology):
+        return
+    name, value = raw
+    whole = "next to a batch, {'name': value} reaches every rank whole"
+    if not _has_rows(value):
+        whole = "what every rank needs whole goes to a method of ONE_TO_ALL, or next to a batch"
+    raise ProtocolError(
+        f"{call.role}.{call.method} splits rows by {spec.protocol.name} and got a {type(value).__name__} as argument "
+        f"{name}, which every rank would get whole: give TensorDict({{'name': value}}, batch_size=[rows]), texts as "
+        f"token ids, to have its rows split; {whole}"
+    )
+
+
+def _is_misplaced(name: int | str, value: Any, has_batch: bool, function: Callable[..., Any]) -> bool:
+    """Whether a value stands where a batch belongs."""
+    if value is None or isinstance(value, BatchArgument | StoredArgument):
+        return False
+    if _has_rows(value) or (not has_batch and _looks_like_rows(value)):
+        return True
+    return name in _find_batch_parameters(function)
+
+
+@lru_cache(maxsize=1024)
+def _find_batch_parameters(function: Callable[..., Any]) -> frozenset[int | str]:
+    """Positions, from 1, and names of the parameters that are annotated as nothing but a batch."""
+    try:
+        parameters = list(signature(function).parameters.values())[1:]  # the first is the worker
+    except ValueError:
+        return frozenset()
+    found: set[int | str] = set()
+    for position, parameter in enumerate(parameters, 1):
+        hint = parameter.annotation
+        names = hint if isinstance(hint, str) else getattr(hint, "__name__", str(hint))
+        if {part.strip().rpartition(".")[2] for part in names.split("|")} - {"None"} <= _BATCHES:
+            found |= {position, parameter.name}
+    return frozenset(found)
+
+
+def _looks_like_rows(value: Any) -> bool:
+    """Whether it is texts, records, columns or a table of another library, rather than settings."""
+    if isinstance(value, Mapping):
+        items = list(value.values())
+        return any(map(_has_rows, items)) or (bool(items) and all(isinstance(item, list | tuple) for item in items))
+    if isinstance(value, list | tuple | set | frozenset) and not hasattr(value, "_fields"):
+        return bool(value) and all(isinstance(item, str | bytes | Mapping | list | tuple) for item in value)
+    return hasattr(value, "columns") or hasattr(value, "column_names")
 
 
 def _splits(protocol: TransferProtocol, topology: Topology) -> bool:
@@ -181,14 +225,15 @@ def _has_rows(value: Any) -> bool:
     return hasattr(value, "dtype") and bool(getattr(value, "shape", ()))
 
 
-def check_rows(call: Call, spec: MethodSpec, topology: Topology) -> None:
+def check_rows(call: Call, spec: MethodSpec, topology: Topology, function: Callable[..., Any]) -> None:
     """Refuse at once what the ranks would refuse, as far as the rows are known: batches that were put.
 
     Raises:
         BatchError: for fewer rows than chunks, or columns that do not exist.
-        ProtocolError: for rows that are no batch, where batches are split: every rank would get all of them.
+        ProtocolError: for rows that are no batch, where batches are split: every rank would get all of them. Without a
+            batch among the arguments these are also texts, records and columns in plain lists and dicts.
     """
-    _refuse_unsplit(call, spec, topology)
+    _refuse_unsplit(call, spec, topology, function)
     for value in (*call.args, *call.kwargs.values()):
         if not isinstance(value, BatchArgument) or value.whole:
             continue

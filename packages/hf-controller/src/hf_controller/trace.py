@@ -146,6 +146,10 @@ class _Untold(NamedTuple):
     failure: Failure
 
 
+def _call_id(untold: _Untold) -> int:
+    return untold.call_id
+
+
 class Trace:
     """The spans of an executor's calls, and which of their failures the program was told of.
 
@@ -161,6 +165,7 @@ class Trace:
         self._undrained: list[Span] = []
         self._spans: list[Span] = []
         self.labels: dict[str, Any] = {}
+        self._places: dict[int, str] = {}
         self._untold: dict[str, _Untold] = {}
         self._told: dict[str, Failure] = {}
         self._last_call_id = 0
@@ -182,6 +187,10 @@ class Trace:
             yield
         finally:
             self.labels = before
+
+    def note_place(self, call_id: int, place: str) -> None:
+        """Remember the line of the program that made a call."""
+        self._places[call_id] = place
 
     def watch(self, handles: Iterable[Any], call: Watched) -> None:
         """Remember where the reports of a call will be."""
@@ -239,8 +248,15 @@ class Trace:
     def find_untold(self) -> Failure | None:
         """The failure of the first call that failed, but for those that the program was told of."""
         self._collect()
-        first = min(self._untold.values(), key=lambda each: each.call_id, default=None)
-        return None if first is None else first.failure
+        return min(self._untold.values(), key=_call_id).failure if self._untold else None
+
+    def describe_untold(self) -> str:
+        """Where the call of :meth:`find_untold` was made, and how many others failed."""
+        first = min(self._untold.values(), key=_call_id)
+        place = self._places.get(first.call_id, "a line that is not known")
+        others = len(self._untold) - 1
+        more = f". {others} other call{'s' if others > 1 else ''} failed, too" if others else ""
+        return f"the call was made at {place}, and nothing asked for its result{more}"
 
     def _note_failure(self, call_id: int, failure: Failure, pool: ResourcePool) -> None:
         if failure.origin not in self._told and call_id > self._forgotten.get(pool, 0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -33,8 +34,9 @@ class Executor(ABC):
 
     Where the block ends without an exception, its calls end first: they are waited for one after another, as long as
     their results would be, but for those of which the program was told already that they are late. The first failure
-    that the program was not told of is then raised. After an exception, and in :meth:`close`, calls that are not over
-    end at once, and failures are not looked for.
+    that the program was not told of is then raised, with a note of the line that made the call. After an exception,
+    which stays the one that is raised, and in :meth:`close`, calls that are not over end at once, and failures are not
+    looked for.
 
     Attributes:
         trace: the spans of all calls.
@@ -125,7 +127,9 @@ class Executor(ABC):
         self._finish_calls()
         untold = self.trace.find_untold()
         if untold is not None:
-            raise untold.to_error() from untold.exception
+            error = untold.to_error()
+            error.add_note(self.trace.describe_untold())
+            raise error from untold.exception
 
     def _finish_calls(self) -> None:  # noqa: B027 - nothing is left to do where a call is over when it is made
         """Wait for the calls, and have the trace know why they failed, or that they are late."""
@@ -165,7 +169,8 @@ class Executor(ABC):
             for item in value.items if isinstance(value, PerRank) else [value]:
                 refuse_foreign(item, self._store, f"{group.role}.{method}")
         calls = build_calls(call, spec, ranks, self.put)
-        check_rows(calls[ranks[0]], spec, group.topology)
+        check_rows(calls[ranks[0]], spec, group.topology, getattr(group.spec.worker, method))
+        self.trace.note_place(call.call_id, _find_caller())
         return self._wrap(group, method, self._launch(group, spec, calls))
 
     def _wrap(self, group: WorkerGroup, method: str, call: PendingCall) -> Any:
@@ -197,6 +202,14 @@ class Executor(ABC):
 
     def _batch_future(self, source: Source) -> BatchFuture:
         return BatchFuture(Leaf(source), self._store, self.call_timeout_s)
+
+
+def _find_caller() -> str:
+    """File and line of the program that made a call."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("hf_controller."):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 class _Part:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from tensordict import TensorDict, lazy_stack
@@ -118,6 +119,17 @@ def _add_one(stage: Stage, batch: BatchFuture) -> TensorDict:
     return result
 
 
+_PLAIN_ROWS: tuple[Any, ...] = (
+    ["one text", "another"],
+    ("one text",),
+    {"a text", "another"},
+    [{"x": 1}, {"x": 2}],
+    [[1, 2], [3]],
+    {"x": [1, 2, 3]},
+    {"prompt": ["a"], "answer": ["b"]},
+)
+
+
 def rows_that_are_no_batch_are_refused_where_they_would_be_split(stage: Stage) -> None:
     """Every rank would get all of them."""
     rows = torch.arange(4)
@@ -126,6 +138,11 @@ def rows_that_are_no_batch_are_refused_where_they_would_be_split(stage: Stage) -
             error = str(require_raises(ProtocolError, partial(group.echo, raw)))
             require(f"{group.role}.echo splits rows by DP_PROTO" in error, True, f"names the call: {error}")
             require("TensorDict({" in error and "{'name': value}" in error, True, f"names both ways out: {error}")
+        for raw in _PLAIN_ROWS:
+            error = str(require_raises(ProtocolError, partial(group.echo, raw)))
+            start = f"{group.role}.echo splits rows by DP_PROTO and got a {type(raw).__name__} as argument 1"
+            require(error.startswith(start), True, f"names the call and the argument: {error}")
+            require("TensorDict({" in error and "ONE_TO_ALL" in error, True, f"names both ways out: {error}")
     require_raises(ProtocolError, lambda: stage.two.add(build_batch(4), amount=rows))
     whole = stage.two.add(build_batch(4), amount=torch.tensor(1.0)).result()
     require_batch(whole, TensorDict({"y": build_batch(4)["x"] * 2 + 1}, batch_size=[4]), "a number for all ranks")
