@@ -1,11 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from hf_engine.testing import LocalRanks
+from hf_protocols import read_machine_limits
 
 torch.set_num_threads(1)
 
@@ -26,3 +29,15 @@ def ranks2() -> Iterator[LocalRanks]:
 def ranks3() -> Iterator[LocalRanks]:
     with LocalRanks(3) as ranks:
         yield ranks
+
+
+@pytest.fixture
+def machine_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Has the engine find itself in a container of so many bytes of memory."""
+
+    def contain(memory_bytes: int) -> None:
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc" / "meminfo").write_text(f"MemTotal: {memory_bytes // 1024} kB\n")
+        monkeypatch.setattr("hf_engine.backends._memory.read_machine_limits", partial(read_machine_limits, tmp_path))
+
+    return contain

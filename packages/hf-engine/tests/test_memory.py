@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -9,32 +7,18 @@ from hf_engine.backends._memory import choose_cache_bytes, choose_positions, hos
 from hf_protocols.errors import BackendError
 
 
-def test_bytes_are_taken_and_shares_are_of_the_memory(monkeypatch):
+def test_bytes_are_taken_and_shares_are_of_the_memory(monkeypatch, machine_of):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("hf_engine.backends._memory._LIMITS", ())
+    machine_of(16 << 30)
     assert choose_cache_bytes(12, None) == 12
     assert choose_cache_bytes(None, None) == 256 << 20
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert choose_cache_bytes(None, 0.25) == int(0.25 * host)
+    assert choose_cache_bytes(None, 0.25) == 4 << 30
 
 
-@pytest.mark.parametrize(
-    ("limits", "is_limited"),
-    [
-        (["12582912\n"], True),
-        (["max\n"], False),
-        (["max\n", "12582912\n"], True),
-        (["9223372036854771712\n"], False),
-        ([], False),
-    ],
-)
-def test_a_container_has_no_more_memory_than_its_limit(tmp_path, monkeypatch, limits, is_limited):
-    files = [tmp_path / "absent", *(tmp_path / str(index) for index in range(len(limits)))]
-    for file, text in zip(files[1:], limits, strict=True):
-        file.write_text(text)
-    monkeypatch.setattr("hf_engine.backends._memory._LIMITS", files)
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert host_bytes() == (12 << 20 if is_limited else host)
+def test_host_bytes_are_those_of_the_container(machine_of):
+    machine_of(12 << 20)
+    assert host_bytes() == 12 << 20
+    assert choose_cache_bytes(None, 0.5) == 6 << 20
 
 
 @pytest.mark.parametrize(

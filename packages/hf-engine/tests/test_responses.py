@@ -119,17 +119,15 @@ def test_sampling_parameters_of_another_kind_are_refused():
         (SamplingParams(max_new_tokens=10**6, n=10**6), None),
     ],
 )
-def test_more_samples_than_the_machine_holds_are_refused(monkeypatch, sampling, positions):
-    monkeypatch.setattr("hf_engine.backends._memory._LIMITS", ())
-    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 28}[name])
+def test_more_samples_than_the_machine_holds_are_refused(machine_of, sampling, positions):
+    machine_of(4096 << 28)
     wanted = f"2 prompts x n={sampling.n} samples of max_new_tokens={sampling.max_new_tokens} take about"
     with pytest.raises(BackendError, match=rf"{wanted} \d+ bytes, this machine has 1099511627776; lower n or"):
         read_prompts(batch_of([[3], [3]], torch.arange(2)), sampling, vocab_size=64, positions=positions, ends=())
 
 
-def test_many_samples_that_the_machine_holds_are_read(monkeypatch):
-    monkeypatch.setattr("hf_engine.backends._memory._LIMITS", ())
-    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 1 << 22}[name])
+def test_many_samples_that_the_machine_holds_are_read(machine_of):
+    machine_of(4096 << 22)
     assert len(read([[3]], sampling=SamplingParams(max_new_tokens=4, n=10**6)).lengths) == 1
 
 

@@ -7,13 +7,22 @@ import inspect
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from hf_algorithms.dataflow import derive_dataflow
 from hf_algorithms.recipes import RECIPES
 from hf_engine import ChecksOptions, SamplingParams, load_rollout_backend
-from hf_protocols import BackendError, ConfigError, Dataflow, MappingPlan, ModelShape, ParallelSpec, PlanError, Topology
+from hf_protocols import (
+    BackendError,
+    ConfigError,
+    Dataflow,
+    MappingPlan,
+    ModelShape,
+    ParallelSpec,
+    PlanError,
+    Topology,
+    read_machine_limits,
+)
 
 if TYPE_CHECKING:
     from hf_algorithms.config import ClusterConfig, Config, RolloutConfig
@@ -198,9 +207,8 @@ def _describe_cluster(config: ClusterConfig) -> ClusterSpec:
     from hf_mapper import ClusterSpec, MachineSpec, gpu, host_gpu
 
     slots = config.gpus_per_machine
-    kind = (
-        host_gpu(memory_bytes=psutil.virtual_memory().total // slots) if config.gpu == _HOST_KIND else gpu(config.gpu)
-    )
+    of_host = config.gpu == _HOST_KIND
+    kind = host_gpu(memory_bytes=read_machine_limits().memory_bytes // slots) if of_host else gpu(config.gpu)
     return ClusterSpec(
         machines=(MachineSpec(gpu=kind, num_gpus=slots, num_machines=config.machines),),
         inter_bandwidth_bytes_per_s=config.inter_bandwidth_bytes_per_s,

@@ -23,6 +23,7 @@ from hf_protocols.errors import (
     WorkerError,
     WorkerTimeoutError,
 )
+from hf_protocols.machine import MachineLimits, read_machine_limits
 from hf_protocols.metrics import merge_metrics
 from hf_protocols.models import ModelShape
 from hf_protocols.plan import SCHEMA_VERSION, MachinePlan, MappingPlan, ModelPlan, PoolPlan
@@ -73,6 +74,7 @@ __all__ = [
     "GenerationSpec",
     "Grouping",
     "HybridFlowError",
+    "MachineLimits",
     "MachinePlan",
     "MappingPlan",
     "MethodSpec",
@@ -102,6 +104,7 @@ __all__ = [
     "compute_transition_cost",
     "merge_metrics",
     "method_spec",
+    "read_machine_limits",
     "register",
     "registered_methods",
     "route",

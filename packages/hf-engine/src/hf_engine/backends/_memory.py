@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import BackendError
+from hf_protocols.machine import read_machine_limits
 
 __all__ = [
     "check_sizes",
@@ -21,10 +20,6 @@ __all__ = [
     "lack_of_memory_is_an_error",
     "take_again",
 ]
-
-
-_LIMITS = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")
-"""What a container may use, in bytes, where there is a limit: of cgroups of version 2, and of version 1."""
 
 
 def check_sizes(options: Mapping[str, Any]) -> None:
@@ -83,8 +78,7 @@ def choose_positions(wanted: int | None, positions: int) -> int:
 
 def host_bytes() -> int:
     """Memory of this machine, or what its container may use of it."""
-    limits = [limit for limit in map(_read_limit, _LIMITS) if limit is not None]
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
+    return read_machine_limits().memory_bytes
 
 
 @contextmanager
@@ -124,12 +118,3 @@ def take_again(caches: Sequence[torch.UntypedStorage], sizes: Sequence[int]) -> 
         for storage in caches:
             storage.resize_(0)
         raise
-
-
-def _read_limit(file: Path) -> int | None:
-    """Bytes; None where the file is not there or says `max`."""
-    try:
-        text = file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeError):
-        return None
-    return int(text) if text.isdecimal() else None
