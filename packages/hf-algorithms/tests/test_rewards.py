@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -197,14 +198,66 @@ def test_a_module_that_fails_to_import_shows_where(folder, source, says):
     assert "failing.py" in str(caught.value)
 
 
-def test_two_folders_may_use_one_name_but_not_pythons(folder):
+def test_two_folders_may_use_one_name(folder):
     first = load_function("my_rewards:brevity", search_path=[folder])
     other = folder / "other"
     other.mkdir()
     (other / "my_rewards.py").write_text("def brevity(prompts, responses, answers):\n    return [0.25]\n")
     assert load_function("my_rewards:brevity", search_path=[other])(["p"], ["r"], ["a"]) == [0.25]
     assert first(["p"], ["r"], ["a"]) == [0.5]
-    (folder / "json.py").write_text("def score(prompts, responses, answers): ...\n")
-    with pytest.raises(ConfigError, match=r"json.py has the name of a module that is already loaded.*rename the file"):
-        load_function("json:score", search_path=[folder])
-    assert sys.modules["json"] is json
+
+
+NAMESAKES = ["json", "sys", "random", "secrets", "types", "tokenizers", "transformers", "pytest", "turtle"]
+
+
+@pytest.mark.parametrize("name", NAMESAKES)
+def test_a_users_module_may_have_an_installed_name(folder, name):
+    """`turtle` is not loaded before, `sys` is built in; what others import under the name stays what it was."""
+    before = sys.modules.get(name)
+    source = "import my_sibling\nUSES = []\ndef score(prompts, responses, answers):\n    return [my_sibling.SCORE]\n"
+    (folder / f"{name}.py").write_text(source)
+    function = load_function(f"{name}:score", search_path=[folder])
+    assert function(["p"], ["r"], ["a"]) == [0.5]
+    module = sys.modules[function.__module__]
+    assert load_function(f"{name}:score", search_path=[folder]).__wrapped__ is module.score
+    assert sys.modules.get(name) is before
+    assert not str(importlib.util.find_spec(name).origin).startswith(str(folder))
+
+
+def test_a_users_package_may_have_an_installed_name(folder):
+    (folder / "email" / "inner").mkdir(parents=True)
+    (folder / "email" / "__init__.py").write_text("from .inner import VALUE\n")
+    (folder / "email" / "inner" / "__init__.py").write_text("VALUE = 0.75\n")
+    (folder / "email" / "scores.py").write_text(
+        "from . import VALUE\ndef score(prompts, responses, answers):\n    return [VALUE]\n"
+    )
+    assert load_function("email.scores:score", search_path=[folder])(["p"], ["r"], ["a"]) == [0.75]
+    (folder / "xml").mkdir()  # without __init__.py
+    (folder / "xml" / "scores.py").write_text("def score(prompts, responses, answers):\n    return [0.125]\n")
+    assert load_function("xml.scores:score", search_path=[folder])(["p"], ["r"], ["a"]) == [0.125]
+
+
+@pytest.mark.parametrize("found", ["hf_algorithms.py", "hf_algorithms/data.txt", "hf_algorithms/rewards/data.txt"])
+def test_a_folder_without_the_module_does_not_hide_it(folder, found):
+    (folder / found).parent.mkdir(parents=True, exist_ok=True)
+    (folder / found).write_text("")
+    assert load_function("hf_algorithms.rewards:exact_match", search_path=[folder]) is exact_match
+
+
+def test_namesakes_beside_a_reward_do_not_reach_its_imports(folder):
+    """Of modules that were not loaded before, too: `turtle` draws, and `this` is a poem."""
+    for name in ("turtle", "this", "random", "torch"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('imported by mistake')\n")
+    (folder / "careful.py").write_text(
+        "import random, torch, plistlib\n"
+        "def score(prompts, responses, answers):\n"
+        "    import my_sibling, sndhdr\n"
+        "    return [my_sibling.SCORE]\n"
+    )
+    for name in ("plistlib", "sndhdr"):
+        (folder / f"{name}.py").write_text("raise RuntimeError('imported by mistake')\n")
+        sys.modules.pop(name, None)
+    function = load_function("careful:score", search_path=[folder])
+    assert function(["p"], ["r"], ["a"]) == [0.5]
+    (folder / "not_installed.py").write_text("raise RuntimeError('imported by mistake')\n")
+    assert importlib.util.find_spec("not_installed") is None

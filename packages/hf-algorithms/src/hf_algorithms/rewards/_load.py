@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,8 +27,9 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
 
     Args:
         name: ``module:function``; dots lead into packages.
-        search_path: folders to look for the module in before Python's own path, such as the configuration's. They are
-            on ``sys.path`` only while the module is imported.
+        search_path: folders to look for the module in before Python's own path, such as the configuration's. While
+            it is imported, and while its function runs, other modules are looked for in them last: the module may
+            import its neighbours, and they hide no installed module.
 
     Raises:
         ConfigError: for another form, a module that is not found or that raises while it is imported, and a function
@@ -36,57 +40,117 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
         raise ConfigError(
             f"{name!r} names no function: write module:function, such as hf_algorithms.rewards:exact_match"
         )
-    folders = [str(Path(folder).resolve()) for folder in search_path]
+    folders = list(dict.fromkeys(str(Path(folder).resolve()) for folder in search_path))
     module = _import(module_name, folders, name)
     function = getattr(module, function_name, None)
     if not callable(function):
         found = "is no function" if hasattr(module, function_name) else "does not exist"
         hint = _nearest(function_name, _public_functions(module))
         raise ConfigError(f"{name!r}: {function_name} {found} in {module.__file__ or module_name}. {hint}")
-    return function  # type: ignore[no-any-return]
+    return _with_neighbours(function, folders) if _find_in(folders, module_name) else function
 
 
 def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
-    with _first_on_path(folders):
-        _drop_namesake(module_name.partition(".")[0], folders, name)
-        try:
+    importlib.invalidate_caches()
+    spec = _find_in(folders, module_name)
+    root, dot, rest = module_name.partition(".")
+    try:
+        if spec is None:
             return importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not (module_name == error.name or module_name.startswith(error.name + ".")):
-                raise ConfigError(_describe_failure(name, module_name, error)) from error
-            places = ", ".join(folders) or "Python's path"
-            raise ConfigError(
-                f"{name!r}: no module {error.name!r} in {places}. {_nearest(module_name, _module_names(folders))}"
-            ) from error
-        except Exception as error:  # whatever a user's module may raise is the user's to see
+        alias = _choose_alias(root, spec, folders)
+        with _found_at(alias, spec), _last_on_path(folders):
+            return importlib.import_module(alias + dot + rest)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if spec is not None or not (module_name == missing or module_name.startswith(f"{missing}.")):
             raise ConfigError(_describe_failure(name, module_name, error)) from error
+        places = ", ".join(folders) or "Python's path"
+        raise ConfigError(
+            f"{name!r}: no module {missing!r} in {places}. {_nearest(module_name, _module_names(folders))}"
+        ) from error
+    except Exception as error:  # whatever a user's module may raise is the user's to see
+        raise ConfigError(_describe_failure(name, module_name, error)) from error
 
 
 @contextmanager
-def _first_on_path(folders: list[str]) -> Iterator[None]:
-    before = list(sys.path)
-    sys.path[:0] = folders
-    importlib.invalidate_caches()
+def _last_on_path(folders: list[str]) -> Iterator[None]:
+    added = [folder for folder in folders if folder not in sys.path]
+    sys.path += added
     try:
         yield
     finally:
-        sys.path[:] = before
+        for folder in added:
+            sys.path.remove(folder)
 
 
-def _drop_namesake(root: str, folders: list[str], name: str) -> None:
-    """Forget a module of the same name that came from another folder, unless it is on Python's own path."""
-    loaded = sys.modules.get(root)
-    wanted = PathFinder.find_spec(root, folders)
-    if loaded is None or wanted is None or _origin(loaded.__spec__) == _origin(wanted):
-        return
-    own_path = [entry for entry in sys.path if entry not in folders]
-    if root in sys.builtin_module_names or _origin(PathFinder.find_spec(root, own_path)) == _origin(loaded.__spec__):
-        raise ConfigError(
-            f"{name!r}: {_origin(wanted)} has the name of a module that is already loaded, "
-            f"{_origin(loaded.__spec__)}: rename the file"
-        )
-    for module in [key for key in sys.modules if key == root or key.startswith(root + ".")]:
-        del sys.modules[module]
+def _with_neighbours(function: Callable[..., Any], folders: list[str]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        with _last_on_path(folders):
+            return function(*arguments, **options)
+
+    return call
+
+
+def _find_in(folders: list[str], module_name: str) -> ModuleSpec | None:
+    """The first part of a dotted name, if one of the folders has the whole of it."""
+    path: Sequence[str] | None = folders
+    specs = []
+    for part in module_name.split("."):
+        spec = PathFinder.find_spec(part, path) if path is not None else None
+        if spec is None:
+            return None
+        specs.append(spec)
+        path = spec.submodule_search_locations
+    return specs[0] if specs[-1].origin else None  # a folder without __init__.py has no function
+
+
+def _choose_alias(root: str, spec: ModuleSpec, folders: list[str]) -> str:
+    """The name to load a user's module under: another one if an installed module has its name.
+
+    Others that import this name then still get what is installed.
+    """
+    own_path = [entry for entry in sys.path if str(Path(entry).resolve()) not in folders]
+    # Other finders know modules of their own, such as built-in ones and editable installations.
+    found = [each.find_spec(root, own_path if each is PathFinder else None) for each in sys.meta_path]
+    return root if {_origin(each) for each in found if each is not None} <= {_origin(spec)} else f"users_{root}"
+
+
+@contextmanager
+def _found_at(name: str, spec: ModuleSpec) -> Iterator[None]:
+    """Within it, ``name`` is imported from where ``spec`` is; a module of this name from elsewhere is forgotten."""
+    loaded = sys.modules.get(name)
+    if loaded is not None and _origin(loaded.__spec__) != _origin(spec):
+        for module in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
+            del sys.modules[module]
+    finder = _OneModule(name, spec)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _OneModule(MetaPathFinder):
+    """Finds a single module."""
+
+    def __init__(self, name: str, spec: ModuleSpec) -> None:
+        self._name = name
+        self._origin = spec.origin
+        self._folders = spec.submodule_search_locations
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module, if it is asked for."""
+        if fullname != self._name:
+            return None
+        folders = None if self._folders is None else list(self._folders)
+        if self._origin is not None:
+            return spec_from_file_location(fullname, self._origin, submodule_search_locations=folders)
+        spec = ModuleSpec(fullname, None, is_package=True)
+        spec.submodule_search_locations = folders
+        return spec
 
 
 def _origin(spec: ModuleSpec | None) -> str | None:
