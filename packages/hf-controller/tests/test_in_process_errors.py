@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -278,3 +281,28 @@ def test_a_block_says_how_many_other_calls_failed():
     with pytest.raises(RemoteCallError, match="KeyError: 'second'") as raised:
         leave_three()
     assert raised.value.__notes__[1].endswith("nothing asked for its result. 2 other calls failed, too")
+
+
+class Terminated(Worker):
+    needs_process_group = False
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def terminate(self, how):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except BaseException as error:
+            if how == "swallow":
+                return how
+            if how == "turn":
+                raise ValueError("scoring failed") from error
+            raise
+
+
+@pytest.mark.parametrize("how", ["raise", "swallow", "turn"])
+def test_sigterm_in_a_method_ends_the_program_not_the_call(how):
+    """Whatever the method, or a library that it calls, makes of it; as on Ray."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, InProcessExecutor() as executor:
+        build(executor, Terminated).terminate(how)
+    assert ended.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before

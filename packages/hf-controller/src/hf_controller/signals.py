@@ -22,9 +22,13 @@ class SignalGuard:
     that gets lost, because a library swallows it or because it is raised where Python cannot raise (in a finalizer,
     say), is raised again by the next :meth:`watching`. Outside the main thread, where Python allows no handlers, the
     guard does nothing.
+
+    Args:
+        with_interrupts: watch Ctrl-C as well as SIGTERM.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, with_interrupts: bool = True) -> None:
+        self._with_interrupts = with_interrupts
         self._received: int | None = None
         self._lost: int | None = None
         self._terminating = False
@@ -37,7 +41,7 @@ class SignalGuard:
             return
         self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._record(_exit))
         interrupt = signal.getsignal(signal.SIGINT)
-        if callable(interrupt):
+        if self._with_interrupts and callable(interrupt):
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._record(interrupt))
         self._unraisable_before, sys.unraisablehook = sys.unraisablehook, self._note_lost
 
@@ -52,13 +56,13 @@ class SignalGuard:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around a library's wait: a signal that arrives within it raises its exception at the end, whatever the
-        library made of it.
+        """Around code of others, such as a library's wait: a signal that arrives within it raises its exception at the
+        end, whatever that code made of it.
         """
         self._received = None
         try:
             yield
-        except (KeyboardInterrupt, SystemExit):
+        except BaseException:
             if self._received is None:
                 raise
         kinds = {self._received, self._lost}

@@ -14,6 +14,7 @@ from hf_controller.executors.base import Executor, check_pool, check_specs
 from hf_controller.executors.rank_copies import RandomStream, copy_object
 from hf_controller.failures import Failure, LostResultError
 from hf_controller.resource_pool import ResourcePool
+from hf_controller.signals import SignalGuard
 from hf_controller.trace import CallReport, Trace
 from hf_controller.transport import take_slices
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec, construct_worker
@@ -175,6 +176,9 @@ class InProcessExecutor(Executor):
         self._device = device
         self._hosts: dict[WorkerGroup, list[_LocalRank]] = {}
         self._owns_default_group = False
+        # A signal that arrives in a method of a worker is for the whole program, which runs on this thread.
+        self._guard = SignalGuard(with_interrupts=False)
+        self._guard.install()
 
     def build_groups(
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False, wait: bool = True
@@ -193,7 +197,8 @@ class InProcessExecutor(Executor):
                 hosts: list[_LocalRank] = []
                 self._hosts.update({groups[role]: hosts for role in together})
                 for rank in range(pool.num_slots):
-                    hosts.append(self._build_rank(pool, together, rank))  # noqa: PERF401 - so that a failure closes them
+                    with self._guard.watching():
+                        hosts.append(self._build_rank(pool, together, rank))
         except BaseException:
             self._close([group for group in groups.values() if group in self._hosts])
             raise
@@ -226,6 +231,7 @@ class InProcessExecutor(Executor):
         finally:
             self._hosts.clear()
             self._leave_default_group()
+            self._guard.restore()
 
     def _close(self, groups: Sequence[WorkerGroup]) -> None:
         """End whole sets of fused groups, or groups that are not fused."""
@@ -297,7 +303,7 @@ class InProcessExecutor(Executor):
         outcomes: dict[int, Outcome] = {}
         reports: dict[int, CallReport] = {}
         for rank, call in {rank: _copy_arguments(call) for rank, call in calls.items()}.items():
-            with self._as_rank(rank, group.world_size):
+            with self._guard.watching(), self._as_rank(rank, group.world_size):
                 outcomes[rank], reports[rank] = self._hosts[group][rank].run(call)
             failure = reports[rank].failure
             if failure is not None:
