@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 import pytest
 
+from hf_controller.executors.ray.watchdog import find_sessions
+from hf_controller.local_start import find_temp_dir
+
 PROGRAM = """
 import signal, sys, time
 from hf_protocols import ONE_TO_ALL, ParallelSpec, Topology, register
@@ -93,6 +96,11 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
+def sessions_of(program: subprocess.Popen[str]) -> list[str]:
+    """Folders of clusters that a program started."""
+    return find_sessions(f"{find_temp_dir()[0]}/ray", program.pid, "session_")
+
+
 def wait_for_shared_memory(before: set[str]) -> None:
     """Nothing is left; segments of tests that run beside this one go by themselves."""
     deadline_s = time.monotonic() + 30.0
@@ -140,11 +148,21 @@ def test_nothing_is_left_behind(argument, programs):
     assert ("ValueError: this program is wrong" in errors) is (argument == "raise")
     wait_until_gone(tree, within_s=30.0)
     wait_for_shared_memory(before)
+    # The logs are kept for whoever reads of an error.
+    assert len(sessions_of(program)) == (1 if argument == "raise" else 0)
+    assert "Ray" not in errors
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["gcs_server", "raylet"])
-def test_a_signal_while_the_cluster_starts_ends_the_program_as_a_later_one_does(command):
+@pytest.mark.parametrize(
+    ("command", "sent", "exit_code"),
+    [
+        ("gcs_server", signal.SIGTERM, 143),
+        ("raylet", signal.SIGTERM, 143),
+        ("raylet", signal.SIGABRT, -signal.SIGABRT),  # as Ray's code does that finds no thread to start
+    ],
+)
+def test_a_signal_while_the_cluster_starts_ends_all(command, sent, exit_code):
     program, seen = start("end"), set[Process]()
     try:
         deadline_s = time.monotonic() + 100.0
@@ -152,13 +170,14 @@ def test_a_signal_while_the_cluster_starts_ends_the_program_as_a_later_one_does(
             assert program.poll() is None and time.monotonic() < deadline_s
             seen |= tree_of(program.pid)
             time.sleep(0.02)
-        program.terminate()
+        program.send_signal(sent)
         while program.poll() is None and time.monotonic() < deadline_s:
             seen |= tree_of(program.pid)
             time.sleep(0.02)
         output, errors = program.communicate(timeout=15)
-        assert (program.returncode, output) == (143, ""), errors
+        assert (program.returncode, output) == (exit_code, ""), errors
         wait_until_gone(seen, within_s=30.0)
+        assert sessions_of(program) == []
     finally:
         program.kill()
         program.communicate(timeout=15)
@@ -173,6 +192,7 @@ def test_a_watchdog_ends_what_a_killed_program_leaves_behind():
     program.communicate(timeout=10)
     wait_until_gone(tree, within_s=10.0)
     wait_for_shared_memory(before)
+    assert sessions_of(program) == []
 
 
 UNCLOSED_PROGRAM = """
@@ -213,7 +233,7 @@ def test_programs_that_do_not_close_their_executor_end_with_their_own_exit_codes
 def test_an_address_without_a_cluster_is_refused():
     program = "from hf_controller import RayExecutor; RayExecutor(address='127.0.0.1:9')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
-    assert "PoolError: no Ray cluster lets us in at '127.0.0.1:9'" in done.stderr.splitlines()[-1]
+    assert "PoolError: cannot connect to a Ray cluster at '127.0.0.1:9'" in done.stderr.splitlines()[-1]
 
 
 CLOSED_PROGRAM = """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_controller.connection import Connection, connect
 from hf_controller.failures import RemoteCallError
+from hf_controller.local_start import LocalCheck, check_local_start, list_local_checks
 from hf_controller.recovery import rebuild
 from hf_controller.resource_pool import ResourcePool, build_pools
 from hf_controller.trace import Span, SubSpan, Trace
@@ -28,6 +29,7 @@ __all__ = [
     "Executor",
     "InProcessExecutor",
     "ListFuture",
+    "LocalCheck",
     "MetricsFuture",
     "ObjectFuture",
     "RayExecutor",
@@ -42,7 +44,9 @@ __all__ = [
     "WorkerSpec",
     "as_pieces",
     "build_pools",
+    "check_local_start",
     "connect",
+    "list_local_checks",
     "rebuild",
 ]
 

@@ -56,6 +56,7 @@ class Construction:
 
     Attributes:
         specs: pickled ``{role: WorkerSpec}``.
+        import_path: folders where modules of the program are looked for after a process's own.
         pool: the pool's name.
         device: ``"cpu"`` or ``"cuda"``.
         slots: slots on each machine.
@@ -67,6 +68,7 @@ class Construction:
     """
 
     specs: bytes
+    import_path: tuple[str, ...]
     pool: str
     device: str
     slots: tuple[int, ...]
@@ -157,6 +159,7 @@ class HostActor:
         self._pool = construction.pool
         self._meets_peers = construction.process_group
         attribute_streams(lambda: f"{self._role}/{self._rank}")
+        sys.path += [folder for folder in construction.import_path if folder not in sys.path]
         try:
             specs: Mapping[str, WorkerSpec] = cloudpickle.loads(construction.specs)
             device = "cpu" if construction.device == "cpu" else "cuda:0"

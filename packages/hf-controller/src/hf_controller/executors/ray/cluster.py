@@ -11,20 +11,25 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import ray
 import ray._private.services as services
+from ray.job_config import JobConfig
 from ray.util.debug import log_once
 
+from hf_controller.executors.ray.terminal import quiet_ray, without_quiet
 from hf_controller.executors.ray.watchdog import Watchdog
+from hf_controller.local_start import check_local_start, find_temp_dir
 from hf_controller.signals import shielded
-from hf_protocols import PoolError
+from hf_protocols import PoolError, read_machine_limits
 
 __all__ = ["Cluster"]
 
 _ANSWER_TIMEOUT_S = 10.0
 _END_TIMEOUT_S = 10.0
+_MOST_REASON = 400
 
 
 class Cluster:
@@ -37,61 +42,106 @@ class Cluster:
         log_to_driver: show what workers print.
 
     Raises:
-        PoolError: if Ray already runs in this process, refuses the address or the sizes, or no cluster there lets us
-            in.
+        ConfigError: if this machine lacks what a local cluster needs; see :func:`hf_controller.check_local_start`.
+        PoolError: if Ray already runs in this process, refuses the address or the sizes, cannot start, or no cluster
+            there lets us in.
     """
 
     def __init__(self, *, address: str, num_cpus: int | None, object_store_bytes: int, log_to_driver: bool) -> None:
         if ray.is_initialized():
             raise PoolError("Ray already runs in this process: close the other executor, or call ray.shutdown() first")
         self._watchdog: Watchdog | None = None
+        is_local = address == "local"
+        num_cpus = num_cpus or (read_machine_limits().num_cpus if is_local else None)
+        if is_local:
+            check_local_start(num_cpus or 1)
         # A program may end, or drop its executor, without closing it.
         atexit.register(self.stop)
         _set_environment()
-        options: dict[str, Any] = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
-        if address == "local":
+        options: dict[str, Any] = {
+            "log_to_driver": log_to_driver,
+            "logging_level": logging.CRITICAL,
+            "job_config": _JobWithoutPath(),
+        }
+        if is_local:
             options |= {
                 "num_cpus": num_cpus,
                 "object_store_memory": object_store_bytes,
                 "include_dashboard": False,
+                "_temp_dir": str(Path(find_temp_dir()[0], "ray")),
                 "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
             }
         try:
-            with _in_process_groups_of_their_own():
-                context = _join(address, options)
-            if address == "local":
-                self._watchdog = Watchdog(context.address_info["session_dir"])
+            with quiet_ray(), _in_process_groups_of_their_own():
+                if is_local:
+                    self._start(options)
+                else:
+                    _join(address, options)
         except SystemExit as end:
             self.stop()
             # Ray's own handler, which it has while it starts, exits with the signal's number.
             raise SystemExit(128 + signal.SIGTERM if end.code == signal.SIGTERM else end.code) from None
-        except BaseException:
-            self.stop()
+        except BaseException as error:
+            self.stop(keeps_logs=isinstance(error, PoolError))
             raise
 
-    def stop(self) -> None:
-        """Leave the cluster; a local one ends with all its processes."""
+    def stop(self, *, keeps_logs: bool = False) -> None:
+        """Leave the cluster; a local one ends with all its processes and files.
+
+        Args:
+            keeps_logs: leave the files of a local one, whose logs an error names.
+        """
         atexit.unregister(self.stop)
         ray.shutdown()
         if self._watchdog is not None:
-            self._watchdog.dismiss()
+            self._watchdog.dismiss(keeps_logs=keeps_logs)
+
+    def _start(self, options: dict[str, Any]) -> None:
+        try:
+            self._watchdog = Watchdog(options["_temp_dir"])
+            ray.init(address="local", **options)
+        except ValueError as error:
+            given = {name: options[name] for name in ("num_cpus", "object_store_memory")}
+            raise PoolError(f"Ray starts no cluster with {given}: {error}") from error
+        except Exception as error:  # the border to Ray, which raises whatever its processes' starts raise
+            logs = self._watchdog.find_sessions() if self._watchdog is not None else []
+            where = f"see Ray's logs in {logs[-1]}/logs, and " if logs else ""
+            raise PoolError(
+                f"the local Ray cluster did not start: {type(error).__name__}: {_in_one_line(error)}. For the reason "
+                f"{where}the limits of this machine (hybridflow doctor)"
+            ) from error
 
 
-def _join(address: str, options: dict[str, Any]) -> Any:
+class _JobWithoutPath(JobConfig):
+    """Ray puts the working directory and the program's before everything else on the path of every worker, where a
+    user's file hides the installed module of its name. Workers get the program's path themselves, behind their own.
+    """
+
+    def _serialize(self) -> str:
+        self._py_driver_sys_path.clear()
+        return super()._serialize()
+
+
+def _join(address: str, options: dict[str, Any]) -> None:
     host, colon, port = address.rpartition(":")
     try:
         if colon and port.isdigit() and "://" not in address:
             # Ray itself tries for minutes.
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_TIMEOUT_S).close()
-        return ray.init(address=address, **options)
+        ray.init(address=address, **options)
     except ValueError as error:
-        given = {name: options[name] for name in ("num_cpus", "object_store_memory") if name in options}
-        raise PoolError(f"Ray starts no cluster with address={address!r} and {given}: {error}") from error
-    except OSError as error:
+        raise PoolError(f"Ray joins no cluster with address={address!r}: {error}") from error
+    except Exception as error:  # the border to Ray, which raises whatever its client does
         raise PoolError(
-            f"no Ray cluster lets us in at {address!r} ({error.__cause__ or error}): start it with `ray start --head`, "
-            "give the address that it prints, and set RAY_AUTH_MODE and its token alike here and there"
+            f"cannot connect to a Ray cluster at {address!r} ({_in_one_line(error.__cause__ or error)}): start it with "
+            "`ray start --head`, give the address that it prints, and set RAY_AUTH_MODE and its token alike here and "
+            "there"
         ) from error
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]}..."
 
 
 @contextmanager
@@ -109,6 +159,7 @@ def _in_process_groups_of_their_own() -> Iterator[None]:
 
     def start_apart(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
         with shielded():
+            options["env"] = without_quiet(options["env"])
             started.append(start(*arguments, **options, process_group=0))
         return started[-1]
 

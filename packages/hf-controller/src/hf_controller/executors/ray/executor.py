@@ -238,20 +238,23 @@ class RayExecutor(Executor):
                 call.finish()
 
     def close(self) -> None:
-        """End every worker, give all slots back and stop the cluster if it is our own, in a few seconds."""
+        """End every worker, give all slots back and stop the cluster if it is our own, in a few seconds.
+
+        The folder with the cluster's logs goes with it, unless a rank's process was lost or an error is raised.
+        """
         self._close(orderly=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After an exception ranks may hang in a collective, so nobody is asked to finish.
-        orderly = False
+        orderly, keeps_logs = False, kind is None or issubclass(kind, Exception)
         try:
             if kind is None and not self._closed:
                 self._end_calls()
-                orderly = True
+                orderly, keeps_logs = True, False
         finally:
-            self._close(orderly=orderly)
+            self._close(orderly=orderly, keeps_logs=keeps_logs)
 
     def _finish_calls(self) -> None:
         late: set[ResourcePool] = set()
@@ -292,10 +295,12 @@ class RayExecutor(Executor):
         others = f"its other groups stand: {stand}" if stand else "it has no other group and gave its slots back"
         return f"on pool {pool.name!r} was ended: {ended}; {others}. build_groups(...) builds on it again"
 
-    def _close(self, *, orderly: bool) -> None:
+    def _close(self, *, orderly: bool, keeps_logs: bool = False) -> None:
         if self._closed:
             return
         self._closed = True
+        # Errors name the logs of processes that are gone.
+        keeps_logs = keeps_logs or any(process.was_lost for process in self._list_processes())
         with shielded():
             try:
                 self.trace.drain()
@@ -309,7 +314,7 @@ class RayExecutor(Executor):
                 self._host_sets.clear()
                 self._ray_store.close()
                 self._waiter.close()
-                self._cluster.stop()
+                self._cluster.stop(keeps_logs=keeps_logs)
                 self._guard.restore()
 
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> RayCall:

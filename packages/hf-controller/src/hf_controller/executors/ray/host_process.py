@@ -86,6 +86,11 @@ class HostProcess:
         """It is gone, unless Ray says that it may come back: what it was given last stays what it is."""
         self._is_gone = self._is_gone or not isinstance(error, ActorUnavailableError)
 
+    @property
+    def was_lost(self) -> bool:
+        """Whether it was gone before anybody ended it, as far as is known."""
+        return self._is_gone and not self.was_killed
+
     def end(self) -> None:
         """Kill it."""
         self.was_ended, self.was_killed = True, not self._is_gone

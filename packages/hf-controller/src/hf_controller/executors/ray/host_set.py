@@ -15,7 +15,7 @@ from hf_controller.executors.ray.actor import Construction, HostActor, Joining
 from hf_controller.executors.ray.host_process import HostProcess, describe_death, describe_processes
 from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.placement import PlacedPool
-from hf_controller.executors.ray.shipping import PackedRoles
+from hf_controller.executors.ray.shipping import PackedRoles, list_import_path
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.failures import Failure
 from hf_protocols import HybridFlowError, ProtocolError, WorkerTimeoutError
@@ -67,6 +67,7 @@ class HostSet:
         process_group = any(spec.worker.needs_process_group for spec in roles.values())
         construction = Construction(
             specs=packed.specs,
+            import_path=tuple(list_import_path()),
             pool=pool.name,
             device=pool.device,
             slots=pool.slots,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import PathFinder
 from types import ModuleType
@@ -14,7 +16,7 @@ from ray import cloudpickle
 from hf_controller.worker import WorkerSpec
 from hf_protocols import ProtocolError
 
-__all__ = ["PackedRoles", "find_unpicklable", "is_importable_elsewhere", "pack_roles"]
+__all__ = ["PackedRoles", "find_unpicklable", "is_importable_elsewhere", "list_import_path", "pack_roles"]
 
 
 class PackedRoles(NamedTuple):
@@ -71,11 +73,12 @@ def _pickle_specs(roles: Mapping[str, WorkerSpec]) -> bytes:
 
 
 def is_importable_elsewhere(module: ModuleType) -> bool:
-    """Whether the import path leads to this very module, as it would in another process."""
+    """Whether the import path of another process leads to this very module."""
     file = getattr(module, "__file__", None)
     if file is None:
         return module.__name__ in sys.builtin_module_names
-    path, spec = None, None
+    path: Sequence[str] | None = list_import_path()
+    spec = None
     parts = module.__name__.split(".")
     for number in range(1, len(parts) + 1):
         spec = PathFinder.find_spec(".".join(parts[:number]), path)
@@ -83,6 +86,20 @@ def is_importable_elsewhere(module: ModuleType) -> bool:
             return False
         path = spec.submodule_search_locations
     return spec is not None and spec.origin == file
+
+
+def list_import_path() -> list[str]:
+    """This program's import path in the order that workers have.
+
+    What Python puts before its own library, such as the folder of a script, comes last: in a worker a user's file
+    hides no installed module of its name. The variable PYTHONPATH keeps its place, as workers read it themselves.
+    """
+    path = [os.path.abspath(folder) for folder in sys.path]
+    library = os.path.abspath(sysconfig.get_path("stdlib"))
+    border = next((number for number, folder in enumerate(path) if folder == library), 0)
+    everywhere = {os.path.abspath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each}
+    own = [folder for folder in path[:border] if folder not in everywhere and not folder.endswith(".zip")]
+    return list(dict.fromkeys([folder for folder in path if folder not in own] + own))
 
 
 @contextmanager

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import os
+import shutil
+from collections import namedtuple
+from functools import partial
+
+import pytest
+
+from hf_controller import check_local_start, list_local_checks, local_start
+from hf_protocols import ConfigError, read_machine_limits
+
+Usage = namedtuple("Usage", ("total", "used", "free"))
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path, monkeypatch):
+    """A home and a temporary folder that are good, and no limits."""
+    for name in ("RAY_TMPDIR", "TMPDIR", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(local_start, "read_machine_limits", partial(read_machine_limits, tmp_path / "machine"))
+
+
+@pytest.fixture
+def limits(tmp_path):
+    def limit(threads="unlimited", files="unlimited"):
+        folder = tmp_path / "machine" / "proc" / "self"
+        folder.mkdir(parents=True)
+        (folder / "limits").write_text(f"Max processes {threads} {threads} processes\nMax open files 9 {files} files\n")
+        (folder / "status").write_text("Uid:\t1000\t1000\t1000\t1000\nThreads:\t10\n")
+
+    return limit
+
+
+def refusal(num_ranks=1):
+    with pytest.raises(ConfigError, match="a local Ray cluster cannot start here: ") as caught:
+        check_local_start(num_ranks)
+    return str(caught.value)
+
+
+def test_local_start_is_allowed_on_a_good_machine(tmp_path):
+    before = sorted(tmp_path.rglob("*"))
+    check_local_start(64)
+    assert not any(check.is_fatal for check in list_local_checks())
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+def test_local_start_refuses_a_long_temporary_folder(tmp_path, monkeypatch, variable):
+    session = f"/ray/session_2026-11-25_03-48-44_300321_{os.getpid()}/sockets/plasma_store"
+    room = 107 - len(session)
+    fits = "/tmp/" + "a" * (room - 5)
+    monkeypatch.setenv(variable, fits)
+    check_local_start()
+    monkeypatch.setenv(variable, f"{fits}a")
+    text = refusal()
+    assert f"{variable}='/tmp/aaa" in text
+    assert f"{room + 1} bytes long, Ray's sockets leave at most {room}. Set RAY_TMPDIR to a shorter folder" in text
+    monkeypatch.setenv(variable, "/tmp/" + "ä" * (room // 2 - 2))  # two bytes each
+    assert "bytes long" in refusal()
+
+
+def test_local_start_takes_ray_tmpdir_before_tmpdir(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/proc")
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    check_local_start()
+    monkeypatch.setenv("RAY_TMPDIR", "")  # as good as none
+    assert "TMPDIR='/proc'" in refusal()
+
+
+@pytest.mark.parametrize("where", ["", "ray", "absent/deeper"])
+def test_local_start_refuses_a_file_as_temporary_folder(tmp_path, monkeypatch, where):
+    shallow = tmp_path.parent.parent / f"t{os.getpid()}"
+    shallow.mkdir()
+    try:
+        (shallow / "file").write_text("")
+        (shallow / "ray").write_text("")
+        given = {"": shallow / "file", "ray": shallow, "absent/deeper": shallow / "file" / "deeper"}[where]
+        monkeypatch.setenv("RAY_TMPDIR", str(given))
+        text = refusal()
+        assert f"RAY_TMPDIR='{given}'" in text
+        assert "is not a folder. Set RAY_TMPDIR to a folder of yours" in text
+    finally:
+        shutil.rmtree(shallow)
+
+
+def test_local_start_refuses_a_closed_temporary_folder(monkeypatch):
+    monkeypatch.setenv("TMPDIR", "/proc")  # closed to everybody, whoever runs this test
+    text = refusal()
+    assert "TMPDIR='/proc': Ray keeps its sockets and logs there, and /proc cannot be written to: No such" in text
+
+
+@pytest.mark.parametrize(("given", "meant"), [("~/t", "{home}/t"), ("t", "{cwd}/t")])
+def test_local_start_makes_the_temporary_folder_a_whole_path(monkeypatch, given, meant):
+    monkeypatch.setenv("RAY_TMPDIR", given)
+    assert local_start.find_temp_dir() == (meant.format(home=os.environ["HOME"], cwd=os.getcwd()), "RAY_TMPDIR")
+
+
+def test_local_start_needs_a_home_for_its_token(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/proc")
+    assert "HOME='/proc': Ray keeps its token there, and /proc cannot be written to" in refusal()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
+    check_local_start()
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    check_local_start()
+
+
+def test_local_start_takes_a_token_that_is_there(tmp_path, monkeypatch):
+    token = tmp_path / "home" / ".ray" / "auth_token"
+    token.mkdir(parents=True)
+    assert f"{token} cannot be read: Is a directory" in refusal()
+    token.rmdir()
+    token.write_text("word")
+    monkeypatch.setattr(local_start.tempfile, "TemporaryDirectory", None)  # nothing is tried in the home
+    assert local_start._check_home().remedy == ""
+
+
+def test_local_start_refuses_a_user_without_a_home(monkeypatch):
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert "HOME: not set, and this user has no home" in refusal()
+
+
+@pytest.mark.parametrize(("threads", "num_ranks", "is_enough"), [(150, 1, False), (220, 1, True), (220, 4, False)])
+def test_local_start_counts_threads(limits, threads, num_ranks, is_enough):
+    limits(threads=threads)
+    if is_enough:
+        check_local_start(num_ranks)
+    else:
+        text = refusal(num_ranks)
+        assert f"threads: {threads} more of {threads} may start here, Ray and {num_ranks} rank" in text
+        assert "Raise ulimit -u" in text
+
+
+@pytest.mark.parametrize(("files", "is_enough"), [(40, False), (64, True)])
+def test_local_start_counts_open_files(limits, files, is_enough):
+    limits(files=files)
+    if is_enough:
+        check_local_start()
+    else:
+        assert "open files: at most 40 of each process, a process of Ray opens about 56. Raise ulimit -n" in refusal()
+
+
+def test_local_start_goes_on_with_little_shared_memory(monkeypatch):
+    monkeypatch.setattr(local_start.shutil, "disk_usage", lambda path: Usage(64 << 20, 0, 64 << 20))
+    check_local_start()
+    (check,) = [check for check in list_local_checks() if check.name == "/dev/shm"]
+    assert "--shm-size=2g" in check.remedy
