@@ -5,12 +5,11 @@ import io
 import subprocess
 import sys
 
-import pytest
 from rich.console import Console
 
 from hf_algorithms import doctor
 from hf_algorithms.doctor import Check, collect_checks, render_checks
-from hf_protocols.errors import BackendUnavailableError
+from hf_protocols import BackendUnavailableError, MachineLimits
 
 
 def _render(checks, width=100):
@@ -22,7 +21,8 @@ def _render(checks, width=100):
 def test_this_machine_is_described():
     checks = {(check.section, check.name): check for check in collect_checks()}
     names = {name for _, name in checks}
-    assert {"hf-protocols", "hf-algorithms", "python", "torch", "ray", "transformers", "cores", "memory"} <= names
+    assert {"hf-protocols", "hf-algorithms", "python", "torch", "ray", "transformers"} <= names
+    assert {"cores", "memory", "threads"} <= names
     assert checks["Libraries", "torch"].found == importlib.metadata.version("torch")
     assert checks["HybridFlow", "hf-engine"].status == "ok"
     assert "Training backends" in {section for section, _ in checks}
@@ -63,11 +63,30 @@ def test_a_missing_backend_is_a_problem_only_if_no_other_is_there():
     assert [check.status for check in doctor._check_kind("Training backends", [], load)] == ["problem"]
 
 
-@pytest.mark.parametrize(("content", "limit"), [("max\n", None), ("1073741824\n", 1 << 30)])
-def test_a_containers_limit_is_read(tmp_path, content, limit):
-    (tmp_path / "memory.max").write_text(content)
-    assert doctor._cgroup_limit_bytes(tmp_path / "memory.max") == limit
-    assert doctor._cgroup_limit_bytes(tmp_path / "absent") is None
+def test_limits_of_the_container_are_shown(monkeypatch):
+    limits = MachineLimits(
+        memory_bytes=3 << 30,
+        available_memory_bytes=2 << 30,
+        num_cpus=1,
+        max_threads=150,
+        available_threads=120,
+        max_open_files=32,
+    )
+    monkeypatch.setattr(doctor, "read_machine_limits", lambda: limits)
+    monkeypatch.setattr("hf_controller.local_start.read_machine_limits", lambda: limits)
+    checks = {check.name: check for check in [*doctor._check_machine(), *doctor._check_local_cluster()]}
+    assert (checks["memory"].status, checks["memory"].found) == ("note", "2.0 GiB of 3.0 GiB free")
+    assert (checks["cores"].status, checks["cores"].found) == ("note", "1")
+    assert (checks["threads"].status, checks["open files"].status) == ("problem", "problem")
+    assert "120 more of 150" in checks["threads"].found
+    assert {"temporary folder", "home folder", "/dev/shm"} <= checks.keys()
+    assert _render(list(checks.values()))[0] == 1
+
+
+def test_a_closed_temporary_folder_is_a_problem(monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", "/proc")
+    (check,) = [check for check in doctor._check_local_cluster() if check.status == "problem"]
+    assert check.name == "RAY_TMPDIR='/proc'"
 
 
 def test_words_are_printed_as_they_are():

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from hf_protocols.errors import BackendError
+from hf_protocols import BackendError, MachineLimits, read_machine_limits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,8 +21,9 @@ Status = Literal["ok", "note", "problem"]
 _OUR_PACKAGES = ("hf-protocols", "hf-mapper", "hf-engine", "hf-controller", "hf-algorithms")
 _LIBRARIES = ("torch", "tensordict", "transformers", "ray")
 _OLDEST_PYTHON = (3, 11)
+_USUAL_RANKS = 4
+"""Processes of a run on two devices: two of models, one each for rewards and advantages."""
 _GIB = 1 << 30
-_SMALLEST_SHM_BYTES = _GIB
 _SMALLEST_MEMORY_BYTES = 4 * _GIB
 
 
@@ -50,7 +48,8 @@ class Check:
 
 def collect_checks() -> list[Check]:
     """Look at packages, libraries, the machine and the backends. This imports torch and every installed backend."""
-    return [*_check_packages(), *_check_libraries(), *_check_machine(), *_check_devices(), *_check_backends()]
+    machine = [*_check_machine(), *_check_devices(), *_check_local_cluster()]
+    return [*_check_packages(), *_check_libraries(), *machine, *_check_backends()]
 
 
 def render_checks(checks: Sequence[Check], console: Console) -> int:
@@ -109,37 +108,25 @@ def _check_libraries() -> Iterator[Check]:
 
 def _check_machine() -> Iterator[Check]:
     section = "Machine"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    few = "" if cores > 1 else "Two ranks share one core; everything works, slowly"
-    yield Check(section=section, name="cores", status="note" if few else "ok", found=str(cores), remedy=few)
-    yield _check_memory(section)
-    if Path("/dev/shm").is_dir():
-        shm = shutil.disk_usage("/dev/shm")
-        small = shm.free < _SMALLEST_SHM_BYTES
-        remedy = "Ray keeps batches there: give a container --shm-size=2g" if small else ""
-        found = f"{_gib(shm.free)} of {_gib(shm.total)} free"
-        yield Check(section=section, name="/dev/shm", status="note" if small else "ok", found=found, remedy=remedy)
+    limits = read_machine_limits()
+    few = "" if limits.num_cpus > 1 else "Two ranks share one core; everything works, slowly"
+    yield Check(section=section, name="cores", status="note" if few else "ok", found=str(limits.num_cpus), remedy=few)
+    yield _check_memory(section, limits)
 
 
-def _check_memory(section: str) -> Check:
-    import psutil
-
-    memory = psutil.virtual_memory()
-    limit = _cgroup_limit_bytes()
-    free = memory.available if limit is None else min(memory.available, limit)
-    found = f"{_gib(memory.available)} of {_gib(memory.total)} free"
-    found += f", this container may use {_gib(limit)}" if limit is not None and limit < memory.total else ""
-    small = free < _SMALLEST_MEMORY_BYTES
+def _check_memory(section: str, limits: MachineLimits) -> Check:
+    found = f"{_gib(limits.available_memory_bytes)} of {_gib(limits.memory_bytes)} free"
+    small = limits.available_memory_bytes < _SMALLEST_MEMORY_BYTES
     remedy = f"Two ranks and Ray want {_gib(_SMALLEST_MEMORY_BYTES)}" if small else ""
     return Check(section=section, name="memory", status="note" if small else "ok", found=found, remedy=remedy)
 
 
-def _cgroup_limit_bytes(file: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
-    try:
-        text = file.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+def _check_local_cluster() -> Iterator[Check]:
+    from hf_controller import list_local_checks
+
+    for check in list_local_checks(_USUAL_RANKS):
+        status: Status = "problem" if check.is_fatal else "note" if check.remedy else "ok"
+        yield Check(section="Local Ray cluster", name=check.name, status=status, found=check.found, remedy=check.remedy)
 
 
 def _check_devices() -> Iterator[Check]:

@@ -26,7 +26,7 @@ from hf_algorithms.rewards import load_function
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.workers import ROLE_WORKERS
-from hf_controller import Executor, InProcessExecutor, RayExecutor, WorkerSpec, build_pools
+from hf_controller import Executor, InProcessExecutor, RayExecutor, WorkerSpec, build_pools, check_local_start
 from hf_engine import SamplingParams, TrainConfig
 from hf_protocols import MappingPlan, ParallelSpec, Topology, merge_metrics
 
@@ -115,6 +115,8 @@ def _prepare(config: Config, directory: RunDirectory, plan: MappingPlan | None) 
         inputs = load_inputs(config, Path(trial))
         plan = plan or plan_run(config, inputs)
         check_plan(config, plan)
+        if config.run.executor == "ray" and config.cluster.address == "local":
+            check_local_start(sum(pool.num_slots for pool in plan.pools))
         directory.begin()
         if inputs.model.tokenizer_path == trial:
             with directory.replacing("initial_model") as folder:

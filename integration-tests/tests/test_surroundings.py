@@ -1,0 +1,79 @@
+"""What surrounds a run: other modules in the user's folder, signals, and Ray's temporary folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from small_runs import Outcome, read_metrics
+
+NAMESAKES = ("tokenizers", "profile", "torch", "random", "secrets", "types", "safetensors", "numpy", "aiohttp", "yaml")
+REWARD = """
+import random
+
+def score(prompts, responses, answers):
+    import my_sibling
+    return my_sibling.score(responses)
+"""
+SIBLING = """
+def score(responses):
+    return [len(response) / 5 for response in responses]
+"""
+ENDING = """
+import os, signal
+
+calls = 0
+
+def score(prompts, responses, answers):
+    global calls
+    calls += 1
+    if calls == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [len(response) / 5 for response in responses]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_namesakes_beside_a_run_do_not_reach_its_workers(small_config: Path) -> None:
+    """Neither its own program nor Ray's agents: they lie beside the configuration, in the working directory."""
+    folder = small_config.parent
+    for name in NAMESAKES:
+        (folder / f"{name}.py").write_text(f"raise RuntimeError('the {name} of the user')\n")
+    (folder / "evaluate.py").write_text(REWARD)
+    (folder / "my_sibling.py").write_text(SIBLING)
+    overrides = {"run.executor": "ray", "run.iterations": 1, "reward.function": "evaluate:score"}
+    command = [str(Path(sys.executable).with_name("hybridflow")), "train", small_config.name]
+    words = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]
+    ended = subprocess.run([*command, *words], cwd=folder, capture_output=True, text=True, timeout=250, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert len(read_metrics(folder / "run")) == 1
+    assert ended.stderr == ""
+
+
+def test_sigterm_ends_a_run_in_process_quietly(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
+    (small_config.parent / "ending.py").write_text(ENDING)
+    ended = hybridflow("train", small_config, "--set", "reward.function=ending:score", "--set", "run.iterations=50")
+    assert ended.exit_code == 143
+    assert ended.errors == ""
+    summary = json.loads((small_config.parent / "run" / "summary.json").read_text())
+    assert summary["stopped"] == "SystemExit: 143"
+    assert summary["iterations"] == len(read_metrics(small_config.parent / "run")) == 2
+
+
+@pytest.mark.parametrize("given", ["/proc", "/tmp/" + "a" * 80])
+def test_a_folder_without_room_for_ray_is_refused_at_first(
+    small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", given)
+    ended = hybridflow("train", small_config, "--set", "run.executor=ray")
+    assert ended.exit_code == 2
+    assert ended.errors.startswith(f"Error: a local Ray cluster cannot start here: RAY_TMPDIR='{given[:50]}")
+    assert len(ended.errors.splitlines()) == 1
+    assert not os.path.exists(small_config.parent / "run" / "config.toml")
