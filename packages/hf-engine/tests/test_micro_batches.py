@@ -187,3 +187,30 @@ def test_rows_of_a_view_with_holes_are_read_where_they_lie():
     (micro_batch,) = sequences.micro_batches(100)
     result = sequences.jagged([(micro_batch, micro_batch.response_ids.float())])
     assert [row.tolist() for row in result.unbind()] == [[2.0, 3.0, 4.0], [], [15.0, 16.0]]
+
+
+def test_a_loss_sees_the_batchs_own_mask_with_its_holes():
+    batch = batch_of_three()
+    batch["response_mask"] = jagged([[1], [1, 0, 1], [0, 0]])
+    sequences = SequenceBatch(batch)
+    seen = {}
+    for micro_batch in sequences.micro_batches(8):
+        mask = sequences.padded_columns(micro_batch)["response_mask"]
+        assert mask.dtype == torch.bool
+        assert mask.shape == micro_batch.response_mask.shape
+        seen |= {int(row): each.nonzero().flatten().tolist() for row, each in zip(micro_batch.rows, mask, strict=True)}
+    assert seen == {0: [0], 1: [0, 2], 2: []}
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        (jagged([[1], [1, 1], [1, 1]]), "row 1 of 'response_mask' has 2 values for 3 response tokens"),
+        (torch.ones(3, 3), r"the column 'response_mask' is of shape \(3, 3\): give it jagged"),
+    ],
+)
+def test_a_mask_that_is_not_aligned_is_refused(mask, says):
+    batch = batch_of_three()
+    batch["response_mask"] = mask
+    with pytest.raises(BatchError, match=says):
+        SequenceBatch(batch)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import pickle
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
+from tensordict import TensorDict
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.backends import _offload
+from hf_engine.sample_proof import SampleProof
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, select_rows
 from hf_engine.testing._packed import PackedEngine
@@ -316,3 +321,25 @@ def test_a_rank_that_dies_before_the_samples_are_scored_is_an_error(tmp_path):
     with LocalRanks(2, timeout_s=20) as ranks, pytest.raises(RuntimeError, match="the process of rank 1 died"):
         ranks.run(lose_a_rank, model, told)
     assert told.exists()
+
+
+def test_tokens_that_nobody_drew_are_not_scored():
+    """A rollout backend with tools: the tool's tokens have no log-probs."""
+    lengths = torch.arange(1, 5)
+    offsets = torch.tensor([0, 1, 3, 6, 10])
+    logprobs = torch.linspace(-3, -1, 10)
+    mask = torch.arange(10) % 3 != 1
+    column = partial(torch.nested.nested_tensor_from_jagged, offsets=offsets)
+    reported = logprobs.masked_fill(~mask, torch.nan)
+    responses = TensorDict(
+        {"response_ids": column(torch.arange(10)), "rollout_logprobs": column(reported), "response_mask": column(mask)},
+        batch_size=[len(lengths)],
+    )
+    train = SimpleNamespace(compute_dtype="float32", weight_changes=0)
+    train.compute_logprobs = lambda batch, **given: {"logprobs": column(logprobs[batch["response_ids"].values()])}
+    proof = SampleProof(train, Topology(ParallelSpec()), ["float32"])
+    prompts = TensorDict({"prompt_ids": column(torch.arange(10))}, batch_size=[len(lengths)])
+    proof.note(prompts, responses, GREEDY)
+    assert proof._refuse(proof._samples) is None
+    train.compute_logprobs = lambda batch, **given: {"logprobs": column(logprobs.flip(0))}
+    assert WRONG in str(proof._refuse(proof._samples))

@@ -35,6 +35,8 @@ class _Sample:
     """Token ids [T]."""
     logprobs: torch.Tensor
     """The sampler's, [T]."""
+    is_sampled: torch.Tensor
+    """bool [T]; False on tokens that the sampler was given, such as a tool's answer."""
     temperature: float
 
 
@@ -70,11 +72,11 @@ class SampleProof:
         if self._samples or not len(responses) or not self.is_pending:
             return
         prompts = Ragged(batch["prompt_ids"])
-        ids, logprobs = Ragged(responses["response_ids"]), Ragged(responses["rollout_logprobs"])
+        columns = [Ragged(responses[name]) for name in ("response_ids", "rollout_logprobs", "response_mask")]
         per_prompt = len(responses) // len(batch)
         for row in prompts.lengths.argsort(stable=True)[:_NUM_ROWS].tolist():
-            tokens, scores = (_first_of(column, row * per_prompt, _NUM_TOKENS) for column in (ids, logprobs))
-            self._samples.append(_Sample(_first_of(prompts, row), tokens, scores, sampling.temperature))
+            tokens, scores, mask = (_first_of(column, row * per_prompt, _NUM_TOKENS) for column in columns)
+            self._samples.append(_Sample(_first_of(prompts, row), tokens, scores, mask.bool(), sampling.temperature))
 
     @lost_peers_are_errors("generation()")
     def check(self) -> None:
@@ -115,13 +117,14 @@ class SampleProof:
         columns = {"prompt_ids": _jagged([one.prompt for one in samples])}
         columns["response_ids"] = _jagged([one.response for one in samples])
         batch = TensorDict(columns, batch_size=[len(samples)])
-        temperature, sampled = samples[0].temperature, torch.cat([one.logprobs for one in samples])
-        found = self._train.compute_logprobs(batch, temperature=temperature)["logprobs"]
+        temperature, sampled = samples[0].temperature, torch.cat([one.logprobs[one.is_sampled] for one in samples])
+        found = self._train.compute_logprobs(batch, temperature=temperature)["logprobs"].values().cpu()
+        found = found[torch.cat([one.is_sampled for one in samples])]
         # Logits differ by rounding, which the temperature divides; the mean of a few is less sure than that of many.
         mean, largest = (bound / min(1.0, temperature) for bound in LOGPROB_BOUNDS[self._dtype])
-        bounds = (mean * max(1.0, _NUM_TOKENS / len(sampled)), largest)
+        bounds = (mean * max(1.0, _NUM_TOKENS / max(1, len(sampled))), largest)
         try:
-            check_logprobs(sampled, found.values().cpu(), dtype=self._dtype, bounds=bounds)
+            check_logprobs(sampled, found, dtype=self._dtype, bounds=bounds)
         except ReshardError as error:
             return error
         return None

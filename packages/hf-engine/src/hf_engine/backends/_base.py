@@ -264,9 +264,10 @@ class TrainBackend(Protocol):
             loss_fn: `loss_fn(outputs, micro_batch) -> (loss_sum, metrics)`. Both are padded to [b, T] over the
                 response tokens: outputs hold `logprobs` (and `entropy`), or `values` for a value head; the
                 micro-batch holds every jagged column of the batch padded with 0 (False), dense columns as they are,
-                and `response_mask`. `loss_sum` is a tensor of one number, a metric a pair of numbers (or tensors of
+                and `response_mask`, bool: the batch's own, which may be False between tokens that count, else True on
+                all response tokens. `loss_sum` is a tensor of one number, a metric a pair of numbers (or tensors of
                 one), `(sum, count)`, under any name but those that the step adds.
-            denominator: global, the same on every rank, such as the response tokens of all ranks.
+            denominator: global, the same on every rank, such as the tokens that count on all ranks.
             temperature: divides the logits; give the sampler's.
             entropy: adds `entropy` to the outputs.
 

@@ -30,7 +30,7 @@ class MicroBatch:
     attention_mask: torch.Tensor
     """bool [b, P + T]."""
     response_mask: torch.Tensor
-    """bool [b, T]."""
+    """bool [b, T], True on response tokens and False on their padding, whatever a loss counts of them."""
 
     @property
     def response_ids(self) -> torch.Tensor:
@@ -64,11 +64,13 @@ class SequenceBatch:
     """A batch of prompts and responses, cut into micro-batches.
 
     Args:
-        batch: has the columns `prompt_ids` and `response_ids`.
+        batch: has the columns `prompt_ids` and `response_ids`; `response_mask` is False on response tokens that a loss
+            leaves out, such as a tool's answer, and absent where it counts all of them.
         vocab_size: of the model that they are for.
 
     Raises:
-        BatchError: for a missing column, or one that does not hold token ids of the model, row by row.
+        BatchError: for a missing column, one that does not hold token ids of the model, row by row, or a mask that is
+            not aligned with the responses.
     """
 
     def __init__(self, batch: TensorDict, vocab_size: int | None = None) -> None:
@@ -76,6 +78,8 @@ class SequenceBatch:
         self._batch = batch
         self._prompts = read_ids(batch, "prompt_ids", vocab_size)
         self._responses = read_ids(batch, "response_ids", vocab_size)
+        if "response_mask" in batch:
+            _check_mask(batch["response_mask"], self._responses.lengths)
 
     def micro_batches(self, max_tokens: int) -> list[MicroBatch]:
         """Every row in one micro-batch of at most `max_tokens` tokens, padding included.
@@ -102,6 +106,8 @@ class SequenceBatch:
     def padded_columns(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         """What a loss reads: jagged columns padded with zeros on the right, dense ones as they are, by name.
 
+        `response_mask` is True on the response tokens that count: the batch's own mask, or all of them.
+
         Raises:
             BatchError: for a column that is no tensor, or nested in another layout than the jagged one.
         """
@@ -121,7 +127,7 @@ class SequenceBatch:
                 columns[name] = ragged.pad_right(micro_batch.rows, width)[0]
             else:
                 columns[name] = column[micro_batch.rows]
-        return columns | {"response_mask": micro_batch.response_mask}
+        return columns | {"response_mask": columns.get("response_mask", micro_batch.response_mask).bool()}
 
     def jagged(self, parts: Sequence[tuple[MicroBatch, torch.Tensor]]) -> torch.Tensor:
         """Puts per-token results [b, T] of all micro-batches back as one column aligned with `response_ids`."""
@@ -143,6 +149,22 @@ class SequenceBatch:
             input_ids=torch.cat([prompt_ids, response_ids], dim=1),
             attention_mask=torch.cat([prompt_mask, response_mask], dim=1),
             response_mask=response_mask,
+        )
+
+
+def _check_mask(column: object, lengths: torch.Tensor) -> None:
+    """A mask that is not one value for each response token would hide the wrong ones."""
+    if not isinstance(column, torch.Tensor) or not column.is_nested or column.layout != torch.jagged:
+        what = f"a {type(column).__name__}"
+        if isinstance(column, torch.Tensor) and not column.is_nested:
+            what = f"of shape {tuple(column.shape)}"
+        raise BatchError(f"the column 'response_mask' is {what}: give it jagged, one value for each response token")
+    given = Ragged(column).lengths
+    if differing := (given != lengths).nonzero().flatten().tolist():
+        row = differing[0]
+        raise BatchError(
+            f"row {row} of 'response_mask' has {int(given[row])} values for {int(lengths[row])} response tokens: give "
+            "one value for each response token"
         )
 
 

@@ -10,7 +10,15 @@ import torch
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["build_batch", "build_prompts", "greedy_response", "reference_outputs", "rows_of", "select_rows"]
+__all__ = [
+    "build_batch",
+    "build_prompts",
+    "greedy_response",
+    "leave_tokens_out",
+    "reference_outputs",
+    "rows_of",
+    "select_rows",
+]
 
 
 def build_prompts(num_rows: int, *, vocab_size: int, max_length: int = 7, seed: int = 0) -> TensorDict:
@@ -32,6 +40,15 @@ def build_batch(num_rows: int, *, vocab_size: int, seed: int = 0) -> TensorDict:
     batch["response_ids"] = _jagged([torch.randint(0, vocab_size, (int(n),), generator=generator) for n in lengths])
     batch["response_mask"] = _jagged([torch.ones(int(n), dtype=torch.bool) for n in lengths])
     batch["targets"] = _jagged([torch.randn(int(n), generator=generator) for n in lengths])
+    return batch
+
+
+def leave_tokens_out(batch: TensorDict) -> TensorDict:
+    """The same rows, where the mask is False on the last token of every second response: a loss leaves it out."""
+    masks = rows_of(batch["response_mask"])
+    batch["response_mask"] = _jagged(
+        [torch.cat([mask[:-1], mask[-1:] & (row % 2 == 0)]) for row, mask in enumerate(masks)]
+    )
     return batch
 
 

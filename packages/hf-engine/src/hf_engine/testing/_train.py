@@ -18,7 +18,7 @@ from hf_engine.process_groups import local_device
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import replicated_layout
 from hf_engine.resharding.plan import plan_reshard
-from hf_engine.testing._cases import build_batch, reference_outputs, rows_of, select_rows
+from hf_engine.testing._cases import build_batch, leave_tokens_out, reference_outputs, rows_of, select_rows
 from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.standard import THREE_D
 from hf_protocols.topology import Topology
@@ -77,7 +77,8 @@ def check_train_backend(
     Raises:
         AssertionError: naming the law and the difference.
     """
-    laws = _Laws(reference, topology, head, config, tolerance, build_batch(num_rows, vocab_size=vocab_size))
+    batch = leave_tokens_out(build_batch(num_rows, vocab_size=vocab_size))
+    laws = _Laws(reference, topology, head, config, tolerance, batch)
     backend = build(config)
     laws.check_scores(backend, "as built")
     laws.check_refusal(backend)
@@ -238,14 +239,15 @@ class _Laws:
         return per_token.masked_fill(~mask, 0.0).sum(), {"tokens": (float(mask.sum()), 1.0)}
 
     def _reference_step(self, reference: torch.nn.Module, optimizer: torch.optim.AdamW, rate: float) -> float:
-        columns = (rows_of(self._batch[name]) for name in ("prompt_ids", "response_ids", "targets"))
+        columns = (rows_of(self._batch[name]) for name in ("prompt_ids", "response_ids", "targets", "response_mask"))
         loss = torch.zeros(())
-        for prompt, response, targets in zip(*columns, strict=True):
+        for prompt, response, targets, mask in zip(*columns, strict=True):
             outputs = reference_outputs(reference, prompt, response)
             if self._head == "value":
-                loss = loss + ((outputs[:, 0] - targets) ** 2).sum()
+                loss = loss + ((outputs[:, 0] - targets)[mask] ** 2).sum()
             else:
-                loss = loss - (targets * outputs.log_softmax(-1).gather(-1, response[:, None])[:, 0]).sum()
+                logprobs = outputs.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+                loss = loss - (targets * logprobs)[mask].sum()
         optimizer.zero_grad()
         torch.autograd.backward(loss / self._num_tokens)
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), self._config.max_grad_norm)
