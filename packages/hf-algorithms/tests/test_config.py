@@ -256,14 +256,32 @@ def test_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:
     [
         ("run.itertions", "run.iterations"),
         ("rollout.learning_rate", "warm_start.learning_rate"),
-        ("algorithm.clip", "algorithm.clip_range"),
+        ("algorithm.clip_rang", "algorithm.clip_range"),
         ("rolout", "rollout"),
+        ("seed", "run.seed"),
+        ("RUN", "run"),
+        ("run.Seed", "run.seed"),
+        ("training.max_grad_norm", "optimizer.max_grad_norm"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_known_one(key: str, nearest: str) -> None:
     section, _, name = key.partition(".")
     with pytest.raises(ConfigError, match=f"unknown key '{key}': did you mean '{nearest}'"):
         parse_config({**MINIMAL, section: {name: 1}})
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("run.resume", r"unknown key 'run.resume'. \[run\] has output_dir, seed, iterations, eval_every, executor$"),
+        ("algorithm.lr", r"unknown key 'algorithm.lr'. \[algorithm\] has name, kl_coefficient, "),
+        ("wandb", r"unknown key 'wandb'. The sections are run, data, model, "),
+    ],
+)
+def test_a_key_far_from_all_gets_no_misleading_hint(key: str, says: str) -> None:
+    section, _, name = key.partition(".")
+    with pytest.raises(ConfigError, match=says):
+        parse_config({**MINIMAL, section: {name: 1} if name else 1})
 
 
 @pytest.mark.parametrize(

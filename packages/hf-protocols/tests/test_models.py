@@ -162,8 +162,9 @@ def test_experts_have_their_own_width() -> None:
 def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"model preset 'llama-2-7B' is unknown; near it: llama-2-7b"):
         ModelShape.preset("llama-2-7B")
-    with pytest.raises(ConfigError, match="codellama-34b"):
-        ModelShape.preset("")
+    for name in ("", "resnet-50"):
+        with pytest.raises(ConfigError, match=f"'{name}' is unknown; known: .*codellama-34b"):
+            ModelShape.preset(name)
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:

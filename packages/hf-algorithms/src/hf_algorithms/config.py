@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from hf_algorithms.recipes import AlgorithmConfig, PPOConfig
 from hf_protocols import ConfigError
 from hf_protocols.arguments import shorten, show
 from hf_protocols.paths import expand_path
+from hf_protocols.similar_names import find_similar
 from hf_protocols.toml import find_unwritable, format_toml_value, parse_toml, read_toml
 
 __all__ = [
@@ -80,6 +80,11 @@ class DataConfig(_Section):
     """Name of the field that holds the reference answer."""
     max_eval_rows: Count = 500
     """Rows of validation and test that are used, from the first."""
+
+    def path_of(self, rows: str) -> str:
+        """The file of ``train``, ``validation`` or ``test``."""
+        paths = {"train": self.train, "validation": self.validation, "test": self.test or self.validation}
+        return paths[rows] or self.train
 
 
 class ModelConfig(_Section):
@@ -242,7 +247,7 @@ def parse_config(body: Mapping[str, Any]) -> Config:
     """
     unknown = [key for key in _flatten(body) if key not in config_keys()]
     if unknown:
-        raise ConfigError("\n".join(f"unknown key {show(key)}{_nearest(key)}" for key in unknown))
+        raise ConfigError("\n".join(f"unknown key {show(key)}{_hint(key)}" for key in unknown))
     unwritable = find_unwritable(_without_none(body))
     if unwritable is not None:
         key, value, reason = unwritable
@@ -305,13 +310,15 @@ def _flatten(body: Mapping[str, Any]) -> Iterator[str]:
             yield section
 
 
-def _nearest(key: str) -> str:
-    known = config_keys() if "." in key else tuple(Config.model_fields)
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    if "." in key:
-        section, name = key.split(".", 1)
-        siblings = {k.split(".", 1)[1]: k for k in config_keys() if k.startswith(f"{section}.")}
-        anywhere = {k.split(".", 1)[1]: k for k in config_keys()}
-        close = difflib.get_close_matches(name, siblings, n=1) or difflib.get_close_matches(name, anywhere, n=1)
-        near = [{**anywhere, **siblings}[close[0]]] if close else near
-    return f": did you mean {near[0]!r}?" if near else ""
+def _hint(key: str) -> str:
+    """What an unknown key may have meant: a key of its section, or of another one; else what there is."""
+    section, dot, name = key.partition(".")
+    near: dict[str, str] = {}
+    elsewhere: dict[str, str] = {}
+    for known in (*Config.model_fields, *config_keys()):
+        table = near if known.startswith(f"{section}.") or not (dot or "." in known) else elsewhere
+        table.setdefault(known.rpartition(".")[2], known)
+    for names in (near, elsewhere):
+        if similar := find_similar(name or section, names):
+            return f": did you mean {names[similar[0]]!r}?"
+    return f". {f'[{section}] has' if dot else 'The sections are'} {', '.join(near)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -23,6 +22,7 @@ from hf_protocols import (
     Topology,
     read_machine_limits,
 )
+from hf_protocols.similar_names import find_similar
 
 if TYPE_CHECKING:
     from hf_algorithms.config import ClusterConfig, Config, RolloutConfig
@@ -76,7 +76,7 @@ def check_rollout_options(rollout: RolloutConfig) -> None:
     known = [name for name in inspect.signature(build).parameters if name not in ("model", "topology", "seed")]
     for name, value in rollout.options.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = find_similar(name, known)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
             raise ConfigError(f"rollout.options.{name}: backend {rollout.backend!r} has no such option; {hint}")
         try:

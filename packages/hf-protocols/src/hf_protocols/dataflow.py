@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
 from hf_protocols.arguments import check_all, check_columns, check_kind, check_name
 from hf_protocols.errors import ConfigError
+from hf_protocols.similar_names import find_similar
 
 __all__ = ["CallKind", "Dataflow", "ModelCall"]
 
@@ -86,7 +86,7 @@ class Dataflow:
         """
         check_kind(ConfigError, "dataflow preset", name, str, f"one of {', '.join(_PRESETS)}")
         if name not in _PRESETS:
-            near = difflib.get_close_matches(name, _PRESETS, cutoff=0.3) or list(_PRESETS)
+            near = find_similar(name, _PRESETS, most=3) or list(_PRESETS)
             raise ConfigError(f"dataflow preset {name!r} is unknown: give {' or '.join(near)}")
         return cls(name=name, calls=_PRESETS[name])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from hf_protocols._json import parse_json
 from hf_protocols._presets import PRESETS
 from hf_protocols.arguments import check_count, check_kind, check_name, show
 from hf_protocols.errors import ConfigError
+from hf_protocols.similar_names import find_similar
 
 __all__ = ["ModelShape"]
 
@@ -115,8 +115,9 @@ class ModelShape:
         """
         check_kind(ConfigError, "model preset", name, str, "a name, such as 'llama-2-7b'")
         if name not in PRESETS:
-            near = difflib.get_close_matches(name, PRESETS, n=3, cutoff=0.4) or sorted(PRESETS)
-            raise ConfigError(f"model preset {name!r} is unknown; near it: {', '.join(near)}")
+            near = find_similar(name, PRESETS, most=3)
+            hint = f"near it: {', '.join(near)}" if near else f"known: {', '.join(sorted(PRESETS))}"
+            raise ConfigError(f"model preset {name!r} is unknown; {hint}")
         return replace(cls.from_config(PRESETS[name]), name=name)
 
     @classmethod

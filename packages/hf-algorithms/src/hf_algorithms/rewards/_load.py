@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import pkgutil
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from hf_protocols.errors import ConfigError
+from hf_protocols.similar_names import find_similar
 
 __all__ = ["load_function"]
 
@@ -178,7 +178,6 @@ def _public_functions(module: ModuleType) -> list[str]:
 
 def _nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(set(known))
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
+    if close := find_similar(name, names):
         return f"Did you mean {close[0]}?"
     return f"There are {', '.join(names)}" if names else "There are none"

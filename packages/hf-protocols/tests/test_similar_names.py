@@ -1,0 +1,40 @@
+"""Hints for misspelled names."""
+
+from __future__ import annotations
+
+from difflib import SequenceMatcher
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_protocols.similar_names import find_similar
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "similar"),
+    [
+        ("itertions", ["iterations", "seed"], ["iterations"]),
+        ("SEED", ["iterations", "seed"], ["seed"]),
+        ("resume", ["seed", "output_dir", "executor"], []),
+        ("a100", ["h100", "a100-40", "a100-80"], ["a100-40", "a100-80", "h100"]),
+        ("abc", ["ab"], ["ab"]),
+        ("abcde", ["abcfg"], []),  # 0.6 itself is not above it
+        ("", ["seed"], []),
+        ("seed", [], []),
+    ],
+)
+def test_similar_names_are_found_best_first(name: str, known: list[str], similar: list[str]) -> None:
+    assert find_similar(name, known, most=3) == similar
+
+
+names = st.text("abcde_", max_size=8)
+
+
+@given(names, st.lists(names, max_size=6))
+def test_similar_means_a_ratio_above_six_tenths(name: str, known: list[str]) -> None:
+    similar = find_similar(name, known, most=len(known))
+    ratios = {each: SequenceMatcher(a=each, b=name).ratio() for each in known}
+    assert set(similar) == {each for each in known if ratios[each] > 0.6}
+    ranks = [(each.startswith(name), ratios[each]) for each in similar]
+    assert ranks == sorted(ranks, reverse=True)
