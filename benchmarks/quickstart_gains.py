@@ -50,7 +50,7 @@ def _run(program: Path, backend: str) -> dict[str, tuple[float, str]]:
         if process.returncode:
             sys.exit(f"{' '.join(command)} ended with {process.returncode}\n{log.read_text()[-4000:]}")
         summary = json.loads((output / "summary.json").read_text())
-    before, after = (100 * summary[f"exact_match_{when}"] for when in ("before", "after"))
+    before, after = (100 * summary[f"score_{when}"] for when in ("before", "after"))
     return {
         "before": (round(before, 1), "%"),
         "after": (round(after, 1), "%"),

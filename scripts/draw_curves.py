@@ -1,6 +1,6 @@
 """Draw metrics of a run as one SVG for the documentation.
 
-python scripts/draw_curves.py RUN PICTURE.svg eval/exact_match="exact match" reward/mean=reward
+python scripts/draw_curves.py RUN PICTURE.svg eval/validation/exact_match="exact match" reward/mean=reward
 """
 
 from __future__ import annotations

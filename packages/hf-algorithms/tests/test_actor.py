@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hf_algorithms.losses import SupervisedLoss
@@ -33,8 +34,10 @@ def build(model: Path, learning_rate: float = 1e-2) -> ActorWorker:
     return ActorWorker(context, model=str(model), backend="fsdp", training=training, rollout="transformers")
 
 
-def update(worker: ActorWorker) -> dict[str, float]:
+def update(worker: ActorWorker, *, trained: bool = True) -> dict[str, float]:
     batch = build_batch(6, vocab_size=VOCAB_SIZE)
+    if not trained:
+        batch["response_mask"] = torch.zeros_like(batch["response_mask"])
     rows = range(dist.get_rank(), 6, dist.get_world_size())
     metrics = worker.update_actor(select_rows(batch, rows), SupervisedLoss())
     return {name: value / count for name, (value, count) in metrics.items()}
@@ -73,6 +76,27 @@ def report_unchanged(model: Path) -> list[Any]:
     return found
 
 
+def observe(batch: Any) -> Any:
+    """The batch, where the second token of each response is a tool's: nobody drew it."""
+    shape = batch["response_mask"]
+    mask, logprobs = (batch[name].values().clone() for name in ("response_mask", "rollout_logprobs"))
+    observed = shape.offsets()[:-1][shape.offsets().diff() > 1] + 1
+    mask[observed], logprobs[observed] = False, float("nan")
+    for name, values in (("response_mask", mask), ("rollout_logprobs", logprobs)):
+        batch[name] = torch.nested.nested_tensor_from_jagged(values, shape.offsets())
+    return batch
+
+
+def skip_a_step(model: Path) -> tuple[dict[str, float], bool, dict[str, float]]:
+    """Metrics of an update without a trained token, whether it changed weights, and those of the next one."""
+    worker = build(model)
+    update(worker)  # momentum, which would move the weights without a gradient
+    before = {name: tensor.clone() for name, tensor in worker._train.local_weights().items()}
+    skipped = update(worker, trained=False)
+    after = worker._train.local_weights()
+    return skipped, all(torch.equal(before[name], after[name]) for name in before), update(worker)
+
+
 def judge(model: Path, spoils_from: int | None) -> list[str]:
     """Of every iteration the refusal of what the sampler reported, or nothing."""
 
@@ -86,7 +110,7 @@ def judge(model: Path, spoils_from: int | None) -> list[str]:
     for _ in range(2):
         batch = PROMPTS.clone()
         try:
-            batch.update(worker.generate_sequences(PROMPTS, SAMPLING))
+            batch = observe(batch.update(worker.generate_sequences(PROMPTS, SAMPLING)))
             worker.compute_logprobs(batch, temperature=1.3)  # another temperature: nothing to compare
             found = worker.compute_logprobs(batch, temperature=SAMPLING.temperature)
         except ReshardError as error:
@@ -127,3 +151,10 @@ def test_an_engine_that_cannot_be_read_is_judged_in_every_iteration(
     for refusals in ranks2.run(judge, model, spoils_from):
         assert ["not those of the training weights" in refusal for refusal in refusals] == wrong
         assert [bool(refusal) for refusal in refusals] == wrong
+
+
+def test_an_update_without_a_trained_token_changes_nothing(ranks2: LocalRanks, model: Path) -> None:
+    for skipped, unchanged, following in ranks2.run(skip_a_step, model):
+        assert skipped == {"actor/skipped_steps": 1.0}
+        assert unchanged
+        assert "actor/grad_norm" in following

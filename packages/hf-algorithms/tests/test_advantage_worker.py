@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from tensordict import TensorDict
 
+from hf_algorithms.advantages import GAE
 from hf_algorithms.workers import AdvantageWorker
 from hf_controller import InProcessExecutor, ResourcePool, WorkerSpec
 from hf_protocols import ParallelSpec, Topology
@@ -13,6 +17,64 @@ from hf_protocols import ParallelSpec, Topology
 
 def jagged(*rows: list[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.nested.nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+
+
+def run_worker(method: str, batch: TensorDict, *args: object, **options: object) -> Any:
+    with InProcessExecutor() as executor:
+        spec = WorkerSpec(worker=AdvantageWorker, topology=Topology(ParallelSpec()))
+        group = executor.build_groups(ResourcePool([1], device="cpu"), {"advantage": spec})["advantage"]
+        return getattr(group, method)(batch, *args, **options).result()
+
+
+def batch_with_observations() -> TensorDict:
+    """Two responses; the first has a tool's answer inside, with log-probs that nobody drew, the second is left out."""
+    nan = float("nan")
+    return TensorDict(
+        {
+            "response_mask": jagged([1, 0, 1], [0, 0], dtype=torch.int64),
+            "scores": torch.tensor([1.0, 0.0]),
+            "values": jagged([0.5, nan, 0.25], [nan, nan]),
+            "old_logprobs": jagged([-1.0, -9.0, -3.0], [-9.0, -9.0]),
+            "ref_logprobs": jagged([-0.5, -5.0, -2.0], [-5.0, -5.0]),
+            "rollout_logprobs": jagged([-1.0, nan, -2.5], [nan, nan]),
+        },
+        batch_size=[2],
+    )
+
+
+def test_metrics_count_trained_tokens_only() -> None:
+    found = run_worker("compute_metrics", batch_with_observations())
+    difference = np.array([-0.5, -1.0])
+    k3 = np.exp(-difference) - 1 + difference
+    wanted = {
+        "kl/k1": difference.mean(),
+        "kl/k2": (difference**2 / 2).mean(),
+        "kl/k3": k3.mean(),
+        "kl_sequence/k1": difference.sum() / 2,
+        "kl_sequence/k3": k3.sum() / 2,
+        "response/tokens": 1.0,
+        "reward/mean": 0.5,
+        "rollout/logprob_gap": 0.25,
+        "rollout/logprob_gap_max": 0.5,
+        "rollout/logprob_gap_share": 0.5,
+    }
+    assert found == pytest.approx(wanted)
+
+
+def test_metrics_without_a_trained_token_are_numbers() -> None:
+    batch = batch_with_observations()
+    batch["response_mask"] = jagged([0, 0, 0], [0, 0], dtype=torch.bool)
+    found = run_worker("compute_metrics", batch)
+    assert found == {"kl_sequence/k1": 0.0, "kl_sequence/k3": 0.0, "response/tokens": 0.0, "reward/mean": 0.5}
+
+
+def test_advantages_keep_the_rows_of_the_mask() -> None:
+    found = run_worker("compute_advantages", batch_with_observations(), GAE())
+    advantages, returns = ([row.tolist() for row in found[name].unbind()] for name in ("advantages", "returns"))
+    assert [len(row) for row in advantages] == [3, 2]
+    assert advantages[0][1] == returns[0][1] == 0.0
+    assert advantages[1] == returns[1] == [0.0, 0.0]
+    np.testing.assert_allclose(returns[0][2], 1.0)
 
 
 def test_the_samplers_mismatch_is_shown_by_mean_maximum_and_share() -> None:
@@ -28,11 +90,8 @@ def test_the_samplers_mismatch_is_shown_by_mean_maximum_and_share() -> None:
         batch_size=[2],
     )
     gaps = np.abs(np.concatenate(old) - np.concatenate(sampled))
-    with InProcessExecutor() as executor:
-        spec = WorkerSpec(worker=AdvantageWorker, topology=Topology(ParallelSpec()))
-        group = executor.build_groups(ResourcePool([1], device="cpu"), {"advantage": spec})["advantage"]
-        found = group.compute_metrics(batch).result()
-        trusting = group.compute_metrics(batch, compares_sampler=False).result()
+    found = run_worker("compute_metrics", batch)
+    trusting = run_worker("compute_metrics", batch, compares_sampler=False)
     np.testing.assert_allclose(found["rollout/logprob_gap"], gaps.mean(), rtol=1e-5)
     np.testing.assert_allclose(found["rollout/logprob_gap_max"], gaps.max(), rtol=1e-5)
     np.testing.assert_allclose(found["rollout/logprob_gap_share"], (gaps > 0.1).mean())

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from hf_algorithms.display import RunDisplay
 
-METRICS = {"reward/mean": 0.5, "kl/mean": 0.0312, "perf/tokens_per_s": 3214.4, "actor/policy_loss": 1.0}
+METRICS = {"reward/mean": 0.5, "kl_sequence/k3": 0.0312, "perf/tokens_per_s": 3214.4, "actor/policy_loss": 1.0}
 
 
 class Clock:
@@ -32,7 +32,7 @@ def test_plain_output_is_one_line_per_event():
         clock.now += 2
         display.iteration(1, METRICS)
         clock.now += 4
-        display.iteration(2, {**METRICS, "eval/exact_match": 0.36})
+        display.iteration(2, {**METRICS, "eval/validation/exact_match": 0.36})
         display.iteration(3, METRICS)
     lines = console.file.getvalue().splitlines()
     assert lines == [
@@ -40,8 +40,8 @@ def test_plain_output_is_one_line_per_event():
         "step 10: exact match 0.100 [/not markup] " + "x" * 100,
         "ppo",
         "iteration   1/120  reward 0.500  KL 0.031  tokens/s 3,214  ETA 3:58",
-        "iteration   2/120  reward 0.500  exact match 0.360  KL 0.031  tokens/s 3,214  ETA 5:54",
-        "iteration   3/120  reward 0.500  exact match 0.360  KL 0.031  tokens/s 3,214  ETA 3:54",
+        "iteration   2/120  reward 0.500  exact_match 0.360  KL 0.031  tokens/s 3,214  ETA 5:54",
+        "iteration   3/120  reward 0.500  exact_match 0.360  KL 0.031  tokens/s 3,214  ETA 3:54",
     ]
 
 
@@ -60,10 +60,10 @@ def test_a_terminal_gets_a_panel_that_is_left_standing():
         display.phase("ppo")
         display.note("a note")
         for number in (1, 2, 3):
-            display.iteration(number, {**METRICS, "reward/mean": number / 3, "eval/exact_match": 0.6})
+            display.iteration(number, {**METRICS, "reward/mean": number / 3, "eval/validation/exact_match": 0.6})
     text = console.file.getvalue()
     last = text[text.rindex("3/3") :]
-    for part in ("exact match", "0.600", "3,214", "ETA 0:00", "\u2581\u2584\u2588"):
+    for part in ("exact_match", "0.600", "3,214", "ETA 0:00", "\u2581\u2584\u2588"):
         assert part in last
     assert "a note" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
@@ -73,7 +73,7 @@ def test_values_that_are_not_finite_are_shown():
     for terminal in (False, True):
         console = _console(terminal=terminal)
         with RunDisplay(1, console) as display:
-            display.iteration(1, {"reward/mean": float("nan"), "kl/mean": float("inf")})
+            display.iteration(1, {"reward/mean": float("nan"), "kl_sequence/k3": float("inf")})
         assert "nan" in console.file.getvalue()
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hf_algorithms.kl import estimate_kl
 from hf_algorithms.losses import PPOPolicyLoss, PPOValueLoss, SupervisedLoss
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
@@ -84,3 +90,48 @@ def test_supervised_loss_is_the_cross_entropy_of_the_response() -> None:
     loss, metrics = SupervisedLoss()(outputs, {"response_mask": MASK})
     np.testing.assert_allclose(float(loss), -chosen(outputs, "logprobs").sum(), rtol=1e-5)
     assert metrics["supervised/loss"][1] == 4
+
+
+HOLES = torch.tensor([[True, False, True, False], [False, False, False, False], [False, True, True, True]])
+
+
+@pytest.mark.parametrize("loss", [PPOPolicyLoss(), PPOPolicyLoss(ratio_cap=1.1), PPOValueLoss(), SupervisedLoss()])
+def test_a_loss_with_holes_is_that_of_the_tokens_left(loss: Callable[..., Any]) -> None:
+    names = ("logprobs", "values", "old_logprobs", "advantages", "returns")
+    generator = torch.Generator().manual_seed(7)
+    columns = {name: torch.randn(3, 4, generator=generator, dtype=torch.float64) for name in names}
+    old_values = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+
+    def run(mask: torch.Tensor, pick: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, Any, list[torch.Tensor]]:
+        outputs = {name: pick(columns[name]).requires_grad_() for name in ("logprobs", "values")}
+        batch = {name: pick(columns[name]) for name in ("old_logprobs", "advantages", "returns")}
+        found, metrics = loss(outputs, {**batch, "values": pick(old_values), "response_mask": mask})
+        found.backward()
+        return found.detach(), metrics, [each.grad for each in outputs.values() if each.grad is not None]
+
+    # A token that is left out may hold anything, also in what a gradient flows through.
+    whole, metrics, (gradient,) = run(HOLES, lambda column: column.masked_fill(~HOLES, torch.nan))
+    wanted, compact_metrics, (compact,) = run(torch.ones(1, 5).bool(), lambda column: column[HOLES][None])
+    np.testing.assert_allclose(whole, wanted, rtol=1e-6)
+    np.testing.assert_allclose(gradient[HOLES], compact[0], rtol=1e-6)
+    assert not gradient[~HOLES].any()
+    assert metrics.keys() == compact_metrics.keys()
+    for name, pair in metrics.items():
+        np.testing.assert_allclose(pair, compact_metrics[name], rtol=1e-6)
+
+
+def test_kl_estimates_agree_with_the_exact_divergence() -> None:
+    policy, other = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5])
+    estimates = estimate_kl(torch.tensor(np.log(policy)), torch.tensor(np.log(other)))
+    exact = float((policy * np.log(policy / other)).sum())
+    for name in ("k1", "k3"):
+        np.testing.assert_allclose(float((torch.tensor(policy) * estimates[name]).sum()), exact, rtol=1e-12)
+    np.testing.assert_allclose(estimates["k2"], np.log(policy / other) ** 2 / 2)
+
+
+@given(st.lists(st.tuples(st.floats(-1e4, 0), st.floats(-1e4, 0)), min_size=1))
+def test_k3_is_never_negative_and_always_finite(pairs: list[tuple[float, float]]) -> None:
+    ours, theirs = torch.tensor(pairs).unbind(1)
+    k3 = estimate_kl(ours, theirs)["k3"]
+    assert bool((k3 >= 0).all())
+    assert bool(k3.isfinite().all())

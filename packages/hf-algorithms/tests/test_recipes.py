@@ -112,7 +112,8 @@ def run_warm_start(scores: list[float], **config: Any) -> tuple[int, list[str]]:
     roles = Roles({"actor": RecordingGroup("actor", [])})
     answers = iter(scores)
     settings = WarmStartConfig(max_steps=10, eval_every=2, **config)
-    steps = warm_start(roles, iter([Recorded(4)] * 10), lambda: next(answers), settings, note=notes.append)
+    batches = iter([Recorded(4)] * 10)
+    steps = warm_start(roles, batches, lambda: next(answers), settings, metric="exact_match", note=notes.append)
     return steps, notes
 
 

@@ -113,7 +113,7 @@ def write_run(directory, *, iterations=120, long=False):
         row = {
             "iteration": i,
             "reward/mean": 0.36 + rise + draw.gauss(0, 0.03),
-            "kl/mean": 0.9 * rise + abs(draw.gauss(0, 0.03)),
+            "kl_sequence/k3": 0.9 * rise + abs(draw.gauss(0, 0.03)),
             "actor/policy_loss": -0.02 + draw.gauss(0, 0.01),
             "critic/value_loss": 0.11 * math.exp(-i / 30) + 0.02 + abs(draw.gauss(0, 0.004)),
             "actor/grad_norm": 0.8 + draw.gauss(0, 0.1),
@@ -121,13 +121,14 @@ def write_run(directory, *, iterations=120, long=False):
             "time/iteration_s": 0.45,
         }
         if i % 10 == 0:
-            row["eval/exact_match"] = 0.37 + rise + draw.gauss(0, 0.01)
+            row["eval/validation/exact_match"] = 0.37 + rise + draw.gauss(0, 0.01)
         lines.append(json.dumps(row))
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     summary = {
-        "exact_match_before": 0.362,
-        "exact_match_after": 0.688,
-        "kl_to_reference_nats": 0.412,
+        "metric": "exact_match",
+        "score_before": 0.362,
+        "score_after": 0.688,
+        "kl_to_reference": {"estimator": "k3", "unit": "nats per response", "value": 0.412},
         "iterations": iterations,
         "wall_s": 131.4,
         "samples_per_s": 244.1,
@@ -167,7 +168,7 @@ def test_a_whole_run_is_one_page_that_loads_nothing(tmp_path):
     assert "0.412" in text
     assert "3.0 GiB" in text
     assert "2:11 min" in text
-    for title in ("Exact match, validation", "Reward", "KL to the reference", "Actor policy loss", "Critic value loss"):
+    for title in ("exact_match, validation", "Reward", "KL to the reference", "Actor policy loss", "Critic value loss"):
         assert title in text
     assert "3 more metrics" in text
     assert 'name = "ppo"' in text
@@ -251,7 +252,7 @@ def test_any_one_file_makes_a_page(tmp_path, kept):
 
 def test_damaged_files_are_named_on_the_page(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
-        '{"iteration": 1, "reward/mean": NaN, "kl/mean": 0.1}\n{"iteration": 2, "rew'
+        '{"iteration": 1, "reward/mean": NaN, "kl_sequence/k3": 0.1}\n{"iteration": 2, "rew'
     )
     (tmp_path / "summary.json").write_text("[1]")
     (tmp_path / "trace.json").write_text("{")

@@ -70,8 +70,7 @@ def train(config: Path, overrides: tuple[str, ...], plan_file: Path | None, over
     settings = load_config(config, overrides)
     plan = _read_plan(plan_file) if plan_file else None
     directory = RunDirectory(Path(settings.run.output_dir), overwrite=overwrite)
-    search_path = (os.getcwd(), str(config.resolve().parent))
-    _print_summary(run_training(settings, directory, plan=plan, search_path=search_path), directory.path)
+    _print_summary(run_training(settings, directory, plan=plan, search_path=_search_path(config)), directory.path)
 
 
 @cli.command()
@@ -94,7 +93,8 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     settings = load_config(config, overrides)
     check_rollout_options(settings.rollout)
     with tempfile.TemporaryDirectory() as directory:
-        found = plan_run(settings, load_inputs(settings, Path(directory)))
+        inputs = load_inputs(settings, Path(directory), search_path=_search_path(config))
+        found = plan_run(settings, inputs)
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
@@ -183,6 +183,11 @@ def _fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
+def _search_path(config: Path) -> tuple[str, ...]:
+    """Folders where a user's own modules are: the current one and that of the configuration."""
+    return (os.getcwd(), str(config.resolve().parent))
+
+
 def _read_plan(path: Path) -> MappingPlan:
     from hf_protocols import MappingPlan
 
@@ -194,8 +199,8 @@ def _read_plan(path: Path) -> MappingPlan:
 
 
 def _print_summary(summary: dict[str, Any], directory: Path) -> None:
-    click.echo(
-        f"exact match on held-out rows: {summary['exact_match_before']:.3f} -> {summary['exact_match_after']:.3f}   "
-        f"KL to the reference: {summary['kl_to_reference_nats']:.2f} nats per response   "
-        f"{summary['wall_s']:.0f} s\n{directory}"
-    )
+    parts = [f"{summary['metric']} on held-out rows: {summary['score_before']:.3f} -> {summary['score_after']:.3f}"]
+    if divergence := summary.get("kl_to_reference"):
+        parts.append(f"KL to the reference: {divergence['value']:.2f} {divergence['unit']} ({divergence['estimator']})")
+    parts.append(f"{summary['wall_s']:.0f} s")
+    click.echo("   ".join(parts) + f"\n{directory}")

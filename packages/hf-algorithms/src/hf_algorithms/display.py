@@ -16,11 +16,11 @@ from rich.text import Text
 
 __all__ = ["RunDisplay"]
 
-# Name in the metrics, label, format.
+# Name in the metrics, label, format; what ends in a slash begins names whose rest is the label.
 _SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),
-    ("eval/exact_match", "exact match", "{:.3f}"),
-    ("kl/mean", "KL", "{:.3f}"),
+    ("eval/validation/", "", "{:.3f}"),
+    ("kl_sequence/k3", "KL", "{:.3f}"),
     ("perf/tokens_per_s", "tokens/s", "{:,.0f}"),
 )
 _HISTORY = 40
@@ -80,7 +80,7 @@ class RunDisplay:
     def iteration(self, number: int, metrics: Mapping[str, float]) -> None:
         """Show iteration ``number`` (from 1); a metric that is absent keeps its last known value."""
         self._ends_s.append(self._clock())
-        self._known = {**self._known, **{name: metrics[name] for name, _, _ in _SHOWN if name in metrics}}
+        self._known = {**self._known, **metrics}
         if "reward/mean" in metrics:
             self._rewards = (*self._rewards, metrics["reward/mean"])[-_HISTORY:]
         eta = f"ETA {_format_duration(self._remaining_s(number))}"
@@ -106,10 +106,15 @@ class RunDisplay:
         return elapsed_s / (len(self._ends_s) - 1) * max(0, self._total - number)
 
     def _numbers(self) -> list[tuple[str, str]]:
-        return [(label, form.format(self._known[name])) for name, label, form in _SHOWN if name in self._known]
+        return [
+            (label or name.removeprefix(shown), form.format(value))
+            for shown, label, form in _SHOWN
+            for name, value in self._known.items()
+            if name == shown or (shown.endswith("/") and name.startswith(shown))
+        ]
 
     def _render(self) -> Group:
-        if not self._known:
+        if not self._numbers():
             return Group(self._progress)
         grid = Table.grid(padding=(0, 3))
         cells = [Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in self._numbers()]

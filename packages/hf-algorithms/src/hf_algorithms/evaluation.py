@@ -1,4 +1,4 @@
-"""Evaluation: greedy exact match, samples to read, and the sampled divergence from the reference."""
+"""Evaluation: the metric of greedy responses, samples to read, and the sampled divergence from the reference."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["collect_samples", "evaluate", "measure_divergence"]
 
 
 def evaluate(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> float:
-    """Share of prompts whose greedy response the metric counts as right."""
+    """Mean of the metric over the greedy responses, one a prompt."""
     batch = _respond(roles, prompts, _greedily(sampling))
-    return float(roles.reward.compute_metric(batch).result()["eval/exact_match"])
+    return float(roles.reward.compute_metric(batch).result()["score"])
 
 
 def collect_samples(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> list[dict[str, Any]]:
@@ -26,13 +26,18 @@ def collect_samples(roles: Roles, prompts: BatchFuture, sampling: SamplingParams
     return samples
 
 
-def measure_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> float:
-    """Mean sampled KL to the reference, nats per response: sum of log-prob differences over one sample a prompt."""
+def measure_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> dict[str, Any]:
+    """KL to the reference from one sample a prompt: ``estimator``, ``unit`` and ``value``.
+
+    k3 (see ``hf_algorithms.kl``) summed over each response and averaged over the responses: never negative. A few
+    responses that the reference finds much likelier than the actor may carry most of it.
+    """
     batch = _respond(roles, prompts, replace(sampling, n=1))
     batch = batch.union(roles.actor.compute_logprobs(batch, temperature=sampling.temperature))
     batch = batch.union(roles.reference.compute_ref_logprobs(batch, temperature=sampling.temperature))
     batch = batch.union(roles.reward.compute_reward(batch))
-    return float(roles.advantage.compute_metrics(batch).result()["kl/mean"])
+    value = float(roles.advantage.compute_metrics(batch).result()["kl_sequence/k3"])
+    return {"estimator": "k3", "unit": "nats per response", "value": value}
 
 
 def _respond(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> BatchFuture:

@@ -22,7 +22,7 @@ from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.recipes import RECIPES
 from hf_algorithms.recipes.sft import warm_start
 from hf_algorithms.report import write_report
-from hf_algorithms.rewards import load_function
+from hf_algorithms.rewards import check_rewards
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.workers import ROLE_WORKERS
@@ -57,13 +57,19 @@ class RunInputs:
         return replace(self, model=replace(old, path=path, tokenizer_path=tokenizer_path))
 
 
-def load_inputs(config: Config, directory: Path) -> RunInputs:
-    """Read the data, load or make model and tokenizer; a fresh model is written to ``directory``.
+def load_inputs(config: Config, directory: Path, *, search_path: Sequence[str] = ()) -> RunInputs:
+    """Read and check the data, load or make model and tokenizer; a fresh model is written to ``directory``.
+
+    Args:
+        config: names files and functions.
+        directory: of a fresh model.
+        search_path: folders where reward functions are looked for first.
 
     Raises:
         DataError, ConfigError: for whatever is missing or malformed.
     """
     rows = {name: _load_rows(config, name) for name in ("train", "validation", "test")}
+    check_rewards(config, rows, search_path=search_path)
     model = build_initial_model(config.model, rows["train"], directory=directory, seed=config.run.seed)
     limit = model.shape.max_positions - config.rollout.max_new_tokens
     sets = {name: PromptDataset(part, model.tokenizer, max_prompt_tokens=limit) for name, part in rows.items()}
@@ -92,9 +98,7 @@ def run_training(
         HybridFlowError: for whatever else a user can cause.
     """
     started_s = time.perf_counter()
-    for function in (config.reward.function, config.reward.metric):
-        load_function(function, search_path=search_path)
-    inputs, plan = _prepare(config, directory, plan)
+    inputs, plan = _prepare(config, directory, plan, search_path)
     with MemoryMeter() as memory, RunDisplay(config.run.iterations) as display, ExitStack() as stack:
         display.phase("starting workers")
         executor = stack.enter_context(_build_executor(config, plan))
@@ -105,14 +109,16 @@ def run_training(
     return summary
 
 
-def _prepare(config: Config, directory: RunDirectory, plan: MappingPlan | None) -> tuple[RunInputs, MappingPlan]:
+def _prepare(
+    config: Config, directory: RunDirectory, plan: MappingPlan | None, search_path: Sequence[str]
+) -> tuple[RunInputs, MappingPlan]:
     """Find everything good before an earlier run's files go."""
     data, model = config.data, config.model
     paths = {"data.train": data.train, "data.validation": data.validation, "data.test": data.test}
     check_rollout_options(config.rollout)
     directory.check_inputs({**paths, "model.path": model.path, "model.tokenizer": model.tokenizer})
     with TemporaryDirectory() as trial:
-        inputs = load_inputs(config, Path(trial))
+        inputs = load_inputs(config, Path(trial), search_path=search_path)
         plan = plan or plan_run(config, inputs)
         check_plan(config, plan)
         if config.run.executor == "ray" and config.cluster.address == "local":
@@ -151,10 +157,12 @@ class _Run:
         self._started_s = started_s
         self._validation = self._put_first_rows(inputs.validation)
         self._test = self._put_first_rows(inputs.test)
+        self._metric = config.reward.metric.rpartition(":")[2]
         self._busy_s = 0.0
         self._num_tokens = 0.0
         self._summary: dict[str, Any] = {
             "iterations": 0,
+            "metric": self._metric,
             "versions": {name: version(name) for name in _PACKAGES},
             "workload": compute_workload(config, prompt_tokens=inputs.train.max_prompt_tokens),
         }
@@ -166,13 +174,13 @@ class _Run:
             self._display.phase("evaluating the starting point")
             self._commit_model(0)
             samples = {"before": self._collect_samples()}
-            self._summary["exact_match_before"] = evaluate(self._roles, self._test, self._sampling(0))
+            self._summary["score_before"] = evaluate(self._roles, self._test, self._sampling(0))
             self._display.phase(self._config.algorithm.name)
             for iteration in range(1, self._config.run.iterations + 1):
                 self._iterate(iteration)
             self._display.phase("evaluating the result")
-            self._summary["exact_match_after"] = evaluate(self._roles, self._test, self._sampling(0))
-            self._summary["kl_to_reference_nats"] = measure_divergence(self._roles, self._test, self._sampling(0))
+            self._summary["score_after"] = evaluate(self._roles, self._test, self._sampling(0))
+            self._summary["kl_to_reference"] = measure_divergence(self._roles, self._test, self._sampling(0))
             samples["after"] = self._collect_samples()
             self._directory.write_json("samples.json", samples)
         except BaseException as error:
@@ -193,8 +201,9 @@ class _Run:
         if cut := self._inputs.train.count_cut_answers(limit):
             self._display.note(f"{cut} of {len(self._inputs.train)} answers are cut to rollout.max_new_tokens={limit}")
         self._roles.actor.set_learning_rate(config.learning_rate).result()
+        note = self._display.note
         self._summary["warm_start_steps"] = warm_start(
-            self._roles, self._supervised_batches(), self._evaluate_validation, config, note=self._display.note
+            self._roles, self._supervised_batches(), self._evaluate_validation, config, metric=self._metric, note=note
         )
         warm = self._export("warm_model")
         for role in ("actor", "critic", "reference"):
@@ -213,7 +222,7 @@ class _Run:
             metrics = _average([future.result() for future in futures])
         elapsed_s = time.perf_counter() - start_s
         if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
-            metrics["eval/exact_match"] = self._evaluate_validation()
+            metrics[f"eval/validation/{self._metric}"] = self._evaluate_validation()
             self._commit_model(iteration)
         samples = config.rollout.batch_size * config.rollout.samples_per_prompt
         tokens = samples * metrics["response/tokens"]
@@ -287,8 +296,7 @@ class _Run:
 
 def _load_rows(config: Config, name: str) -> Any:
     data = config.data
-    path = {"train": data.train, "validation": data.validation, "test": data.test or data.validation}[name]
-    rows = load_rows(path or data.train, prompt_field=data.prompt_field, answer_field=data.answer_field)
+    rows = load_rows(data.path_of(name), prompt_field=data.prompt_field, answer_field=data.answer_field)
     return rows if name == "train" else rows[: data.max_eval_rows]
 
 

@@ -1,7 +1,8 @@
 """Losses: pure functions of one micro-batch, each a small frozen object that travels with the call.
 
-Every loss answers ``(loss_sum, metrics)``: the sum over the micro-batch's response tokens, which the engine divides
-by the global number of tokens, and ``{name: (sum, count)}``.
+Every loss answers ``(loss_sum, metrics)``: the sum over the micro-batch's trained tokens, which the engine divides
+by their global number, and ``{name: (sum, count)}``. Trained tokens are those where ``response_mask`` is True: the
+response's, without padding and without observation tokens, such as a tool's answer.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_algorithms.kl import estimate_kl
+
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
@@ -39,7 +41,7 @@ class PPOPolicyLoss:
         updates of an iteration add their own change of the policy.
         """
         mask = micro_batch["response_mask"]
-        advantages = micro_batch["advantages"]
+        advantages = micro_batch["advantages"].masked_fill(~mask, 0.0)
         log_ratio = (outputs["logprobs"] - micro_batch["old_logprobs"]).masked_fill(~mask, 0.0)
         ratio = log_ratio.exp() if self.ratio_cap is None else _truncate(log_ratio, self.ratio_cap)
         clipped = ratio.clamp(1 - self.clip_range, 1 + self.clip_range)
@@ -50,8 +52,8 @@ class PPOPolicyLoss:
             metrics = {
                 "actor/policy_loss": (float(loss), count),
                 "actor/clip_fraction": (float(outside.sum()), count),
-                # Schulman's k3 estimate: unbiased, never negative
-                "actor/update_kl": (float((log_ratio.exp() - 1 - log_ratio).sum()), count),
+                # KL(old || new), sampled from the old policy
+                "actor/update_kl": (float(estimate_kl(-log_ratio, torch.zeros_like(log_ratio))["k3"].sum()), count),
             }
             if self.ratio_cap is not None:
                 truncated = (log_ratio.exp() > self.ratio_cap) & mask

@@ -24,12 +24,14 @@ class PPOValueLoss:
     ) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
         """Reads ``values`` of the outputs; ``values``, ``returns``, ``response_mask`` of the batch, all [b, T]."""
         mask = micro_batch["response_mask"]
-        values, old, returns = outputs["values"], micro_batch["values"], micro_batch["returns"]
+        columns = (outputs["values"], micro_batch["values"], micro_batch["returns"])
+        # Before anything is computed: the gradient of a masked NaN would be NaN.
+        values, old, returns = (column.masked_fill(~mask, 0.0) for column in columns)
         clipped = torch.clamp(values, old - self.clip_range, old + self.clip_range)
         squared = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
-        loss = 0.5 * squared.masked_fill(~mask, 0.0).sum()
+        loss = 0.5 * squared.sum()
         with torch.no_grad():
             count = float(mask.sum())
-            error = ((returns - values) ** 2).masked_fill(~mask, 0.0).sum()
+            error = ((returns - values) ** 2).sum()
             metrics = {"critic/value_loss": (float(loss), count), "critic/squared_error": (float(error), count)}
         return loss, metrics

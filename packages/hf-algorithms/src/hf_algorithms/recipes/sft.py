@@ -28,9 +28,18 @@ def warm_start(
     evaluate: Callable[[], float],
     config: WarmStartConfig,
     *,
+    metric: str,
     note: Callable[[str], None],
 ) -> int:
     """Train until an evaluation reaches ``config.stop_at``, or for ``config.max_steps`` steps.
+
+    Args:
+        roles: the actor is trained.
+        batches: supervised rows, one batch a step.
+        evaluate: scores the actor as it is.
+        config: when to evaluate and when to stop.
+        metric: name of what ``evaluate`` measures, for notes.
+        note: takes one line for each evaluation.
 
     Returns:
         The number of steps taken.
@@ -45,7 +54,7 @@ def warm_start(
         if step % config.eval_every and step < config.max_steps:
             continue
         score = evaluate()
-        note(f"warm start, step {step}: loss {metrics.result()['supervised/loss']:.3f}, exact match {score:.3f}")
+        note(f"warm start, step {step}: loss {metrics.result()['supervised/loss']:.3f}, {metric} {score:.3f}")
         if config.stop_at is None or score < config.stop_at:
             continue
         if score > config.fail_above:

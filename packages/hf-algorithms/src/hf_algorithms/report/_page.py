@@ -16,14 +16,11 @@ from hf_algorithms.report._timeline import choose_iteration, read_timeline
 
 __all__ = ["render_page"]
 
-# Losses follow, everything else is folded away.
-_TITLES = {
-    "eval/exact_match": "Exact match, validation",
-    "reward/mean": "Reward",
-    "kl/mean": "KL to the reference",
-}
+# Below the evaluations; losses follow, everything else is folded away.
+_TITLES = {"reward/mean": "Reward", "kl_sequence/k3": "KL to the reference"}
+_EVALUATION = "eval/"
 # By the first part of a metric's name; roles have the colours of the Gantt chart.
-_COLOURS = {"actor": 0, "critic": 1, "kl": 2, "reference": 2, "reward": 3, "advantage": 4, "eval": 6}
+_COLOURS = {"actor": 0, "critic": 1, "kl": 2, "kl_sequence": 2, "reference": 2, "reward": 3, "advantage": 4, "eval": 6}
 _OTHER_COLOUR = 7
 
 
@@ -55,7 +52,7 @@ def _header(run: RunFiles) -> str:
 
 
 def _tiles(run: RunFiles) -> str:
-    tiles = [_exact_match_tile(run), _kl_tile(run), _iterations_tile(run), _speed_tile(run), _memory_tile(run)]
+    tiles = [_score_tile(run), _kl_tile(run), _iterations_tile(run), _speed_tile(run), _memory_tile(run)]
     shown = "".join(tile for tile in tiles if tile)
     return f'<section class="tiles">{shown}</section>' if shown else ""
 
@@ -64,41 +61,55 @@ def _tile(name: str, value: str, detail: str = "") -> str:
     return f"<div><h2>{name}</h2><p>{value}</p><small>{detail}</small></div>"
 
 
-def _exact_match_tile(run: RunFiles) -> str:
-    before, after = _number(run, "exact_match_before"), _number(run, "exact_match_after")
+def _score_tile(run: RunFiles) -> str:
+    name, before, after = _metric(run), *_scores(run)
+    known = [value for value in (before, after) if value is not None]
+    if not known:
+        return ""
+    is_share = all(0 <= value <= 1 for value in known)
+    first, *rest = [f"{value:.1%}" if is_share else format_number(value) for value in known]
     if before is None or after is None:
-        value = before if after is None else after
-        return "" if value is None else _tile("Exact match", f"{value:.1%}", "held-out rows")
-    points = 100 * (after - before)
-    change = f"{points:+.1f} points on held-out rows"
-    return _tile("Exact match", f"<s>{before:.1%}</s> &rarr; {after:.1%}", change)
+        return _tile(escape(name), first, "held-out rows")
+    change = f"{100 * (after - before):+.1f} points" if is_share else f"{after - before:+.3g}"
+    return _tile(escape(name), f"<s>{first}</s> &rarr; {rest[0]}", f"{change} on held-out rows")
+
+
+def _metric(run: RunFiles) -> str:
+    name = run.summary.get("metric")
+    return name if isinstance(name, str) else "score"
+
+
+def _scores(run: RunFiles) -> tuple[float | None, float | None]:
+    return _number(run.summary.get("score_before")), _number(run.summary.get("score_after"))
 
 
 def _kl_tile(run: RunFiles) -> str:
-    value = _number(run, "kl_to_reference_nats")
-    return "" if value is None else _tile("KL to the reference", format_number(value), "nats per response")
+    divergence = run.summary.get("kl_to_reference")
+    if not isinstance(divergence, Mapping) or (value := _number(divergence.get("value"))) is None:
+        return ""
+    detail = f"{divergence.get('unit', '')}, {divergence.get('estimator', '')}"
+    return _tile("KL to the reference", format_number(value), escape(detail))
 
 
 def _iterations_tile(run: RunFiles) -> str:
-    value, warm = _number(run, "iterations"), _number(run, "warm_start_steps")
+    value, warm = (_number(run.summary.get(name)) for name in ("iterations", "warm_start_steps"))
     detail = f"after {warm:.0f} steps of warm start" if warm else ""
     return "" if value is None else _tile("Iterations", format_number(value), detail)
 
 
 def _speed_tile(run: RunFiles) -> str:
-    wall, tokens, samples = (_number(run, name) for name in ("wall_s", "tokens_per_s", "samples_per_s"))
+    wall, tokens, samples = (_number(run.summary.get(name)) for name in ("wall_s", "tokens_per_s", "samples_per_s"))
     rates = [(tokens, "tokens/s"), (samples, "samples/s")]
     detail = ", ".join(f"{format_number(rate)} {unit}" for rate, unit in rates if rate is not None)
     return "" if wall is None else _tile("Wall time", format_duration(wall), detail)
 
 
 def _memory_tile(run: RunFiles) -> str:
-    value = _number(run, "peak_rss_bytes")
+    value = _number(run.summary.get("peak_rss_bytes"))
     return "" if value is None else _tile("Peak memory", format_bytes(value), "all processes together")
 
 
-def _number(run: RunFiles, name: str) -> float | None:
-    value = run.summary.get(name)
+def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
@@ -109,7 +120,8 @@ def _number(run: RunFiles, name: str) -> float | None:
 
 def _curves(run: RunFiles) -> str:
     curves = _read_curves(run)
-    shown = [metric for metric in _TITLES if metric in curves]
+    shown = [metric for metric in curves if metric.startswith(_EVALUATION)]
+    shown += [metric for metric in _TITLES if metric in curves]
     shown += [metric for metric in curves if metric.endswith("loss")]
     folded = [metric for metric in curves if metric not in shown]
     if not curves:
@@ -128,7 +140,7 @@ def _read_curves(run: RunFiles) -> dict[str, Curve]:
     iterations = [x for points in series.values() for x, _ in points]
     return {
         metric: Curve(
-            title=_TITLES.get(metric) or metric.replace("/", " ").replace("_", " ").capitalize(),
+            title=_title(metric),
             metric=metric,
             points=points,
             iterations=(min(iterations), max(iterations)),
@@ -137,6 +149,13 @@ def _read_curves(run: RunFiles) -> dict[str, Curve]:
         )
         for metric, points in series.items()
     }
+
+
+def _title(metric: str) -> str:
+    if metric.startswith(_EVALUATION):
+        rows, _, name = metric.removeprefix(_EVALUATION).partition("/")
+        return f"{name}, {rows}"
+    return _TITLES.get(metric) or metric.replace("/", " ").replace("_", " ").capitalize()
 
 
 def _series(metrics: Sequence[Mapping[str, float]]) -> dict[str, list[Point]]:
@@ -151,9 +170,9 @@ def _series(metrics: Sequence[Mapping[str, float]]) -> dict[str, list[Point]]:
 
 
 def _guides(run: RunFiles, metric: str) -> dict[str, float]:
-    if metric != "eval/exact_match":
+    if metric != f"{_EVALUATION}validation/{_metric(run)}":
         return {}
-    values = {"held out, before": _number(run, "exact_match_before"), "after": _number(run, "exact_match_after")}
+    values = dict(zip(("held out, before", "after"), _scores(run), strict=True))
     return {name: value for name, value in values.items() if value is not None}
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from hf_algorithms.rewards._check import answers_checked_by
+
 __all__ = ["exact_match"]
 
 
+def _check_answer(answer: str) -> None:
+    """Any text is an answer."""
+
+
+@answers_checked_by(_check_answer)
 def exact_match(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
     """1.0 for a response that equals its answer but for white space around it, else 0.0."""
     return [float(response.strip() == answer.strip()) for response, answer in zip(responses, answers, strict=True)]

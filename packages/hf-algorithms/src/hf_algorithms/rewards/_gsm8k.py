@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
+from hf_algorithms.rewards._check import answers_checked_by
+from hf_protocols.arguments import show
+
 __all__ = ["gsm8k_accuracy", "gsm8k_reward"]
 
 _NUMBER = r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
@@ -17,6 +20,12 @@ _ENDS_WITH_NUMBER = 0.2
 _HAS_NUMBER = 0.1
 
 
+def _check_answer(answer: str) -> None:
+    if _number_of(answer) is None:
+        raise ValueError("it has no number, neither alone nor after ####")
+
+
+@answers_checked_by(_check_answer)
 def gsm8k_reward(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
     """1.0 for the right final number; for a wrong one, a little for the form.
 
@@ -29,6 +38,7 @@ def gsm8k_reward(prompts: list[str], responses: list[str], answers: list[str]) -
     return [_score(response, _final_answer(answer)) for response, answer in zip(responses, answers, strict=True)]
 
 
+@answers_checked_by(_check_answer)
 def gsm8k_accuracy(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
     """1.0 for the right final number, read as :func:`gsm8k_reward` reads it, else 0.0.
 
@@ -48,11 +58,16 @@ def _score(response: str, answer: Decimal) -> float:
 
 
 def _final_answer(answer: str) -> Decimal:
+    number = _number_of(answer)
+    if number is None:
+        raise ValueError(f"the answer {show(answer)} of the data has no number, neither alone nor after ####")
+    return _value(number)
+
+
+def _number_of(answer: str) -> str | None:
     """The number after ``####``, or the whole answer where it is nothing but a number."""
     match = _last_match(answer) or re.fullmatch(rf"\s*\$?\s*({_NUMBER})\s*", answer)
-    if match is None:
-        raise ValueError(f"the answer {answer!r} of the data has no number, neither alone nor after ####")
-    return _value(match[1])
+    return None if match is None else match[1]
 
 
 def _last_match(text: str) -> re.Match[str] | None:

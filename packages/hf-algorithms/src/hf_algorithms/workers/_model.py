@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
+from hf_algorithms.jagged import pad_rows
 from hf_controller import Worker, WorkerContext
 from hf_engine import TrainConfig, load_train_backend
 from hf_protocols import ONE_TO_ALL, register
@@ -94,7 +95,9 @@ class ModelWorker(Worker):
             self._train.offload(weights=True)
 
     def _update(self, batch: TensorDict, loss: LossFunction, *, temperature: float = 1.0) -> Metrics:
-        """One optimizer step; the loss is a mean over all response tokens of all ranks."""
-        (tokens,) = self._train.sum_over_data([float(batch["response_mask"].values().sum())])
+        """One optimizer step; the loss is a mean over the trained tokens of all ranks. Without any there is no step."""
+        (tokens,) = self._train.sum_over_data([float(pad_rows(batch["response_mask"]).sum())])
+        if not tokens:
+            return {f"{self.context.role}/skipped_steps": (1.0, 1.0)}
         metrics = self._train.train_step(batch, loss, tokens, temperature=temperature)
         return {name if "/" in name else f"{self.context.role}/{name}": pair for name, pair in metrics.items()}

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from hf_algorithms.jagged import pad_rows
 from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker, on_device
 from hf_engine import (
     LOGPROB_BOUNDS,
@@ -117,13 +118,15 @@ class ActorWorker(ModelWorker):
     )
     @on_device
     def update_actor(self, batch: TensorDict, loss: LossFunction, *, temperature: float = 1.0) -> Metrics:
-        """One optimizer step on ``loss``.
+        """One optimizer step on ``loss``; none, and ``actor/skipped_steps``, where no rank has a trained token.
 
         The first step after a generation reports ``actor/weights_unchanged``: on how many ranks the weights were those
         of the generation before, although a step with a gradient and a learning rate above zero lay in between.
         """
         metrics = self._update(batch, loss, temperature=temperature)
-        (norm, rate) = (metrics[f"{self.context.role}/{name}"][0] for name in ("grad_norm", "learning_rate"))
+        norm, rate = (
+            metrics.get(f"{self.context.role}/{name}", (0.0, 1.0))[0] for name in ("grad_norm", "learning_rate")
+        )
         self._has_stepped |= norm > 0 and rate > 0
         if self._num_unchanged is not None:
             metrics["actor/weights_unchanged"] = (self._engine.sum_over_ranks(self._num_unchanged), 1.0)
@@ -158,7 +161,9 @@ class ActorWorker(ModelWorker):
             and self._sampled == (self._train.weight_changes, temperature)
             and bool((batch["weight_version"] == self._engine.weight_version).all())
         ):
-            check_logprobs(sampled, recomputed, dtype=self._judged_dtype)
+            is_trained = pad_rows(batch["response_mask"]).bool()
+            # Observation tokens were not sampled.
+            check_logprobs(*(pad_rows(each)[is_trained] for each in (sampled, recomputed)), dtype=self._judged_dtype)
 
     def _coarser_dtype(self) -> str:
         dtypes = (self._train.compute_dtype, self._engine.plan.source.dtype, self._engine.plan.target.dtype)

@@ -34,6 +34,7 @@ class AdvantageWorker(Worker):
         from tensordict import TensorDict
 
         padded = {str(name): pad_rows(batch[name]) for name, _ in batch.items()}
+        padded["response_mask"] = padded["response_mask"].bool()
         columns = {name: unpad_rows(value, batch["response_mask"]) for name, value in estimator(padded).items()}
         return TensorDict(columns, batch_size=batch.batch_size)
 
@@ -43,26 +44,36 @@ class AdvantageWorker(Worker):
         reads=("response_mask", "scores", "old_logprobs", "ref_logprobs", "rollout_logprobs"),
     )
     def compute_metrics(self, batch: TensorDict, *, compares_sampler: bool = True) -> Metrics:
-        """Means over responses: score, sampled KL to the reference in nats, tokens; and the sampler's mismatch.
+        """Means over responses: score, divergence from the reference, tokens; and the sampler's mismatch.
 
-        ``rollout/logprob_gap`` is the mean over tokens of |sampler's log-prob - trainer's|, ``..._max`` the largest,
-        ``..._share`` the share of tokens above `GAP_BOUND`. They are left out where the sampler's log-probs were taken
-        as old ones: then there is nothing to compare before the update.
+        ``kl/k1``, ``kl/k2`` and ``kl/k3`` estimate the KL to the reference in nats per trained token (see
+        `estimate_kl`); ``kl_sequence/k1`` and ``kl_sequence/k3`` are sums over the trained tokens of a response.
+        ``response/tokens`` counts trained tokens.
+
+        ``rollout/logprob_gap`` is the mean over trained tokens of |sampler's log-prob - trainer's|, ``..._max`` the
+        largest, ``..._share`` the share of tokens above `GAP_BOUND`. They are left out where the sampler's log-probs
+        were taken as old ones: then there is nothing to compare before the update. Means over tokens are left out where
+        there is no trained token.
         """
+        from hf_algorithms.kl import estimate_kl
+        from hf_algorithms.losses import GAP_BOUND
+
         rows = float(len(batch))
-        mask = pad_rows(batch["response_mask"])
+        mask = pad_rows(batch["response_mask"]).bool()
         old, reference, sampled = (
-            pad_rows(batch[name]) * mask for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+            pad_rows(batch[name])[mask] for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")
         )
-        tokens = float(mask.sum())
+        tokens = float(len(old))
+        sums = {name: float(each.sum()) for name, each in estimate_kl(old, reference).items()}
         metrics = {
             "reward/mean": (float(batch["scores"].sum()), rows),
-            "kl/mean": (float((old - reference).sum()), rows),
             "response/tokens": (tokens, rows),
+            **{f"kl_sequence/{name}": (sums[name], rows) for name in ("k1", "k3")},
         }
+        if not tokens:
+            return metrics
+        metrics |= {f"kl/{name}": (each, tokens) for name, each in sums.items()}
         if compares_sampler:
-            from hf_algorithms.losses import GAP_BOUND
-
             gaps = (sampled - old).abs()
             metrics["rollout/logprob_gap"] = (float(gaps.sum()), tokens)
             metrics["rollout/logprob_gap_max"] = (float(gaps.max()), 1.0)

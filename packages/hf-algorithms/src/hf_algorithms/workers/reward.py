@@ -25,7 +25,7 @@ class RewardWorker(Worker):
     Args:
         tokenizer: directory or hub name, to read texts from token ids.
         function: ``module:function`` that scores responses.
-        metric: ``module:function`` that counts right responses in evaluations.
+        metric: ``module:function`` that scores responses in evaluations.
         search_path: folders where the functions' modules are looked for first.
     """
 
@@ -56,9 +56,9 @@ class RewardWorker(Worker):
 
     @register(protocol=DP, returns="metrics", reads=_READS)
     def compute_metric(self, batch: TensorDict) -> Metrics:
-        """``eval/exact_match``: the share of responses that the metric function counts as right."""
+        """``score``: the mean of the metric function over the responses."""
         scores = self._score(self._metric, batch)
-        return {"eval/exact_match": (sum(scores), float(len(scores)))}
+        return {"score": (sum(scores), float(len(scores)))}
 
     @register(protocol=RANK_ZERO, returns="object", reads=_READS)
     def collect_samples(self, batch: TensorDict) -> list[dict[str, Any]]:

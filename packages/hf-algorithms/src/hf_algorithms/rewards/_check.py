@@ -1,0 +1,115 @@
+"""What can be known of reward functions before a run starts: how they are called, and which answers they read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+
+from hf_algorithms.rewards._load import load_function
+from hf_protocols.arguments import show
+from hf_protocols.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import Config
+    from hf_algorithms.data import Row
+
+__all__ = ["SupportsAnswerCheck", "answers_checked_by", "check_rewards"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@runtime_checkable
+class SupportsAnswerCheck(Protocol):
+    """A reward function that says beforehand which answers of the data it can read."""
+
+    def check_answer(self, answer: str) -> object:
+        """Raises an exception, such as a ValueError with the reason, or returns False for an answer it cannot read."""
+        ...
+
+
+def answers_checked_by(check: Callable[[str], object]) -> Callable[[Function], Function]:
+    """Decorator of a reward function: ``check`` becomes its ``check_answer``, see `SupportsAnswerCheck`."""
+
+    def decorate(function: Function) -> Function:
+        function.check_answer = check  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_path: Sequence[str] = ()) -> None:
+    """Load ``reward.function`` and ``reward.metric``, and let them look at the answers of all rows.
+
+    Args:
+        config: names the functions and the files.
+        rows: those that a run reads, by data set: ``train``, ``validation`` and ``test``; row i is line i + 1.
+        search_path: folders where the functions' modules are looked for first.
+
+    Raises:
+        ConfigError: naming the key, for a function that is not found or cannot be called with three lists.
+        DataError: naming file and line, for an answer that a function cannot read.
+    """
+    names = {config.reward.metric: "reward.metric", config.reward.function: "reward.function"}
+    for name, key in reversed(names.items()):
+        try:
+            function = load_function(name, search_path=search_path)
+        except ConfigError as error:
+            raise ConfigError(f"{key} = {error}") from error
+        what = f"{key} = {name!r}"
+        _check_call(what, function, ("prompts", "responses", "answers"))
+        if isinstance(function, SupportsAnswerCheck):
+            _check_call(f"{what}: check_answer", function.check_answer, ("answer",))
+            for path, longest in _rows_by_path(config, rows).items():
+                _check_answers(what, function, path, longest)
+
+
+def _check_call(what: str, function: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+    """By its signature only: nobody's code runs."""
+    wanted = f"({', '.join(arguments)})"
+    if isinstance(function, type):
+        raise ConfigError(f"{what} is a class. Name an instance with a method __call__{wanted}, or a function")
+    for called in (function, getattr(function, "__call__", None)):  # noqa: B004 - the method of an instance
+        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+            raise ConfigError(f"{what} is an async function. Make it a plain one: def f{wanted}")
+        if inspect.isgeneratorfunction(called):
+            raise ConfigError(f"{what} yields. Return a list from a plain function: def f{wanted}")
+    if (problem := _misfit(function, arguments)) is not None:
+        raise ConfigError(f"{what} cannot be called as f{wanted}: {problem}. Write it as def f{wanted}")
+
+
+def _misfit(function: Any, arguments: tuple[str, ...]) -> str | None:
+    try:
+        # A decorator may adapt another signature to this one, so that the outermost function is the one that counts.
+        signature = inspect.signature(function, follow_wrapped=False)
+    except ValueError:  # written in C, and says nothing of its arguments
+        return None
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        return f"its arguments are {signature}, {error}"
+    passes_on = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in signature.parameters.values())
+    wrapped = getattr(function, "__wrapped__", None)
+    return _misfit(wrapped, arguments) if passes_on and wrapped is not None else None
+
+
+def _rows_by_path(config: Config, rows: Mapping[str, Sequence[Row]]) -> dict[str, Sequence[Row]]:
+    """Every file once, with most of the rows that are read of it."""
+    by_path: dict[str, Sequence[Row]] = {}
+    for name, part in rows.items():
+        path = config.data.path_of(name)
+        by_path[path] = max(by_path.get(path, ()), part, key=len)
+    return by_path
+
+
+def _check_answers(what: str, function: SupportsAnswerCheck, path: str, rows: Sequence[Row]) -> None:
+    for number, row in enumerate(rows, start=1):
+        try:
+            reason = "its check_answer returned False" if function.check_answer(row.answer) is False else None
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's function may raise is reported
+            reason = str(error) or type(error).__name__
+        if reason is not None:
+            raise DataError(
+                f"{path}, line {number}: the answer {show(row.answer)} cannot be read by {what}: {reason}. "
+                f"Correct the line, or set {what.partition(' ')[0]}"
+            )

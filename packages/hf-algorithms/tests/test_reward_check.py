@@ -1,0 +1,188 @@
+"""Reward functions are checked before a run starts: by their signature, and by the answers they can read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hf_algorithms.config import Config, parse_config
+from hf_algorithms.data import Row
+from hf_algorithms.rewards import _check, answers_checked_by, check_rewards, exact_match, gsm8k_accuracy, gsm8k_reward
+from hf_protocols import ConfigError, DataError
+
+ROWS = [Row("p", "1"), Row("p", "#### 2"), Row("p", "three")]
+
+
+def plain(prompts: Any, responses: Any, answers: Any) -> Any: ...
+
+
+def with_defaults(prompts: Any, responses: Any, answers: Any, weight: float = 1.0, **options: Any) -> Any: ...
+
+
+def any_arguments(*args: Any, **kwargs: Any) -> Any: ...
+
+
+def needs_four(prompts: Any, responses: Any, answers: Any, weight: float) -> Any: ...
+
+
+def needs_a_keyword(prompts: Any, responses: Any, answers: Any, *, weight: float) -> Any: ...
+
+
+def two(responses: Any, answers: Any) -> Any: ...
+
+
+def of_another_trainer(completions: Any, **kwargs: Any) -> Any: ...
+
+
+async def waits(prompts: Any, responses: Any, answers: Any) -> Any: ...
+
+
+def yields(prompts: Any, responses: Any, answers: Any) -> Any:
+    yield from responses
+
+
+async def waits_and_yields(prompts: Any, responses: Any, answers: Any) -> Any:
+    yield 1.0
+
+
+class Scorer:
+    def __call__(self, prompts: Any, responses: Any, answers: Any) -> Any: ...
+
+    def with_two(self, responses: Any, answers: Any) -> Any: ...
+
+
+class Waiter:
+    async def __call__(self, prompts: Any, responses: Any, answers: Any) -> Any: ...
+
+
+def passes_on(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+def adapts(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(prompts: Any, responses: Any, answers: Any) -> Any:
+        return function(responses, answers)
+
+    return call
+
+
+def config_with(**reward: str) -> Config:
+    return parse_config({"data": {"train": "train.jsonl", "validation": "val.jsonl"}, "reward": reward})
+
+
+def check(monkeypatch: pytest.MonkeyPatch, function: Any, key: str = "function") -> None:
+    found = {"mine:f": function, "mine:any": plain}
+    monkeypatch.setattr(_check, "load_function", lambda name, *, search_path: found[name])
+    other = "metric" if key == "function" else "function"
+    check_rewards(config_with(**{key: "mine:f", other: "mine:any"}), {"train": ROWS, "validation": ROWS, "test": ROWS})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        plain,
+        with_defaults,
+        any_arguments,
+        Scorer(),
+        functools.partial(needs_four, weight=1.0),
+        functools.partial(needs_a_keyword, weight=1.0),
+        passes_on(plain),
+        adapts(two),
+        max,  # tells nothing of its arguments
+    ],
+)
+def test_a_callable_that_takes_three_lists_is_accepted(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+    check(monkeypatch, function)
+
+
+@pytest.mark.parametrize("key", ["function", "metric"])
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (two, r"its arguments are .*responses.*answers.*too many positional arguments"),
+        (of_another_trainer, "too many positional arguments"),
+        (needs_four, "missing a required argument: 'weight'"),
+        (needs_a_keyword, "missing a required argument: 'weight'"),
+        (functools.partial(plain, []), "too many positional arguments"),
+        (passes_on(two), "too many positional arguments"),
+        (Scorer().with_two, "too many positional arguments"),
+        (len, "too many positional arguments"),
+        (waits, "is an async function"),
+        (waits_and_yields, "is an async function"),
+        (functools.partial(waits), "is an async function"),
+        (Waiter(), "is an async function"),
+        (yields, "yields. Return a list"),
+        (Scorer, "is a class. Name an instance"),
+    ],
+)
+def test_another_signature_is_refused_by_its_key(
+    monkeypatch: pytest.MonkeyPatch, function: Any, says: str, key: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^reward.{key} = 'mine:f' .*{says}"):
+        check(monkeypatch, function, key)
+
+
+def test_a_name_that_is_not_found_is_refused_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"^reward.metric = 'hf_algorithms.rewards:exact_mach': .*Did you mean"):
+        check_rewards(config_with(metric="hf_algorithms.rewards:exact_mach"), {})
+
+
+@pytest.mark.parametrize("metric", ["hf_algorithms.rewards:exact_match", "hf_algorithms.rewards:gsm8k_accuracy"])
+@pytest.mark.parametrize("name", ["train", "validation", "test"])
+def test_an_answer_that_cannot_be_read_is_named(name: str, metric: str) -> None:
+    config = config_with(function="hf_algorithms.rewards:gsm8k_reward", metric=metric)
+    rows = {"train": ROWS[:2], "validation": ROWS[:1], "test": ROWS[:2], name: ROWS}
+    path = {"train": "train.jsonl"}.get(name, "val.jsonl")
+    says = f"^{path}, line 3: the answer 'three' cannot be read by reward.function = .*: it has no number"
+    with pytest.raises(DataError, match=says):
+        check_rewards(config, rows)
+    check_rewards(config, {**rows, name: ROWS[:2]})
+
+
+def test_a_metric_looks_at_answers_as_well() -> None:
+    with pytest.raises(DataError, match=r"line 3: .* by reward.metric = 'hf_algorithms.rewards:gsm8k_accuracy'"):
+        check_rewards(config_with(metric="hf_algorithms.rewards:gsm8k_accuracy"), {"test": ROWS})
+
+
+def test_the_shipped_functions_say_what_they_read() -> None:
+    for function in (exact_match, gsm8k_reward, gsm8k_accuracy):
+        assert isinstance(function, _check.SupportsAnswerCheck)
+        assert function.check_answer("#### 1,200") is None
+    with pytest.raises(ValueError, match="has no number"):
+        gsm8k_accuracy.check_answer("")  # type: ignore[attr-defined]
+
+
+def refuse(answer: str) -> None:
+    raise KeyError(answer)
+
+
+def leave(answer: str) -> None:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("checker", "says"), [(refuse, "'1'"), (leave, "3"), (str.isalpha, "check_answer returned False")]
+)
+def test_a_users_own_check_is_asked(monkeypatch: pytest.MonkeyPatch, checker: Any, says: str) -> None:
+    with pytest.raises(DataError, match=f"^train.jsonl, line 1: the answer '1' cannot be read by .*: .*{says}"):
+        check(monkeypatch, answers_checked_by(checker)(lambda prompts, responses, answers: [1.0]))
+
+
+def test_a_check_of_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"^reward.function = 'mine:f': check_answer cannot be called as f\(answer\)"):
+        check(monkeypatch, answers_checked_by(lambda prompt, answer: None)(lambda prompts, responses, answers: [1.0]))
+
+
+def test_a_long_answer_is_cut_in_the_message() -> None:
+    config = config_with(function="hf_algorithms.rewards:gsm8k_reward")
+    with pytest.raises(DataError) as caught:
+        check_rewards(config, {"train": [Row("p", "x" * 5000)]})
+    assert len(str(caught.value)) < 500
