@@ -209,7 +209,7 @@ def _find_caller() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("hf_controller."):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return sys.intern(f"{frame.f_code.co_filename}:{frame.f_lineno}")  # one text per line of the program, not per call
 
 
 class _Part:
