@@ -39,7 +39,7 @@ test: env ## run the tests of the base environment, in two halves side by side
 
 test-slow: env ## run the tests that take minutes or many processes, in two halves side by side
 	@$(MAKE) --no-print-directory --jobs 2 test-clusters test-ranks \
-		CLUSTERS="packages/hf-controller integration-tests" RANKS="packages/hf-mapper $(RANKS)" \
+		CLUSTERS=integration-tests RANKS="packages/hf-mapper $(RANKS) packages/hf-controller" \
 		SELECT='-m "slow and not gpu and not vllm and not sglang" --timeout 900'
 
 test-clusters: env ## run the half that starts clusters or nothing; a program holds one of them
@@ -59,6 +59,7 @@ test-matrix: env ## test every training layout and the quickstart with every eng
 	scripts/env.sh sglang
 	$(BIN)/python benchmarks/matrix.py
 	$(BIN)/python benchmarks/quickstart_gains.py
+	.venv-sglang/bin/pytest packages/hf-engine/tests/test_sglang.py -m "sglang and slow"
 	.venv-vllm/bin/pytest integration-tests/tests/test_swap_page.py -m vllm
 	.venv-sglang/bin/pytest integration-tests/tests/test_swap_page.py -m sglang
 

@@ -11,14 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from small_runs import read_metrics, without_times
+from small_runs import Outcome, read_metrics, without_times
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -99,24 +99,18 @@ def wait_for_shared_memory(before: set[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "to_group", "exit_code"),
+    ("sent", "exit_code"),
     [
-        (signal.SIGINT, True, 130),  # as a terminal does
-        (signal.SIGTERM, False, 143),
-        (signal.SIGTERM, True, 143),  # as timeout does
+        (signal.SIGINT, 130),  # as a terminal does
+        (signal.SIGTERM, 143),  # as timeout does; `kill` is less, and test_ray_ends.py has it
     ],
 )
-def test_a_signal_ends_the_run_and_all_its_processes(
-    small_config: Path, sent: signal.Signals, to_group: bool, exit_code: int
-) -> None:
+def test_a_signal_ends_the_run_and_all_its_processes(small_config: Path, sent: signal.Signals, exit_code: int) -> None:
     before = shared_memory()
     with started([*on_two_ranks(small_config), "--set", "run.iterations=1000"]) as (program, lines):
         processes = wait_for_iteration(program, lines, 2)
         assert len(processes) > 4
-        if to_group:
-            os.killpg(program.pid, sent)
-        else:
-            program.send_signal(sent)
+        os.killpg(program.pid, sent)
         assert program.wait(timeout=100) == exit_code, "".join(lines)
         wait_until_gone(processes, within_s=30)
     wait_for_shared_memory(before)
@@ -165,13 +159,17 @@ def test_a_killed_run_leaves_nothing_behind(small_config: Path) -> None:
     wait_for_shared_memory(before)
 
 
-def test_two_runs_on_two_ranks_give_the_same_metrics(small_config: Path) -> None:
+@pytest.mark.usefixtures("quick_workers")
+def test_two_runs_on_two_ranks_give_the_same_metrics(
+    small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(small_config.parent))  # ranks import the reward function
     metrics = []
     for name in ("one", "two"):
         run = small_config.parent / name
-        command = [*on_two_ranks(small_config), "--set", f"run.output_dir={run}", "--set", "run.iterations=4"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-        assert ended.returncode == 0, ended.stderr
+        _, *arguments = on_two_ranks(small_config)
+        ended = hybridflow(*arguments, "--set", f"run.output_dir={run}", "--set", "run.iterations=4")
+        assert ended.exit_code == 0, ended.errors
         metrics.append(without_times(read_metrics(run)))
         assert json.loads((run / "plan.json").read_text())["models"]["actor"]["train"]["dp_size"] == 2
     assert metrics[0] == metrics[1]

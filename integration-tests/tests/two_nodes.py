@@ -18,6 +18,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
+from forked_workers import forked_workers
 from hf_algorithms import run
 from hf_algorithms.config import Config, parse_config
 from hf_algorithms.quickstart import prepare_quickstart
@@ -302,4 +303,5 @@ def main(what: str, path: Path) -> None:
 
 if __name__ == "__main__":
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    main(sys.argv[1], Path(sys.argv[2]))
+    with forked_workers(["hf_algorithms.workers", "hf_engine.backends.fsdp", "hf_engine.backends.transformers"]):
+        main(sys.argv[1], Path(sys.argv[2]))

@@ -174,7 +174,7 @@ def test_an_engine_that_waits_leaves_the_processor_to_training(alone, models):
     assert seconds < 1
 
 
-@pytest.mark.parametrize("model", ["qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("model", ["qwen2", "qwen3", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_other_families_conform(alone, models, model):
     alone.run(conform, models[model], ONE, deadline_s=600)
 

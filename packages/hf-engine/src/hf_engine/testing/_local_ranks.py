@@ -27,6 +27,7 @@ _PRELOADED = [
     "hf_engine.backends.fsdp",
     "hf_engine.backends.megatron",
     "hf_engine.backends.transformers",
+    "pytest",  # files of tests import it
     "transformers.models.llama.modeling_llama",
 ]
 
