@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 import sys
 
 import pytest
 
-from hf_controller.signals import SignalGuard, shielded
+from hf_controller.signals import SignalGuard, after_imports, shielded
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +61,36 @@ def test_an_exception_that_a_library_swallows_while_it_waits_is_raised_again(gua
     with pytest.raises(error) as raised, guard.watching():
         swallow(kind)
     assert getattr(raised.value, "code", 143) == 143
+
+
+@pytest.mark.parametrize(("kind", "exit_code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_an_import_is_finished_before_a_signal_ends_the_program(tmp_path, kind, exit_code):
+    program = (
+        "import signal, sys, time\n"
+        "from hf_controller.signals import SignalGuard, after_imports\n"
+        "signal.signal(signal.SIGINT, after_imports(lambda kind, frame: sys.exit(130)))\n"
+        "SignalGuard().install()\n"
+        "try:\n"
+        "    import interrupted\n"
+        "    print('imported', flush=True)\n"
+        "    time.sleep(60)\n"
+        "finally:\n"
+        "    print(interrupted.VALUE)\n"
+    )
+    (tmp_path / "interrupted.py").write_text(
+        f"import signal, time\nsignal.raise_signal(signal.{kind})\ntime.sleep(0.2)\nVALUE = 'whole'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (exit_code, ["imported", "whole"]), done.stderr
+    assert done.stderr == ""
+
+
+def test_a_signal_does_not_wait_for_an_import_without_an_end(monkeypatch):
+    monkeypatch.setattr("hf_controller.signals._is_importing", lambda frame: True)
+    monkeypatch.setattr("hf_controller.signals._LONGEST_IMPORT_S", 0.0)
+    heard = []
+    after_imports(lambda kind, frame: heard.append(kind))(signal.SIGTERM, None)
+    assert heard == [signal.SIGTERM]
 
 
 def test_a_termination_that_was_swallowed_is_raised_by_the_next_wait(guard):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from hf_controller.signals import after_imports
 from hf_protocols import ConfigError, DataError, HybridFlowError, PlanError
 from hf_protocols.paths import read_path, read_text
 
@@ -144,7 +145,9 @@ def main() -> NoReturn:
 
     Exit codes: 1 a run that failed, 2 input that cannot be used, 130 Ctrl-C, 143 SIGTERM.
     """
-    signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGTERM, after_imports(_terminate))
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in a shell's background job
+        signal.signal(signal.SIGINT, after_imports(signal.default_int_handler))
     # a deprecation notice of torch about its own use of itself, at the first jagged tensor
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours tells more; workers inherit it

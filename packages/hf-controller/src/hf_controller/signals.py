@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["SignalGuard", "shielded"]
+__all__ = ["SignalGuard", "after_imports", "shielded"]
 
 Handler = Callable[[int, FrameType | None], Any]
+
+_SLICE_S = 0.05
+_LONGEST_IMPORT_S = 10.0
 
 
 class SignalGuard:
@@ -39,7 +44,7 @@ class SignalGuard:
         """Start; the handlers that were there before come back with :meth:`restore`."""
         if threading.current_thread() is not threading.main_thread():
             return
-        self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._record(_exit))
+        self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._record(after_imports(_exit)))
         interrupt = signal.getsignal(signal.SIGINT)
         if self._with_interrupts and callable(interrupt):
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._record(interrupt))
@@ -87,6 +92,33 @@ class SignalGuard:
             self._lost = self._received
         else:
             self._unraisable_before(unraisable)
+
+
+def after_imports(handler: Handler) -> Handler:
+    """A handler that waits, for some seconds, while a module is imported.
+
+    An exception in the middle leaves modules half imported, of which others speak in errors of their own, and aborts
+    the program where native code imports.
+    """
+    arrived_s: list[float] = []
+
+    def handle(kind: int, frame: FrameType | None) -> None:
+        arrived_s.append(time.monotonic())
+        if _is_importing(frame) and arrived_s[-1] - arrived_s[0] < _LONGEST_IMPORT_S:
+            again = threading.Timer(_SLICE_S, os.kill, (os.getpid(), kind))
+            again.daemon = True
+            again.start()
+        else:
+            arrived_s.clear()
+            handler(kind, frame)
+
+    return handle
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager
