@@ -59,7 +59,7 @@ def test_local_start_refuses_a_long_temporary_folder(tmp_path, monkeypatch, vari
     text = refusal()
     assert f"{variable}='/tmp/aaa" in text
     assert f"{room + 1} bytes long, Ray's sockets leave at most {room}. Set RAY_TMPDIR to a shorter folder" in text
-    monkeypatch.setenv(variable, "/tmp/" + "ä" * (room // 2 - 2))  # two bytes each
+    monkeypatch.setenv(variable, "/tmp/" + "\u00e4" * (room // 2 - 1))  # two bytes each
     assert "bytes long" in refusal()
 
 
