@@ -55,6 +55,11 @@ def assert_one_message(outcome: Outcome, code: int, *parts: str) -> None:
         ("run.output_dir=~no-such-user/x", ("run.output_dir = '~no-such-user/x': `~` cannot be expanded",)),
         ("rollout.options.cache_bytes=inf", ("rollout.options.cache_bytes = inf: is not a finite number",)),
         ("optimizer.weight_decay=1e400", ("optimizer.weight_decay = inf: is not a finite number",)),
+        ("run.resume=1", ("run.resume", "[run] has output_dir, seed,")),
+        (
+            "reward.metric=math:sqrt",
+            ("reward.metric = 'math:sqrt' cannot be called as f(prompts, responses, answers)",),
+        ),
         ("model.max_positions=8", ("tokens", "model.max_positions")),
         ("model.path=no/such/model", ("no/such/model",)),
         ("rollout.backend=no-such-engine", ("no-such-engine", "transformers")),
@@ -116,6 +121,18 @@ def test_a_path_that_cannot_be_used_is_named(
 ) -> None:
     given = [str(small_config) if word == "CONFIG" else word for word in words]
     assert_one_message(hybridflow(*given), 2, part)
+    assert not (small_config.parent / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_an_answer_that_the_reward_cannot_read(
+    small_config: Path, hybridflow: Callable[..., Outcome], command: str
+) -> None:
+    good, bad = '{"prompt": "1+1=", "answer": "2"}', '{"prompt": "1+1=", "answer": "two"}'
+    rows = write_rows(small_config.with_name("rows.jsonl"), [good, good, bad])
+    changes = (f"data.validation={rows}", "reward.function=hf_algorithms.rewards:gsm8k_reward")
+    outcome = hybridflow(command, small_config, *(part for change in changes for part in ("--set", change)))
+    assert_one_message(outcome, 2, "rows.jsonl, line 3: the answer 'two' cannot be read by reward.function")
     assert not (small_config.parent / "run").exists()
 
 

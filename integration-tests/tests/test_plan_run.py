@@ -18,6 +18,7 @@ from hf_algorithms.run import load_inputs
 from hf_engine import load_rollout_backend
 from hf_engine.backends import _offload
 from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu, map_dataflow
+from hf_mapper.specs import SHIPPED_GENERATION
 from hf_protocols import Dataflow, GenerationSpec, MachinePlan, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
 from small_runs import Outcome, read_metrics, without_times
 
@@ -51,6 +52,13 @@ def two_pools() -> MappingPlan:
 def ranks_find_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_the_mappers_default_is_the_largest_shipped_engine() -> None:
+    engines = [load_rollout_backend(name) for name in ("transformers", "vllm", "sglang", "server")]
+    sizes = [engine.largest_generation for engine in engines]
+    assert max((size.gen_pp_size, size.gen_tp_size) for size in sizes) == (1, SHIPPED_GENERATION.gen_tp_size)
+    assert SHIPPED_GENERATION.gen_pp_size == 1
 
 
 def test_offloaded_models_train_like_others(

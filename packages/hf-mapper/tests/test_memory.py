@@ -303,3 +303,21 @@ def test_interleaved_stages_keep_more_micro_batches() -> None:
         for chunks in (1, 5)
     )
     assert cut / plain == pytest.approx((8 + 7 / 5) / 8, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype", "software", "copies"),
+    [
+        (1, "bfloat16", SoftwareSpec(), 0),
+        (1, "float32", FSDP, 0),
+        (1, "bfloat16", FSDP, 1),  # masters of float32, of which generation has a copy
+        (2, "bfloat16", SoftwareSpec(), 1),
+    ],
+)
+def test_fsdps_weights_are_there_once_on_a_single_rank(num_ranks, dtype, software, copies) -> None:
+    workload = dataclasses.replace(WORKLOAD, dtype=dtype, software=software)
+    spec, cluster = ParallelSpec(dp_size=num_ranks), ClusterSpec.host(num_ranks, 2**40)
+    parts = estimate_memory(
+        LLAMA, cluster, spec, workload, calls=["generation"], generation=GenerationSpec(), backend="fsdp"
+    ).breakdown
+    assert parts["gathered_weight_bytes"] == copies * LLAMA.num_parameters * workload.element_bytes

@@ -225,7 +225,7 @@ def test_two_generations_in_a_stage_share_one_transition() -> None:
 def test_an_engine_that_cannot_cut_the_model_bounds_the_generation_layouts():
     machine = MachineSpec(gpu=gpu("a100-80"), num_gpus=8)
     model = ModelShape.preset("llama-2-7b")
-    free = WorkloadSpec(global_batch=64, prompt_tokens=8, response_tokens=8)
+    free = WorkloadSpec(global_batch=64, prompt_tokens=8, response_tokens=8, largest_generation=None)
     for layout in (ParallelSpec(dp_size=8), ParallelSpec(pp_size=2, tp_size=4)):
         backend = "fsdp" if layout.dp_size == 8 else "megatron"
         every = set(generation_layouts(model, machine, layout, backend, free))
@@ -237,3 +237,20 @@ def test_an_engine_that_cannot_cut_the_model_bounds_the_generation_layouts():
                 for spec in every
                 if spec.gen_pp_size <= largest.gen_pp_size and spec.gen_tp_size <= largest.gen_tp_size
             }
+
+
+def test_generation_has_no_pipeline_stages_unless_asked():
+    """No engine of hf-engine runs any; 80 layers on 8 devices might be cut over 2, 4 or 8 of them."""
+    machine, model = MachineSpec(gpu=gpu("a100-80"), num_gpus=8), ModelShape.preset("llama-2-70b")
+    layout, shipped = (
+        ParallelSpec(pp_size=4, tp_size=2),
+        WorkloadSpec(global_batch=64, prompt_tokens=8, response_tokens=8),
+    )
+
+    def sizes(workload: WorkloadSpec) -> set[tuple[int, int]]:
+        found = generation_layouts(model, machine, layout, "megatron", workload)
+        return {(spec.gen_pp_size, spec.gen_tp_size) for spec in found}
+
+    assert sizes(shipped) == {(1, 1), (1, 2)}
+    more = dataclasses.replace(shipped, largest_generation=GenerationSpec(gen_pp_size=2, gen_tp_size=64))
+    assert sizes(more) == {(1, 1), (1, 2), (2, 1), (2, 2)}

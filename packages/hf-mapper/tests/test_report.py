@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from hf_mapper import map_dataflow, render_plan
-from hf_protocols import MachinePlan, MappingPlan, ModelPlan, PlanError, PoolPlan
+from hf_protocols import GenerationSpec, MachinePlan, MappingPlan, ModelPlan, PlanError, PoolPlan
 
 
 def printed(plan: MappingPlan, width: int = 120) -> str:
@@ -58,3 +60,18 @@ def test_a_plan_without_estimates_cannot_be_explained() -> None:
     plan = MappingPlan(pools=(pool,), models={"actor": ModelPlan(pool="actor", backend="fsdp")})
     with pytest.raises(PlanError, match="lacks estimates"):
         printed(plan)
+
+
+def test_the_bound_on_generation_layouts_is_said(paper_problem: Callable[..., Any]) -> None:
+    dataflow, models, cluster, workload = paper_problem("ppo", "llama-2-7b", 16)
+    said = []
+    for largest in (workload.largest_generation, GenerationSpec(gen_pp_size=2, gen_tp_size=8), None):
+        chosen = dataclasses.replace(workload, largest_generation=largest)
+        text = " ".join(printed(map_dataflow(dataflow, models, cluster, chosen)).split())
+        said.append(re.findall(r"generation layouts of at most .*", text))
+    more = "largest_generation in the workload allows more"
+    assert said == [
+        [f"generation layouts of at most 1-64, what the shipped engines run: {more}"],
+        [f"generation layouts of at most 2-8: {more}"],
+        [],
+    ]

@@ -25,6 +25,7 @@
     prompt_tokens = 1024                # one length, or a list of equally likely ones
     response_tokens = [256, 512, 768, 1024]
     mini_batches = 8
+    largest_generation = "2-64"         # optional: of a generation replica, pp-tp; 1-64 is what the shipped engines run
 """
 
 from __future__ import annotations

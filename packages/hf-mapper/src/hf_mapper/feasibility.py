@@ -70,8 +70,13 @@ def build_infeasible_error(problem: MapperConfig) -> PlanError:
         problem.dataflow, problem.models, problem.cluster, problem.workload, backends=problem.backends
     )
     knobs = "micro_batch_tokens, the batch or the lengths lower, or max_generation_waves higher"
+    own = []
     if not any(machine.offload_bytes for machine in machines):
-        knobs += ", or in a problem of hf-mapper host_memory_bytes of the machines, to offload models"
+        own.append("host_memory_bytes of the machines, to offload models")
+    if (largest := problem.workload.largest_generation) is not None:
+        own.append(f"largest_generation above {largest.gen_pp_size}-{largest.gen_tp_size}")
+    if own:
+        knobs += f", or in a problem of hf-mapper {' or '.join(own)}"
     if smallest is None:
         advice = f"nor on any number of such machines up to {_MOST_GPUS} devices: set {knobs}"
     else:

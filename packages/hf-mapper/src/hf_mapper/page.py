@@ -19,6 +19,7 @@ from hf_mapper.report import (
     check_estimates,
     describe_devices,
     describe_generation,
+    describe_generation_limit,
     describe_role,
     format_gib,
     format_layout,
@@ -104,6 +105,8 @@ def _summarise(plan: MappingPlan, explanation: Explanation | None) -> str:
         + ("" if found.get("complete", True) else " (search stopped: the best so far)")
         + "."
     ]
+    if (limit := describe_generation_limit(plan)) is not None:
+        said.append(f"G{limit[1:]}.")
     if explanation:
         said.append(describe_bottleneck(explanation.bottleneck) + ".")
     return escape(" ".join(said))

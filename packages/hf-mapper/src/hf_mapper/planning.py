@@ -40,7 +40,8 @@ def build_plan(
     A pool is named after its roles, joined by ``+``. ``estimates`` has ``iteration_s``; per stage its calls, its time
     and the pool that it waits for; per pool its time in each stage, bytes used and usable per device, and the name of
     its machines (``ClusterSpec.names``); per model its time in each stage, state, work and host bytes per device and
-    generation waves; the idle devices; and ``search``.
+    generation waves; the idle devices; ``search``; and, as ``pp-tp``, the sizes that ``largest_generation`` allowed, or
+    None.
     """
     order = {role: number for number, role in enumerate(dataflow.roles)}
     named = {"+".join(sorted(pool.roles, key=order.__getitem__)): pool for pool in pools}
@@ -56,7 +57,8 @@ def build_plan(
     return MappingPlan(
         pools=(*(_plan_pool(name, pool, cluster) for name, pool in named.items()), *host),
         models=models,
-        estimates=_build_estimates(dataflow, cluster, named, chosen, search),
+        estimates=_build_estimates(dataflow, cluster, named, chosen, search)
+        | {"largest_generation": _format_largest(workload)},
     )
 
 
@@ -110,6 +112,11 @@ def _build_estimates(
         "idle_gpus": cluster.num_gpus - used,
         "search": dict(search),
     }
+
+
+def _format_largest(workload: WorkloadSpec) -> str | None:
+    largest = workload.largest_generation
+    return None if largest is None else f"{largest.gen_pp_size}-{largest.gen_tp_size}"
 
 
 def _estimate_model(option: ModelOption) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from hf_mapper.calibration import Calibration
 from hf_mapper.planning import find_machines
+from hf_mapper.specs import SHIPPED_GENERATION
 from hf_mapper.validation import SourceErrors
 from hf_protocols import GenerationSpec, MappingPlan, ModelPlan, ParallelSpec, PlanError, PoolPlan
 
@@ -21,6 +22,7 @@ __all__ = [
     "check_estimates",
     "describe_devices",
     "describe_generation",
+    "describe_generation_limit",
     "describe_role",
     "format_gib",
     "format_layout",
@@ -158,9 +160,19 @@ def _build_summary(plan: MappingPlan) -> Text:
     summary = Text(f"iteration {format_seconds(estimates['iteration_s'])} s{idle}{proven}", style="bold")
     tokens = sorted({model.micro_batch_tokens for model in plan.models.values() if model.train is not None})
     bounds = " or ".join(f"{count:,}" for count in tokens)
-    return summary.append(
-        f"\nmicro-batches of at most {bounds} tokens: micro_batch_tokens is given, not searched", "none"
-    )
+    summary.append(f"\nmicro-batches of at most {bounds} tokens: micro_batch_tokens is given, not searched", "none")
+    if (limit := describe_generation_limit(plan)) is not None:
+        summary.append(f"\n{limit}", "none")
+    return summary
+
+
+def describe_generation_limit(plan: MappingPlan) -> str | None:
+    """Which generation layouts were searched, and how to have more; None for all, or where the plan does not say."""
+    largest = plan.estimates.get("largest_generation")
+    if not isinstance(largest, str) or all(model.generation is None for model in plan.models.values()):
+        return None
+    shipped = ", what the shipped engines run" if largest == format_layout(SHIPPED_GENERATION) else ""
+    return f"generation layouts of at most {largest}{shipped}: largest_generation in the workload allows more"
 
 
 def describe_devices(plan: MappingPlan, pool: PoolPlan) -> str:

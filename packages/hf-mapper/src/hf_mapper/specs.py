@@ -16,6 +16,7 @@ from hf_protocols import ConfigError, GenerationSpec
 
 __all__ = [
     "HOST_KIND",
+    "SHIPPED_GENERATION",
     "ClusterSpec",
     "GpuSpec",
     "MachineSpec",
@@ -269,6 +270,10 @@ class ClusterSpec:
         return replace(self, machines=(self.machines[index],), inter_bandwidth_bytes_per_s=network)
 
 
+SHIPPED_GENERATION = GenerationSpec(gen_pp_size=1, gen_tp_size=64)
+"""The largest sizes of a generation replica that an engine of hf-engine runs: vLLM's."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkloadSpec:
     """One iteration of the dataflow.
@@ -278,7 +283,8 @@ class WorkloadSpec:
     of every sequence, or the largest ones where ``prompt_lengths`` or ``response_lengths`` say how they vary: equally
     likely lengths, such as quantiles or a sample.
     ``micro_batch_tokens`` bounds what one forward pass of one rank takes (always at least one sequence).
-    ``largest_generation`` bounds the sizes of a generation replica, for an engine that cannot cut the model further.
+    ``largest_generation`` bounds the sizes of a generation replica: by default at what the shipped engines run, without
+    pipeline stages (vLLM; SGLang 8 ways at most). Give larger sizes, or None for any, for an engine of your own.
     ``max_generation_waves``: a layout whose KV cache is so small that a batch needs more rounds is out of memory.
     ``pipeline_chunks`` is the number of model chunks of each pipeline stage: above 1 the schedule is interleaved.
     ``recompute``: what backward computes again, all layers (full), attention or half of the multiplications
@@ -298,7 +304,7 @@ class WorkloadSpec:
     recompute: Recompute = "full"
     micro_batch_tokens: int = 8192
     max_generation_waves: int = 16
-    largest_generation: GenerationSpec | None = None
+    largest_generation: GenerationSpec | None = SHIPPED_GENERATION
     pipeline_chunks: int = 1
     software: SoftwareSpec = field(default_factory=SoftwareSpec)
     prompt_lengths: tuple[int, ...] = ()

@@ -207,8 +207,9 @@ def gathered_weight_bytes(
 ) -> Figures:
     """Bytes per rank of generation weights beyond the training shard, both of their fullest stages.
 
-    Nested Megatron layouts keep the shard inside the generation weights (paper, Table 2: redundancy 0); an FSDP shard
-    is cut another way, so the generation weights come whole beside it.
+    Nested Megatron layouts keep the shard inside the generation weights (paper, Table 2: redundancy 0). An FSDP shard
+    is cut another way, so the generation weights come whole beside it. On a single rank the shard is the whole model:
+    where both have one dtype, generation uses it as it is.
     """
     replica = Layouts(
         pp_size=generation.gen_pp_size,
@@ -217,7 +218,9 @@ def gathered_weight_bytes(
         world_size=generation.replica_size,
         fsdp=False,
     )
-    shard = np.where(layouts.fsdp, 0.0, stage_parameters(model, layouts))
+    casts = workload.software.cast_weights and workload.dtype != "float32"
+    is_inside = np.logical_not(layouts.fsdp) | ((layouts.world_size == 1) & (not casts))
+    shard = np.where(is_inside, stage_parameters(model, layouts), 0.0)
     return workload.element_bytes * (stage_parameters(model, replica) - shard)
 
 
