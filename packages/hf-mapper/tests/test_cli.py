@@ -85,8 +85,8 @@ def test_the_table_names_what_was_chosen(config: Path) -> None:
             "inter_bandwidth_bytes_per_s=-1.0 must be above 0",
         ),
         ("prompt_tokens = 256", "prompt_tokens = 99999", "exceeds the 32768 positions of qwen2.5-0.5b"),
-        ('actor = "qwen2.5-0.5b"', 'actor = "llama-3-70b"', "smallest cluster that would do"),
-        ('actor = "qwen2.5-0.5b"', 'actor = "llama-3-405b"', "or largest_generation above 1-64"),
+        ('actor = "qwen2.5-0.5b"', 'actor = "llama-2-13b"', "smallest cluster that would do"),
+        ('actor = "qwen2.5-0.5b"', 'actor = "llama-3-405b"', "largest_generation above 1-64"),
         ('dataflow = "ppo"', 'dataflow = "dpo"', "dataflow preset 'dpo' is unknown"),
     ],
 )

@@ -144,8 +144,10 @@ def test_tensor_groups_stay_inside_the_machines_that_pack_gives() -> None:
 
 
 def test_generation_nests_in_megatron_and_is_free_in_fsdp() -> None:
+    unbounded = dataclasses.replace(WORKLOAD, largest_generation=None)
+
     def sizes(layout: str, backend: str) -> list[str]:
-        found = generation_layouts(LLAMA, MACHINE, ParallelSpec.parse(layout), backend, WORKLOAD)
+        found = generation_layouts(LLAMA, MACHINE, ParallelSpec.parse(layout), backend, unbounded)
         return [f"{spec.gen_pp_size}-{spec.gen_tp_size}" for spec in found]
 
     assert sizes("2-4-1", "megatron") == ["1-1", "1-2", "1-4", "2-1", "2-2", "2-4"]

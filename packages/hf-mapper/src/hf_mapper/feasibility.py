@@ -71,10 +71,10 @@ def build_infeasible_error(problem: MapperConfig) -> PlanError:
     )
     knobs = "micro_batch_tokens, the batch or the lengths lower, or max_generation_waves higher"
     own = []
-    if not any(machine.offload_bytes for machine in machines):
-        own.append("host_memory_bytes of the machines, to offload models")
     if (largest := problem.workload.largest_generation) is not None:
         own.append(f"largest_generation above {largest.gen_pp_size}-{largest.gen_tp_size}")
+    if not any(machine.offload_bytes for machine in machines):
+        own.append("host_memory_bytes of the machines, to offload models")
     if own:
         knobs += f", or in a problem of hf-mapper {' or '.join(own)}"
     if smallest is None:
