@@ -64,9 +64,11 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
                 _check_answers(what, function, path, longest)
 
 
-def _check_call(what: str, function: Callable[..., Any], arguments: tuple[str, ...]) -> None:
+def _check_call(what: str, function: object, arguments: tuple[str, ...]) -> None:
     """By its signature only: nobody's code runs."""
     wanted = f"({', '.join(arguments)})"
+    if not callable(function):
+        raise ConfigError(f"{what} is {show(function)}, not a function. Write it as def f{wanted}")
     if isinstance(function, type):
         raise ConfigError(f"{what} is a class. Name an instance with a method __call__{wanted}, or a function")
     for called in (function, getattr(function, "__call__", None)):  # noqa: B004 - the method of an instance
@@ -82,7 +84,7 @@ def _misfit(function: Any, arguments: tuple[str, ...]) -> str | None:
     try:
         # A decorator may adapt another signature to this one, so that the outermost function is the one that counts.
         signature = inspect.signature(function, follow_wrapped=False)
-    except ValueError:  # written in C, and says nothing of its arguments
+    except (TypeError, ValueError):  # written in C, and says nothing of its arguments
         return None
     try:
         signature.bind(*arguments)
