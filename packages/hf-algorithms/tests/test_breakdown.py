@@ -141,3 +141,17 @@ def test_a_call_without_length_is_no_division_by_zero(tmp_path):
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [_call(1, "a.b", 1, 0, 0, 0, 0, 0, 0, "p")]}))
     found = load_breakdown(tmp_path)
     assert (found.wall_s, found.pools[0].busy_s, found.pools[0].idle_share) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("width", [None, 80, 60, 40])
+def test_the_tables_of_a_pipe_and_a_narrow_terminal(run, monkeypatch, capsys, width):
+    if width is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", str(width))
+    _, output, _ = _hybridflow(monkeypatch, capsys, "trace", run)
+    lines = [line.split() for line in output.splitlines()]
+    assert next(line[:2] for line in lines if line[:1] == ["role,"]) == ["role,", "method"]
+    assert ("left out at this width" in output) is (width in (60, 40))
+    assert any(line[:2] == ["generate", "1"] or line[:1] == ["generate"] for line in lines)
+    assert width is None or max(map(len, output.splitlines())) <= width

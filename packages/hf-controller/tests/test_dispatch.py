@@ -222,7 +222,7 @@ def test_plain_rows_in_place_of_a_batch_are_refused(annotated, make, argument):
 
 SETTINGS = [
     "a text", Path("a"), 3, 0.5, True, b"a", {}, [], {"lr": 0.1, "betas": [0.9, 0.95]},
-    {"path": "a", "depth": {"a": 1}}, [1, 2], (), Settings(), Options(), range(4), torch.tensor(1.0), np.float32(2), torch.float32,
+    {"path": "a", "depth": {"a": 1}}, [1, 2], (), Settings(), Options(), range(4), torch.tensor(1.0), np.float32(2),
 ]  # fmt: skip
 
 

@@ -201,3 +201,27 @@ def test_a_model_path_begins_at_the_home_directory(capsys, tmp_path, monkeypatch
     for command in ("plan", "check"):
         main([command, "--model", "~/tiny", "--train", "1-1-2", "--gen", "1-1"])
         assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("columns", "kept"),
+    [
+        (None, "received worst peak redundant exchanges"),
+        ("120", "received worst peak redundant exchanges"),
+        ("80", "received worst peak redundant"),
+        ("60", "received worst peak"),
+        ("40", "received worst"),
+        ("20", "received"),
+    ],
+)
+def test_a_narrow_terminal_gets_fewer_columns(capsys, monkeypatch, columns, kept):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    main(LLAMA)
+    lines = capsys.readouterr().out.splitlines()
+    assert next(line for line in lines if line.startswith("per rank")).split()[2:] == kept.split()
+    left_out = [name for name in ("worst", "peak", "redundant", "exchanges") if name not in kept]
+    assert [line.partition(": ")[2] for line in lines if line.startswith("left out")] == (
+        [", ".join(left_out)] if left_out else []
+    )

@@ -82,9 +82,8 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Show where the models of CONFIG would go, and why."""
     import tempfile
 
-    from rich.console import Console
-
     from hf_algorithms.config import load_config
+    from hf_algorithms.display import build_console
     from hf_algorithms.placement import check_rollout_options, require_mapper
     from hf_algorithms.run import load_inputs, plan_run
 
@@ -99,17 +98,16 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
-        render_plan(found, Console())
+        render_plan(found, build_console())
 
 
 @cli.command()
 def doctor() -> None:
     """Show versions, devices, memory and which backends are there."""
-    from rich.console import Console
-
+    from hf_algorithms.display import build_console
     from hf_algorithms.doctor import collect_checks, render_checks
 
-    sys.exit(render_checks(collect_checks(), Console()))
+    sys.exit(render_checks(collect_checks(), build_console()))
 
 
 @cli.command()
@@ -129,15 +127,14 @@ def trace(run: Path, as_json: bool) -> None:
     import json
     from dataclasses import asdict
 
-    from rich.console import Console
-
+    from hf_algorithms.display import build_console
     from hf_algorithms.report import load_breakdown, render_breakdown
 
     breakdown = load_breakdown(run)
     if as_json:
         click.echo(json.dumps(asdict(breakdown), indent=2))
     else:
-        render_breakdown(breakdown, Console())
+        render_breakdown(breakdown, build_console())
 
 
 def main() -> NoReturn:

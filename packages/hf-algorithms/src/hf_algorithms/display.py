@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -11,10 +12,9 @@ from types import TracebackType
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-from rich.table import Table
 from rich.text import Text
 
-__all__ = ["RunDisplay"]
+__all__ = ["RunDisplay", "build_console"]
 
 # Name in the metrics, label, format; what ends in a slash begins names whose rest is the label.
 _SHOWN = (
@@ -26,6 +26,11 @@ _SHOWN = (
 _HISTORY = 40
 # Iterations whose mean duration predicts the rest: enough to be steady, few enough to follow a change.
 _WINDOW = 20
+
+
+def build_console() -> Console:
+    """Returns a console as wide as the terminal or `COLUMNS`; in a pipe or a file, as wide as anything printed."""
+    return Console(width=shutil.get_terminal_size((10_000, 24)).columns)
 
 
 class RunDisplay:
@@ -116,12 +121,14 @@ class RunDisplay:
     def _render(self) -> Group:
         if not self._numbers():
             return Group(self._progress)
-        grid = Table.grid(padding=(0, 3))
         cells = [Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in self._numbers()]
         if not self._console.options.ascii_only:
             cells.append(Text(_sparkline(self._rewards), style="green"))
-        grid.add_row(Text(" "), *cells)
-        return Group(self._progress, grid)
+        line = Text("    ")
+        for cell in cells:  # the most important first; one that has no room is left out whole
+            if line.cell_len + cell.cell_len <= self._console.width:
+                line.append_text(cell).append("   ")
+        return Group(self._progress, line)
 
 
 def _format_duration(seconds: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ __all__ = ["main"]
 
 Spec = TypeVar("Spec", ParallelSpec, GenerationSpec)
 
+_FIGURES = ("received", "worst", "peak", "redundant")
 _MAX_RANKS = 16_384
 """A plan lists every rank's messages; seconds become minutes above."""
 
@@ -141,8 +143,13 @@ def _table(facts: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> s
         f"{facts['model']}: {_size(facts['parameter_bytes'])} of weights on {facts['ranks']} ranks",
         f"training {facts['train']} (pp-tp-dp{_others(facts)}), generation {facts['gen']} (pp-tp)",
         "",
-        f"{'per rank':<14}{'received':>12}{'worst':>12}{'peak':>12}{'redundant':>12}  exchanges",
     ]
+    # What a terminal has no room for goes, the last first; in a pipe there is room for everything.
+    room = shutil.get_terminal_size((10_000, 24)).columns - 14
+    headings = _FIGURES[: max(1, room // 12)]
+    exchanges = max(len(_exchanges(row["exchanges"])) for row in rows.values() if "refused" not in row)
+    has_exchanges = room >= 12 * len(_FIGURES) + 2 + exchanges
+    lines.append("".join([f"{'per rank':<14}", *(f"{name:>12}" for name in headings), "  exchanges" * has_exchanges]))
     for method, row in rows.items():
         if "refused" in row:
             lines.append(f"{method:<14}not defined here: {row['refused']}")
@@ -153,9 +160,11 @@ def _table(facts: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> s
             row["peak_param_bytes"]["worst"],
             row["redundant_bytes"],
         )
-        cells = "".join(f"{_size(value):>12}" for value in figures)
-        lines.append(f"{method:<14}{cells}  {_exchanges(row['exchanges'])}")
+        cells = "".join(f"{_size(value):>12}" for value in figures[: len(headings)])
+        lines.append(f"{method:<14}{cells}" + f"  {_exchanges(row['exchanges'])}" * has_exchanges)
     lines += ["", "received: mean over ranks; peak and redundancy: the worst rank"]
+    if left_out := [*_FIGURES[len(headings) :], *["exchanges"] * (not has_exchanges)]:
+        lines.append(f"left out at this width: {', '.join(left_out)}")
     return "\n".join(lines)
 
 

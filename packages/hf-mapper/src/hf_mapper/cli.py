@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from hf_mapper.calibration import calibrate_folder
 from hf_mapper.config import read_config
@@ -22,6 +21,7 @@ from hf_mapper.report import render_calibration, render_errors, render_plan
 from hf_mapper.search import StopSign, map_dataflow
 from hf_mapper.simulation import parse_placement, read_placement, simulate_placement
 from hf_mapper.simulation_report import render_simulation, render_stage_errors
+from hf_mapper.terminal import build_console
 from hf_mapper.traces import TraceConstants, calibrate_traces, validate_trace
 from hf_mapper.validation import build_report, validate_folder
 from hf_protocols import ConfigError, HybridFlowError, MappingPlan
@@ -117,7 +117,7 @@ def plan(config: Path, as_json: bool, html: Path | None, should_stop: StopSign) 
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
-        render_plan(found, Console())
+        render_plan(found, build_console())
 
 
 @main.command()
@@ -134,7 +134,7 @@ def explain(config: Path, as_json: bool, html: Path | None, quick: bool, should_
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
-        render_explanation(found, Console())
+        render_explanation(found, build_console())
 
 
 def _write_page(path: Path, page: str) -> None:
@@ -170,8 +170,8 @@ def simulate(config: Path, placement: str, as_json: bool) -> None:
         calls = [{**asdict(call), "excess_bytes": call.excess_bytes} for call in found.calls]
         click.echo(json.dumps({"plan": json.loads(found.plan.to_json()), "calls": calls}, indent=2))
     else:
-        render_plan(found.plan, Console())
-        render_simulation(found, Console())
+        render_plan(found.plan, build_console())
+        render_simulation(found, build_console())
 
 
 @main.command()
@@ -193,7 +193,7 @@ def validate(data: Path | None, trace: Path | None, constants: Path | None, as_j
     if as_json:
         click.echo(json.dumps(build_report(errors), indent=2))
     else:
-        render_errors(errors, Console())
+        render_errors(errors, build_console())
 
 
 @main.command()
@@ -228,7 +228,7 @@ def calibrate(
     if as_json:
         click.echo(json.dumps({"calibrations": [asdict(calibration) for calibration in found]}, indent=2))
     else:
-        render_calibration(found, Console())
+        render_calibration(found, build_console())
 
 
 def _validate_trace(trace: Path, constants: Path | None, *, as_json: bool) -> None:
@@ -239,7 +239,7 @@ def _validate_trace(trace: Path, constants: Path | None, *, as_json: bool) -> No
     if as_json:
         click.echo(json.dumps({"stages": [asdict(stage) for stage in errors]}, indent=2))
     else:
-        render_stage_errors(errors, Console())
+        render_stage_errors(errors, build_console())
 
 
 def _calibrate_traces(traces: Sequence[Path], output: Path | None, *, as_json: bool) -> None:
@@ -250,7 +250,7 @@ def _calibrate_traces(traces: Sequence[Path], output: Path | None, *, as_json: b
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
-        render_stage_errors(errors, Console())
+        render_stage_errors(errors, build_console())
 
 
 def _write(path: Path, text: str) -> None:

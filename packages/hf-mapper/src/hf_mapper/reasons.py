@@ -12,6 +12,7 @@ from hf_mapper.explanation import Explanation
 from hf_mapper.memory_tolerance import MemoryTolerance
 from hf_mapper.report import build_table, format_seconds, render_plan
 from hf_mapper.robustness import MOST_FACTOR, Tolerance
+from hf_mapper.terminal import print_table
 from hf_protocols import MappingPlan
 
 __all__ = [
@@ -28,15 +29,18 @@ __all__ = [
 def render_explanation(explanation: Explanation, console: Console) -> None:
     """Print the plan as ``render_plan`` does, then its reasons."""
     render_plan(explanation.plan, console)
-    console.print(Text(), _build_alternative_table(explanation.alternatives))
+    console.print()
+    print_table(console, _build_alternative_table(explanation.alternatives), drop=("why", "devices"))
     console.print(Text(describe_bottleneck(explanation.bottleneck)), highlight=False)
-    console.print(_build_saving_table(explanation.bottleneck))
+    print_table(console, _build_saving_table(explanation.bottleneck))
     for extension in explanation.extensions:
         console.print(Text(describe_extension(extension)), highlight=False)
     if not explanation.extensions and explanation.complete:
         console.print(Text("One more machine: give the cluster's inter_bandwidth_bytes_per_s to see what it would buy"))
     if explanation.tolerances:
-        console.print(Text(), _build_tolerance_table(explanation.plan, explanation.tolerances))
+        console.print()
+        table = _build_tolerance_table(explanation.plan, explanation.tolerances)
+        print_table(console, table, drop=("loss at 0.8, 1.25", "above wins", "below wins", "error"))
     if explanation.memory:
         console.print(Text(describe_memory_range(explanation.plan, explanation.memory)), highlight=False)
     if not explanation.complete:

@@ -14,6 +14,7 @@ from rich.text import Text
 from hf_mapper.calibration import Calibration
 from hf_mapper.planning import find_machines
 from hf_mapper.specs import SHIPPED_GENERATION
+from hf_mapper.terminal import print_table
 from hf_mapper.validation import SourceErrors
 from hf_protocols import GenerationSpec, MappingPlan, ModelPlan, ParallelSpec, PlanError, PoolPlan
 
@@ -43,7 +44,11 @@ def render_plan(plan: MappingPlan, console: Console) -> None:
         PlanError: for a plan without the mapper's estimates.
     """
     check_estimates(plan)
-    console.print(_build_pool_table(plan), _build_model_table(plan), _build_stage_table(plan), _build_summary(plan))
+    print_table(console, _build_pool_table(plan), drop=("GiB on each", "devices"))
+    stages = [f"stage {number}" for number in range(len(plan.estimates["stages"]), 0, -1)]
+    print_table(console, _build_model_table(plan), drop=("work", "state", *stages, "generate"))
+    print_table(console, _build_stage_table(plan), drop=("waits for pool", "s"))
+    console.print(_build_summary(plan))
 
 
 def check_estimates(plan: MappingPlan) -> None:
@@ -69,7 +74,7 @@ def render_errors(errors: Sequence[SourceErrors], console: Console) -> None:
         for source in (entry for entry in errors if entry.file == file):
             software = ", ".join(source.software) or "-"
             table.add_row(source.source, source.phase, source.gpu, software, *_error_figures(source))
-        console.print(table)
+        print_table(console, table, drop=("software", "rank", "regret", "bias", "rows", "phase"))
     skipped = [(source, reason, count) for source in errors for reason, count in source.rows_skipped.items()]
     for source, reason, count in skipped:
         console.print(Text(f"{source.file}, {source.source}, {source.gpu}: {count} rows skipped: {reason}"))
@@ -90,7 +95,7 @@ def render_calibration(found: Sequence[Calibration], console: Console) -> None:
         table = build_table(title, "constant", "value")
         for name, value in calibration.constants.items():
             table.add_row(name, f"{value:.3g}")
-        console.print(table)
+        print_table(console, table)
         for error in calibration.left_out:
             console.print(
                 Text(f"left out {error.group}, {error.rows} rows: MAPE {_percent(error.mape)} %"), highlight=False
@@ -102,7 +107,7 @@ def _percent(fraction: float | None) -> str:
 
 
 def build_table(title: str, *headings: str) -> Table:
-    """A table whose columns so far fold; numbers' columns are added by the caller."""
+    """A table whose columns so far may wrap; numbers' columns are added by the caller."""
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         table.add_column(heading, overflow="fold")

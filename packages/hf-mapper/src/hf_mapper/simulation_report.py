@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_mapper.simulation import Simulation
+from hf_mapper.terminal import print_table
 from hf_mapper.traces import StageError
 
 __all__ = ["render_simulation", "render_stage_errors"]
@@ -24,7 +25,7 @@ def render_stage_errors(errors: Sequence[StageError], console: Console) -> None:
     for stage in errors:
         figures = (f"{1e3 * stage.predicted_s:.1f}", f"{1e3 * stage.measured_s:.1f}", f"{100 * stage.error:+.1f}")
         table.add_row(stage.phase, f"{stage.role}.{stage.method}", *figures)
-    console.print(table)
+    print_table(console, table, drop=("stage", "predicted", "measured"))
 
 
 def render_simulation(simulation: Simulation, console: Console) -> None:
@@ -41,7 +42,7 @@ def render_simulation(simulation: Simulation, console: Console) -> None:
         named = ", ".join(f"{name} {share:.0f}" for name, share in shares if share >= 1)
         figures = (_seconds(call.latency_s), f"{call.memory_bytes / 2**30:.1f}", f"{call.usable_bytes / 2**30:.1f}")
         table.add_row(str(call.stage + 1), f"{call.role}.{call.method}", *figures, named)
-    console.print(table)
+    print_table(console, table, drop=("% of the time", "of", "stage", "GiB"))
 
 
 def _seconds(seconds: float) -> str:

@@ -22,7 +22,9 @@ __all__ = [
     "check_seconds",
     "check_sizes",
     "check_weights",
+    "describe_names",
     "shorten",
+    "shorten_list",
     "show",
 ]
 
@@ -31,6 +33,7 @@ Kind = TypeVar("Kind")
 
 
 _MOST_SHOWN = 80
+_MOST_LISTED = 3
 _MOST_SECONDS = 10**9
 
 
@@ -45,6 +48,16 @@ def show(value: object) -> str:
 def shorten(text: str) -> str:
     """Returns a text for a message, cut at 80 characters."""
     return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def describe_names(names: Sequence[str]) -> str:
+    """Returns the first names of many for a message, and how many more there are."""
+    return f"[{', '.join(shorten_list([show(name) for name in names]))}]"
+
+
+def shorten_list(texts: Sequence[str]) -> list[str]:
+    """Returns the first three of many texts for a message, and how many more there are."""
+    return [*texts[:_MOST_LISTED], *[f"and {len(texts) - _MOST_LISTED} more"] * (len(texts) > _MOST_LISTED)]
 
 
 def _first_part(value: object) -> object:

@@ -15,19 +15,21 @@ __all__ = ["render_breakdown"]
 
 def render_breakdown(breakdown: Breakdown, console: Console) -> None:
     """Print a line of wall time, a table of roles and methods, and a table of pools."""
+    from hf_mapper.terminal import print_table  # a run that follows a plan does without hf-mapper
+
     num_calls = sum(usage.num_calls for usage in breakdown.roles)
     console.print(
         f"{num_calls} calls in {format_duration(breakdown.wall_s)}. Seconds and bytes are sums over ranks; "
         "busy: share of that time in which a rank was at it."
     )
-    console.print(_build_role_table(breakdown), _build_pool_table(breakdown))
+    print_table(console, _build_role_table(breakdown), drop=("afar", "read", "fetch", "queue", "calls", "busy"))
+    print_table(console, _build_pool_table(breakdown), drop=("busy", "slots"))
 
 
 def _build_table(*headings: str) -> Table:
-    # Eighty columns hold the names of our roles and methods.
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left", overflow="fold", no_wrap=index > 0)
+        table.add_column(heading, justify="right" if index else "left", no_wrap=True)
     return table
 
 

@@ -18,7 +18,7 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.digest import compute_digest
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_kind, describe_names, shorten_list
 from hf_protocols.errors import ReshardError
 
 __all__ = ["ConversionReport", "check_conversion", "find_weight_files", "read_shapes"]
@@ -153,21 +153,24 @@ def _read_index(directory: Path) -> dict[str, str]:
     if not files or not all(isinstance(each, str) for pair in files.items() for each in pair):
         raise ReshardError(f"{index.name} is no index of safetensors files: its weight_map maps no names to files")
     if missing := sorted(name for name in {*files.values()} if not (index.parent / name).is_file()):
-        raise ReshardError(f"{index.name} names {missing}, which {index.parent} lacks: fetch the missing files")
+        raise ReshardError(
+            f"{index.name} names {describe_names(missing)}, which {index.parent} lacks: fetch the missing files"
+        )
     return files
 
 
 def _check_names(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
     problems = []
     if missing := sorted(expected.keys() - found.keys()):
-        problems.append(f"missing {missing}")
+        problems.append(f"missing {describe_names(missing)}")
     if extra := sorted(found.keys() - expected.keys()):
-        problems.append(f"extra {extra}")
-    problems += [
+        problems.append(f"extra {describe_names(extra)}")
+    shapes = [
         f"{name!r} has shape {found[name]}, the config says {tuple(expected[name])}"
         for name in sorted(expected.keys() & found.keys())
         if found[name] != tuple(expected[name])
     ]
+    problems += shorten_list(shapes)
     if problems:
         raise ReshardError(f"the weights do not match config.json: {'; '.join(problems)}")
 

@@ -8,6 +8,7 @@ import torch
 
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
+from hf_protocols.arguments import describe_names, shorten_list, show
 from hf_protocols.errors import ReshardError
 
 __all__ = ["check_weights"]
@@ -23,20 +24,31 @@ def check_weights(
     """
     where = f"the {what} tensors of rank {rank}"
     if not isinstance(weights, Mapping):
-        raise ReshardError(f"{where} are {weights!r}: give a mapping from names to tensors")
+        raise ReshardError(f"{where} are {show(weights)}: give a mapping from names to tensors")
     expected = layout.boxes_of(rank)
     problems = []
     if missing := sorted(name for name in expected if name not in weights):
-        problems.append(f"missing {missing}")
+        problems.append(f"missing {describe_names(missing)}")
     if extra := sorted(map(str, (name for name in weights if name not in expected))):
-        problems.append(f"extra {extra}")
-    problems += [
-        problem
-        for name, boxes in expected.items()
-        if name in weights and (problem := _mismatch(name, weights[name], boxes, layout.dtype))
-    ]
+        problems.append(f"extra {describe_names(extra)}")
+    both = [name for name in expected if name in weights]
+    dtype = _only_dtype([weights[name] for name in both])
+    if dtype not in ("", layout.dtype):
+        problems.append(
+            f"all {len(both)} are {dtype}, but the layout was built for {layout.dtype}; pass dtype={dtype!r} to the "
+            "function that built it, such as fsdp_layout(), or convert the tensors"
+        )
+    wrong = [_mismatch(name, weights[name], expected[name], dtype or layout.dtype) for name in both]
+    problems += shorten_list([problem for problem in wrong if problem])
     if problems:
         raise ReshardError(f"{where} do not match the layout: {'; '.join(problems)}")
+
+
+def _only_dtype(weights: Sequence[object]) -> str:
+    """The dtype of all tensors; empty if they have several, or something is not a tensor."""
+    parts = [part for each in weights for part in (each if isinstance(each, list | tuple) else [each])]
+    dtypes = {str(getattr(part, "dtype", "")).removeprefix("torch.") for part in parts}
+    return dtypes.pop() if len(dtypes) == 1 else ""
 
 
 def _mismatch(name: str, tensors: object, boxes: Sequence[Box], dtype: str) -> str:
@@ -44,7 +56,7 @@ def _mismatch(name: str, tensors: object, boxes: Sequence[Box], dtype: str) -> s
     given = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
     parts = [part for part in given if isinstance(part, torch.Tensor)]
     if len(parts) < len(given):
-        return f"{name!r} is {tensors!r}: give one tensor per box"
+        return f"{name!r} is {show(tensors)}: give one tensor per box"
     shapes = [tuple(part.shape) for part in parts]
     if shapes != [box.shape for box in boxes]:
         return f"{name!r} has shapes {shapes}, the layout says {[box.shape for box in boxes]}"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_protocols.arguments import show
+from hf_protocols.arguments import shorten_list, show
 from hf_protocols.errors import ReshardError
 
 __all__ = ["check_readable", "check_resizable", "check_writable"]
@@ -64,7 +64,7 @@ def check_writable(weights: _Tensors, where: str, *, are_filled: bool = True) ->
 
 def _refuse(problems: Iterable[tuple[str, str]], where: str) -> None:
     if found := [f"{name!r} {problem}" for name, problem in problems if problem]:
-        raise ReshardError(f"{where} cannot be used: {'; '.join(found)}")
+        raise ReshardError(f"{where} cannot be used: {'; '.join(shorten_list(found))}")
 
 
 def _lack(tensor: torch.Tensor, *, is_filled: bool = True) -> str:
