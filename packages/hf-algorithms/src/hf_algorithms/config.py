@@ -320,5 +320,5 @@ def _hint(key: str) -> str:
         table.setdefault(known.rpartition(".")[2], known)
     for names in (near, elsewhere):
         if similar := find_similar(name or section, names):
-            return f": did you mean {names[similar[0]]!r}?"
+            return f": did you mean {show(names[similar[0]])}?"
     return f". {f'[{section}] has' if dot else 'The sections are'} {', '.join(near)}"

@@ -22,6 +22,7 @@ from hf_protocols import (
     Topology,
     read_machine_limits,
 )
+from hf_protocols.arguments import show
 from hf_protocols.similar_names import find_similar
 
 if TYPE_CHECKING:
@@ -77,18 +78,18 @@ def check_rollout_options(rollout: RolloutConfig) -> None:
     for name, value in rollout.options.items():
         if name not in known:
             near = find_similar(name, known)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
-            raise ConfigError(f"rollout.options.{name}: backend {rollout.backend!r} has no such option; {hint}")
+            hint = f"did you mean {show(near[0])}?" if near else f"it takes {', '.join(known)}"
+            raise ConfigError(f"rollout.options.{name}: backend {show(rollout.backend)} has no such option; {hint}")
         try:
             TypeAdapter(kinds.get(name, Any)).validate_python(value, strict=True)
         except ValidationError as error:
-            raise ConfigError(f"rollout.options.{name} = {value!r}: {error.errors()[0]['msg']}") from None
+            raise ConfigError(f"rollout.options.{name} = {show(value)}: {error.errors()[0]['msg']}") from None
     if issubclass(backend, ChecksOptions):
         try:
             backend.check_options(rollout.options)
         except BackendError as error:
             reason = str(error).removeprefix("rollout.options.")
-            raise ConfigError(f"rollout.options of backend {rollout.backend!r}: {reason}") from None
+            raise ConfigError(f"rollout.options of backend {show(rollout.backend)}: {reason}") from None
 
 
 def plan_dataflow(config: Config) -> Dataflow:
@@ -192,7 +193,8 @@ def _check_machines(config: ClusterConfig, plan: MappingPlan) -> None:
         for machine in pool.machines:
             if machine.gpu_kind != config.gpu or machine.slots > config.gpus_per_machine:
                 raise PlanError(
-                    f"pool {pool.name!r} of the plan wants {machine.slots} slots of {machine.gpu_kind} on a machine, "
+                    f"pool {show(pool.name)} of the plan wants {machine.slots} slots of {machine.gpu_kind} on a "
+                    "machine, "
                     f"the cluster has {given}: change cluster.gpu or cluster.gpus_per_machine, or make the plan anew"
                 )
     wanted, available = sum(pool.num_slots for pool in pools), config.machines * config.gpus_per_machine

@@ -126,7 +126,7 @@ class BatchFuture:
     def rename(self, names: Mapping[str, str]) -> BatchFuture:
         """Other names for some columns: ``{old: new}``."""
         if not isinstance(names, Mapping):
-            raise BatchError(f"rename({names!r}): give a mapping of old to new column names")
+            raise BatchError(f"rename({show(names)}): give a mapping of old to new column names")
         check_columns(BatchError, "the names in rename", [*names, *names.values()], may_lack=False)
         return self._with(Rename(self._expression, tuple(names.items())))
 
@@ -313,12 +313,13 @@ def as_selection(index: Iterable[int] | slice | RowSelection) -> RowSelection:
     rows = index.tolist() if hasattr(index, "tolist") else index
     if not isinstance(rows, Iterable):
         raise BatchError(
-            f"rows({index!r}): give row numbers as a list, range, slice, tensor or array; of one row, rows([{rows!r}])"
+            f"rows({show(index)}): give row numbers as a list, range, slice, tensor or array; of one row, "
+            f"rows([{show(rows)}])"
         )
     rows = list(rows)
     wrong = next((row for row in rows if _is_flag(row) or not hasattr(row, "__index__") or row < 0), None)
     if wrong is not None:
-        raise BatchError(f"rows(...) got {wrong!r}: give row numbers >= 0 (of a mask, those of its true entries)")
+        raise BatchError(f"rows(...) got {show(wrong)}: give row numbers >= 0 (of a mask, those of its true entries)")
     return RowSelection.from_rows(map(int, rows))
 
 

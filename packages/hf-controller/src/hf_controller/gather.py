@@ -16,6 +16,7 @@ from hf_controller.jagged import JaggedShapes
 from hf_controller.pieces import ColumnRuns
 from hf_controller.transport import Column, ObjectStore, Shard
 from hf_protocols import BatchError, Collection, RowSelection, compute_held_rows, route
+from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -224,7 +225,8 @@ def _check_alike(name: str, parts: Iterable[tuple[Column, int]], what: str) -> N
     kinds = list(dict.fromkeys(_describe_kind(column) for column, num_rows in parts if num_rows))
     if len(kinds) > 1:
         raise BatchError(
-            f"column {name!r} is {kinds[0]} and {kinds[1]} in {what}: make them alike, with .to(dtype) or a reshape in "
+            f"column {show(name)} is {kinds[0]} and {kinds[1]} in {what}: make them alike, with .to(dtype) or a "
+            "reshape in "
             "the method that returns it"
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Literal, get_args
 
 from hf_protocols import MappingPlan, PoolError
-from hf_protocols.arguments import check_kind, check_name
+from hf_protocols.arguments import check_kind, check_name, show
 
 __all__ = ["Device", "ResourcePool", "build_pools"]
 
@@ -34,7 +34,7 @@ class ResourcePool:
     def __init__(self, slots: Sequence[int], *, device: Device = "cuda", name: str = "pool") -> None:
         check_name(PoolError, "a pool's name", name)
         if device not in get_args(Device):
-            raise PoolError(f"pool {name!r} has device={device!r}: give one of {', '.join(get_args(Device))}")
+            raise PoolError(f"pool {show(name)} has device={show(device)}: give one of {', '.join(get_args(Device))}")
         self.slots = _read_slots(slots, name)
         self.device = device
         self.name = name
@@ -57,7 +57,8 @@ def _read_slots(slots: object, name: str) -> tuple[int, ...]:
     counts = tuple(slots) if isinstance(slots, Iterable) and not isinstance(slots, _NO_LISTS) else ()
     if not counts or not all(type(count) is int and count >= 1 for count in counts):
         raise PoolError(
-            f"pool {name!r} has slots={slots!r}: give each machine at least one, a list of whole numbers such as [8, 8]"
+            f"pool {show(name)} has slots={show(slots)}: give each machine at least one, a list of whole "
+            "numbers such as [8, 8]"
         )
     return counts
 
@@ -74,7 +75,7 @@ def build_pools(plan: MappingPlan) -> dict[str, ResourcePool]:
         on_host = {machine.gpu_kind == "cpu" for machine in pool.machines}
         if len(on_host) != 1:
             kinds = ", ".join(machine.gpu_kind for machine in pool.machines)
-            raise PoolError(f"pool {pool.name!r} mixes host slots and GPUs ({kinds}): give each its own pool")
+            raise PoolError(f"pool {show(pool.name)} mixes host slots and GPUs ({kinds}): give each its own pool")
         slots = [machine.slots for machine in pool.machines]
         pools[pool.name] = ResourcePool(slots, device="cpu" if on_host == {True} else "cuda", name=pool.name)
     return pools

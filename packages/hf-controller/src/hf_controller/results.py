@@ -9,6 +9,7 @@ from typing import Any
 from hf_controller.failures import Failure
 from hf_controller.transport import ObjectStore, Shard, encode_batch
 from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection, merge_metrics
+from hf_protocols.arguments import show
 
 __all__ = ["Metrics", "Outcome", "Value", "publish", "reduce_metrics"]
 
@@ -83,13 +84,13 @@ def _check_metrics(returned: Any, what: str) -> dict[str, tuple[float, float]]:
     except (AttributeError, TypeError, ValueError) as error:
         raise ProtocolError(
             f"{what} is registered with returns='metrics', that is a dict of name to (sum, count), "
-            f"and returned {returned!r}"
+            f"and returned {show(returned)}"
         ) from error
 
 
 def _as_number(value: Any) -> float:
     if isinstance(value, str | bytes):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{show(value)} is no number")
     return float(value)
 
 

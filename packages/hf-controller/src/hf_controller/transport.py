@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_protocols import BatchError, RowSelection
-from hf_protocols.arguments import check_columns
+from hf_protocols.arguments import check_columns, show
 
 if TYPE_CHECKING:
     import torch
@@ -228,7 +228,7 @@ def _split_jagged(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor | N
 
     if not isinstance(value, torch.Tensor):
         raise BatchError(
-            f"column {name!r} is a {type(value).__name__}; a batch has tensors only: "
+            f"column {show(name)} is a {type(value).__name__}; a batch has tensors only: "
             "encode text as a jagged uint8 column, and flatten nested TensorDicts"
         )
     _check_storable(name, value)
@@ -237,7 +237,7 @@ def _split_jagged(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor | N
         return value.cpu().resolve_conj().resolve_neg().contiguous(), None
     if value.layout is not torch.jagged or getattr(value, "_ragged_idx", 1) != 1:
         raise BatchError(
-            f"column {name!r} is a nested tensor that is not jagged in dim 1: "
+            f"column {show(name)} is a nested tensor that is not jagged in dim 1: "
             "make it with torch.nested.nested_tensor(rows, layout=torch.jagged)"
         )
     if value.lengths() is not None:
@@ -254,14 +254,14 @@ def _check_storable(name: str, value: torch.Tensor) -> None:
     import torch
 
     if value.is_meta:
-        raise BatchError(f"column {name!r} is on the device meta and has no values: compute it first")
+        raise BatchError(f"column {show(name)} is on the device meta and has no values: compute it first")
     if not value.is_nested and value.layout is not torch.strided:
         layout = str(value.layout).removeprefix("torch.")
-        raise BatchError(f"column {name!r} is {layout}: make it dense, with .to_dense()")
+        raise BatchError(f"column {show(name)} is {layout}: make it dense, with .to_dense()")
     if value.is_quantized:
-        raise BatchError(f"column {name!r} is quantized: make it numbers, with .dequantize()")
+        raise BatchError(f"column {show(name)} is quantized: make it numbers, with .dequantize()")
     if value.dtype is torch.complex32:
-        raise BatchError(f"column {name!r} is complex32, which numpy lacks: make it another type, with .to(dtype)")
+        raise BatchError(f"column {show(name)} is complex32, which numpy lacks: make it another type, with .to(dtype)")
 
 
 def _append_once(arrays: list[torch.Tensor], row_lengths: torch.Tensor, begin: int) -> int:

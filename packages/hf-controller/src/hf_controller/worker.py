@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from hf_controller.connection import Connection
 from hf_controller.trace import SubSpan
 from hf_protocols import Coordinate, ProtocolError, Topology, registered_methods
-from hf_protocols.arguments import check_count, check_kind
+from hf_protocols.arguments import check_count, check_kind, show
 
 __all__ = ["Worker", "WorkerContext", "WorkerSpec", "as_pieces", "construct_worker", "takes_pieces"]
 
@@ -151,7 +151,7 @@ class WorkerSpec:
     def __post_init__(self) -> None:
         worker: Any = self.worker
         if not (isinstance(worker, type) and issubclass(worker, Worker)):
-            raise ProtocolError(f"worker={worker!r} is no subclass of hf_controller.Worker")
+            raise ProtocolError(f"worker={show(worker)} is no subclass of hf_controller.Worker")
         if not registered_methods(worker):
             raise ProtocolError(f"{worker.__name__} has no method marked with hf_protocols.register")
         what = f"WorkerSpec of {worker.__name__}: "
@@ -163,8 +163,8 @@ class WorkerSpec:
             raise ProtocolError(f"{what}seed={self.seed} must be below 2**64")
         check_kind(ProtocolError, f"{what}balance_tokens", self.balance_tokens, bool, "True or False")
         for name, value in self.environment.items():
-            check_kind(ProtocolError, f"{what}environment[{name!r}]", value, str, "a string")
+            check_kind(ProtocolError, f"{what}environment[{show(name)}]", value, str, "a string")
             check_kind(ProtocolError, f"{what}environment: name", name or None, str, "a string")
             if name in _SET_FOR_RANKS or "=" in name or "\0" in name + value:
                 why = "it is set for every rank" if name in _SET_FOR_RANKS else "no variable can hold that"
-                raise ProtocolError(f"{what}environment has {name!r}={value!r}: leave it out, {why}")
+                raise ProtocolError(f"{what}environment has {show(name)}={show(value)}: leave it out, {why}")

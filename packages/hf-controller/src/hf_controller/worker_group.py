@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.worker import WorkerSpec
 from hf_protocols import MethodSpec, ProtocolError, Topology, registered_methods
+from hf_protocols.arguments import show
 
 __all__ = ["GroupExecutor", "WorkerGroup"]
 
@@ -68,7 +69,9 @@ class WorkerGroup:
         methods = self.__dict__.get("methods", {})
         if name not in methods:
             known = ", ".join(sorted(methods)) or "none"
-            raise AttributeError(f"group {self.__dict__.get('role')!r} has no method {name!r}; it registers {known}")
+            raise AttributeError(
+                f"group {self.__dict__.get('role')!r} has no method {show(name)}; it registers {known}"
+            )
         return partial(self._call, name)
 
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -202,7 +202,9 @@ def _check(options: argparse.Namespace) -> str:
     topology = _topology(options)
     directory = Path(read_path("--model", options.model))
     if not directory.is_dir():
-        raise ConfigError(f"--model {options.model!r} is no directory: check reads weights, give a model's directory")
+        raise ConfigError(
+            f"--model {show(options.model)} is no directory: check reads weights, give a model's directory"
+        )
     model = ModelShape.from_config(directory)
     source = training_layout(model, topology, options.sharding)
     report = check_conversion(directory, source, generation_layout(model, topology))
@@ -225,7 +227,7 @@ def _model_shape(name: str) -> ModelShape:
     try:
         return ModelShape.preset(name)
     except ConfigError as error:
-        raise ConfigError(f"--model {name!r} is no file or directory, and as a preset: {error}") from None
+        raise ConfigError(f"--model {show(name)} is no file or directory, and as a preset: {error}") from None
 
 
 def _size(num_bytes: float) -> str:

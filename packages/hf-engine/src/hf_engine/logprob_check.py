@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import ReshardError
 
 __all__ = ["LOGPROB_BOUNDS", "LogprobGap", "check_logprobs", "measure_logprob_gap"]
@@ -83,12 +83,14 @@ def check_logprobs(
 
 def _bounds(dtype: object, given: object) -> tuple[float, float]:
     if not isinstance(dtype, str) or dtype not in LOGPROB_BOUNDS:
-        raise ReshardError(f"dtype={dtype!r}: give one of {', '.join(LOGPROB_BOUNDS)}")
+        raise ReshardError(f"dtype={show(dtype)}: give one of {', '.join(LOGPROB_BOUNDS)}")
     if given is None:
         return LOGPROB_BOUNDS[dtype]
     # Whatever is compared with NaN passes.
     bounds = given if isinstance(given, tuple | list) else ()
     if [isinstance(bound, int | float) and bound >= 0 for bound in bounds] != [True, True]:
-        raise ReshardError(f"bounds={given!r}: give two numbers of at least 0, the largest mean and single difference")
+        raise ReshardError(
+            f"bounds={show(given)}: give two numbers of at least 0, the largest mean and single difference"
+        )
     mean, largest = bounds
     return mean, largest

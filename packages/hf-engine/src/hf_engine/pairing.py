@@ -15,7 +15,7 @@ from hf_engine.resharding.execute import as_parts, check_bucket_bytes
 from hf_engine.resharding.matching import check_weights
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
 from hf_engine.resharding.usable import check_writable
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.topology import Topology
 
@@ -39,7 +39,8 @@ def agree_on_plan(
     given = zlib.crc32(repr((training_weights, bucket_bytes)).encode()) % HIGHEST
     if not agree(refusal, given, None, local_device(), range(dist.get_world_size())):
         raise BackendError(
-            f"the ranks were given different training_weights or bucket_bytes; this one has {training_weights!r} and "
+            "the ranks were given different training_weights or bucket_bytes; this one has "
+            f"{show(training_weights)} and "
             f"{bucket_bytes}: give all ranks the same"
         )
     if not agree(None, plan.digest % HIGHEST, None, local_device(), plan.ranks):
@@ -54,16 +55,16 @@ def _plan_between(
     train: TrainBackend, rollout: RolloutBackend, topology: Topology, training_weights: str | None
 ) -> ReshardPlan:
     if not callable(getattr(train, "local_weights", None)):
-        raise BackendError(f"train={train!r}: give a training backend")
+        raise BackendError(f"train={show(train)}: give a training backend")
     if not callable(getattr(rollout, "weight_layout", None)):
-        raise BackendError(f"rollout={rollout!r}: give a rollout backend")
+        raise BackendError(f"rollout={show(rollout)}: give a rollout backend")
     check_kind(BackendError, "topology", topology, Topology, "a Topology")
     if not isinstance(rollout, SupportsWeightBuffers | SupportsShardLoading):
         raise BackendError(
             f"{type(rollout).__name__} neither exposes its weights (weight_buffers) nor loads shards (load_shards)"
         )
     if training_weights not in (None, "move", "keep", "offload"):
-        raise BackendError(f'training_weights={training_weights!r}: give "move", "keep", "offload" or None')
+        raise BackendError(f'training_weights={show(training_weights)}: give "move", "keep", "offload" or None')
     source, target = train.weight_layout(), rollout.weight_layout()
     plan = plan_reshard(source, target, near=[_micro_dp(topology), _machines(topology.world_size)])
     if plan.ranks != tuple(range(topology.world_size)):

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hf_protocols.arguments import check_kind, check_number
+from hf_protocols.arguments import check_kind, check_number, show
 from hf_protocols.errors import TopologyError
 from hf_protocols.topology import Axis, Topology
 
@@ -103,7 +103,7 @@ def local_device() -> torch.device:
     text, count = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
     if not text.isdecimal() or int(text) >= count:
         raise TopologyError(
-            f"LOCAL_RANK={text!r}: torchrun sets it to the rank's number on its machine, which has {count} CUDA "
+            f"LOCAL_RANK={show(text)}: torchrun sets it to the rank's number on its machine, which has {count} CUDA "
             "devices; start no more ranks on a machine, and show them no fewer in CUDA_VISIBLE_DEVICES"
         )
     device = torch.device("cuda", int(text))
@@ -120,7 +120,8 @@ def local_world_size(world_size: int) -> int:
     text = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
     if not text.isdecimal() or int(text) < 1:
         raise TopologyError(
-            f"LOCAL_WORLD_SIZE={text!r}: torchrun sets it to the number of ranks on a machine; give a whole number of "
+            f"LOCAL_WORLD_SIZE={show(text)}: torchrun sets it to the number of ranks on a machine; give a whole "
+            "number of "
             "at least 1, or unset it where all ranks are on one"
         )
     return int(text)

@@ -22,7 +22,7 @@ from hf_engine.resharding.execute import (
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.members import check_device, find_members
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import ReshardError
 
 __all__ = ["WeightSync"]
@@ -122,7 +122,7 @@ class WeightSync:
     def _refusal(self, side: str, method: str, version: int | None) -> ReshardError | None:
         """What is wrong with a call before its tensors are looked at."""
         if self._side != side:
-            return ReshardError(f"{method} is for the {side} side, this rank was made with side={self._side!r}")
+            return ReshardError(f"{method} is for the {side} side, this rank was made with side={show(self._side)}")
         try:
             check_version(version)
         except ReshardError as error:
@@ -143,7 +143,7 @@ def _agreed_sides(
     mistake = None
     try:
         if side not in ("source", "target"):
-            raise ReshardError(f'side={side!r}: give "source" or "target"')
+            raise ReshardError(f'side={show(side)}: give "source" or "target"')
         check_kind(ReshardError, "layout", layout, WeightLayout, "a WeightLayout, such as a backend's weight_layout()")
         check_bucket_bytes(bucket_bytes, layout)
         check_device(device)

@@ -23,6 +23,7 @@ from hf_mapper.statistics import compute_bias, compute_mape
 from hf_mapper.tables import MeasuredTable, SkipRow, read_tables
 from hf_mapper.validation import Case, build_cases
 from hf_protocols import ConfigError
+from hf_protocols.arguments import show
 
 __all__ = [
     "Calibration",
@@ -103,7 +104,7 @@ def calibrate_folder(folder: Path | str, *, stack: str | None = None, steps: int
     chosen = {key: cases for key, cases in groups.items() if stack in (None, key[1])}
     if not chosen:
         known = sorted({name for _, name in groups})
-        raise ConfigError(f"{folder}: no usable row of stack {stack!r}; stacks there: {', '.join(known) or 'none'}")
+        raise ConfigError(f"{folder}: no usable row of stack {show(stack)}; stacks there: {', '.join(known) or 'none'}")
     found: list[Calibration] = []
     for (family, name), cases in sorted(chosen.items(), key=lambda item: (item[0][1] != "links", item[0])):
         links = [

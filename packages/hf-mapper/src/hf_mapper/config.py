@@ -44,7 +44,7 @@ from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.software import SoftwareSpec
 from hf_mapper.specs import HOST_KIND, ClusterSpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
 from hf_protocols import ConfigError, Dataflow, GenerationSpec, ModelShape
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_kind, show
 from hf_protocols.paths import read_path
 from hf_protocols.toml import read_toml
 
@@ -87,7 +87,7 @@ def read_config(path: Path | str) -> MapperConfig:
     known = ("dataflow", "backends", "models", "cluster", "workload")
     _check_keys(path.name, body, known, required=("dataflow", "models", "cluster", "workload"))
     if not isinstance(body["dataflow"], str):
-        raise ConfigError(f"{path.name}: dataflow={body['dataflow']!r} must be the name of a preset, such as 'ppo'")
+        raise ConfigError(f"{path.name}: dataflow={show(body['dataflow'])} must be the name of a preset, such as 'ppo'")
     models = _table(body["models"], "models")
     return MapperConfig(
         dataflow=Dataflow.preset(body["dataflow"]),
@@ -104,7 +104,7 @@ def _read_model(entry: Any, where: str, folder: Path) -> ModelShape:
             return _read_plain_sizes(entry, where)
         return _build(ModelShape, {"name": where.removeprefix("models."), **entry}, where)
     if not isinstance(entry, str):
-        raise ConfigError(f"{where}={entry!r} must be a preset's name, a path or a table of sizes")
+        raise ConfigError(f"{where}={show(entry)} must be a preset's name, a path or a table of sizes")
     if entry.endswith(".json") or "/" in entry or entry.startswith(("~", ".")):
         return ModelShape.from_config(folder / read_path(where, entry))
     return ModelShape.preset(entry)
@@ -117,7 +117,7 @@ def _read_plain_sizes(entry: dict[str, Any], where: str) -> ModelShape:
     _check_types(entry, hints, where)
     for key, figure in entry.items():
         if not 0 < figure < math.inf:
-            raise ConfigError(f"{where}: {key}={figure!r} must be above 0")
+            raise ConfigError(f"{where}: {key}={show(figure)} must be above 0")
     name, sizes = where.removeprefix("models."), _PLAIN_SIZES - {"params_b"}
     if sizes <= entry.keys() and "params_b" not in entry:
         if entry["hidden"] % entry["heads"]:
@@ -187,7 +187,7 @@ def _read_backends(entry: Any) -> tuple[str, ...] | None:
     if entry is None:
         return None
     if not isinstance(entry, list) or not all(isinstance(name, str) for name in entry):
-        raise ConfigError(f"backends={entry!r} must be a list of names")
+        raise ConfigError(f"backends={show(entry)} must be a list of names")
     return tuple(entry)
 
 
@@ -206,7 +206,7 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
 
 def _table(entry: Any, where: str) -> dict[str, Any]:
     if not isinstance(entry, dict):
-        raise ConfigError(f"{where}={entry!r} must be a table")
+        raise ConfigError(f"{where}={show(entry)} must be a table")
     return entry
 
 
@@ -228,7 +228,7 @@ def _check_types(table: Mapping[str, Any], hints: Mapping[str, Any], where: str)
             continue
         accepted = (int, float) if wanted is float else (wanted,)
         if not isinstance(entry, accepted) or (isinstance(entry, bool) and wanted is not bool):
-            raise ConfigError(f"{where}: {key}={entry!r} must be {_WORDS[wanted]}")
+            raise ConfigError(f"{where}: {key}={show(entry)} must be {_WORDS[wanted]}")
 
 
 def _as_type(hint: Any) -> Any:

@@ -9,6 +9,7 @@ from hf_mapper._names import unknown_name
 from hf_mapper.simulators.transfer import CallRows, count_call_rows
 from hf_mapper.specs import WorkloadSpec
 from hf_protocols import CallKind, ConfigError, Dataflow, ModelShape, PlanError
+from hf_protocols.arguments import show
 
 __all__ = ["ModelDemand", "build_demands", "find_function_roles", "number_demands"]
 
@@ -60,12 +61,14 @@ def build_demands(
     """
     for role in models:
         if role not in dataflow.roles:
-            raise unknown_name(f"dataflow {dataflow.name!r}: role", role, dataflow.roles)
+            raise unknown_name(f"dataflow {show(dataflow.name)}: role", role, dataflow.roles)
     for call in dataflow.calls:
         if call.kind in ("training", "generation") and call.role not in models:
-            raise PlanError(f"{call.role}.{call.method} is a {call.kind} call: give models[{call.role!r}] a ModelShape")
+            raise PlanError(
+                f"{call.role}.{call.method} is a {call.kind} call: give models[{show(call.role)}] a ModelShape"
+            )
     if not models:
-        raise PlanError(f"dataflow {dataflow.name!r}: no role has a ModelShape, so there is nothing to place")
+        raise PlanError(f"dataflow {show(dataflow.name)}: no role has a ModelShape, so there is nothing to place")
     for role, model in models.items():
         if workload.sequence_tokens > model.max_positions:
             raise ConfigError(

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hf_protocols import ConfigError
+from hf_protocols.arguments import show
 
 __all__ = ["EfficiencySpec"]
 
@@ -45,9 +46,11 @@ class EfficiencySpec:
     def __post_init__(self) -> None:
         for name in _PARTS:
             if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"efficiency: {name}={getattr(self, name)!r} is a part of a peak: above 0, at most 1")
+                raise ConfigError(
+                    f"efficiency: {name}={show(getattr(self, name))} is a part of a peak: above 0, at most 1"
+                )
         if not 0 <= self.fragmentation < 1:
-            raise ConfigError(f"efficiency: fragmentation={self.fragmentation!r} must be at least 0 and below 1")
+            raise ConfigError(f"efficiency: fragmentation={show(self.fragmentation)} must be at least 0 and below 1")
         for name in _COSTS:
             if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"efficiency: {name}={getattr(self, name)!r} must be at least 0")
+                raise ConfigError(f"efficiency: {name}={show(getattr(self, name))} must be at least 0")

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from hf_protocols import ConfigError
+from hf_protocols.arguments import show
 
 __all__ = ["SIMULATORS", "SimulatorScales"]
 
@@ -29,7 +30,7 @@ class SimulatorScales:
         for name in SIMULATORS:
             factor = getattr(self, name)
             if not (math.isfinite(factor) and factor > 0):
-                raise ConfigError(f"scales: {name}={factor!r} must be above 0")
+                raise ConfigError(f"scales: {name}={show(factor)} must be above 0")
 
 
 SIMULATORS = tuple(field.name for field in fields(SimulatorScales))

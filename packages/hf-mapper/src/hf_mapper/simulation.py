@@ -27,6 +27,7 @@ from hf_mapper.simulators.training import simulate_training
 from hf_mapper.simulators.transfer import count_call_rows, simulate_offload
 from hf_mapper.specs import ClusterSpec, MachineSpec, WorkloadSpec
 from hf_protocols import CallKind, Dataflow, MappingPlan, ModelCall, ModelPlan, ModelShape, PlanError
+from hf_protocols.arguments import show
 
 __all__ = ["CallEstimate", "PoolChoice", "Simulation", "parse_placement", "read_placement", "simulate_placement"]
 
@@ -118,7 +119,7 @@ def parse_placement(text: str) -> tuple[PoolChoice, ...]:
         is_count = count.isascii() and count.isdecimal() and int(count) > 0
         if not (equals and is_count and all(roles)) or bool(at) != bool(kind):
             raise PlanError(
-                f"placement {part.strip()!r}: write each pool as its roles and its number of devices, such as "
+                f"placement {show(part.strip())}: write each pool as its roles and its number of devices, such as "
                 "actor+reference=8 or critic=4@h100, and commas between pools"
             )
         found.append(PoolChoice(roles=roles, num_gpus=int(count), gpu_kind=kind or None))
@@ -136,7 +137,7 @@ def read_placement(plan: MappingPlan) -> tuple[PoolChoice, ...]:
         layouts = {role: plan.models[role] for role in plan.roles_of(pool.name) if plan.models[role].train}
         kinds = {machine.gpu_kind for machine in pool.machines}
         if layouts and len(kinds) > 1:
-            raise PlanError(f"pool {pool.name!r} has {' and '.join(sorted(kinds))}: a pool is of one kind")
+            raise PlanError(f"pool {show(pool.name)} has {' and '.join(sorted(kinds))}: a pool is of one kind")
         if layouts:
             name = find_machines(plan, pool.name, kinds.pop())
             found.append(PoolChoice(roles=tuple(layouts), num_gpus=pool.num_slots, gpu_kind=name, layouts=layouts))

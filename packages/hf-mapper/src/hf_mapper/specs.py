@@ -13,6 +13,7 @@ from hf_mapper.constants import find_plan_efficiency
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.software import SoftwareSpec
 from hf_protocols import ConfigError, GenerationSpec
+from hf_protocols.arguments import show
 
 __all__ = [
     "HOST_KIND",
@@ -38,7 +39,7 @@ Recompute = Literal["none", "selective", "full"]
 def _check_positive(owner: str, **figures: object) -> None:
     for name, figure in figures.items():
         if not isinstance(figure, int | float) or not math.isfinite(figure) or figure <= 0:
-            raise ConfigError(f"{owner}: {name}={figure!r} must be above 0")
+            raise ConfigError(f"{owner}: {name}={show(figure)} must be above 0")
 
 
 _MOST = 10**9
@@ -48,9 +49,9 @@ _MOST = 10**9
 def _check_counts(owner: str, **counts: object) -> None:
     for name, count in counts.items():
         if type(count) is not int or count < 1:
-            raise ConfigError(f"{owner}: {name}={count!r} must be a whole number of at least 1")
+            raise ConfigError(f"{owner}: {name}={show(count)} must be a whole number of at least 1")
         if count > _MOST:
-            raise ConfigError(f"{owner}: {name}={count!r} must be at most {_MOST:,}")
+            raise ConfigError(f"{owner}: {name}={show(count)} must be at most {_MOST:,}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,7 @@ class GpuSpec:
             return self.peak_flops_per_s[dtype]
         except KeyError:
             known = ", ".join(sorted(self.peak_flops_per_s))
-            raise ConfigError(f"gpu {self.kind} has no peak for dtype {dtype!r}; known: {known}") from None
+            raise ConfigError(f"gpu {self.kind} has no peak for dtype {show(dtype)}; known: {known}") from None
 
 
 def gpu(kind: str) -> GpuSpec:
@@ -178,7 +179,7 @@ class MachineSpec:
         _check_positive(owner, intra_latency_s=self.intra_latency_s)
         if type(self.host_memory_bytes) is not int or self.host_memory_bytes < 0:
             raise ConfigError(
-                f"{owner}: host_memory_bytes={self.host_memory_bytes!r} must be a whole number of at least 0"
+                f"{owner}: host_memory_bytes={show(self.host_memory_bytes)} must be a whole number of at least 0"
             )
 
     @property
@@ -225,7 +226,7 @@ class ClusterSpec:
             _check_positive("cluster", inter_bandwidth_bytes_per_s=self.inter_bandwidth_bytes_per_s)
         _check_positive("cluster", inter_latency_s=self.inter_latency_s, link_efficiency=self.link_efficiency)
         if self.link_efficiency > 1:
-            raise ConfigError(f"cluster: link_efficiency={self.link_efficiency!r} is a part of a peak: at most 1")
+            raise ConfigError(f"cluster: link_efficiency={show(self.link_efficiency)} is a part of a peak: at most 1")
 
     @classmethod
     def host(cls, slots: int, memory_bytes: int) -> ClusterSpec:

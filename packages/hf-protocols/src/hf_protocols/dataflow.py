@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
-from hf_protocols.arguments import check_all, check_columns, check_kind, check_name
+from hf_protocols.arguments import check_all, check_columns, check_kind, check_name, show
 from hf_protocols.errors import ConfigError
 from hf_protocols.similar_names import find_similar
 
@@ -38,7 +38,9 @@ class ModelCall:
         check_name(ConfigError, "a call's role", self.role)
         check_name(ConfigError, "a call's method", self.method)
         if self.kind not in get_args(CallKind):
-            raise ConfigError(f"{self.role}.{self.method}: kind={self.kind!r}: one of {', '.join(get_args(CallKind))}")
+            raise ConfigError(
+                f"{self.role}.{self.method}: kind={show(self.kind)}: one of {', '.join(get_args(CallKind))}"
+            )
         for name in ("reads", "writes"):
             what, columns = f"{self.role}.{self.method}: {name}", getattr(self, name)
             object.__setattr__(self, name, check_columns(ConfigError, what, columns, may_lack=name == "reads"))
@@ -57,7 +59,7 @@ class Dataflow:
 
     def __post_init__(self) -> None:
         check_name(ConfigError, "a dataflow's name", self.name)
-        calls = check_all(ConfigError, f"dataflow {self.name!r}: calls", self.calls, ModelCall, "ModelCalls")
+        calls = check_all(ConfigError, f"dataflow {show(self.name)}: calls", self.calls, ModelCall, "ModelCalls")
         object.__setattr__(self, "calls", calls)
         written: dict[str, ModelCall] = {}
         read: dict[str, ModelCall] = {}
@@ -66,13 +68,13 @@ class Dataflow:
             for column in call.writes:
                 if column in read:
                     raise ConfigError(
-                        f"dataflow {self.name!r}: column {column!r} is read by {read[column].role}."
+                        f"dataflow {show(self.name)}: column {show(column)} is read by {read[column].role}."
                         f"{read[column].method} before {call.role}.{call.method} writes it: put the writer first"
                     )
                 if column in written:
                     first = written[column]
                     raise ConfigError(
-                        f"dataflow {self.name!r}: column {column!r} is written by {first.role}.{first.method} "
+                        f"dataflow {show(self.name)}: column {show(column)} is written by {first.role}.{first.method} "
                         f"and by {call.role}.{call.method}: rename one"
                     )
                 written[column] = call
@@ -87,7 +89,7 @@ class Dataflow:
         check_kind(ConfigError, "dataflow preset", name, str, f"one of {', '.join(_PRESETS)}")
         if name not in _PRESETS:
             near = find_similar(name, _PRESETS, most=3) or list(_PRESETS)
-            raise ConfigError(f"dataflow preset {name!r} is unknown: give {' or '.join(near)}")
+            raise ConfigError(f"dataflow preset {show(name)} is unknown: give {' or '.join(near)}")
         return cls(name=name, calls=_PRESETS[name])
 
     @property

@@ -117,7 +117,7 @@ class ModelShape:
         if name not in PRESETS:
             near = find_similar(name, PRESETS, most=3)
             hint = f"near it: {', '.join(near)}" if near else f"known: {', '.join(sorted(PRESETS))}"
-            raise ConfigError(f"model preset {name!r} is unknown; {hint}")
+            raise ConfigError(f"model preset {show(name)} is unknown; {hint}")
         return replace(cls.from_config(PRESETS[name]), name=name)
 
     @classmethod
@@ -135,7 +135,7 @@ class ModelShape:
             config = _read_config(Path(config))
         family = config.get("model_type", "llama")
         if not isinstance(family, str) or family not in _FAMILIES:
-            raise ConfigError(f"model_type={family!r} is not known: known are {', '.join(_FAMILIES)}")
+            raise ConfigError(f"model_type={show(family)} is not known: known are {', '.join(_FAMILIES)}")
         missing = [key for key in _REQUIRED if key not in config]
         if missing:
             raise ConfigError(f"the model's config.json lacks {', '.join(missing)}")
@@ -249,7 +249,8 @@ def _refuse_unused(family: str, config: Mapping[str, Any]) -> None:
     for key, value in unused.items():
         if value is not None:
             raise ConfigError(
-                f"config.json: {key}={show(value)} with model_type={family!r}, whose layers in transformers have none, "
+                f"config.json: {key}={show(value)} with model_type={show(family)}, whose layers in transformers "
+                "have none, "
                 "while engines use it: remove it, or give the model_type of a family that has it"
             )
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from hf_protocols._json import parse_json
-from hf_protocols.arguments import check_all, check_count, check_kind, check_name
+from hf_protocols.arguments import check_all, check_count, check_kind, check_name, show
 from hf_protocols.errors import HybridFlowError, PlanError
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 
@@ -46,11 +46,11 @@ class PoolPlan:
 
     def __post_init__(self) -> None:
         check_kind(PlanError, "a pool's name", self.name, str, "a name")
-        what = f"the machines of pool {self.name!r}"
+        what = f"the machines of pool {show(self.name)}"
         machines = check_all(PlanError, what, self.machines, MachinePlan, "MachinePlans")
         object.__setattr__(self, "machines", machines)
         if not self.machines:
-            raise PlanError(f"pool {self.name!r} has no machines: give it at least one")
+            raise PlanError(f"pool {show(self.name)} has no machines: give it at least one")
 
     @property
     def num_slots(self) -> int:
@@ -125,12 +125,12 @@ class MappingPlan:
             raise PlanError(f"two pools share a name among {', '.join(names)}: pools never overlap")
         for role, model in self.models.items():
             if model.pool not in names:
-                raise PlanError(f"{role} runs on pool {model.pool!r}, which is none of {', '.join(names)}")
+                raise PlanError(f"{role} runs on pool {show(model.pool)}, which is none of {', '.join(names)}")
             slots = self.pool(model.pool).num_slots
             if model.train and model.train.world_size != slots:
                 raise PlanError(
                     f"{role} has pp_size * tp_size * cp_size * dp_size = {model.train.world_size} ranks, "
-                    f"its pool {model.pool!r} has {slots} slots: make them equal"
+                    f"its pool {show(model.pool)} has {slots} slots: make them equal"
                 )
 
     def pool(self, name: str) -> PoolPlan:
@@ -142,7 +142,9 @@ class MappingPlan:
         for pool in self.pools:
             if pool.name == name:
                 return pool
-        raise PlanError(f"this plan has no pool {name!r}: its pools are {', '.join(pool.name for pool in self.pools)}")
+        raise PlanError(
+            f"this plan has no pool {show(name)}: its pools are {', '.join(pool.name for pool in self.pools)}"
+        )
 
     def roles_of(self, pool: str) -> tuple[str, ...]:
         """The roles that share ``pool``, in the plan's order."""
@@ -175,7 +177,7 @@ class MappingPlan:
         version = body.pop("schema_version", None)
         if type(version) is not int or version != SCHEMA_VERSION:
             raise PlanError(
-                f"this plan has schema_version {version!r}, this release reads {SCHEMA_VERSION}: make the plan anew"
+                f"this plan has schema_version {show(version)}, this release reads {SCHEMA_VERSION}: make the plan anew"
             )
         return _read(cls, "the plan", body, pools=_read_pools, models=_read_models, estimates=_as_object)
 
@@ -188,7 +190,7 @@ def _hold_as_json(place: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise PlanError(f"{place}: the key {key!r} is no text, as JSON's are: give its name")
+                raise PlanError(f"{place}: the key {show(key)} is no text, as JSON's are: give its name")
         return {key: _hold_as_json(f"{place}.{key}", each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_hold_as_json(f"{place}[{index}]", each) for index, each in enumerate(value)]
@@ -211,7 +213,7 @@ def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(body) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise PlanError(f"{_NO_PLAN}: the key {twice!r} stands twice in one object")
+        raise PlanError(f"{_NO_PLAN}: the key {show(twice)} stands twice in one object")
     return body
 
 
@@ -228,7 +230,7 @@ def _read(kind: type[Spec], place: str, value: Any, **readers: Reader) -> Spec:
     given = _as_object(place, value)
     for key in given:
         if key not in known:
-            raise PlanError(f"{_NO_PLAN}: {place} has the key {key!r}, which is none of {', '.join(known)}")
+            raise PlanError(f"{_NO_PLAN}: {place} has the key {show(key)}, which is none of {', '.join(known)}")
     required = [name for name, each in known.items() if each.default is each.default_factory is MISSING]
     lacking = [name for name in required if name not in given]
     if lacking:

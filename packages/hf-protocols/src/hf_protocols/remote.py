@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
-from hf_protocols.arguments import check_columns
+from hf_protocols.arguments import check_columns, show
 from hf_protocols.dataflow import CallKind
 from hf_protocols.errors import ProtocolError
 from hf_protocols.transfer import TransferProtocol
@@ -62,13 +62,13 @@ def register(
         ProtocolError: for a value of another kind.
     """
     if not isinstance(protocol, TransferProtocol):
-        raise ProtocolError(f"protocol={protocol!r} is no TransferProtocol: give one of hf_protocols, or your own")
+        raise ProtocolError(f"protocol={show(protocol)} is no TransferProtocol: give one of hf_protocols, or your own")
     if rows not in get_args(Rows):
-        raise ProtocolError(f"rows={rows!r}: give one of {', '.join(get_args(Rows))}")
+        raise ProtocolError(f"rows={show(rows)}: give one of {', '.join(get_args(Rows))}")
     if returns not in get_args(Returns):
-        raise ProtocolError(f"returns={returns!r}: give one of {', '.join(get_args(Returns))}")
+        raise ProtocolError(f"returns={show(returns)}: give one of {', '.join(get_args(Returns))}")
     if kind not in get_args(CallKind):
-        raise ProtocolError(f"kind={kind!r}: give one of {', '.join(get_args(CallKind))}")
+        raise ProtocolError(f"kind={show(kind)}: give one of {', '.join(get_args(CallKind))}")
     spec = MethodSpec(
         protocol=protocol,
         rows=rows,
@@ -81,7 +81,7 @@ def register(
     def mark(method: Method) -> Method:
         given: Any = method
         if not callable(given) or isinstance(given, type):
-            raise ProtocolError(f"@register marks a method, got {given!r}: put it right above a `def`")
+            raise ProtocolError(f"@register marks a method, got {show(given)}: put it right above a `def`")
         setattr(method, _ATTRIBUTE, spec)
         return method
 

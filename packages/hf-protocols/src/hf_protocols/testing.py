@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from hf_protocols.arguments import check_count, check_kind, check_weights
+from hf_protocols.arguments import check_count, check_kind, check_weights, show
 from hf_protocols.errors import ProtocolError
 from hf_protocols.selection import RowSelection, split_rows
 from hf_protocols.topology import Axis, Topology
@@ -71,7 +71,7 @@ class _Laws:
 
     def require(self, holds: bool, broken: str) -> None:
         if not holds:
-            raise ProtocolError(f"protocol {self._name!r} with {self._num_rows} rows: {broken}")
+            raise ProtocolError(f"protocol {show(self._name)} with {self._num_rows} rows: {broken}")
 
     def check_distribution(self, selections: Sequence[RowSelection]) -> None:
         seen: set[int] = set()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, get_args
 
-from hf_protocols.arguments import check_count, check_kind
+from hf_protocols.arguments import check_count, check_kind, show
 from hf_protocols.errors import TopologyError
 
 __all__ = ["Axis", "Coordinate", "GenerationSpec", "Grouping", "Order", "ParallelSpec", "Topology"]
@@ -145,9 +145,9 @@ class Topology:
         wanted = 'a GenerationSpec, such as GenerationSpec.parse("1-2"), or None'
         check_kind(TopologyError, "generation", self.generation, GenerationSpec | None, wanted)
         if self.order not in get_args(Order):
-            raise TopologyError(f"order={self.order!r}: give one of {', '.join(get_args(Order))}")
+            raise TopologyError(f"order={show(self.order)}: give one of {', '.join(get_args(Order))}")
         if self.grouping not in get_args(Grouping):
-            raise TopologyError(f"grouping={self.grouping!r}: give one of {', '.join(get_args(Grouping))}")
+            raise TopologyError(f"grouping={show(self.grouping)}: give one of {', '.join(get_args(Grouping))}")
         if self.generation and self.world_size % self.generation.replica_size:
             gen = self.generation
             raise TopologyError(
@@ -213,7 +213,7 @@ class Topology:
             TopologyError: for an unknown axis, or a generation axis of a topology without generation.
         """
         if axis not in get_args(Axis):
-            raise TopologyError(f"axis {axis!r} is unknown: give one of {', '.join(get_args(Axis))}")
+            raise TopologyError(f"axis {show(axis)} is unknown: give one of {', '.join(get_args(Axis))}")
         if axis in _GENERATION_AXES and self.generation is None:
             raise _without_generation()
         if axis not in self._groups_by_axis:

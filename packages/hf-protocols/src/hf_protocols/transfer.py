@@ -78,7 +78,7 @@ class TransferProtocol:
 
     def __post_init__(self) -> None:
         if self.called not in ("all", "collected"):
-            raise ProtocolError(f'protocol {self.name!r}: called={self.called!r}: give "all" or "collected"')
+            raise ProtocolError(f'protocol {show(self.name)}: called={show(self.called)}: give "all" or "collected"')
         collect = _Collect(self.name, _own_function(self.collect))
         only_to = collect if self.called == "collected" else None
         object.__setattr__(self, "distribute", _Distribute(self.name, _own_function(self.distribute), only_to))
@@ -101,12 +101,12 @@ class _Distribute:
         answer = _ask(self.protocol, "distribute", self.function, topology, num_rows, weights)
         if not isinstance(answer, list | tuple) or not all(isinstance(each, RowSelection) for each in answer):
             raise ProtocolError(
-                f"protocol {self.protocol!r}: distribute answers {show(answer)}; answer a list of RowSelections, "
+                f"protocol {show(self.protocol)}: distribute answers {show(answer)}; answer a list of RowSelections, "
                 "one for each rank"
             )
         if len(answer) != topology.world_size:
             raise ProtocolError(
-                f"protocol {self.protocol!r} distributes to {len(answer)} ranks, the topology has "
+                f"protocol {show(self.protocol)} distributes to {len(answer)} ranks, the topology has "
                 f"{topology.world_size}: answer one RowSelection for each rank"
             )
         called = range(topology.world_size) if self.only_to is None else self.only_to(topology).ranks
@@ -116,7 +116,7 @@ class _Distribute:
                 wrong = next(max(start, least) for start, stop in rows.intervals if stop > least)
                 why = "which does not exist" if rows.end > num_rows else 'and is not called: give called="all"'
                 raise ProtocolError(
-                    f"protocol {self.protocol!r} with {num_rows} rows: rank {rank} gets row [{wrong}], {why}"
+                    f"protocol {show(self.protocol)} with {num_rows} rows: rank {rank} gets row [{wrong}], {why}"
                 )
         return list(answer)
 
@@ -130,7 +130,7 @@ class _Collect:
 
     def __call__(self, topology: Topology) -> Collection:
         answer = _ask(self.protocol, "collect", self.function, topology)
-        name, last = f"protocol {self.protocol!r}", topology.world_size - 1
+        name, last = f"protocol {show(self.protocol)}", topology.world_size - 1
         if (
             not isinstance(answer, Collection)
             or not are_whole(answer.ranks)
@@ -160,7 +160,7 @@ def _ask(protocol: str, what: str, function: Any, *inputs: Any) -> Any:
     except HybridFlowError:
         raise
     except Exception as error:
-        raise ProtocolError(f"protocol {protocol!r}: {what} raised {type(error).__name__}: {error}") from error
+        raise ProtocolError(f"protocol {show(protocol)}: {what} raised {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)

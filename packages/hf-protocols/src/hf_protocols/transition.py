@@ -8,7 +8,7 @@ from math import inf
 from numbers import Real
 from typing import Literal, get_args
 
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import TopologyError
 from hf_protocols.topology import Topology
 
@@ -49,9 +49,9 @@ def compute_transition_cost(
     """
     check_kind(TopologyError, "topology", topology, Topology, "a Topology with a generation layout")
     if isinstance(parameter_bytes, bool) or not isinstance(parameter_bytes, Real) or not 0 <= parameter_bytes < inf:
-        raise TopologyError(f"parameter_bytes={parameter_bytes!r}: give the bytes of the whole model, such as 14e9")
+        raise TopologyError(f"parameter_bytes={show(parameter_bytes)}: give the bytes of the whole model, such as 14e9")
     if method not in get_args(Method):
-        raise TopologyError(f"method={method!r}: give one of {', '.join(get_args(Method))}")
+        raise TopologyError(f"method={show(method)}: give one of {', '.join(get_args(Method))}")
     if topology.generation is None or not topology.is_nested:
         raise TopologyError(
             "Table 2 holds for generation sizes that nest in the training sizes: give generation with gen_pp_size "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_algorithms.atomic_files import write_text
+from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
 
 __all__ = ["Row", "load_rows", "write_rows"]
@@ -92,16 +93,16 @@ def _row_of(record: Mapping[str, Any], fields: tuple[str, str], *, where: str) -
 def _text_of(record: Mapping[str, Any], field: str, *, knob: str, where: str) -> str:
     if field not in record:
         there = ", ".join(map(repr, record)) or "none"
-        raise DataError(f"{where} has no field {field!r}; its fields are {there}. Set {knob}")
+        raise DataError(f"{where} has no field {show(field)}; its fields are {there}. Set {knob}")
     value = record[field]
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise DataError(f"{where}: field {field!r} is a JSON {_kind(value)}, not text or a number. Set {knob}")
+        raise DataError(f"{where}: field {show(field)} is a JSON {_kind(value)}, not text or a number. Set {knob}")
     text = str(value)
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: field {field!r} has half of a surrogate pair, {text[error.start]!r}, which is no character"
+            f"{where}: field {show(field)} has half of a surrogate pair, {text[error.start]!r}, which is no character"
         ) from error
     return text
 

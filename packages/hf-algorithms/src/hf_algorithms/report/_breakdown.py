@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hf_algorithms.report._timeline import Call
+from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
 
 __all__ = ["Breakdown", "PoolUsage", "Usage", "compute_breakdown"]
@@ -159,12 +160,12 @@ def _group(calls: Iterable[Call], key_of: Callable[[Call], Key]) -> list[tuple[K
 def _pool(call: Call) -> str:
     pool: Any = call.arguments.get("pool")
     if not isinstance(pool, str):
-        raise DataError(f"{call.name} (call {call.key}) has pool={pool!r} instead of a name")
+        raise DataError(f"{call.name} (call {call.key}) has pool={show(pool)} instead of a name")
     return pool
 
 
 def _number(call: Call, name: str) -> float:
     value: Any = call.arguments.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
-        raise DataError(f"{call.name} (call {call.key}) has {name}={value!r} instead of a number of at least 0")
+        raise DataError(f"{call.name} (call {call.key}) has {name}={show(value)} instead of a number of at least 0")
     return float(value)

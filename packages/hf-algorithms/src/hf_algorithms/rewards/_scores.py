@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+from hf_protocols.arguments import show
 from hf_protocols.errors import RewardError
 
 __all__ = ["RewardFunction", "compute_scores"]
@@ -82,7 +83,7 @@ def _describe_exception(function: RewardFunction, error: BaseException) -> str:
 
 def _name(function: RewardFunction) -> str:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    return f"the reward function {module}:{name}" if module and name else f"the reward function {function!r}"
+    return f"the reward function {module}:{name}" if module and name else f"the reward function {show(function)}"
 
 
 def _shorten(text: str, width: int = 120) -> str:

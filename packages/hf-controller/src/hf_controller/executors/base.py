@@ -19,7 +19,7 @@ from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
 from hf_protocols import HybridFlowError, MethodSpec, PerRank, PoolError, ProtocolError, Topology
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_kind, show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -196,7 +196,8 @@ class Executor(ABC):
         taken = sorted({role for roles in self.built_on(pool) for role in roles} & set(specs))
         if taken:
             raise ProtocolError(
-                f"pool {pool.name!r} has a group {', '.join(taken)} already: choose another name, or release the pool "
+                f"pool {show(pool.name)} has a group {', '.join(taken)} already: choose another name, or "
+                "release the pool "
                 "first"
             )
 
@@ -249,9 +250,9 @@ def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: b
     """
     check_kind(ProtocolError, "pool", pool, ResourcePool, "a ResourcePool")
     wanted = "{role: WorkerSpec(...)}"
-    check_kind(ProtocolError, f"build_groups on pool {pool.name!r}: specs", specs, Mapping, wanted)
+    check_kind(ProtocolError, f"build_groups on pool {show(pool.name)}: specs", specs, Mapping, wanted)
     if not specs:
-        raise ProtocolError(f"build_groups on pool {pool.name!r} got no role: give {wanted}")
+        raise ProtocolError(f"build_groups on pool {show(pool.name)} got no role: give {wanted}")
     for role, spec in specs.items():
         check_kind(ProtocolError, "role", role, str, "its name")
         check_kind(ProtocolError, f"the spec of {role}", spec, WorkerSpec, "a WorkerSpec")
@@ -259,7 +260,7 @@ def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: b
         if spec.topology.world_size != pool.num_slots:
             sum_of = f"{' + '.join(map(str, pool.slots))} = " if len(pool.slots) > 1 else ""
             raise PoolError(
-                f"{role} has {spec.topology.world_size} rank(s) (pp * tp * cp * dp), pool {pool.name!r} has "
+                f"{role} has {spec.topology.world_size} rank(s) (pp * tp * cp * dp), pool {show(pool.name)} has "
                 f"{sum_of}{pool.num_slots} slot(s): make them equal, or give the role a pool of its own"
             )
     layouts = {(spec.topology.train, spec.topology.order) for spec in specs.values()}

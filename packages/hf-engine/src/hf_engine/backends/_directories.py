@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hf_engine.backends._agreement import together
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import BackendError
 
 __all__ = ["agree_on_directory", "check_directory", "write_directory"]
@@ -109,7 +109,8 @@ def _refuse_others_files(target: Path, written: re.Pattern[str] = _WRITTEN) -> N
     foreign = [path.name for path in target.iterdir() if not _is_replaced(path, written) and not _is_kept(path)]
     if foreign:
         raise BackendError(
-            f"{target} holds other files than a model's or a checkpoint's, such as {min(foreign)!r}, which would be "
+            f"{target} holds other files than a model's or a checkpoint's, such as {show(min(foreign))}, which "
+            "would be "
             "lost: give a directory of its own, or move them away"
         )
 
@@ -130,7 +131,8 @@ def _put_back(target: Path, replaced: Path) -> None:
     if target.exists():
         if others := [path.name for path in target.iterdir() if not _is_kept(path)]:
             raise BackendError(
-                f"{target} holds {min(others)!r} and no weights, and an earlier model lies in {replaced}: move one away"
+                f"{target} holds {show(min(others))} and no weights, and an earlier model lies in {replaced}: "
+                "move one away"
             )
         for path in target.iterdir():
             os.replace(path, replaced / path.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 
 __all__ = ["RolloutDtype", "check_dtype"]
@@ -19,4 +20,4 @@ def check_dtype(dtype: object) -> None:
     """
     known = get_args(RolloutDtype)
     if dtype not in known:
-        raise BackendError(f"dtype={dtype!r}: give one of {', '.join(map(repr, known))}")
+        raise BackendError(f"dtype={show(dtype)}: give one of {', '.join(map(repr, known))}")

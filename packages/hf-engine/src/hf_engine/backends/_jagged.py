@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import BatchError
 
 if TYPE_CHECKING:
@@ -119,15 +119,15 @@ def read_ids(batch: TensorDict, name: str, vocab_size: int | None = None) -> Rag
         if isinstance(column, torch.Tensor):
             what = f"nested in {column.layout}" if column.is_nested else f"of shape {tuple(column.shape)}"
         raise BatchError(
-            f"the column {name!r} is {what}, not jagged: give rows without padding, "
+            f"the column {show(name)} is {what}, not jagged: give rows without padding, "
             "torch.nested.nested_tensor(rows, layout=torch.jagged)"
         )
     if column.dtype not in (torch.int64, torch.int32):
-        raise BatchError(f"the column {name!r} is of {column.dtype}: give token ids of torch.int64")
+        raise BatchError(f"the column {show(name)} is of {column.dtype}: give token ids of torch.int64")
     ids = Ragged(column)
     if ids.values.dim() != 1:
         raise BatchError(
-            f"the column {name!r} has {ids.values.dim() + 1} dimensions: give one token id after the other"
+            f"the column {show(name)} has {ids.values.dim() + 1} dimensions: give one token id after the other"
         )
     if vocab_size is not None and ((ids.values < 0) | (ids.values >= vocab_size)).any():
         _refuse_strangers(ids, name, vocab_size)
@@ -141,6 +141,7 @@ def _refuse_strangers(ids: Ragged, name: str, vocab_size: int) -> None:
         strangers = values[(values < 0) | (values >= vocab_size)]
         if len(strangers):
             raise BatchError(
-                f"row {row} of {name!r} holds the token id {int(strangers[0])}, the model's are 0 to {vocab_size - 1}: "
+                f"row {row} of {show(name)} holds the token id {int(strangers[0])}, the model's are 0 to "
+                f"{vocab_size - 1}: "
                 "use the model's own tokenizer"
             )

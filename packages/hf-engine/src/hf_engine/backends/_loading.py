@@ -9,7 +9,7 @@ import torch
 
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.matching import check_weights
-from hf_protocols.arguments import check_count
+from hf_protocols.arguments import check_count, show
 from hf_protocols.errors import BackendError, ReshardError
 
 __all__ = ["check_complete", "check_shards", "check_version"]
@@ -49,7 +49,7 @@ def check_shards(
         ReshardError: naming what is wrong.
     """
     if not isinstance(shards, Mapping):
-        raise ReshardError(f"shards={shards!r}: give a mapping from names to lists of one tensor per box")
+        raise ReshardError(f"shards={show(shards)}: give a mapping from names to lists of one tensor per box")
     if loose := [name for name, parts in shards.items() if not isinstance(parts, list | tuple)]:
         raise ReshardError(f"the shards of {loose} are no lists: give a list of one tensor per box")
     tensors = [(name, part) for name, parts in shards.items() for part in parts]

@@ -13,6 +13,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from hf_engine.backends._base import LossFunction, Metrics
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.resharding.agreement import refuse_together
+from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 from hf_protocols.metrics import merge_metrics
 
@@ -151,13 +152,15 @@ def _read(answer: object) -> tuple[torch.Tensor, Metrics]:
 
 def _read_metric(name: object, pair: object) -> tuple[float, float]:
     if not isinstance(name, str):
-        raise BackendError(f"loss_fn gave {name!r} as a metric's name: give a string")
+        raise BackendError(f"loss_fn gave {show(name)} as a metric's name: give a string")
     if name in STEP_METRICS:
         taken = ", ".join(STEP_METRICS)
-        raise BackendError(f"loss_fn's metric {name!r} has a name that the step itself uses ({taken}): give it another")
+        raise BackendError(
+            f"loss_fn's metric {show(name)} has a name that the step itself uses ({taken}): give it another"
+        )
     numbers = [_number(each) for each in pair] if isinstance(pair, tuple | list) else []
     if len(numbers) != 2 or None in numbers:
-        raise BackendError(f"loss_fn gave {_described(pair)} as metric {name!r}: give (sum, count), two numbers")
+        raise BackendError(f"loss_fn gave {_described(pair)} as metric {show(name)}: give (sum, count), two numbers")
     value, count = numbers
     assert value is not None and count is not None
     return value, count

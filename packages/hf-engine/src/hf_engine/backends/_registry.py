@@ -6,7 +6,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, cast
 
-from hf_protocols.arguments import check_name
+from hf_protocols.arguments import check_name, show
 from hf_protocols.errors import BackendError, BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -59,11 +59,11 @@ def _load(group: str, name: str) -> type:
     installed = _installed(group)
     if name not in installed:
         known = ", ".join(installed) or "none"
-        raise BackendError(f"no backend named {name!r} in {group}; installed: {known}")
+        raise BackendError(f"no backend named {show(name)} in {group}; installed: {known}")
     claims = installed[name]
     if len(claims) > 1:
         owners = ", ".join(f"{claim.value} of {_distribution(claim)}" for claim in claims)
-        raise BackendError(f"{name!r} in {group} is claimed by {owners}; uninstall all but one")
+        raise BackendError(f"{show(name)} in {group} is claimed by {owners}; uninstall all but one")
     try:
         return cast("type", claims[0].load())
     except ImportError as error:
@@ -74,7 +74,7 @@ def _load(group: str, name: str) -> type:
             raise
         why = "which is not installed" if is_missing else f"and not the version that is installed ({error})"
         raise BackendUnavailableError(
-            f"backend {name!r} needs {error.name}, {why}: {_install_line(claims[0], error.name)}"
+            f"backend {show(name)} needs {error.name}, {why}: {_install_line(claims[0], error.name)}"
         ) from error
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hf_engine.backends._all_or_none import what_came_first
 from hf_engine.process_groups import build_groups, build_own_group, default_timeout, local_device
 from hf_engine.resharding.agreement import HIGHEST, extremes, refusals_of, relayed
+from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, HybridFlowError
 from hf_protocols.topology import GenerationSpec, Topology
 
@@ -180,7 +181,7 @@ def require_process_group(backend: str) -> None:
     """
     if not dist.is_initialized():
         raise BackendError(
-            f"backend {backend!r} runs in the ranks of the default process group, and there is none: call "
+            f"backend {show(backend)} runs in the ranks of the default process group, and there is none: call "
             "torch.distributed.init_process_group first"
         )
 
@@ -193,7 +194,7 @@ def require_ranks(backend: str, topology: Topology) -> Topology:
     """
     if dist.get_world_size() != topology.world_size:
         raise BackendError(
-            f"backend {backend!r} runs in the ranks of the default process group: it has {dist.get_world_size()} "
+            f"backend {show(backend)} runs in the ranks of the default process group: it has {dist.get_world_size()} "
             f"ranks, the topology {topology.world_size}"
         )
     return replace(topology, generation=topology.generation or GenerationSpec())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_engine.resharding.boxes import Box
+from hf_protocols.arguments import show
 from hf_protocols.errors import ReshardError
 
 __all__ = ["Shard"]
@@ -63,7 +64,8 @@ class Shard(torch.Tensor):
         )
         if wanted != self._box and (wanted.numel or self._box.numel):
             raise ReshardError(
-                f"the engine's loader takes {wanted} of {self._name!r}, the layout says {self._box}: this model is not "
+                f"the engine's loader takes {wanted} of {show(self._name)}, the layout says {self._box}: this "
+                "model is not "
                 "laid out here as the engine lays it out"
             )
         self.is_used = True
@@ -75,7 +77,7 @@ def _read(value: Any, func: Any) -> Any:
         return value
     if value._box != value._whole:
         raise ReshardError(
-            f"the engine's loader uses {func} on the whole of {value._name!r}, of which this rank holds a part"
+            f"the engine's loader uses {func} on the whole of {show(value._name)}, of which this rank holds a part"
         )
     value.is_used = True
     return value._part

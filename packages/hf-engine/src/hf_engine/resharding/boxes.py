@@ -12,6 +12,8 @@ from itertools import pairwise, product
 from math import prod
 from typing import NoReturn
 
+from hf_protocols.arguments import show
+
 __all__ = ["Box", "partition_box", "split_box"]
 
 
@@ -46,11 +48,13 @@ class Box:
     def whole(cls, shape: Sequence[int]) -> Box:
         """The box that covers a tensor of this shape."""
         if not isinstance(shape, Sequence):
-            raise ValueError(f"shape={shape!r}: give a tuple of whole numbers, such as (4, 8)")
+            raise ValueError(f"shape={show(shape)}: give a tuple of whole numbers, such as (4, 8)")
         return cls((0,) * len(shape), tuple(shape))
 
     def _refuse_kinds(self) -> NoReturn:
-        raise ValueError(f"Box({self.offset!r}, {self.shape!r}): give two tuples of whole numbers, (0, 0) and (4, 8)")
+        raise ValueError(
+            f"Box({show(self.offset)}, {show(self.shape)}): give two tuples of whole numbers, (0, 0) and (4, 8)"
+        )
 
     @property
     def numel(self) -> int:

@@ -18,7 +18,7 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.digest import compute_digest
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
-from hf_protocols.arguments import check_kind, describe_names, shorten_list
+from hf_protocols.arguments import check_kind, describe_names, shorten_list, show
 from hf_protocols.errors import ReshardError
 
 __all__ = ["ConversionReport", "check_conversion", "find_weight_files", "read_shapes"]
@@ -101,7 +101,7 @@ def _check_tied(head_file: Path, embedding_file: Path) -> None:
     head, embedding = _read(head_file, _HEAD), _read(embedding_file, _EMBEDDING)
     if head.dtype != embedding.dtype or not torch.equal(_bits(head), _bits(embedding)):
         raise ReshardError(
-            f"config.json ties {_HEAD!r} to {_EMBEDDING!r}, but the weights hold another one: set "
+            f"config.json ties {show(_HEAD)} to {show(_EMBEDDING)}, but the weights hold another one: set "
             "tie_word_embeddings to false, or leave the head out of the files"
         )
 
@@ -133,7 +133,7 @@ def _index(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
             raise ReshardError(f"{path.name} cannot be read: {error}; fetch it again if it was cut short") from error
     if lost := sorted(name for name, file in indexed.items() if name not in found or found[name][0].name != file):
         raise ReshardError(
-            f"{_INDEX} names {lost[0]!r} in {indexed[lost[0]]}, which lacks it or lies elsewhere "
+            f"{_INDEX} names {show(lost[0])} in {indexed[lost[0]]}, which lacks it or lies elsewhere "
             f"({len(lost)} such): give a whole directory of one model"
         )
     return found
@@ -166,7 +166,7 @@ def _check_names(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tu
     if extra := sorted(found.keys() - expected.keys()):
         problems.append(f"extra {describe_names(extra)}")
     shapes = [
-        f"{name!r} has shape {found[name]}, the config says {tuple(expected[name])}"
+        f"{show(name)} has shape {found[name]}, the config says {tuple(expected[name])}"
         for name in sorted(expected.keys() & found.keys())
         if found[name] != tuple(expected[name])
     ]
@@ -229,7 +229,7 @@ def _compare(whole: torch.Tensor, name: str, layout: WeightLayout, shards: _Shar
     for rank, boxes in _boxes(layout, name):
         for box, shard in zip(boxes, shards[rank], strict=True):
             if not torch.equal(_bits(shard), _bits(whole[box.slices_in(bounds)])):
-                raise ReshardError(f"rank {rank} holds other bits of {name!r} at {box} than the checkpoint")
+                raise ReshardError(f"rank {rank} holds other bits of {show(name)} at {box} than the checkpoint")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

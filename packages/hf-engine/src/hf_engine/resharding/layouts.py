@@ -12,7 +12,7 @@ from math import prod
 from numbers import Integral
 
 from hf_engine.resharding.boxes import Box
-from hf_protocols.arguments import check_count, check_kind
+from hf_protocols.arguments import check_count, check_kind, show
 from hf_protocols.errors import ReshardError
 
 __all__ = ["DTYPE_BYTES", "BoxNumbers", "WeightLayout", "fsdp_layout", "replicated_layout", "spread_layout"]
@@ -60,7 +60,7 @@ class WeightLayout:
     def __post_init__(self) -> None:
         check_kind(ReshardError, "dtype", self.dtype, str, f"one of {', '.join(DTYPE_BYTES)}")
         if self.dtype not in DTYPE_BYTES:
-            raise ReshardError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+            raise ReshardError(f"dtype {show(self.dtype)} is not one of {', '.join(DTYPE_BYTES)}")
         object.__setattr__(self, "shapes", _full_shapes(self.shapes))
         check_kind(ReshardError, "boxes", self.boxes, Mapping, "a mapping from ranks to what they hold")
         # Ranks share mappings and parameters of one shape share boxes: thousands of ranks cost a few checks.
@@ -69,7 +69,7 @@ class WeightLayout:
             check_count(ReshardError, "a rank", rank, least=0)
         for rank, held in {id(held): (rank, held) for rank, held in self.boxes.items()}.values():
             if not isinstance(held, Mapping):
-                raise ReshardError(f"rank {rank} holds {held!r}: give a mapping from names to tuples of Box")
+                raise ReshardError(f"rank {rank} holds {show(held)}: give a mapping from names to tuples of Box")
             for name, boxes in held.items():
                 key = (self.shapes.get(name), id(boxes))
                 if key not in checked:
@@ -78,17 +78,17 @@ class WeightLayout:
 
     def _check_boxes(self, rank: int, name: str, boxes: tuple[Box, ...]) -> None:
         if name not in self.shapes:
-            raise ReshardError(f"rank {rank} holds {name!r}, which has no shape in this layout")
-        check_kind(ReshardError, f"rank {rank}: boxes of {name!r}", boxes, tuple, "a tuple of Box")
+            raise ReshardError(f"rank {rank} holds {show(name)}, which has no shape in this layout")
+        check_kind(ReshardError, f"rank {rank}: boxes of {show(name)}", boxes, tuple, "a tuple of Box")
         for box in boxes:
-            check_kind(ReshardError, f"rank {rank}: box of {name!r}", box, Box, "a Box")
+            check_kind(ReshardError, f"rank {rank}: box of {show(name)}", box, Box, "a Box")
         whole = Box.whole(self.shapes[name])
         for box in boxes:
             if len(box.shape) != len(whole.shape) or not whole.contains(box):
-                raise ReshardError(f"rank {rank}: {box} is not inside {name!r} of shape {self.shapes[name]}")
+                raise ReshardError(f"rank {rank}: {box} is not inside {show(name)} of shape {self.shapes[name]}")
         for first, second in combinations(boxes, 2):
             if overlap := first.intersect(second):
-                raise ReshardError(f"rank {rank}: two boxes of {name!r} overlap in {overlap}; hold it once")
+                raise ReshardError(f"rank {rank}: two boxes of {show(name)} overlap in {overlap}; hold it once")
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -120,11 +120,11 @@ class WeightLayout:
 
     def _check_names(self, names: object) -> None:
         if isinstance(names, str) or not isinstance(names, Collection):
-            raise ReshardError(f"names={names!r}: give a list of parameters' names")
+            raise ReshardError(f"names={show(names)}: give a list of parameters' names")
         for name in names:
             if not isinstance(name, str) or name not in self.shapes:
                 known = f"the layout's {len(self.shapes)} parameters, such as {next(iter(self.shapes), None)!r}"
-                raise ReshardError(f"names holds {name!r}, which is none of {known}")
+                raise ReshardError(f"names holds {show(name)}, which is none of {known}")
 
     def held_bytes(self, rank: int) -> int:
         """Bytes that one rank holds."""
@@ -192,7 +192,7 @@ def _full_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ..
     for name, shape in shapes.items():
         check_kind(ReshardError, "the name of a parameter", name, str, "a string")
         if not _is_shape(shape):
-            raise ReshardError(f"the shape of {name!r}={shape!r}: give a tuple of whole numbers, such as (4,)")
+            raise ReshardError(f"the shape of {show(name)}={show(shape)}: give a tuple of whole numbers, such as (4,)")
     return {name: tuple(map(int, shape)) for name, shape in shapes.items()}
 
 

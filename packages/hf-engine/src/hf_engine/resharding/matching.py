@@ -35,7 +35,8 @@ def check_weights(
     dtype = _only_dtype([weights[name] for name in both])
     if dtype not in ("", layout.dtype):
         problems.append(
-            f"all {len(both)} are {dtype}, but the layout was built for {layout.dtype}; pass dtype={dtype!r} to the "
+            f"all {len(both)} are {dtype}, but the layout was built for {layout.dtype}; pass "
+            f"dtype={show(dtype)} to the "
             "function that built it, such as fsdp_layout(), or convert the tensors"
         )
     wrong = [_mismatch(name, weights[name], expected[name], dtype or layout.dtype) for name in both]
@@ -56,9 +57,9 @@ def _mismatch(name: str, tensors: object, boxes: Sequence[Box], dtype: str) -> s
     given = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
     parts = [part for part in given if isinstance(part, torch.Tensor)]
     if len(parts) < len(given):
-        return f"{name!r} is {show(tensors)}: give one tensor per box"
+        return f"{show(name)} is {show(tensors)}: give one tensor per box"
     shapes = [tuple(part.shape) for part in parts]
     if shapes != [box.shape for box in boxes]:
-        return f"{name!r} has shapes {shapes}, the layout says {[box.shape for box in boxes]}"
+        return f"{show(name)} has shapes {shapes}, the layout says {[box.shape for box in boxes]}"
     dtypes = [str(part.dtype).removeprefix("torch.") for part in parts]
-    return f"{name!r} has dtypes {dtypes}, the layout says {dtype}" if {*dtypes} - {dtype} else ""
+    return f"{show(name)} has dtypes {dtypes}, the layout says {dtype}" if {*dtypes} - {dtype} else ""

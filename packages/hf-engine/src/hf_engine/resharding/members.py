@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.process_groups import rank_in
-from hf_protocols.arguments import are_whole
+from hf_protocols.arguments import are_whole, show
 from hf_protocols.errors import ReshardError
 
 __all__ = ["check_device", "find_members"]
@@ -19,9 +19,9 @@ def check_device(device: torch.device | str) -> None:
     try:
         is_meta = torch.empty(0, device=device).is_meta
     except (RuntimeError, TypeError, AssertionError) as error:
-        raise ReshardError(f"device={device!r} cannot be used: {error}") from error
+        raise ReshardError(f"device={show(device)} cannot be used: {error}") from error
     if is_meta:
-        raise ReshardError(f"device={device!r} holds no bytes: give the CPU or a GPU")
+        raise ReshardError(f"device={show(device)} holds no bytes: give the CPU or a GPU")
 
 
 def find_members(group: dist.ProcessGroup | None, ranks: Sequence[int] | None) -> tuple[tuple[int, ...], int]:
@@ -38,13 +38,16 @@ def find_members(group: dist.ProcessGroup | None, ranks: Sequence[int] | None) -
     if not dist.is_initialized():
         raise ReshardError("there is no process group: call torch.distributed.init_process_group first")
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ReshardError(f"group={group!r}: give a process group that this rank is in, or None for the default one")
+        raise ReshardError(
+            f"group={show(group)}: give a process group that this rank is in, or None for the default one"
+        )
     global_ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     own = rank_in(group)
     if ranks is None:
         return global_ranks, global_ranks[own]
     if not are_whole(ranks) or len({*ranks}) != len(ranks) or len(ranks) != len(global_ranks):
         raise ReshardError(
-            f"ranks={ranks!r}: give one plan rank for each of the {len(global_ranks)} ranks of the group, each another"
+            f"ranks={show(ranks)}: give one plan rank for each of the {len(global_ranks)} ranks of the group, "
+            "each another"
         )
     return tuple(ranks), ranks[own]

@@ -19,7 +19,7 @@ from hf_engine.resharding.tensor_parallel import (
     padded_vocab_size,
     split_layers,
 )
-from hf_protocols.arguments import check_count, check_kind
+from hf_protocols.arguments import check_count, check_kind, show
 from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Topology
@@ -50,7 +50,7 @@ def check_model_and_topology(model: object, topology: object) -> None:
 def model_shapes(model: ModelShape, head: Literal["lm", "value"] = "lm") -> dict[str, tuple[int, ...]]:
     """Full shape of every parameter; a value head is one row in the place of the output embedding."""
     if head not in ("lm", "value"):
-        raise ReshardError(f"head={head!r}: give lm or value")
+        raise ReshardError(f"head={show(head)}: give lm or value")
     shapes = model.parameters()
     if head == "value":
         shapes[_HEAD] = (1, model.hidden_size)

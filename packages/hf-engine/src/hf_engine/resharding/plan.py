@@ -14,7 +14,7 @@ from functools import cached_property
 
 from hf_engine.resharding.boxes import Box, partition_box
 from hf_engine.resharding.layouts import BoxNumbers, WeightLayout
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import ReshardError
 
 __all__ = ["Keepsake", "Message", "ReshardPlan", "Shipment", "plan_reshard"]
@@ -301,7 +301,7 @@ def _numbered(near: Sequence[Collection[Sequence[int]]]) -> list[dict[int, int]]
     except TypeError:
         is_of_ranks = False
     if not is_of_ranks:
-        raise ReshardError(f"near={near!r}: give groupings of ranks, such as [[[0, 1], [2, 3]]]")
+        raise ReshardError(f"near={show(near)}: give groupings of ranks, such as [[[0, 1], [2, 3]]]")
     return found
 
 
@@ -314,7 +314,9 @@ def _cells(name: str, holders: _Pattern, needing: _Pattern) -> Iterator[_Cell]:
         split.clear()
         for cell, indices in partition_box(box, covers):
             if not indices:
-                raise ReshardError(f"no rank of the source holds {name!r} at {cell}; the source layout is incomplete")
+                raise ReshardError(
+                    f"no rank of the source holds {show(name)} at {cell}; the source layout is incomplete"
+                )
             owners = tuple(sorted({rank for index in indices for rank in holders[index][1]}))
             if owners not in split:
                 split[owners] = _split(ranks, frozenset(owners))
@@ -336,7 +338,7 @@ def _check_same_parameters(source: WeightLayout, target: WeightLayout) -> None:
     differing = [n for n in target.shapes if n in source.shapes and tuple(source.shapes[n]) != tuple(target.shapes[n])]
     if differing:
         first = differing[0]
-        shapes = f"{first!r} is {source.shapes[first]} in the source, {target.shapes[first]} in the target"
+        shapes = f"{show(first)} is {source.shapes[first]} in the source, {target.shapes[first]} in the target"
         problems.append(shapes + _more(len(differing) - 1))
     if problems:
         raise ReshardError(

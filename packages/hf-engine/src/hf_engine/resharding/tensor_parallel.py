@@ -13,6 +13,7 @@ from math import lcm
 from typing import Literal
 
 from hf_engine.resharding.boxes import Box
+from hf_protocols.arguments import show
 from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 
@@ -112,7 +113,9 @@ def split_layers(
 def _check_counts(layers_per_stage: object) -> None:
     counts = layers_per_stage if isinstance(layers_per_stage, Sequence) else [None]
     if not all(type(count) is int for count in counts):
-        raise ReshardError(f"layers_per_stage={layers_per_stage!r}: give a list of whole numbers, one for each stage")
+        raise ReshardError(
+            f"layers_per_stage={show(layers_per_stage)}: give a list of whole numbers, one for each stage"
+        )
 
 
 def fused_qkv_rows(model: ModelShape, index: int, size: int) -> list[tuple[str, range]]:

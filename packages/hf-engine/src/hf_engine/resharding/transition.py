@@ -22,7 +22,7 @@ from hf_engine.resharding.model_layouts import (
     megatron_layout,
 )
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
-from hf_protocols.arguments import check_count
+from hf_protocols.arguments import check_count, show
 from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Topology
@@ -202,7 +202,7 @@ def training_layout(
 def _check(topology: Topology, method: str, dtype_bytes: int, sharding: str) -> None:
     topology.groups("gen_tp")  # raises without generation
     if method not in get_args(Method):
-        raise ReshardError(f"method={method!r}: give one of {', '.join(get_args(Method))}")
+        raise ReshardError(f"method={show(method)}: give one of {', '.join(get_args(Method))}")
     if type(dtype_bytes) is not int or dtype_bytes not in _DTYPES:
         raise ReshardError(f"dtype_bytes={dtype_bytes}: give one of {', '.join(map(str, _DTYPES))}")
     _check_sharding(topology, sharding)
@@ -221,7 +221,7 @@ def _check(topology: Topology, method: str, dtype_bytes: int, sharding: str) -> 
 
 def _check_sharding(topology: Topology, sharding: str) -> None:
     if sharding not in get_args(Sharding):
-        raise ReshardError(f"sharding={sharding!r}: give one of {', '.join(get_args(Sharding))}")
+        raise ReshardError(f"sharding={show(sharding)}: give one of {', '.join(get_args(Sharding))}")
     sizes = {name: size for name, size in vars(topology.train).items() if size > 1 and name != "dp_size"}
     if sharding == "fsdp" and sizes:
         found = ", ".join(f"{name}={size}" for name, size in sizes.items())

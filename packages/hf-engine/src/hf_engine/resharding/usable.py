@@ -34,13 +34,14 @@ def check_resizable(tensors: Mapping[str, Sequence[torch.Tensor]], where: str) -
     """
     for name, parts in tensors.items():
         if not isinstance(parts, Sequence):
-            raise ReshardError(f"{where}: {name!r} is {show(parts)}: give a list of tensors")
+            raise ReshardError(f"{where}: {show(name)} is {show(parts)}: give a list of tensors")
         for part in parts:
             if not isinstance(part, torch.Tensor):
-                raise ReshardError(f"{where}: {name!r} is {show(part)}: give tensors")
+                raise ReshardError(f"{where}: {show(name)} is {show(part)}: give tensors")
             if not part.untyped_storage().resizable():
                 raise ReshardError(
-                    f"{where}: the memory of {name!r} cannot be freed, as it is not torch's own (numpy's, a file's or "
+                    f"{where}: the memory of {show(name)} cannot be freed, as it is not torch's own (numpy's, a "
+                    "file's or "
                     'shared): clone it, or build the HybridEngine with training_weights="keep"'
                 )
 
@@ -63,7 +64,7 @@ def check_writable(weights: _Tensors, where: str, *, are_filled: bool = True) ->
 
 
 def _refuse(problems: Iterable[tuple[str, str]], where: str) -> None:
-    if found := [f"{name!r} {problem}" for name, problem in problems if problem]:
+    if found := [f"{show(name)} {problem}" for name, problem in problems if problem]:
         raise ReshardError(f"{where} cannot be used: {'; '.join(shorten_list(found))}")
 
 
@@ -123,7 +124,7 @@ def _span(name: str, part: torch.Tensor) -> _Span:
 def _shared(spans: Sequence[_Span]) -> Iterator[tuple[str, str]]:
     """The same among tensors whose spans overlap: columns of one matrix share no element."""
     found = [
-        (second.name, f"shares memory with {first.name!r}: give each its own")
+        (second.name, f"shares memory with {show(first.name)}: give each its own")
         for first, second in pairwise(spans)
         if first.start == second.start
         or (first.part.is_contiguous() and second.part.is_contiguous() and second.start < first.stop)

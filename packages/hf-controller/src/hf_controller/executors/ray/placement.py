@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hf_controller.resource_pool import ResourcePool
 from hf_protocols import PoolError
+from hf_protocols.arguments import show
 
 __all__ = ["PlacedPool", "place"]
 
@@ -122,7 +123,7 @@ def _describe(pool: ResourcePool, unit: dict[str, float], why: str) -> str:
     asked = " and ".join(f"{amount * pool.num_slots:g} {kind}" for kind, amount in unit.items())
     slots = " + ".join(map(str, pool.slots))
     return (
-        f"pool {pool.name!r} asks for {slots} slots, that is {asked}; the cluster has {kinds} on "
+        f"pool {show(pool.name)} asks for {slots} slots, that is {asked}; the cluster has {kinds} on "
         f"{_num_machines()} machine(s): {why}. Use smaller pools, release others, or give the "
         "cluster more (num_cpus=... of the executor's own, ray start)"
     )

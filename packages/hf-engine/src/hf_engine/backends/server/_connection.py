@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from hf_protocols.arguments import check_number, check_seconds
+from hf_protocols.arguments import check_number, check_seconds, show
 from hf_protocols.errors import BackendError
 
 __all__ = ["Connection", "expected_form"]
@@ -46,7 +46,9 @@ class Connection:
         except (KeyError, ValueError):
             parts, port = urlsplit(""), 0
         if not parts.hostname or not url.isprintable() or " " in url:
-            raise BackendError(f"rollout.options.urls: {url!r} is no URL; give one such as 'http://127.0.0.1:30000'")
+            raise BackendError(
+                f"rollout.options.urls: {show(url)} is no URL; give one such as 'http://127.0.0.1:30000'"
+            )
         self.url = url
         self._address = parts.hostname, port
         self._is_encrypted = parts.scheme == "https"
