@@ -201,7 +201,7 @@ def test_layers_of_both_kinds_are_refused(mixed: dict[str, Any]) -> None:
         ({"num_key_value_heads": 0}, "num_kv_heads=0 must be a whole number of at least 1"),
         ({"num_key_value_heads": -1}, "num_kv_heads=-1 must be a whole number of at least 1"),
         ({"vocab_size": 0}, "vocab_size=0"),
-        ({"max_position_embeddings": 0}, "max_positions=0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0 must be a whole number of at least 1"),
         ({"num_experts": 4}, "num_experts=4 with num_experts_per_token=0: give how many"),
         ({"num_experts": -8}, "num_experts=-8 must be a whole number of at least 0"),
         ({"sliding_window": 4}, "sliding_window=4 with model_type='llama'.*remove it, or give the model_type of"),

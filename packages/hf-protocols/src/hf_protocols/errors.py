@@ -12,6 +12,7 @@
     |-- RewardError             a reward function that raised or answered nonsense
     |-- BackendError            a training or generation backend that refuses
     |   |-- BackendUnavailableError   its library is missing; the message has the line that installs it
+    |   |-- ModelError                files of a model or tokenizer that cannot be used  (also a ValueError)
     |   |-- ReshardError              a weight transfer that is incomplete or does not match
     |   `-- NonFiniteLossError        a loss or gradient norm that is NaN or infinite
     |-- PoolError               slots that the cluster does not have
@@ -30,6 +31,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "HybridFlowError",
+    "ModelError",
     "NonFiniteLossError",
     "PlanError",
     "PoolError",
@@ -80,6 +82,10 @@ class BackendError(HybridFlowError):
 
 class BackendUnavailableError(BackendError):
     """A backend whose library is missing; the message has the line that installs it."""
+
+
+class ModelError(BackendError, ConfigError):
+    """Files of a model or a tokenizer that cannot be used: what a backend refuses, and a user configured."""
 
 
 class ReshardError(BackendError):

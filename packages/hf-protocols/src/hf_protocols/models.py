@@ -9,10 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hf_protocols._json import parse_json
 from hf_protocols._presets import PRESETS
 from hf_protocols.arguments import check_count, check_kind, check_name, show
 from hf_protocols.errors import ConfigError
+from hf_protocols.outer_files import read_json_object
+from hf_protocols.positions import compute_positions
 from hf_protocols.similar_names import find_similar
 
 __all__ = ["ModelShape"]
@@ -54,6 +55,7 @@ class ModelShape:
     """Sizes of a causal language model of the Llama family, dense or mixture of experts.
 
     ``num_experts`` is 0 for a dense model; ``intermediate_size`` is one expert's width where there are experts.
+    ``max_positions`` counts what stretches rotary embeddings: see ``hf_protocols.positions``.
 
     Raises:
         ConfigError: for a size that is no whole number or below 1, heads that do not share out, more experts per token
@@ -167,7 +169,7 @@ class ModelShape:
             num_kv_heads=heads if kv_heads is None else kv_heads,
             head_dim=config["hidden_size"] // heads if head_dim is None else head_dim,
             vocab_size=config["vocab_size"],
-            max_positions=config.get("max_position_embeddings", 4096),
+            max_positions=compute_positions(config) or 4096,
             tie_embeddings=bool(config.get("tie_word_embeddings")),
             qkv_bias=family == "qwen2" or attention_bias,
             o_bias=attention_bias,
@@ -256,16 +258,12 @@ def _refuse_unused(family: str, config: Mapping[str, Any]) -> None:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    advice = "give a config.json or the model's directory"
     try:
-        file = path / "config.json" if path.is_dir() else path
-        text = file.read_bytes()
-    except FileNotFoundError:
-        raise ConfigError(f"{file} does not exist: {advice}") from None
-    except (OSError, ValueError) as error:  # a ValueError for a path that holds a NUL
+        return read_json_object(ConfigError, path / "config.json" if path.is_dir() else path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}: give a config.json or the model's directory") from None
+    except (OSError, ValueError) as error:  # of a path that is too long, or holds a NUL
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{str(path)!r:.300} cannot be read: {reason}: {advice}") from None
-    config = parse_json(ConfigError, f"{file} is no JSON", text)
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} holds no JSON object")
-    return config
+        raise ConfigError(
+            f"{str(path)!r:.300} cannot be read: {reason}: give a config.json or the model's directory"
+        ) from None

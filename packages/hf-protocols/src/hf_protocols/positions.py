@@ -1,0 +1,78 @@
+"""How many positions a model has, once what stretches its rotary embeddings is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_protocols.arguments import check_count, check_kind, show
+from hf_protocols.errors import ConfigError
+
+__all__ = ["compute_positions"]
+
+_KEY = "max_position_embeddings"
+_ORIGINAL = "original_max_position_embeddings"
+_STRETCHED = ("yarn", "linear", "dynamic")
+_STATED = ("default", "mrope", "llama3", "longrope", "su", "proportional", "axial")
+"""Types whose configurations state the stretched length in `max_position_embeddings`."""
+_ALREADY_STRETCHED = ("gemma3", "gemma3_text")
+"""Families whose configurations count a linear factor in `max_position_embeddings`; engines make the same exception."""
+
+
+def compute_positions(config: Mapping[str, Any]) -> int | None:
+    """Positions of a model by its `config.json`; None where the configuration states no `max_position_embeddings`.
+
+    transformers computes rotary embeddings for any position, so the configuration alone says where a model ends:
+
+    - `yarn`, `linear`, `dynamic`: `factor` times the length of pretraining. That length is
+      `original_max_position_embeddings`, else `max_position_embeddings`, which transformers takes in its place. Some
+      models state the product in `max_position_embeddings` (DeepSeek-V3: 163840 = 40 x 4096), others the length of
+      pretraining (Qwen2.5: 32768 with factor 4): the larger of product and statement is right for both.
+    - `llama3`, `longrope`: what `max_position_embeddings` says. Llama 3.1 and Phi-3 state the stretched length, and
+      `factor` belongs to frequencies: Llama 3.2 has 131072 positions with 32 x 8192.
+
+    vLLM's `_get_and_verify_max_len` follows the same rules, Gemma 3's exception included. Where layers of several kinds
+    have rotary embeddings of their own, those of full attention count: sliding layers see their window only.
+
+    Args:
+        config: keys of a `config.json`, or of its `text_config`; `rope_scaling` goes before `rope_parameters`, as in
+            transformers.
+
+    Raises:
+        ConfigError: for a type that is not known, or a length or factor that is not a number of at least 1.
+    """
+    stated: Any = config.get(_KEY)
+    if stated is None:
+        return None
+    check_count(ConfigError, f"config.json: {_KEY}", stated)
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key) or {}
+    check_kind(ConfigError, f"config.json: {key}", rope, Mapping, "an object with rope_type and factor, or null")
+    rope = _of_full_attention(key, rope)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if not isinstance(kind, str) or kind not in (*_STRETCHED, *_STATED):
+        known = ", ".join((*_STRETCHED, "llama3", "longrope", "default"))
+        raise ConfigError(f"config.json: {key} has rope_type={show(kind)}, which is not known. Known are {known}")
+    factor = rope.get("factor")
+    if factor is not None or kind in ("linear", "dynamic"):
+        _check_factor(f"config.json: {key}: factor", factor)
+    original: Any = config.get(_ORIGINAL) or rope.get(_ORIGINAL) or stated
+    check_count(ConfigError, f"config.json: {key}: {_ORIGINAL}", original)
+    if kind in _STATED or factor is None or config.get("model_type") in _ALREADY_STRETCHED:
+        return int(stated)
+    return int(max(stated, original * factor))
+
+
+def _of_full_attention(key: str, rope: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = {name: each for name, each in rope.items() if isinstance(each, Mapping)}
+    if not nested:
+        return rope
+    found = nested.get("full_attention") or next(iter(nested.values()))
+    check_kind(ConfigError, f"config.json: {key}", found, Mapping, "an object for every kind of layer")
+    return found
+
+
+def _check_factor(name: str, factor: object) -> None:
+    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+    if not is_number or not 1 <= factor <= 2**31:  # type: ignore[operator]
+        raise ConfigError(f"{name}={show(factor)} must be a number of at least 1")
