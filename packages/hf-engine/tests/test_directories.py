@@ -97,7 +97,7 @@ def write_beside_a_tokenizer(model, folder):
         with pytest.raises(BackendError, match=r"different directories \(rank 0 '.*own-0', rank 1 '.*own-1'\)"):
             write(folder / f"own-{dist.get_rank()}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp, "save_causal_lm", lambda *_: notes.write_text("mine"))
+        patch.setattr(fsdp, "save_causal_lm", lambda *_, **__: notes.write_text("mine"))
         with pytest.raises(BackendError, match=r"rank 0: .* such as 'notes.txt', which would be lost"):
             backend.export_hf(target)
     assert notes.read_text() == "mine" and (target / "model.safetensors").read_bytes() == before

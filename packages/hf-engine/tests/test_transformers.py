@@ -202,7 +202,7 @@ def test_what_cannot_be_generated_is_refused(models):
         load_rollout_backend("transformers").build(
             models["tied"], topology=Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2))
         )
-    with pytest.raises(BackendError, match=r"cannot load a causal language model from '.*absent'"):
+    with pytest.raises(BackendError, match=r"absent': no such directory"):
         build(models["tied"] / "absent")
     with pytest.raises(BackendError, match=r"cache_bytes='1G' must be a whole number of at least 1"):
         build(models["tied"], cache_bytes="1G")

@@ -195,17 +195,16 @@ def _exchanges(exchanges: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _check(options: argparse.Namespace) -> str:
+    from hf_engine.model_directory import check_model_directory, read_model_directory
     from hf_engine.resharding.checking import check_conversion
     from hf_engine.resharding.model_layouts import generation_layout
     from hf_engine.resharding.transition import training_layout
 
     topology = _topology(options)
-    directory = Path(read_path("--model", options.model))
-    if not directory.is_dir():
-        raise ConfigError(
-            f"--model {show(options.model)} is no directory: check reads weights, give a model's directory"
-        )
-    model = ModelShape.from_config(directory)
+    path = read_path("--model", options.model)
+    files = read_model_directory(path, label=f"--model {show(options.model)}")
+    check_model_directory(files)
+    model, directory = files.require_shape(), files.path
     source = training_layout(model, topology, options.sharding)
     report = check_conversion(directory, source, generation_layout(model, topology))
     if options.json:
@@ -218,6 +217,12 @@ def _check(options: argparse.Namespace) -> str:
 
 def _model_shape(name: str) -> ModelShape:
     path = Path(read_path("--model", name))
+    if path.is_dir():
+        from hf_engine.model_directory import check_model_directory, read_model_directory
+
+        files = read_model_directory(path, label=f"--model {show(name)}", needs_weights=False)
+        check_model_directory(files)
+        return files.require_shape()
     if path.exists():
         return ModelShape.from_config(path)
     if "/" in name or name.startswith(("~", ".")):

@@ -9,6 +9,7 @@ from hf_engine.backends._abilities import (
     FormsReplicas,
     HoldsPadding,
     Settles,
+    SupportsModelCheck,
     SupportsShardLoading,
     SupportsWeightBuffers,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "RolloutBackend",
     "SamplingParams",
     "Settles",
+    "SupportsModelCheck",
     "SupportsShardLoading",
     "SupportsWeightBuffers",
     "TrainBackend",

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from hf_engine.backends._base import SamplingParams
+    from hf_engine.model_directory import ModelDirectory
 
 __all__ = [
     "AdoptsWeights",
@@ -17,6 +18,7 @@ __all__ = [
     "FormsReplicas",
     "HoldsPadding",
     "Settles",
+    "SupportsModelCheck",
     "SupportsShardLoading",
     "SupportsWeightBuffers",
 ]
@@ -159,5 +161,26 @@ class ChecksOptions(Protocol):
 
         Raises:
             BackendError: naming the option, what was given and what is wanted.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsModelCheck(Protocol):
+    """A backend that knows from its class and a model's files alone which models `build` refuses.
+
+    The controller asks before anything starts, beside `check_model_directory`, which holds for every backend.
+    """
+
+    @classmethod
+    def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
+        """Refuses a model by its files, by the rules of `build`, without loading weights or starting an engine.
+
+        Args:
+            model: as it was read.
+            on_cpu: whether ranks run on host processors.
+
+        Raises:
+            BackendError: naming what the backend does not run, and what to choose.
         """
         ...

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_engine.backends._base import Head, TrainConfig
 from hf_engine.backends._causal_lm import load_causal_lm, refuse_lacking
+from hf_engine.model_directory import VALUE_HEAD, ModelDirectory, errors_of
 from hf_protocols.errors import BackendError
 
 __all__ = [
-    "VALUE_HEAD",
     "check_same_shapes",
     "find_head_name",
     "head_only_at",
@@ -26,18 +26,15 @@ __all__ = [
     "shard_model",
 ]
 
-VALUE_HEAD = "value_head.weight"
-"""Name of the value head in an exported directory, where the language model's name would promise logits."""
-
 
 def load_with_head(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[Any, bool]:
     """Loads a causal language model; for a value head, says whether the directory had one. True for `"lm"`."""
-    loaded, missing = load_causal_lm(model, dtype)
-    refuse_lacking(model, [name for name in missing if head == "lm" or name != find_head_name(loaded)])
+    loaded, missing, files = load_causal_lm(model, dtype, head)
+    refuse_lacking(files, [name for name in missing if head == "lm" or name != find_head_name(loaded)])
     if head == "lm":
         return loaded, True
     value_head = torch.nn.Linear(loaded.get_output_embeddings().weight.shape[1], 1, bias=False, dtype=dtype)
-    stored = read_tensor(Path(model), VALUE_HEAD)
+    stored = read_tensor(files, VALUE_HEAD)
     with torch.no_grad():
         value_head.weight.copy_(torch.zeros(()) if stored is None else stored)
     loaded.config.tie_word_embeddings = False
@@ -111,14 +108,17 @@ def head_only_at(positions: torch.Tensor, model: Any) -> Iterator[None]:
         handle.remove()
 
 
-def read_tensor(directory: Path, name: str) -> torch.Tensor | None:
+def read_tensor(files: ModelDirectory, name: str) -> torch.Tensor | None:
     """One tensor of a Hugging Face directory, or None where no file of it has that name."""
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            if name in tensors.keys():  # noqa: SIM118 - not a mapping
-                found: torch.Tensor = tensors.get_tensor(name)
-                return found
-    return None
+    if name not in files.tensors:
+        return None
+    path = files.tensors[name].path
+    with (
+        errors_of("safetensors", f"{files.label}: {path.name} cannot be read"),
+        safe_open(path, framework="pt") as file,
+    ):
+        found: torch.Tensor = file.get_tensor(name)
+    return found
 
 
 def check_same_shapes(

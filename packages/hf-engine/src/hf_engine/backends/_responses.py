@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._jagged import Ragged, read_ids, require_columns, to_jagged
 from hf_engine.backends._memory import host_bytes
-from hf_engine.backends._model_directory import check_end_of_sequence_ids
+from hf_engine.model_directory import check_end_of_sequence_ids
 from hf_protocols.arguments import check_kind
 from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_engine.backends._model_directory import find_file
-from hf_protocols.errors import BackendError, BackendUnavailableError
+from hf_engine.model_directory import errors_of, find_file
+from hf_protocols.errors import BackendUnavailableError, ModelError
+from hf_protocols.outer_files import read_json_object
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -67,8 +68,8 @@ def load_stop_strings(model: str | Path, sampling: SamplingParams) -> StopString
         return None
     try:
         path = find_file(model, _FILE)
-    except (OSError, ValueError) as error:
-        raise BackendError(
+    except ModelError as error:
+        raise ModelError(
             f"stop_strings={sampling.stop_strings} needs {_FILE} of {str(model)!r} to read the responses: save the "
             f"tokenizer beside the model, or give stop_token_ids: {error}"
         ) from error
@@ -82,9 +83,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
         raise BackendUnavailableError(
             'stop_strings need tokenizers, which is not installed: pip install "tokenizers>=0.22"'
         ) from error
-    try:
+    read_json_object(ModelError, path)
+    advice = "Save the tokenizer again, or give stop_token_ids"
+    with errors_of("tokenizers", f"the tokenizer cannot be read from {str(path)!r}", advice=advice):
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises no other
-        raise BackendError(
-            f"the tokenizer cannot be read from {str(path)!r}: {error}; save the tokenizer anew, or give stop_token_ids"
-        ) from error

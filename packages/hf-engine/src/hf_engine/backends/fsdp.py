@@ -22,18 +22,11 @@ from torch.distributed.tensor import DTensor
 from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite, together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._build_arguments import check_train_arguments
-from hf_engine.backends._causal_lm import save_causal_lm
+from hf_engine.backends._causal_lm import build_without_memory, save_causal_lm
 from hf_engine.backends._checkpoint import check_sharded, load_sharded, save_sharded
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import check_directory, write_directory
-from hf_engine.backends._fsdp_model import (
-    VALUE_HEAD,
-    check_same_shapes,
-    find_head_name,
-    head_only_at,
-    load_with_head,
-    shard_model,
-)
+from hf_engine.backends._fsdp_model import check_same_shapes, find_head_name, head_only_at, load_with_head, shard_model
 from hf_engine.backends._loss import ForwardPasses, StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._offload import OffloadedMemory
@@ -41,6 +34,7 @@ from hf_engine.backends._optimizer import ShardedAdamW
 from hf_engine.backends._stacked_experts import family_of, layout_in_files, tensors_in_files
 from hf_engine.backends._token_logprobs import compute_token_logprobs
 from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
+from hf_engine.model_directory import VALUE_HEAD, ModelDirectory
 from hf_engine.process_groups import build_groups, local_device
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.execute import execute_reshard
@@ -112,6 +106,12 @@ class FsdpBackend:
             loaded, _ = load_with_head(model, dtype, head)
         loaded.requires_grad_(trainable)
         return cls(loaded, topology=topology, config=config, head=head, trainable=trainable)
+
+    @classmethod
+    def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
+        """Refuses a configuration that transformers cannot build; see `SupportsModelCheck`."""
+        del on_cpu
+        build_without_memory(model)
 
     @property
     def compute_dtype(self) -> str:
@@ -235,7 +235,7 @@ class FsdpBackend:
 
         def write(path: Path) -> None:
             if is_writer:
-                save_causal_lm(self._model, full, path)
+                save_causal_lm(self._model, full, path, head=VALUE_HEAD if self._head == "value" else self._head_name)
 
         write_directory(directory, write, self._group)
 

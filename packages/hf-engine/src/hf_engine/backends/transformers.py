@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
-from hf_engine.backends._causal_lm import load_causal_lm, refuse_lacking
+from hf_engine.backends._causal_lm import build_without_memory, load_causal_lm, refuse_lacking
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._decoding import LENGTH, Decoding
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
@@ -30,10 +30,12 @@ from hf_engine.backends._responses import build_responses, end_of_sequence_ids, 
 from hf_engine.backends._sampling import draw_uniforms
 from hf_engine.backends._stacked_experts import family_of, layout_in_files, stack_of, tensors_in_files
 from hf_engine.backends._stop_strings import load_stop_strings
+from hf_engine.model_directory import ModelDirectory
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
 from hf_engine.resharding.moving import hold_training_weights, storage_bytes
 from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.positions import compute_positions
 from hf_protocols.topology import GenerationSpec, Topology
 
 __all__ = ["TransformersBackend"]
@@ -59,6 +61,7 @@ class TransformersBackend:
         # Cut now: of a storage that was freed torch makes no views.
         self._buffers = {name: view for views in self._views.values() for name, view in views.items()}
         self._parameter_of = {name: whole for whole, views in self._views.items() for name in views}
+        self._positions = compute_positions(model.config.get_text_config().to_dict())
         self._weight_version = 0
         self._has_weights = True
 
@@ -98,8 +101,8 @@ class TransformersBackend:
                 f"backend 'transformers' holds the whole model on every rank: gen_pp_size={generation.gen_pp_size}, "
                 f"gen_tp_size={generation.gen_tp_size} are not supported; set both to 1 or choose another backend"
             )
-        loaded, missing = load_causal_lm(model, getattr(torch, dtype))
-        refuse_lacking(model, missing)
+        loaded, missing, files = load_causal_lm(model, getattr(torch, dtype))
+        refuse_lacking(files, missing)
         _check_layers(loaded)
         loaded.eval().requires_grad_(False)
         for parameter in loaded.parameters():
@@ -111,6 +114,12 @@ class TransformersBackend:
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """Refuses a cache that no machine has; see `ChecksOptions`."""
         check_sizes(options)
+
+    @classmethod
+    def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
+        """Refuses a configuration that transformers cannot build, or other layers than attention's."""
+        del on_cpu
+        _check_layers(build_without_memory(model))
 
     @property
     def weight_version(self) -> int:
@@ -192,8 +201,8 @@ class TransformersBackend:
         vocab_size = self._model.get_input_embeddings().weight.shape[0]
         if not self._has_weights:
             raise BackendError("the weights were released; resume, send them anew and commit before generating")
-        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        prompts = read_prompts(batch, sampling, vocab_size=vocab_size, positions=positions, ends=self._stop_token_ids)
+        limits = {"vocab_size": vocab_size, "positions": self._positions}
+        prompts = read_prompts(batch, sampling, **limits, ends=self._stop_token_ids)
         strings = load_stop_strings(self._model.name_or_path, sampling)
         turns = list(self._turns(prompts, sampling))
         uniforms = draw_uniforms(batch["row_id"], sampling)

@@ -26,6 +26,7 @@ from hf_engine.backends.megatron._parallel import ParallelGroups
 from hf_engine.backends.megatron._schedule import run_backward, run_forward
 from hf_engine.backends.megatron._stage import Stage
 from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
+from hf_engine.model_directory import ModelDirectory, check_model_directory, read_model_directory
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout
 from hf_protocols.arguments import check_number
@@ -77,7 +78,7 @@ class MegatronBackend:
         trainable: bool = True,
         seed: int = 0,
     ) -> MegatronBackend:
-        """Loads a local directory in Hugging Face format; see `TrainBackend.build`.
+        """Loads a directory in Hugging Face format, or a name on the hub; see `TrainBackend.build`.
 
         Every rank reads its own boxes only. Two backends of one process must have the same layout.
         """
@@ -85,15 +86,23 @@ class MegatronBackend:
         if config.compile:
             raise BackendError("backend 'megatron' does not use torch.compile: set compile=False")
         with together("load", None):
-            described = ModelConfig.read(model)
+            files = read_model_directory(model)
+            described = ModelConfig.of(files)
+            check_model_directory(files, head=head)
         groups = ParallelGroups(topology, seed=seed)
         try:
-            backend = cls(described, Path(model), groups=groups, config=config, head=head, trainable=trainable)
-            backend._stage.load_hf(backend._stage.open_hf(model))
+            backend = cls(described, files.path, groups=groups, config=config, head=head, trainable=trainable)
+            backend._stage.load_hf(backend._stage.open_hf(files.path))
         except BaseException:
             groups.close()
             raise
         return backend
+
+    @classmethod
+    def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
+        """Refuses what megatron-core's layers do not express exactly; see `SupportsModelCheck`."""
+        del on_cpu
+        ModelConfig.of(model)
 
     @property
     def compute_dtype(self) -> str:

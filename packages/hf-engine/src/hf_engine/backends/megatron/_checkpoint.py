@@ -22,8 +22,10 @@ from hf_engine.backends._directories import agree_on_directory, check_directory
 from hf_engine.backends.megatron._names import Piece
 from hf_engine.backends.megatron._optimizer import DistributedAdamW
 from hf_engine.backends.megatron._stage import Stage
+from hf_engine.model_directory import errors_of
 from hf_engine.resharding.boxes import Box
 from hf_protocols.errors import BackendError
+from hf_protocols.outer_files import read_json_object
 
 __all__ = ["StoredShards", "load_sharded", "open_sharded", "write_shard"]
 
@@ -109,8 +111,8 @@ class StoredShards:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         try:
-            self._description: dict[str, Any] = json.loads((directory / _DESCRIPTION).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
+            self._description = read_json_object(BackendError, directory / _DESCRIPTION)
+        except BackendError as error:
             raise BackendError(f"{directory} holds no sharded checkpoint of the megatron backend: {error}") from error
         if self._description.get("format") != _FORMAT:
             raise BackendError(
@@ -119,10 +121,8 @@ class StoredShards:
         self.steps: int = self._description["steps"]
         self._boxes: dict[str, list[tuple[Box, Any, str]]] = defaultdict(list)
         for path in sorted(directory.glob("rank-*.safetensors")):
-            try:
+            with errors_of("safetensors", f"{path} cannot be read"):
                 opened: Any = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise BackendError(f"{path} cannot be read: {error}") from error
             for key in opened.keys():  # noqa: SIM118 - not a mapping
                 name, _, offset = key.rpartition("@")
                 start = tuple(int(n) for n in offset.split(",") if n)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from typing import Any
 import torch
 
 from hf_engine.backends._base import TrainConfig
-from hf_engine.backends._directories import check_directory
 from hf_engine.backends.megatron._core import TransformerConfig, quiet
+from hf_engine.model_directory import ModelDirectory
 from hf_engine.resharding.tensor_parallel import fused_qkv_rows, split_layers
-from hf_protocols.errors import BackendError, ConfigError, ReshardError
+from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec
 
@@ -48,21 +47,15 @@ class ModelConfig:
     """Radians per position of every rotated pair, with any scaling applied."""
 
     @classmethod
-    def read(cls, directory: str | Path) -> ModelConfig:
-        """Reads `config.json` of a directory.
+    def of(cls, model: ModelDirectory) -> ModelConfig:
+        """Takes what megatron-core needs from a model's files.
 
         Raises:
-            BackendError: for what is no directory, or a model that megatron-core's layers do not express exactly.
+            BackendError: for a model that megatron-core's layers do not express exactly.
         """
-        check_directory(directory)
-        try:
-            config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
-            shape = ModelShape.from_config(config)
-        except (OSError, json.JSONDecodeError, ConfigError) as error:
-            raise BackendError(
-                f"the megatron backend reads a local directory in Hugging Face format, which {str(directory)!r} is "
-                f"not: {error}; download a hub model first"
-            ) from error
+        config, directory = model.config, model.path
+        _refuse_architecture(config, directory)
+        shape = model.require_shape()
         _refuse_unsupported(config, shape, directory)
         return cls(
             shape=shape,
@@ -172,13 +165,16 @@ def _check_divisible(shape: ModelShape, train: ParallelSpec) -> None:
             raise BackendError(f"{axis}={ranks} does not divide {what}={size} of {shape.name}: choose a divisor")
 
 
-def _refuse_unsupported(config: Mapping[str, Any], shape: ModelShape, directory: str | Path) -> None:
+def _refuse_architecture(config: Mapping[str, Any], directory: str | Path) -> None:
     architectures = config.get("architectures") or ["none"]
     if architectures[0] not in ARCHITECTURES:
         raise BackendError(
             f"the megatron backend does not know the architecture {architectures[0]} of {directory}; it knows "
             f"{', '.join(ARCHITECTURES)}. The fsdp backend runs whatever transformers runs"
         )
+
+
+def _refuse_unsupported(config: Mapping[str, Any], shape: ModelShape, directory: str | Path) -> None:
     problems = []
     if config.get("hidden_act", "silu") != "silu":
         problems.append(f"hidden_act={config['hidden_act']!r} (silu)")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hf_engine.backends.megatron._files import HuggingFaceWriter
+from hf_engine.backends.megatron._names import EMBEDDING_NAME, HEAD_NAME
 from hf_engine.backends.megatron._stage import Stage
+from hf_engine.model_directory import VALUE_HEAD, describe_export
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
 from hf_engine.resharding.plan import plan_reshard
+from hf_protocols.errors import ModelError
+from hf_protocols.outer_files import read_json_object
 
 __all__ = ["export_stage"]
 
@@ -30,11 +35,11 @@ def export_stage(path: Path, source: Path, stage: Stage) -> None:
     """
     is_writer = dist.get_rank() == 0
     writer: HuggingFaceWriter | None = None
-    failure: OSError | None = None
+    failure: OSError | ModelError | None = None
     if is_writer:
         try:
-            writer = HuggingFaceWriter(path, source, {"dtype": stage.layout.dtype})
-        except OSError as error:
+            writer = HuggingFaceWriter(path, source, _config(source, stage))
+        except (OSError, ModelError) as error:
             failure = error
     local = stage.local_weights()
     for name, shape in stage.layout.shapes.items():
@@ -52,6 +57,16 @@ def export_stage(path: Path, source: Path, stage: Stage) -> None:
         raise failure
     if writer is not None:
         writer.finish()
+
+
+def _config(source: Path, stage: Stage) -> dict[str, Any]:
+    shapes = {stage.stored_name(name): shape for name, shape in stage.layout.shapes.items()}
+    return describe_export(
+        read_json_object(ModelError, source / "config.json"),
+        dtype=stage.layout.dtype,
+        vocab_size=shapes[EMBEDDING_NAME][0],
+        ties_embeddings=HEAD_NAME not in shapes and VALUE_HEAD not in shapes,
+    )
 
 
 def _layout_of(layout: WeightLayout, name: str) -> WeightLayout:

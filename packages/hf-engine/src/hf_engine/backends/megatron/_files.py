@@ -12,36 +12,33 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from hf_engine.model_directory import ModelDirectory, errors_of
 from hf_engine.resharding.boxes import Box
-from hf_engine.resharding.checking import find_weight_files
 from hf_protocols.errors import BackendError
 
 __all__ = ["HuggingFaceFiles", "HuggingFaceWriter"]
 
 _MAX_FILE_BYTES = 4 << 30
-_COPIED = ("config.json", "generation_config.json")
+_COPIED = "generation_config.json"
 
 
 class HuggingFaceFiles:
     """The safetensors files of a directory that transformers would read; only slices of them are read.
 
     Raises:
-        ReshardError: a BackendError, if there are none, or the index cannot be read or names files that are not there.
         BackendError: if one cannot be read.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = directory
-        self._files: dict[str, Any] = {}
-        for path in find_weight_files(Path(directory)):
-            try:
-                opened: Any = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise BackendError(f"{path} cannot be read: {error}") from error
-            self._files.update(dict.fromkeys(opened.keys(), opened))
+    def __init__(self, model: ModelDirectory) -> None:
+        self.directory = model.path
+        self._tensors = model.tensors
+        self._opened: dict[Path, Any] = {}
+        for path in {tensor.path for tensor in model.tensors.values()}:
+            with errors_of("safetensors", f"{model.label}: {path.name} cannot be read"):
+                self._opened[path] = safe_open(path, framework="pt")
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._tensors
 
     def check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Refuses a directory of another model.
@@ -49,7 +46,7 @@ class HuggingFaceFiles:
         Raises:
             BackendError: naming a parameter that differs.
         """
-        found = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+        found = {name: tensor.shape for name, tensor in self._tensors.items()}
         if differing := sorted(name for name, shape in shapes.items() if found.get(name) != tuple(shape)):
             name = differing[0]
             raise BackendError(
@@ -59,7 +56,8 @@ class HuggingFaceFiles:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         """One box of one parameter, in the file's dtype."""
-        part: torch.Tensor = self._files[name].get_slice(name)[box.slices_in(Box.whole(box.stop))]
+        opened = self._opened[self._tensors[name].path]
+        part: torch.Tensor = opened.get_slice(name)[box.slices_in(Box.whole(box.stop))]
         return part
 
 
@@ -68,8 +66,8 @@ class HuggingFaceWriter:
 
     Args:
         directory: where to write.
-        source: the directory whose configuration files are copied.
-        config: entries of config.json to replace.
+        source: the directory whose generation configuration is copied.
+        config: the whole of config.json.
     """
 
     def __init__(self, directory: Path, source: Path, config: Mapping[str, Any]) -> None:
@@ -77,11 +75,9 @@ class HuggingFaceWriter:
         self._pending: dict[str, torch.Tensor] = {}
         self._files: list[list[str]] = []
         self._total_bytes = 0
-        for name in _COPIED:
-            if (source / name).is_file():
-                shutil.copy(source / name, directory / name)
-        written = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(config)
-        (directory / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        if (source / _COPIED).is_file():
+            shutil.copy(source / _COPIED, directory / _COPIED)
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Takes one whole parameter.

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hf_engine.backends._agreement import together
 from hf_engine.backends._base import Head, TrainConfig
+from hf_engine.backends._directories import check_directory
 from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends.megatron._config import ModelConfig, build_transformer_config
 from hf_engine.backends.megatron._core import (
@@ -21,19 +22,17 @@ from hf_engine.backends.megatron._core import (
 )
 from hf_engine.backends.megatron._files import HuggingFaceFiles
 from hf_engine.backends.megatron._model import Decoder, build_decoder
-from hf_engine.backends.megatron._names import EMBEDDING_NAME, HEAD_NAME, ParameterNames, Piece
+from hf_engine.backends.megatron._names import HEAD_NAME, ParameterNames, Piece
 from hf_engine.backends.megatron._optimizer import DistributedAdamW
 from hf_engine.backends.megatron._parallel import ParallelGroups
+from hf_engine.model_directory import VALUE_HEAD, check_model_directory, read_model_directory
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import megatron_layout
 from hf_engine.resharding.tensor_parallel import split_layers
 from hf_protocols.errors import BackendError
 
-__all__ = ["VALUE_HEAD", "Stage"]
-
-VALUE_HEAD = "value_head.weight"
-"""Name of the value head in an exported directory, where the language model's name would promise logits."""
+__all__ = ["Stage"]
 
 
 class Stage:
@@ -142,8 +141,11 @@ class Stage:
             self.optimizer.restart()
 
     def _open_hf(self, directory: str | Path) -> HuggingFaceFiles:
-        other = ModelConfig.read(directory).shape
-        files = HuggingFaceFiles(directory)
+        check_directory(directory)
+        model = read_model_directory(Path(directory))
+        other = ModelConfig.of(model).shape
+        check_model_directory(model, head=self._head)
+        files = HuggingFaceFiles(model)
         wanted = {self.stored_name(name): shape for name, shape in self.layout.shapes.items()}
         if VALUE_HEAD in wanted and VALUE_HEAD not in files:
             del wanted[VALUE_HEAD]
@@ -153,19 +155,7 @@ class Stage:
                 f"tie_word_embeddings is {self._model.shape.tie_embeddings} here and {other.tie_embeddings} there"
             )
         files.check_shapes(wanted)
-        if HEAD_NAME not in self.layout.shapes and HEAD_NAME in files:
-            self._check_tied(files)
         return files
-
-    def _check_tied(self, files: HuggingFaceFiles) -> None:
-        """Refuses a stored head that is not the embedding to which it is tied, where this rank holds that."""
-        files.check_shapes({HEAD_NAME: self.layout.shapes[EMBEDDING_NAME]})
-        for box in self.layout.boxes_of(self._groups.rank).get(EMBEDDING_NAME, ()):
-            if not torch.equal(files.read(HEAD_NAME, box), files.read(EMBEDDING_NAME, box)):
-                raise BackendError(
-                    f"{files.directory} ties {HEAD_NAME!r} to {EMBEDDING_NAME!r} in config.json, but its weights hold "
-                    "another one: set tie_word_embeddings to false, or leave the head out of the files"
-                )
 
     def assign(self, live: torch.nn.Parameter, value: torch.Tensor) -> None:
         """Sets a parameter, and this rank's part of its master, from a tensor of its shape."""

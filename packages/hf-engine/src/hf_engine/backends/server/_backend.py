@@ -14,8 +14,8 @@ import torch.distributed as dist
 from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
+from hf_engine.backends._engine_rules import require_known_layout
 from hf_engine.backends._loading import check_complete, check_shards, check_version
-from hf_engine.backends._model_directory import read_end_of_sequence_ids
 from hf_engine.backends._replica import Replica, replica_of_all, require_process_group
 from hf_engine.backends.server._connection import Connection, expected_form
 from hf_engine.backends.server._dialect import Dialect, Sample
@@ -26,11 +26,15 @@ from hf_engine.backends.server._setup import (
     check_ranks,
     check_urls,
     choose_directory,
-    read_dtype,
     read_key,
-    read_model,
 )
 from hf_engine.lost_peers import lost_peers_are_errors
+from hf_engine.model_directory import (
+    ModelDirectory,
+    check_model_directory,
+    read_end_of_sequence_ids,
+    read_model_directory,
+)
 from hf_engine.resharding.layouts import WeightLayout, spread_layout
 from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
@@ -127,18 +131,20 @@ class ServerBackend:
         url = urls[dist.get_rank() % len(urls)]
 
         def connect() -> tuple[Dialect, Path, ModelShape, frozenset[int], Path]:
-            directory, shape = read_model(model)
+            files = read_model_directory(model, needs_weights=False)
+            check_model_directory(files)
+            directory, shape = files.path, require_known_layout(files)
             key = read_key(api_key_variable)
             connection = Connection(url, key=key, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s)
             with expected_form(url):
-                server = identify(connection, read_dtype(directory))
-                check_model(server, directory, shape)
+                server = identify(connection, files.dtype or "float32")
+                check_model(server, files, shape)
             if reproducible and not server.facts.has_seeds:
                 raise BackendError(
                     f"{server.facts.name} does not draw from seeds: start it with {server.facts.seeds_knob}, or set "
                     "rollout.options.reproducible to false for samples that no second run has"
                 )
-            stops = read_end_of_sequence_ids(directory, shape.vocab_size)
+            stops = read_end_of_sequence_ids(files)
             return server, directory, shape, stops, choose_directory(weights_directory, connection)
 
         with ExitStack() as undo:
@@ -164,6 +170,12 @@ class ServerBackend:
         for url in urls:
             connection = Connection(url, **{name: options.get(name, 1.0) for name in names})  # connects with a request
             choose_directory(options.get("weights_directory"), connection)
+
+    @classmethod
+    def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
+        """Refuses families without a known layout; see `SupportsModelCheck`."""
+        del on_cpu
+        require_known_layout(model)
 
     @property
     def weight_version(self) -> int:

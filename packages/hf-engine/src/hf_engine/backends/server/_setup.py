@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_engine.backends._model_directory import find_model
 from hf_engine.backends._replica import require_ranks
 from hf_engine.backends.server._connection import Connection
 from hf_engine.backends.server._dialect import Dialect
+from hf_engine.model_directory import ModelDirectory
 from hf_protocols.arguments import check_kind
-from hf_protocols.errors import BackendError, ConfigError
+from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, Topology
 
-__all__ = ["check_model", "check_ranks", "check_urls", "choose_directory", "read_dtype", "read_key", "read_model"]
+__all__ = ["check_model", "check_ranks", "check_urls", "choose_directory", "read_key"]
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
@@ -53,28 +52,6 @@ def check_urls(urls: Sequence[str], *, num_ranks: int | None = None) -> None:
         )
 
 
-def read_model(model: str | Path) -> tuple[Path, ModelShape]:
-    """Directory and sizes of the model that is trained.
-
-    Raises:
-        BackendError: if there is none, or its parameters are not known here.
-    """
-    directory = find_model(model)
-    try:
-        return directory, ModelShape.from_config(directory)
-    except ConfigError as error:
-        raise BackendError(
-            f"the parameters of {str(model)!r} have no known layout ({error}); choose another model, or rollout "
-            "backend 'transformers'"
-        ) from error
-
-
-def read_dtype(directory: Path) -> str:
-    """The model's dtype as its config.json says, float32 where it does not."""
-    config = json.loads((directory / "config.json").read_text())
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
-
-
 def read_key(variable: str | None) -> str | None:
     """The API key in an environment variable.
 
@@ -108,13 +85,13 @@ def choose_directory(given: str | Path | None, connection: Connection) -> Path:
     return Path(tempfile.gettempdir())
 
 
-def check_model(server: Dialect, directory: Path, shape: ModelShape) -> None:
+def check_model(server: Dialect, model: ModelDirectory, shape: ModelShape) -> None:
     """Refuses a server with another model than the one that is trained.
 
     Raises:
         BackendError: naming both.
     """
-    wanted = json.loads((directory / "config.json").read_text()).get("architectures") or ()
+    directory, wanted = model.path, model.config.get("architectures") or ()
     found = server.facts.architectures
     if found and wanted and not set(found) & set(wanted):
         raise BackendError(

@@ -15,9 +15,9 @@ from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
+from hf_engine.backends._engine_rules import check_sglang_runs
 from hf_engine.backends._loading import check_complete, check_shards, check_version
 from hf_engine.backends._memory import check_sizes, choose_cache_bytes, choose_positions
-from hf_engine.backends._model_directory import refuse_incomplete
 from hf_engine.backends._replica import Replica, build_replica, require_process_group
 from hf_engine.backends._versions import SGLANG
 from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_options, check_more
@@ -25,6 +25,7 @@ from hf_engine.backends.sglang._process import EngineProcess
 from hf_engine.backends.sglang._replicas import build_engine, require_topology
 from hf_engine.backends.sglang._staging import REPORT_BYTES, Staging, staged_bytes
 from hf_engine.lost_peers import lost_peers_are_errors
+from hf_engine.model_directory import ModelDirectory
 from hf_engine.resharding.agreement import refusals_of, relayed
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
@@ -130,7 +131,6 @@ class SglangBackend:
             topology = require_topology(topology)
             found_model = EngineModel(model)
             layout = generation_layout(found_model.shape, topology, dtype=dtype)
-            refuse_incomplete(found_model.directory, layout.shapes)
             positions = choose_positions(max_positions, found_model.shape.max_positions)
             options = build_options(
                 found_model,
@@ -173,6 +173,11 @@ class SglangBackend:
             if name in options:
                 check_number(BackendError, name, options[name])
         check_more(options.get("engine_options", {}))
+
+    @classmethod
+    def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
+        """Refuses families without a known layout, and experts on a CPU; see `SupportsModelCheck`."""
+        check_sglang_runs(model, on_cpu=on_cpu)
 
     @property
     def weight_version(self) -> int:

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from hf_engine.backends._model_directory import find_model, read_end_of_sequence_ids
+from hf_engine.backends._engine_rules import check_sglang_runs
 from hf_engine.backends.sglang._plugins import LOADER, SAMPLER
+from hf_engine.model_directory import check_model_directory, read_end_of_sequence_ids, read_model_directory
 from hf_protocols.arguments import show
-from hf_protocols.errors import BackendError, ConfigError
-from hf_protocols.models import ModelShape
+from hf_protocols.errors import BackendError
 
 __all__ = ["RESERVED", "EngineModel", "build_options", "check_more"]
 
@@ -59,21 +59,11 @@ class EngineModel:
 
     def __init__(self, model: str | Path) -> None:
         self.name = str(model)
-        self.directory = find_model(model)
-        try:
-            self.shape = ModelShape.from_config(self.directory)
-        except ConfigError as error:
-            raise BackendError(
-                f"the parameters of {self.name!r} have no known layout ({error}); choose another model, or "
-                "rollout backend 'transformers'"
-            ) from error
-        self.stop_token_ids = read_end_of_sequence_ids(self.directory, self.shape.vocab_size)
-        if self.shape.num_experts and not torch.cuda.is_available():
-            # Seen with 0.5.23: every token was 0, and nothing was said.
-            raise BackendError(
-                f"{self.name!r} has num_experts={self.shape.num_experts}: SGLang's experts are wrong on a CPU without "
-                "an error; choose a dense model, or rollout backend 'transformers'"
-            )
+        files = read_model_directory(model)
+        self.directory = files.path
+        self.shape = check_sglang_runs(files, on_cpu=not torch.cuda.is_available())
+        self.stop_token_ids = read_end_of_sequence_ids(files)
+        check_model_directory(files)
 
     def cache_token_bytes(self, tp_size: int, dtype: str) -> int:
         """Bytes of keys and values that one token adds on one rank; ranks beyond the key-value heads repeat them."""

@@ -16,12 +16,14 @@ from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
+from hf_engine.backends._engine_rules import check_vllm_runs
 from hf_engine.backends._loading import check_complete, check_shards, check_version
 from hf_engine.backends._memory import check_sizes, choose_cache_bytes
 from hf_engine.backends._replica import Replica, build_replica, require_process_group, require_ranks
 from hf_engine.backends._versions import VLLM
 from hf_engine.backends.vllm._library import embedded
 from hf_engine.lost_peers import lost_peers_are_errors
+from hf_engine.model_directory import ModelDirectory
 from hf_engine.resharding.layouts import WeightLayout
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import GenerationSpec, Topology
@@ -119,6 +121,11 @@ class VllmBackend:
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """Refuses a cache or a length that no machine has; see `ChecksOptions`."""
         check_sizes(options)
+
+    @classmethod
+    def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
+        """Refuses families, experts and head sizes that do not run; see `SupportsModelCheck`."""
+        check_vllm_runs(model, on_cpu=on_cpu)
 
     @property
     def weight_version(self) -> int:

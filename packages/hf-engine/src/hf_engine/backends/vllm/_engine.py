@@ -14,23 +14,23 @@ from vllm.config import WeightTransferConfig
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
-from vllm.transformers_utils.config import get_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._engine_rules import check_vllm_runs
 from hf_engine.backends._memory import choose_positions, take_again
-from hf_engine.backends._model_directory import find_model, read_end_of_sequence_ids, refuse_incomplete
 from hf_engine.backends._shard import Shard
 from hf_engine.backends.vllm._draws import DrawProcessor
 from hf_engine.backends.vllm._groups import GROUPS, current_tp_ranks, destroy_groups
 from hf_engine.backends.vllm._library import options_set, serving_threads
 from hf_engine.backends.vllm._requests import Response, run_requests
 from hf_engine.backends.vllm._weights import TRANSFER, register_transfer
+from hf_engine.model_directory import check_model_directory, read_end_of_sequence_ids, read_model_directory
 from hf_engine.process_groups import default_timeout
 from hf_engine.resharding.layouts import DTYPE_BYTES, WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
-from hf_protocols.errors import BackendError, ConfigError
+from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Topology
 
@@ -58,22 +58,16 @@ def plan_layout(model: str | Path, topology: Topology, dtype: str) -> tuple[Mode
         )
     if unordered := [group for group in topology.groups("gen_tp") if list(group) != sorted(group)]:
         raise BackendError(f"vLLM orders the ranks of a group by number; the groups {unordered} are ordered otherwise")
-    shape = _read_shape(model)
-    if shape.num_experts:
-        # vLLM's reload of packed experts is refused for some sizes and wrong, without an error, for others.
-        raise BackendError(
-            f"{str(model)!r} has {shape.num_experts} experts; backend 'vllm' updates weights of dense models only; "
-            "choose one, or rollout backend 'transformers'"
-        )
+    files = read_model_directory(model)
+    shape = check_vllm_runs(files, on_cpu=False)
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if current_platform.is_cpu() and shape.head_dim not in sizes:
-        raise BackendError(
-            f"{str(model)!r} has head_dim={shape.head_dim}; vLLM on a CPU runs {sizes}; choose another model, or "
-            "rollout backend 'transformers'"
+        raise files.refusal(
+            f"has head_dim={shape.head_dim}; vLLM on a CPU runs {sizes}. Choose another model, or rollout backend "
+            "'transformers'"
         )
-    layout = generation_layout(shape, topology, dtype=dtype)
-    refuse_incomplete(find_model(model), layout.shapes)
-    return shape, layout
+    check_model_directory(files)
+    return shape, generation_layout(shape, topology, dtype=dtype)
 
 
 def check_cache(
@@ -193,7 +187,7 @@ class Engine:
     @property
     def stop_token_ids(self) -> frozenset[int]:
         """The model's own end-of-sequence tokens."""
-        return read_end_of_sequence_ids(find_model(self.model), self.vocab_size)
+        return read_end_of_sequence_ids(read_model_directory(self.model))
 
     @property
     def cache_bytes(self) -> int:
@@ -290,19 +284,3 @@ def _cache_bytes_per_token(shape: ModelShape, topology: Topology, dtype: str) ->
     assert generation is not None, "the backend has set it"
     heads = max(1, shape.num_kv_heads // generation.gen_tp_size)
     return 2 * shape.num_layers * heads * shape.head_dim * DTYPE_BYTES[dtype]
-
-
-def _read_shape(model: str | Path) -> ModelShape:
-    try:
-        config = get_config(str(model), trust_remote_code=False)
-    except Exception as error:  # of a config.json that it cannot use it raises anything
-        raise BackendError(
-            f"vLLM finds no model in {str(model)!r}, or cannot use its config.json: {type(error).__name__}: {error}"
-        ) from error
-    try:
-        return ModelShape.from_config(config.to_dict())
-    except ConfigError as error:
-        raise BackendError(
-            f"the parameters of {str(model)!r} have no known layout ({error}); choose another model, or "
-            "rollout backend 'transformers'"
-        ) from error

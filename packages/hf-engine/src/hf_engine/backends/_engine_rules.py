@@ -1,0 +1,69 @@
+"""Which models engines run for us, by their files alone: no engine is imported."""
+
+from __future__ import annotations
+
+from hf_engine.model_directory import ModelDirectory
+from hf_protocols.errors import ModelError
+from hf_protocols.models import ModelShape
+
+__all__ = ["check_sglang_runs", "check_vllm_runs", "require_known_layout"]
+
+_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Of vLLM 0.32's attention on a CPU; `build` asks the installed version."""
+_DERIVED_HEAD_SIZE = ("qwen2",)
+"""Families whose class in vLLM divides hidden_size by heads, whatever head_dim says."""
+
+
+def require_known_layout(model: ModelDirectory) -> ModelShape:
+    """Sizes and parameters of a model.
+
+    Raises:
+        ModelError: for a family whose parameters are not known.
+    """
+    try:
+        return model.require_shape()
+    except ModelError as error:
+        raise ModelError(f"{error}. Choose another model, or rollout backend 'transformers'") from error
+
+
+def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
+    """The model's shape, if vLLM runs it and takes its weights.
+
+    Raises:
+        BackendError: for a family, experts or a head size that does not run.
+    """
+    shape = require_known_layout(model)
+    if shape.num_experts:
+        # vLLM's reload of packed experts is refused for some sizes and wrong, without an error, for others.
+        raise model.refusal(
+            f"has {shape.num_experts} experts; backend 'vllm' updates weights of dense models only. Choose one, or "
+            "rollout backend 'transformers'"
+        )
+    if on_cpu and shape.head_dim not in _CPU_HEAD_SIZES:
+        raise model.refusal(
+            f"has head_dim={shape.head_dim}; vLLM on a CPU runs {list(_CPU_HEAD_SIZES)}. Choose another model, or "
+            "rollout backend 'transformers'"
+        )
+    derived = shape.hidden_size // shape.num_heads
+    if shape.family in _DERIVED_HEAD_SIZE and shape.head_dim != derived:
+        raise model.refusal(
+            f"vLLM would build it with heads of [{derived}], its config says {shape.head_dim}: vLLM's class of "
+            f"{shape.family} derives it. Choose another model, or rollout backend 'transformers'"
+        )
+    return shape
+
+
+def check_sglang_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
+    """The model's shape, if SGLang runs it.
+
+    Raises:
+        BackendError: for a family whose parameters are not known here, or experts on a CPU.
+    """
+    shape = require_known_layout(model)
+    if shape.num_experts and on_cpu:
+        # Seen with 0.5.23: every token was 0, and nothing was said.
+        raise model.refusal(
+            f"has num_experts={shape.num_experts}: SGLang's experts are wrong on a CPU without an error. Choose a "
+            "dense model, or rollout backend 'transformers'"
+        )
+    return shape

@@ -1,0 +1,34 @@
+"""The one reader of a model on disk: configuration, headers of the weights, and whether they are one model.
+
+Training, generation, `hf-engine check` and `plan`, export and the controller's checks all read models here.
+Only headers are read, with the standard library. What belongs to a backend stays with the backend.
+"""
+
+from __future__ import annotations
+
+from hf_engine.model_directory._borders import errors_of
+from hf_engine.model_directory._checks import VALUE_HEAD, check_end_tokens, check_model_directory, is_buffer
+from hf_engine.model_directory._directory import ModelDirectory, read_model_directory
+from hf_engine.model_directory._end_tokens import check_end_of_sequence_ids, read_end_of_sequence_ids
+from hf_engine.model_directory._export import describe_export
+from hf_engine.model_directory._headers import StoredTensor
+from hf_engine.model_directory._paths import find_file, find_model, is_hub_name
+from hf_engine.model_directory._weight_files import find_weight_files
+
+__all__ = [
+    "VALUE_HEAD",
+    "ModelDirectory",
+    "StoredTensor",
+    "check_end_of_sequence_ids",
+    "check_end_tokens",
+    "check_model_directory",
+    "describe_export",
+    "errors_of",
+    "find_file",
+    "find_model",
+    "find_weight_files",
+    "is_buffer",
+    "is_hub_name",
+    "read_end_of_sequence_ids",
+    "read_model_directory",
+]

@@ -1,0 +1,45 @@
+"""The border to libraries that read files of others: whatever they raise becomes one error that names the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hf_protocols.errors import HybridFlowError, ModelError
+
+__all__ = ["errors_of", "one_line"]
+
+_MOST_SHOWN = 300
+
+
+@contextmanager
+def errors_of(library: str, what: str, *, advice: str = "") -> Iterator[None]:
+    """Turns whatever a library raises inside the block into a `ModelError` of one line.
+
+    Parsers of transformers, tokenizers and safetensors raise `KeyError`, `AttributeError`, `TypeError` and bare
+    `Exception` of damaged files, and extensions in Rust panic with an exception that is not an `Exception`.
+
+    Args:
+        library: that is called inside the block.
+        what: cannot be done, named as the user wrote it: `"'path/to/model': its tokenizer cannot be loaded"`.
+        advice: a sentence, what to do.
+
+    Raises:
+        ModelError: of everything but errors of HybridFlow, a missing library, and what ends a program.
+    """
+    try:
+        yield
+    except (HybridFlowError, ModuleNotFoundError):
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        remedy = f". {advice}" if advice else ""
+        raise ModelError(f"{what}: {library} says {one_line(error).rstrip('.')}{remedy}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error, with its type where the text alone would not say what happened."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return text if " " in text and not isinstance(error, KeyError) else f"{type(error).__name__}: {text}".rstrip(": ")

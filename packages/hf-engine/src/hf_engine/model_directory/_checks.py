@@ -1,0 +1,229 @@
+"""Whether the files of a directory are one causal language model that can be trained and generate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from hf_engine.model_directory._directory import ModelDirectory
+from hf_engine.model_directory._end_tokens import check_end_of_sequence_ids, end_tokens_of
+from hf_engine.model_directory._headers import StoredTensor
+from hf_protocols.arguments import show
+from hf_protocols.errors import ModelError
+
+__all__ = ["VALUE_HEAD", "check_end_tokens", "check_model_directory", "is_buffer"]
+
+VALUE_HEAD = "value_head.weight"
+"""Name of a critic's head in an exported directory, where the language model's name would promise logits."""
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_BUFFERS = (
+    ".inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+    ".position_ids",
+)
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")
+_CLASSIFIER = re.compile(
+    r"(?:model\.)?(?:score|classifier|classification_head|v_head|value_head|reward_head|rm_head|regression_head|"
+    r"qa_outputs)\.(?:.+\.)?(?:weight|bias)"
+)
+_CLASSIFIER_CLASS = re.compile(
+    r"\w*(SequenceClassification|TokenClassification|QuestionAnswering|RewardModel|WithValueHead)"
+)
+_QUANTISED = (".qweight", ".qzeros", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".SCB", ".absmax")
+_TRAINABLE = ("F64", "F32", "F16", "BF16")
+_MOST_NAMED = 5
+
+
+def check_model_directory(model: ModelDirectory, *, head: Literal["lm", "value"] = "lm") -> None:
+    """Refuses what no backend trains or generates from, by headers alone.
+
+    A family that `ModelShape` knows must hold its parameters in their shapes and nothing else; of another one layers,
+    dtypes, embedding and kind are compared. Rotary buffers of old files and the copy of a tied head are left alone.
+
+    Layers behind the last that config.json calls `num_nextn_predict_layers` (DeepSeek-V3, GLM-4.5) are not surplus:
+    transformers lists them in `_keys_to_ignore_on_load_unexpected`, since only speculative decoding uses them. They are
+    not trained, and `describe_export` takes them out of the configuration.
+
+    Args:
+        model: as it was read; one without tensors is checked by its configuration.
+        head: `"value"` also takes a critic as backends export it.
+
+    Raises:
+        ModelError: naming what differs.
+    """
+    _refuse_quantised(model)
+    _refuse_classifier(model, head)
+    if not model.tensors:
+        return
+    _check_layers(model)
+    expected = _expected(model, head)
+    if expected is None:
+        _check_embedding(model)
+        return
+    _check_parameters(model, expected)
+    if _HEAD in model.tensors and _HEAD not in expected and head == "lm":
+        _check_tied(model)
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor of a file follows from config.json: older libraries stored such, and nothing loads them."""
+    return name.endswith(_BUFFERS)
+
+
+def check_end_tokens(model: ModelDirectory) -> None:
+    """Refuses end tokens outside the vocabulary, at which no response could end.
+
+    Raises:
+        ModelError: naming the file and the token.
+    """
+    file, ids = end_tokens_of(model.generation_config, model.config, model.text_config)
+    if ids is None:
+        return
+    try:
+        known = check_end_of_sequence_ids(ids, model.vocab_size)
+    except ModelError as error:
+        raise model.refusal(f"{file}: {error}") from None
+    tokens = [ids] if isinstance(ids, int) else list(ids)
+    if outside := [token for token in tokens if token not in known]:
+        raise model.refusal(
+            f"{file} has eos_token_id={show(ids)}: {outside[0]} is outside the vocabulary of {model.vocab_size} "
+            "tokens. Set it to the id of the token that ends a response"
+        )
+
+
+def _refuse_quantised(model: ModelDirectory) -> None:
+    stated = model.config.get("quantization_config") or model.config.get("compression_config")
+    advice = "Weights are trained and sent to engines as floats: give the model that it was made from"
+    if stated:
+        method = stated.get("quant_method") if isinstance(stated, Mapping) else None
+        named = f"quant_method={method!r:.40}" if method else f"quantization_config={stated!r:.80}"
+        raise model.refusal(f"is quantised ({named} in its config.json). {advice}")
+    if packed := next((name for name in model.tensors if name.endswith(_QUANTISED)), None):
+        raise model.refusal(f"is quantised: it holds {packed!r}. {advice}")
+    for name, tensor in model.tensors.items():
+        if name.endswith((".weight", "_proj")) and tensor.dtype not in _TRAINABLE:
+            raise model.refusal(f"is quantised: {name!r} is stored as {tensor.dtype}. {advice}")
+
+
+def _refuse_classifier(model: ModelDirectory, head: str) -> None:
+    found = sorted(name for name in model.tensors if _CLASSIFIER.fullmatch(name))
+    if head == "value":
+        found = [name for name in found if name != VALUE_HEAD]
+    elif VALUE_HEAD in found:
+        raise model.refusal(f"is a critic: it holds {VALUE_HEAD!r} in the place of a head that predicts tokens. {_LM}")
+    if found:
+        raise model.refusal(
+            f"is a reward model or sequence classifier: it holds {found[0]!r} and cannot predict tokens. {_LM}"
+        )
+    if _CLASSIFIER_CLASS.fullmatch(model.architecture) and _HEAD not in model.tensors:
+        raise model.refusal(
+            f"is a reward model or sequence classifier ({model.architecture} in its config.json) and cannot predict "
+            f"tokens. {_LM}"
+        )
+
+
+_LM = "Give the language model from which it was trained"
+
+
+def _check_layers(model: ModelDirectory) -> None:
+    stated = model.num_layers
+    held = {int(match[1]) for name in _language_names(model) if (match := _LAYER.search(name))}
+    if stated is None or not held:
+        return
+    surplus = sorted(layer for layer in held if layer >= stated + model.num_extra_layers)
+    if surplus:
+        raise model.refusal(
+            f"its files hold layers {_span(surplus)} beyond num_hidden_layers = {stated} of its config.json: they "
+            f"would be cut off. Set num_hidden_layers to {max(held) + 1}, or give a whole directory of one model"
+        )
+    if missing := sorted({*range(stated)} - held):
+        raise model.refusal(
+            f"its files lack layers {_span(missing)} of the {stated} that its config.json states (num_hidden_layers). "
+            "Give a whole directory of one model"
+        )
+
+
+def _language_names(model: ModelDirectory) -> Iterable[str]:
+    """Of a model with further kinds of input, the language model's."""
+    if model.text_config is model.config:
+        return model.tensors
+    return [name for name in model.tensors if "language_model." in name or name.startswith("model.layers.")]
+
+
+def _expected(model: ModelDirectory, head: str) -> dict[str, tuple[int, ...]] | None:
+    """Shapes by name, where the family is known."""
+    if model.shape is None:
+        return None
+    expected = model.shape.parameters()
+    if head == "value":
+        expected.pop(_HEAD, None)
+        if VALUE_HEAD in model.tensors:
+            expected[VALUE_HEAD] = (1, model.shape.hidden_size)
+    return expected
+
+
+def _check_parameters(model: ModelDirectory, expected: Mapping[str, tuple[int, ...]]) -> None:
+    held = model.tensors
+    allowed = {name for name in held if is_buffer(name) or name == _HEAD or _is_extra(model, name)}
+    if missing := [name for name in expected if name not in held]:
+        advice = "Give a whole directory of one model"
+        if missing == [_HEAD]:
+            advice += ", or set tie_word_embeddings to true in config.json if the embedding is the head"
+        raise model.refusal(f"lacks the parameters {_names(missing)}. {advice}")
+    if surplus := [name for name in held if name not in expected and name not in allowed]:
+        raise model.refusal(
+            f"holds {_names(surplus)}, for which a {model.architecture or model.config.get('model_type')} of its "
+            "config.json has no place: they would be ignored. Give a whole directory of one model"
+        )
+    if differing := [name for name, shape in expected.items() if held[name].shape != tuple(shape)]:
+        name = differing[0]
+        raise model.refusal(
+            f"holds other weights than its config.json says: {len(differing)} of {len(expected)} parameters differ, "
+            f"such as {name!r}, which is {held[name].shape} and must be {tuple(expected[name])}. Give a whole "
+            "directory of one model"
+        )
+
+
+def _is_extra(model: ModelDirectory, name: str) -> bool:
+    match = _LAYER.search(name)
+    return match is not None and int(match[1]) >= (model.num_layers or 0)
+
+
+def _check_embedding(model: ModelDirectory) -> None:
+    stated, name = model.text_config.get("vocab_size"), model.embedding
+    if name is not None and stated is not None and model.tensors[name].shape[0] != stated:
+        raise model.refusal(
+            f"holds other weights than its config.json says: {name!r} is {model.tensors[name].shape}, vocab_size is "
+            f"{stated}. Give a whole directory of one model"
+        )
+
+
+def _check_tied(model: ModelDirectory) -> None:
+    head, embedding = model.tensors[_HEAD], model.tensors[_EMBEDDING]
+    if not _are_equal(head, embedding):
+        raise model.refusal(
+            f"config.json ties {_HEAD!r} to {_EMBEDDING!r}, but the weights hold another one. Set tie_word_embeddings "
+            "to false, or leave the head out of the files"
+        )
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """By bytes: a NaN equals itself in them, and -0.0 is not 0.0."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(left == right for left, right in zip(one.chunks(), other.chunks(), strict=True))
+
+
+def _names(names: Sequence[str]) -> str:
+    rest = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _span(layers: Sequence[int]) -> str:
+    if len(layers) > 2 and layers[-1] - layers[0] == len(layers) - 1:
+        return f"{layers[0]} to {layers[-1]}"
+    return _names([str(layer) for layer in layers])
