@@ -341,3 +341,14 @@ def test_every_shipped_configuration_is_valid() -> None:
     examples = sorted((Path(__file__).parents[3] / "examples").glob("*.toml"))
     assert examples
     assert all(isinstance(load_config(example), Config) for example in examples)
+
+
+def test_written_config_with_a_model_path_reads_back() -> None:
+    """Its defaults of a fresh model would be other sizes than the model's."""
+    body = {"data": {"train": "rows.jsonl"}, "model": {"path": "model", "max_positions": 64}}
+    written = format_toml(parse_config(body))
+    assert 'path = "model"' in written and "max_positions" not in written and "num_layers" not in written
+    read = parse_config(tomllib.loads(written))
+    assert format_toml(read) == written and not read.model.sizes_given()
+    del body["model"]["path"]
+    assert "max_positions = 64" in format_toml(parse_config(body))

@@ -7,7 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
 
 from hf_algorithms.config_messages import describe_problem
 from hf_algorithms.recipes import AlgorithmConfig, PPOConfig
@@ -44,6 +54,10 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 UserPath = Annotated[str, AfterValidator(expand_path)]
 """``~`` is expanded; a hub name stays as it is."""
+
+
+_SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "max_positions")
+"""Of a fresh model, in ``[model]``; a model in ``path`` has its own."""
 
 
 class _Section(BaseModel):
@@ -91,7 +105,7 @@ class ModelConfig(_Section):
     """``[model]``: a model that transformers loads, or the sizes of a fresh Llama."""
 
     path: UserPath | None = None
-    """Local directory or hub name; None: a fresh model of the sizes below."""
+    """Local directory or hub name; None: a fresh model of the sizes below. Beside a path other sizes are refused."""
     tokenizer: UserPath | None = None
     """``characters`` or ``bpe`` (made from the training rows), a directory or a hub name; None: the one of ``path``."""
     vocab_size: Count = 2048
@@ -102,6 +116,15 @@ class ModelConfig(_Section):
     num_heads: Count = 5
     max_positions: Count = 32
     """Context length of a fresh model: prompt and response together."""
+
+    def sizes_given(self) -> dict[str, int]:
+        """Sizes of a fresh model that were given, not left to their defaults."""
+        return {key: getattr(self, key) for key in _SIZES if key in self.model_fields_set}
+
+    @model_serializer(mode="wrap")
+    def _leave_out_sizes_beside_a_path(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What is written reads back: defaults of a fresh model are not the sizes of the model in ``path``."""
+        return {key: value for key, value in write(self).items() if self.path is None or key not in _SIZES}
 
 
 class WarmStartConfig(_Section):

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_protocols import ConfigError, ModelShape
+from hf_algorithms.data import build_character_tokenizer, load_tokenizer, train_bpe_tokenizer
+from hf_engine import SupportsModelCheck, load_rollout_backend, load_train_backend
+from hf_engine.model_directory import (
+    ModelDirectory,
+    check_end_tokens,
+    check_model_directory,
+    errors_of,
+    is_hub_name,
+    read_model_directory,
+)
+from hf_protocols import BackendError, ConfigError, ModelError, ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,14 +26,14 @@ if TYPE_CHECKING:
     from hf_algorithms.config import ModelConfig
     from hf_algorithms.data import Row
 
-__all__ = ["InitialModel", "build_initial_model", "load_tokenizer"]
+__all__ = ["InitialModel", "build_initial_model"]
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_LOADERS = {"training.backend": load_train_backend, "rollout.backend": load_rollout_backend}
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitialModel:
-    """``path``: what transformers loads; ``tokenizer_path`` likewise; ``shape`` for the mapper."""
+    """``path``: what backends load; ``tokenizer_path`` likewise; ``shape`` for the mapper."""
 
     path: str
     tokenizer_path: str
@@ -31,45 +41,100 @@ class InitialModel:
     shape: ModelShape
 
 
-def build_initial_model(config: ModelConfig, rows: Sequence[Row], *, directory: Path, seed: int) -> InitialModel:
-    """Load the configured model, or write a fresh random one (and its tokenizer) to ``directory``.
+def build_initial_model(
+    config: ModelConfig,
+    rows: Sequence[Row],
+    *,
+    directory: Path,
+    seed: int,
+    backends: Mapping[str, str] | None = None,
+    on_cpu: bool = True,
+) -> InitialModel:
+    """Check the configured model by its files, or write a fresh random one (and its tokenizer) to ``directory``.
+
+    Nothing is loaded but configuration, headers of the weights and the tokenizer: what they say is compared with each
+    other, and with what the run's backends take.
+
+    Args:
+        config: the model's section.
+        rows: from which a tokenizer may be made.
+        directory: for what is made.
+        seed: of fresh weights.
+        backends: names by key, ``training.backend`` and ``rollout.backend``.
+        on_cpu: whether ranks run on host processors.
 
     Raises:
-        ConfigError: for a model or tokenizer that does not load, or has no end-of-sequence token.
+        ConfigError: for a model or tokenizer that cannot be used, naming the key and the file.
     """
+    files = None if config.path is None else _read_given(config.path, backends or {}, on_cpu=on_cpu)
     tokenizer_path = _build_tokenizer(config, rows, directory)
-    tokenizer = load_tokenizer(tokenizer_path)
-    if config.path is None:
+    key, given = ("tokenizer", config.tokenizer) if config.tokenizer else ("path", config.path)
+    tokenizer = load_tokenizer(tokenizer_path, label=_label(key, given))
+    if files is None:
         _write_fresh_model(config, tokenizer, directory, seed)
-    path = _find(config.path or str(directory))
-    return InitialModel(path=path, tokenizer_path=tokenizer_path, tokenizer=tokenizer, shape=_load_shape(path))
+        files = read_model_directory(directory, label="the fresh model")
+        _check_backends(files, backends or {}, on_cpu=on_cpu)
+    else:
+        _check_sizes(config, files.require_shape())
+    _check_vocabulary(tokenizer, files, label=_label(key, given))
+    path = _find(str(directory) if config.path is None else config.path)
+    return InitialModel(
+        path=path,
+        tokenizer_path=tokenizer_path,
+        tokenizer=tokenizer,
+        shape=replace(files.require_shape(), name=Path(path).name),
+    )
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory or hub name.
+def _read_given(path: str, backends: Mapping[str, str], *, on_cpu: bool) -> ModelDirectory:
+    """A hub's model by what is there of it without fetching its weights; ranks check them when they load them."""
+    files = read_model_directory(path, label=_label("path", path), needs_weights=not is_hub_name(path))
+    check_model_directory(files)
+    check_end_tokens(files)
+    files.require_shape()
+    _check_backends(files, backends, on_cpu=on_cpu)  # before the tokenizer, which reads config.json as well
+    return files
 
-    Raises:
-        ConfigError: if there is none, or it has no end-of-sequence token.
-    """
-    from transformers import AutoTokenizer
 
-    directory = Path(path)
-    if directory.is_dir() and not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        raise ConfigError(f"{path} holds no tokenizer: set model.tokenizer to a directory, 'characters' or 'bpe'")
-    try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no tokenizer can be loaded from {path!r}: {_first_line(error)}; set model.tokenizer"
-        ) from None
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(f"the tokenizer of {path!r} has no eos_token: responses could never end; set one")
-    return tokenizer
+def _check_sizes(config: ModelConfig, shape: ModelShape) -> None:
+    """A size beside a path is true or refused, never ignored."""
+    for key, value in config.sizes_given().items():
+        if value != getattr(shape, key):
+            raise ConfigError(
+                f"model.{key} = {value}: {_label('path', config.path)} has {key} = {getattr(shape, key)}. Leave "
+                f"model.{key} out: it is a size of a fresh model"
+            )
+
+
+def _label(key: str, value: str | None) -> str:
+    shown = repr(value)
+    return f"model.{key} = {shown if len(shown) <= _MOST_SHOWN else f'{shown[:_MOST_SHOWN]}...'}"
+
+
+_MOST_SHOWN = 80
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, files: ModelDirectory, *, label: str) -> None:
+    """An embedding may have more rows than there are tokens, never fewer."""
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda each: each[1])
+    if files.vocab_size and largest >= files.vocab_size:
+        raise ModelError(
+            f"{label}: its tokenizer has the token {token!r:.40} with id {largest}, the model's embedding has "
+            f"{files.vocab_size} rows. Give the model's own tokenizer, or resize the model's embedding"
+        )
+
+
+def _check_backends(files: ModelDirectory, backends: Mapping[str, str], *, on_cpu: bool) -> None:
+    for key, name in backends.items():
+        backend = _LOADERS[key](name)
+        if issubclass(backend, SupportsModelCheck):
+            try:
+                backend.check_model(files, on_cpu=on_cpu)
+            except BackendError as error:
+                raise ConfigError(f"{key} = {name!r}: {error}") from error
 
 
 def _build_tokenizer(config: ModelConfig, rows: Sequence[Row], directory: Path) -> str:
-    from hf_algorithms.data import build_character_tokenizer, train_bpe_tokenizer
-
     texts = [row.prompt + row.answer for row in rows]
     if config.tokenizer == "characters":
         build_character_tokenizer("".join(sorted(set("".join(texts)))), directory)
@@ -84,12 +149,12 @@ def _build_tokenizer(config: ModelConfig, rows: Sequence[Row], directory: Path) 
 
 def _find(path: str) -> str:
     """A directory as every machine finds it, whatever folder its processes run in; a hub name as it is."""
-    return os.path.abspath(path) if os.path.isdir(path) else path
+    expanded = os.path.expanduser(path)
+    return os.path.abspath(expanded) if os.path.isdir(expanded) else path
 
 
 def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, directory: Path, seed: int) -> None:
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     if config.hidden_size % config.num_heads:
@@ -109,23 +174,7 @@ def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
         bos_token_id=None,
         tie_word_embeddings=False,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), errors_of("transformers", "the fresh model cannot be written"):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(llama)  # type: ignore[no-untyped-call]
-        try:
-            model.save_pretrained(directory)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"the fresh model cannot be written to {directory}: {error}") from None
-
-
-def _load_shape(path: str) -> ModelShape:
-    from transformers import AutoConfig
-
-    try:
-        return ModelShape.from_config({**AutoConfig.from_pretrained(path).to_dict(), "_name_or_path": Path(path).name})
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"no model can be loaded from model.path={path!r}: {_first_line(error)}") from None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        model.save_pretrained(directory)

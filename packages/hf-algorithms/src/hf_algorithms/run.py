@@ -70,7 +70,14 @@ def load_inputs(config: Config, directory: Path, *, search_path: Sequence[str] =
     """
     rows = {name: _load_rows(config, name) for name in ("train", "validation", "test")}
     check_rewards(config, rows, search_path=search_path)
-    model = build_initial_model(config.model, rows["train"], directory=directory, seed=config.run.seed)
+    model = build_initial_model(
+        config.model,
+        rows["train"],
+        directory=directory,
+        seed=config.run.seed,
+        backends={"training.backend": config.training.backend, "rollout.backend": config.rollout.backend},
+        on_cpu=config.cluster.gpu == "cpu",
+    )
     limit = model.shape.max_positions - config.rollout.max_new_tokens
     sets = {name: PromptDataset(part, model.tokenizer, max_prompt_tokens=limit) for name, part in rows.items()}
     return RunInputs(model=model, **sets)

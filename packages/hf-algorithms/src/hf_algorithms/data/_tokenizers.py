@@ -1,4 +1,4 @@
-"""Small tokenizers for models that start from nothing; both are fast tokenizers of transformers."""
+"""Tokenizers: small ones for models that start from nothing, and those of a directory, read with one error."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_protocols.errors import ConfigError
+from hf_protocols.errors import ConfigError, ModelError
+from hf_protocols.outer_files import HEAD_BYTES, describe_stand_in, read_json_object
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-__all__ = ["build_character_tokenizer", "train_bpe_tokenizer"]
+__all__ = ["build_character_tokenizer", "load_tokenizer", "train_bpe_tokenizer"]
 
 _PAD, _EOS, _UNK = "<pad>", "<eos>", "<unk>"
 _NUM_BYTES = 256
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+_READ_AS_JSON = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
+_READ_AS_THEY_ARE = ("tokenizer.model", "spiece.model", "vocab.txt", "merges.txt", "chat_template.jinja")
+_PROBE = "a 1"
 
 
 def build_character_tokenizer(characters: str, directory: str | Path) -> PreTrainedTokenizerFast:
@@ -67,6 +78,58 @@ def train_bpe_tokenizer(texts: Iterable[str], *, vocab_size: int, directory: str
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
     return _save(tokenizer, directory, pad_token=_PAD, eos_token=_EOS)
+
+
+def load_tokenizer(path: str, *, label: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or hub name.
+
+    Args:
+        path: what transformers loads.
+        label: what messages begin with, such as the user's key and value; the path by default.
+
+    Raises:
+        ModelError: a ConfigError, if there is none, its files are damaged, or it has no end-of-sequence token.
+    """
+    from hf_engine.model_directory import errors_of, find_model
+
+    name = label or repr(path)
+    directory = find_model(path, label=name, needs_weights=False)
+    _check_files(directory, name)
+    from transformers import AutoTokenizer
+
+    with errors_of("transformers", f"{name}: its tokenizer cannot be loaded", advice="Save it again"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        ids = tokenizer(_PROBE)["input_ids"]
+        tokenizer.decode(ids)
+        end: Any = tokenizer.eos_token_id
+    if type(end) is not int:
+        raise ModelError(
+            f"{name}: its tokenizer has no eos_token, so responses could never end. Set eos_token in its "
+            "tokenizer_config.json to a token of its vocabulary"
+        )
+    return tokenizer
+
+
+def _check_files(directory: Path, name: str) -> None:
+    """Says what is wrong with a file before a library stumbles over it."""
+
+    def is_there(file: str) -> bool:
+        return (directory / file).exists() or (directory / file).is_symlink()
+
+    if not any(map(is_there, _VOCABULARIES)):
+        raise ModelError(f"{name}: holds no tokenizer. Set model.tokenizer to a directory with one")
+    try:
+        for file in filter(is_there, _READ_AS_JSON):
+            read_json_object(ModelError, directory / file, name=file)
+        for file in filter(is_there, _READ_AS_THEY_ARE):
+            with (directory / file).open("rb") as opened:
+                stand_in = describe_stand_in(opened.read(HEAD_BYTES))
+            if stand_in is not None:
+                raise ModelError(f"{file} {stand_in}")
+    except ModelError as error:
+        raise ModelError(f"{name}: {error}") from None
+    except OSError as error:
+        raise ModelError(f"{name}: a file of its tokenizer cannot be read: {error.strerror}") from None
 
 
 def _save(tokenizer: Any, directory: str | Path, **special_tokens: str) -> PreTrainedTokenizerFast:

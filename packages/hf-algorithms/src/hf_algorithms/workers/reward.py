@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hf_algorithms.data import load_tokenizer
 from hf_algorithms.jagged import decode_text
 from hf_algorithms.rewards import RewardFunction, compute_scores, load_function
 from hf_algorithms.workers._model import Metrics
@@ -35,9 +36,7 @@ class RewardWorker(Worker):
         self, context: WorkerContext, *, tokenizer: str, function: str, metric: str, search_path: Sequence[str]
     ) -> None:
         super().__init__(context)
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self._tokenizer = load_tokenizer(tokenizer)
         self._function = load_function(function, search_path=search_path)
         self._metric = load_function(metric, search_path=search_path)
 
