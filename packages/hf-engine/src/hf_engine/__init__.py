@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from hf_engine.backends import (
     AdoptsWeights,
+    ChecksLayout,
     ChecksOptions,
     DrawsItself,
     FormsReplicas,
@@ -42,6 +43,7 @@ __all__ = [
     "LOGPROB_BOUNDS",
     "AdoptsWeights",
     "Box",
+    "ChecksLayout",
     "ChecksOptions",
     "ConversionReport",
     "DrawsItself",

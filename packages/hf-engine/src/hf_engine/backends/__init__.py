@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hf_engine.backends._abilities import (
     AdoptsWeights,
+    ChecksLayout,
     ChecksOptions,
     DrawsItself,
     FormsReplicas,
@@ -31,6 +32,7 @@ from hf_engine.backends._registry import (
 
 __all__ = [
     "AdoptsWeights",
+    "ChecksLayout",
     "ChecksOptions",
     "DrawsItself",
     "FormsReplicas",

@@ -10,9 +10,12 @@ if TYPE_CHECKING:
 
     from hf_engine.backends._base import SamplingParams
     from hf_engine.model_directory import ModelDirectory
+    from hf_protocols.models import ModelShape
+    from hf_protocols.topology import ParallelSpec
 
 __all__ = [
     "AdoptsWeights",
+    "ChecksLayout",
     "ChecksOptions",
     "DrawsItself",
     "FormsReplicas",
@@ -140,6 +143,24 @@ class DrawsItself(Protocol):
         """Why `generate` refuses to draw so, with the knob; None if it does not.
 
         It never refuses the full distribution at temperature 1, nor `greedy` there.
+        """
+        ...
+
+
+@runtime_checkable
+class ChecksLayout(Protocol):
+    """A training backend that knows from its class alone which layouts of a model it does not run."""
+
+    @classmethod
+    def check_layout(cls, sizes: ParallelSpec, shape: ModelShape) -> None:
+        """Refuses sizes that `build` refuses on any machine.
+
+        Args:
+            sizes: of the layout.
+            shape: of the model.
+
+        Raises:
+            BackendError: naming the sizes and what is wanted.
         """
         ...
 

@@ -5,9 +5,22 @@ from __future__ import annotations
 from hf_engine.backends._base import TrainConfig
 from hf_protocols.arguments import check_kind
 from hf_protocols.errors import BackendError
-from hf_protocols.topology import Topology
+from hf_protocols.topology import ParallelSpec, Topology
 
-__all__ = ["check_rollout_arguments", "check_train_arguments"]
+__all__ = ["check_data_parallel", "check_rollout_arguments", "check_train_arguments"]
+
+
+def check_data_parallel(backend: str, sizes: ParallelSpec) -> None:
+    """Refuses sizes with more than data parallelism.
+
+    Raises:
+        BackendError: naming the sizes.
+    """
+    if sizes.world_size != sizes.dp_size or sizes.ep_size != 1:
+        raise BackendError(
+            f"backend {backend!r} shards over data-parallel ranks only; got pp_size={sizes.pp_size}, "
+            f"tp_size={sizes.tp_size}, cp_size={sizes.cp_size}, ep_size={sizes.ep_size}: set all four to 1"
+        )
 
 
 def check_rollout_arguments(topology: object, seed: object) -> None:

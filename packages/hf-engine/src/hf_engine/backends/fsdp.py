@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite, together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
-from hf_engine.backends._build_arguments import check_train_arguments
+from hf_engine.backends._build_arguments import check_data_parallel, check_train_arguments
 from hf_engine.backends._causal_lm import build_without_memory, save_causal_lm
 from hf_engine.backends._checkpoint import check_sharded, load_sharded, save_sharded
 from hf_engine.backends._closed import Closed
@@ -42,7 +42,8 @@ from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_l
 from hf_engine.resharding.plan import plan_reshard
 from hf_protocols.arguments import check_number
 from hf_protocols.errors import BackendError, NonFiniteLossError
-from hf_protocols.topology import Topology
+from hf_protocols.models import ModelShape
+from hf_protocols.topology import ParallelSpec, Topology
 
 __all__ = ["FsdpBackend"]
 
@@ -95,12 +96,7 @@ class FsdpBackend:
                 cannot load.
         """
         check_train_arguments(topology, config, head=head, trainable=trainable, seed=seed)
-        sizes = topology.train
-        if sizes.world_size != sizes.dp_size or sizes.ep_size != 1:
-            raise BackendError(
-                f"backend 'fsdp' shards over data-parallel ranks only; got pp_size={sizes.pp_size}, "
-                f"tp_size={sizes.tp_size}, cp_size={sizes.cp_size}, ep_size={sizes.ep_size}: set all four to 1"
-            )
+        check_data_parallel("fsdp", topology.train)
         dtype = torch.float32 if trainable else getattr(torch, config.dtype)
         with together("load", None), torch.random.fork_rng():
             loaded, _ = load_with_head(model, dtype, head)
@@ -112,6 +108,11 @@ class FsdpBackend:
         """Refuses a configuration that transformers cannot build; see `SupportsModelCheck`."""
         del on_cpu
         build_without_memory(model)
+
+    @classmethod
+    def check_layout(cls, sizes: ParallelSpec, shape: ModelShape) -> None:
+        """Refuses more than data parallelism; see `ChecksLayout`."""
+        check_data_parallel("fsdp", sizes)
 
     @property
     def compute_dtype(self) -> str:

@@ -19,10 +19,10 @@ from hf_engine.backends._directories import write_directory
 from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends.megatron._checkpoint import load_sharded, open_sharded, write_shard
-from hf_engine.backends.megatron._config import ModelConfig
+from hf_engine.backends.megatron._config import ModelConfig, check_divisible
 from hf_engine.backends.megatron._export import export_stage
 from hf_engine.backends.megatron._optimizer import DistributedAdamW
-from hf_engine.backends.megatron._parallel import ParallelGroups
+from hf_engine.backends.megatron._parallel import ParallelGroups, check_sizes
 from hf_engine.backends.megatron._schedule import run_backward, run_forward
 from hf_engine.backends.megatron._stage import Stage
 from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
@@ -31,7 +31,8 @@ from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout
 from hf_protocols.arguments import check_number
 from hf_protocols.errors import BackendError, NonFiniteLossError
-from hf_protocols.topology import Topology
+from hf_protocols.models import ModelShape
+from hf_protocols.topology import ParallelSpec, Topology
 
 __all__ = ["MegatronBackend"]
 
@@ -103,6 +104,12 @@ class MegatronBackend:
         """Refuses what megatron-core's layers do not express exactly; see `SupportsModelCheck`."""
         del on_cpu
         ModelConfig.of(model)
+
+    @classmethod
+    def check_layout(cls, sizes: ParallelSpec, shape: ModelShape) -> None:
+        """Refuses context parallelism and sizes that do not divide the model's; see `ChecksLayout`."""
+        check_sizes(sizes)
+        check_divisible(shape, sizes)
 
     @property
     def compute_dtype(self) -> str:

@@ -18,7 +18,7 @@ from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec
 
-__all__ = ["ARCHITECTURES", "ModelConfig", "build_transformer_config"]
+__all__ = ["ARCHITECTURES", "ModelConfig", "build_transformer_config", "check_divisible"]
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -74,7 +74,7 @@ def build_transformer_config(model: ModelConfig, train: ParallelSpec, config: Tr
         BackendError: for sizes that do not divide.
     """
     shape = model.shape
-    _check_divisible(shape, train)
+    check_divisible(shape, train)
     stages: list[list[str]] = [["decoder"] * len(layers) for layers in split_layers(shape.num_layers, train.pp_size)]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
@@ -149,7 +149,12 @@ def _moe_options(model: ModelConfig, train: ParallelSpec) -> dict[str, Any]:
     }
 
 
-def _check_divisible(shape: ModelShape, train: ParallelSpec) -> None:
+def check_divisible(shape: ModelShape, train: ParallelSpec) -> None:
+    """Refuses a layout whose sizes do not divide the model's.
+
+    Raises:
+        BackendError: naming both sizes.
+    """
     if train.ep_size > 1 and not shape.num_experts:
         raise BackendError(f"ep_size={train.ep_size} spreads experts over ranks, and {shape.name} has none: ep_size=1")
     try:

@@ -15,7 +15,7 @@ from hf_engine.process_groups import default_timeout, wait_for_connections
 from hf_protocols.errors import BackendError, TopologyError
 from hf_protocols.topology import Axis, Coordinate, Order, ParallelSpec, Topology
 
-__all__ = ["ParallelGroups"]
+__all__ = ["ParallelGroups", "check_sizes"]
 
 _ORDERS: dict[Order, str] = {"megatron": "tp-cp-ep-dp-pp", "contiguous": "tp-cp-ep-pp-dp"}
 _Layout = tuple[ParallelSpec, Order]
@@ -100,13 +100,22 @@ class ParallelGroups:
             _destroy()
 
 
-def _check_supported(topology: Topology) -> None:
-    train = topology.train
+def check_sizes(train: ParallelSpec) -> None:
+    """Refuses context parallelism.
+
+    Raises:
+        BackendError: with the sizes to use instead.
+    """
     if train.cp_size > 1:
         raise BackendError(
             f"the megatron backend has no context parallelism, got cp_size={train.cp_size}: use cp_size=1 and more "
             "tensor or pipeline parallelism"
         )
+
+
+def _check_supported(topology: Topology) -> None:
+    train = topology.train
+    check_sizes(train)
     if topology.order == "contiguous" and train.ep_size > 1 and train.pp_size > 1:
         raise BackendError(
             f"megatron-core numbers experts and pipeline stages together only with order='megatron', got "
