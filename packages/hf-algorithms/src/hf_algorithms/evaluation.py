@@ -1,28 +1,44 @@
-"""Evaluation: the metric of greedy responses, samples to read, and the sampled divergence from the reference."""
+"""Evaluation: the metric of greedy responses, samples to read, and the sampled divergence from the reference.
+
+Rows may be fewer than the ranks that share them: a call then gets some rows twice, and what it returns of them is
+dropped. Every row counts once.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hf_algorithms.roles import least_rows
+
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
-    from hf_controller import BatchFuture
+    from hf_controller import BatchFuture, MetricsFuture, ObjectFuture, WorkerGroup
     from hf_engine import SamplingParams
 
-__all__ = ["collect_samples", "evaluate", "measure_divergence"]
+__all__ = [
+    "NUM_SAMPLES",
+    "collect_samples",
+    "evaluate",
+    "measure_divergence",
+    "request_divergence",
+    "request_samples",
+    "request_scores",
+]
+
+NUM_SAMPLES = 12
+"""Test rows whose responses a run writes down."""
 
 
 def evaluate(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> float:
     """Mean of the metric over the greedy responses, one a prompt."""
-    batch = _respond(roles, prompts, _greedily(sampling))
-    return float(roles.reward.compute_metric(batch).result()["score"])
+    scores: list[float] = request_scores(roles, prompts, sampling).result()["metric_scores"].tolist()
+    return sum(scores) / len(scores)
 
 
 def collect_samples(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> list[dict[str, Any]]:
     """Greedy responses as texts: prompt, response, answer, score."""
-    batch = _respond(roles, prompts, _greedily(sampling))
-    samples: list[dict[str, Any]] = roles.reward.collect_samples(batch).result()
+    samples: list[dict[str, Any]] = request_samples(roles, prompts, sampling).result()
     return samples
 
 
@@ -32,18 +48,49 @@ def measure_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingPar
     k3 (see ``hf_algorithms.kl``) summed over each response and averaged over the responses: never negative. A few
     responses that the reference finds much likelier than the actor may carry most of it.
     """
-    batch = _respond(roles, prompts, replace(sampling, n=1))
-    batch = batch.union(roles.actor.compute_logprobs(batch, temperature=sampling.temperature))
-    batch = batch.union(roles.reference.compute_ref_logprobs(batch, temperature=sampling.temperature))
-    batch = batch.union(roles.reward.compute_reward(batch))
-    value = float(roles.advantage.compute_metrics(batch).result()["kl_sequence/k3"])
+    value = float(request_divergence(roles, prompts, sampling).result()["kl_sequence/k3"])
     return {"estimator": "k3", "unit": "nats per response", "value": value}
 
 
+def request_scores(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> BatchFuture:
+    """Makes the calls of :func:`evaluate`; the result is the column ``metric_scores``."""
+    return _call(roles.reward, "compute_metric", _respond(roles, prompts, _greedily(sampling)), prompts.num_rows)
+
+
+def request_samples(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> ObjectFuture:
+    """Makes the calls of :func:`collect_samples`."""
+    samples: ObjectFuture = roles.reward.collect_samples(_respond(roles, prompts, _greedily(sampling)))
+    return samples
+
+
+def request_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> MetricsFuture:
+    """Makes the calls of :func:`measure_divergence`."""
+    num_rows, temperature = prompts.num_rows, sampling.temperature
+    batch = _respond(roles, prompts, replace(sampling, n=1))
+    batch = batch.union(_call(roles.actor, "compute_logprobs", batch, num_rows, temperature=temperature))
+    batch = batch.union(_call(roles.reference, "compute_ref_logprobs", batch, num_rows, temperature=temperature))
+    batch = batch.union(_call(roles.reward, "compute_reward", batch, num_rows))
+    metrics: MetricsFuture = roles.advantage.compute_metrics(batch)
+    return metrics
+
+
 def _respond(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> BatchFuture:
-    return prompts.union(roles.actor.generate_sequences(prompts, sampling))
+    return prompts.union(_call(roles.actor, "generate_sequences", prompts, prompts.num_rows, sampling))
 
 
 def _greedily(sampling: SamplingParams) -> SamplingParams:
     """At temperature 1: nobody reads these log-probs, and some servers report no others of greedy responses."""
     return replace(sampling, greedy=True, n=1, temperature=1.0)
+
+
+def _call(group: WorkerGroup, method: str, batch: BatchFuture, num_rows: int, *args: Any, **kwargs: Any) -> BatchFuture:
+    """A call that returns one row for each of the batch's ``num_rows``, which may be fewer than its ranks need."""
+    call = getattr(group, method)
+    result: BatchFuture
+    least = least_rows(group, method)
+    if num_rows >= least:
+        result = call(batch, *args, **kwargs)
+        return result
+    repeated = batch.rows([row % num_rows for row in range(least)])
+    result = call(repeated, *args, **kwargs)
+    return result.rows(range(num_rows))

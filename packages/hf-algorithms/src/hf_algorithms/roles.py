@@ -10,7 +10,7 @@ from hf_protocols import ConfigError
 if TYPE_CHECKING:
     from hf_controller import WorkerGroup
 
-__all__ = ["Roles"]
+__all__ = ["Roles", "least_rows"]
 
 
 class Roles:
@@ -29,3 +29,10 @@ class Roles:
             raise ConfigError(f"there is no role {role!r}: the plan has {', '.join(groups) or 'none'}")
         group: WorkerGroup = groups[role]
         return group
+
+
+def least_rows(group: WorkerGroup, method: str) -> int:
+    """Rows that a call of ``group.method`` needs so that each of the ranks that share them has one."""
+    topology = group.topology
+    shares = group.methods[method].protocol.distribute(topology, topology.world_size)
+    return len({rows for rows in shares if len(rows)})

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.data import load_tokenizer
 from hf_algorithms.jagged import decode_text
 from hf_algorithms.rewards import RewardFunction, compute_scores, load_function
-from hf_algorithms.workers._model import Metrics
 from hf_controller import Worker, WorkerContext
 from hf_protocols import DP, RANK_ZERO, register
 
 if TYPE_CHECKING:
+    import torch
     from tensordict import TensorDict
 
 __all__ = ["RewardWorker"]
@@ -48,16 +48,19 @@ class RewardWorker(Worker):
             RewardError: if the function raises, or does not answer one finite number for each response.
         """
         import torch
-        from tensordict import TensorDict
 
-        scores = torch.tensor(self._score(self._function, batch), dtype=torch.float32)
-        return TensorDict({"scores": scores}, batch_size=batch.batch_size)
+        return self._score(self._function, batch, "scores", torch.float32)
 
-    @register(protocol=DP, returns="metrics", reads=_READS)
-    def compute_metric(self, batch: TensorDict) -> Metrics:
-        """``score``: the mean of the metric function over the responses."""
-        scores = self._score(self._metric, batch)
-        return {"score": (sum(scores), float(len(scores)))}
+    @register(protocol=DP, reads=_READS, writes=("metric_scores",))
+    def compute_metric(self, batch: TensorDict) -> TensorDict:
+        """``metric_scores`` float64 [B]: what the metric function counts for each response.
+
+        Raises:
+            RewardError: as :meth:`compute_reward` does.
+        """
+        import torch
+
+        return self._score(self._metric, batch, "metric_scores", torch.float64)
 
     @register(protocol=RANK_ZERO, returns="object", reads=_READS)
     def collect_samples(self, batch: TensorDict) -> list[dict[str, Any]]:
@@ -67,8 +70,12 @@ class RewardWorker(Worker):
         rows = zip(prompts, responses, answers, scores, strict=True)
         return [dict(zip(("prompt", "response", "answer", "score"), row, strict=True)) for row in rows]
 
-    def _score(self, function: RewardFunction, batch: TensorDict) -> list[float]:
-        return compute_scores(function, *self._texts(batch))
+    def _score(self, function: RewardFunction, batch: TensorDict, column: str, dtype: torch.dtype) -> TensorDict:
+        import torch
+        from tensordict import TensorDict
+
+        scores = torch.tensor(compute_scores(function, *self._texts(batch)), dtype=dtype)
+        return TensorDict({column: scores}, batch_size=batch.batch_size)
 
     def _texts(self, batch: TensorDict) -> tuple[list[str], list[str], list[str]]:
         prompts, responses = (
