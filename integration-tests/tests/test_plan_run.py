@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from hf_algorithms import load_config
+from hf_algorithms.inputs import load_inputs
 from hf_algorithms.placement import plan_dataflow
-from hf_algorithms.run import load_inputs
 from hf_engine import load_rollout_backend
 from hf_engine.backends import _offload
 from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu, map_dataflow
@@ -157,11 +157,11 @@ def test_a_plan_that_cannot_be_followed_is_one_error(
 ) -> None:
     file = small_config.with_name("plan.json")
     file.write_text(text)
-    outcome = hybridflow("train", small_config, *settings(*changes), "--plan", file)
+    outcome = hybridflow("train", small_config, *settings("run.executor=ray", *changes), "--plan", file)
     assert outcome.exit_code == 2, outcome.output
     assert message in outcome.errors
     assert error_lines(outcome) == 1
-    assert not (small_config.parent / "run" / "config.toml").exists(), "nothing was started"
+    assert not (small_config.parent / "run").exists(), "nothing was started"
 
 
 def test_a_plan_for_other_roles_is_one_error(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
@@ -213,7 +213,7 @@ def test_the_plan_in_the_guide_is_this_one() -> None:
 def test_the_plan_is_the_mappers_for_the_published_dataflow(
     small_config: Path, hybridflow: Callable[..., Outcome], tmp_path: Path
 ) -> None:
-    changes = ("cluster.gpu=l40s", "cluster.gpus_per_machine=4", "algorithm.mini_batches=2")
+    changes = ("run.executor=ray", "cluster.gpu=l40s", "cluster.gpus_per_machine=4", "algorithm.mini_batches=2")
     outcome = hybridflow("plan", small_config, "--json", *settings(*changes))
     assert outcome.exit_code == 0, outcome.errors
     config = load_config(small_config, changes)

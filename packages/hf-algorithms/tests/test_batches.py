@@ -21,7 +21,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def dataset(tokenizer):
-    return PromptDataset(ROWS, tokenizer, max_prompt_tokens=6)
+    return PromptDataset(ROWS, tokenizer)
 
 
 def _ids(text):
@@ -65,21 +65,17 @@ def test_a_batch_of_no_rows_is_a_batch(dataset):
     assert dataset.prompts([]).batch_size == torch.Size([0])
 
 
-def test_a_long_prompt_is_named_with_its_row_and_the_knobs(tokenizer):
-    with pytest.raises(DataError) as caught:
-        PromptDataset([ROWS[1], ROWS[0], ROWS[0]], tokenizer, max_prompt_tokens=5)
-    message = str(caught.value)
-    assert "row 2 (line 2 of the file): its prompt has 6 tokens, more than the 5" in message
-    assert "and so have 1 other rows" in message
-    assert "model.max_positions" in message
-    assert "rollout.max_new_tokens" in message
+def test_lengths_are_those_of_the_batches(dataset):
+    prompts, learned = dataset.prompts([0, 1, 2]), dataset.supervised([0, 1, 2], max_response_tokens=3)
+    assert dataset.prompt_lengths == [len(row) for row in _lists(prompts["prompt_ids"])]
+    assert dataset.response_lengths(3) == [len(row) for row in _lists(learned["response_ids"])]
 
 
 def test_rows_that_nothing_can_follow_are_refused(tokenizer):
-    with pytest.raises(DataError, match=r"row 2 .* has no tokens"):
-        PromptDataset([ROWS[0], Row("", "1")], tokenizer, max_prompt_tokens=6)
-    with pytest.raises(DataError, match="at least one row"):
-        PromptDataset([], tokenizer, max_prompt_tokens=6)
+    with pytest.raises(DataError, match=r"^data.test = 'x', line 2: its prompt has no tokens.* and so have 1 other"):
+        PromptDataset([ROWS[0], Row("", "1"), Row("", "2")], tokenizer, source="data.test = 'x'")
+    with pytest.raises(DataError, match="it needs at least one"):
+        PromptDataset([], tokenizer)
 
 
 def test_rows_outside_and_tokenizers_without_an_end_are_refused(dataset, tmp_path):
@@ -88,7 +84,7 @@ def test_rows_outside_and_tokenizers_without_an_end_are_refused(dataset, tmp_pat
     endless = build_character_tokenizer(CHARACTERS, tmp_path)
     endless.eos_token = None
     with pytest.raises(ConfigError, match="end-of-sequence"):
-        PromptDataset(ROWS, endless, max_prompt_tokens=6).supervised([0], max_response_tokens=4)
+        PromptDataset(ROWS, endless).supervised([0], max_response_tokens=4)
 
 
 @pytest.mark.parametrize(("num_rows", "batch_size"), [(10, 3), (10, 10), (4, 11), (1, 5), (7, 1)])

@@ -36,6 +36,29 @@ def test_an_earlier_run_is_replaced_only_when_asked_and_only_at_the_beginning(tm
     assert (first.path / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["run", "deep/er/run"])
+def test_nothing_is_made_before_the_beginning(tmp_path: Path, name: str) -> None:
+    directory = RunDirectory(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+    assert not directory.has_begun
+    directory.begin()
+    assert directory.has_begun
+    assert (tmp_path / name / "metrics.jsonl").is_file()
+
+
+@pytest.mark.parametrize("name", [f"deep/er/{'x' * 300}", "zero\0byte", "deep/" + "x/" * 3000])
+def test_a_directory_that_cannot_be_made_leaves_no_parents(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.output_dir=.* cannot be written"):
+        RunDirectory(tmp_path / name).begin()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_empty_folder_is_used_and_stays_empty(tmp_path: Path) -> None:
+    RunDirectory(tmp_path)
+    RunDirectory(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_no_run_made_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("another program's")
     with pytest.raises(ConfigError, match="is not empty"):

@@ -6,6 +6,9 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -17,6 +20,7 @@ from hf_protocols import ConfigError, DataError, HybridFlowError, PlanError
 from hf_protocols.paths import read_path, read_text
 
 if TYPE_CHECKING:
+    from hf_algorithms.run_directory import RunDirectory
     from hf_protocols import MappingPlan
 
 __all__ = ["main"]
@@ -48,13 +52,16 @@ def cli() -> None:
 @click.option("--rollout", default="transformers", show_default=True, help="Backend that generates: rollout.backend.")
 def quickstart(output: Path, seed: int, iterations: int, ranks: int, rollout: str) -> None:
     """Teach a small model addition with PPO, on this machine. Replaces an earlier quickstart in OUTPUT."""
-    from hf_algorithms.quickstart import prepare_quickstart
+    from hf_algorithms.quickstart import check_quickstart, prepare_quickstart
     from hf_algorithms.run import run_training
     from hf_algorithms.run_directory import RunDirectory
 
     directory = RunDirectory(output, overwrite=True)
-    config = prepare_quickstart(directory, seed=seed, iterations=iterations, ranks=ranks, rollout=rollout)
-    _print_summary(run_training(config, directory), directory.path)
+    prepare = partial(prepare_quickstart, seed=seed, iterations=iterations, ranks=ranks, rollout=rollout)
+    with _exit_codes(directory):
+        check_quickstart(prepare)
+        summary = run_training(prepare(directory), directory)
+    _print_summary(summary, directory.path)
 
 
 @cli.command()
@@ -71,7 +78,9 @@ def train(config: Path, overrides: tuple[str, ...], plan_file: Path | None, over
     settings = load_config(config, overrides)
     plan = _read_plan(plan_file) if plan_file else None
     directory = RunDirectory(Path(settings.run.output_dir), overwrite=overwrite)
-    _print_summary(run_training(settings, directory, plan=plan, search_path=_search_path(config)), directory.path)
+    with _exit_codes(directory):
+        summary = run_training(settings, directory, plan=plan, search_path=_search_path(config))
+    _print_summary(summary, directory.path)
 
 
 @cli.command()
@@ -84,17 +93,15 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
     from hf_algorithms.config import load_config
     from hf_algorithms.display import build_console
-    from hf_algorithms.placement import check_rollout_options, require_mapper
-    from hf_algorithms.run import load_inputs, plan_run
+    from hf_algorithms.placement import require_mapper
+    from hf_algorithms.preflight import check_run
 
     require_mapper()
     from hf_mapper import render_plan
 
     settings = load_config(config, overrides)
-    check_rollout_options(settings.rollout)
-    with tempfile.TemporaryDirectory() as directory:
-        inputs = load_inputs(settings, Path(directory), search_path=_search_path(config))
-        found = plan_run(settings, inputs)
+    with tempfile.TemporaryDirectory() as folder, _exit_codes():
+        _, found = check_run(settings, Path(folder), search_path=_search_path(config))
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
@@ -140,7 +147,7 @@ def trace(run: Path, as_json: bool) -> None:
 def main() -> NoReturn:
     """Entry point: one clear line for whatever a user can cause, and an exit code that tells it.
 
-    Exit codes: 1 a run that failed, 2 input that cannot be used, 130 Ctrl-C, 143 SIGTERM.
+    Exit codes: 1 a run that failed, 2 refused before anything was made, 130 Ctrl-C, 143 SIGTERM.
     """
     signal.signal(signal.SIGTERM, after_imports(_terminate))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in a shell's background job
@@ -176,6 +183,15 @@ def _describe(error: HybridFlowError) -> str:
     if not isinstance(error, RemoteCallError):
         notes = [f"({note.partition(', traceback there:')[0]})" for note in notes]
     return "\n".join([str(error), *notes])
+
+
+@contextmanager
+def _exit_codes(directory: RunDirectory | None = None) -> Iterator[None]:
+    """What fails before the run's directory is touched is refused, whatever its class; later the run failed."""
+    try:
+        yield
+    except HybridFlowError as error:
+        _fail(_describe(error), 1 if directory is not None and directory.has_begun else 2)
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -95,10 +95,16 @@ class DataConfig(_Section):
     max_eval_rows: Count = 500
     """Rows of validation and test that are used, from the first."""
 
+    def key_of(self, rows: str) -> str:
+        """The key that names the file of ``train``, ``validation`` or ``test``: its own, or the one that stands in."""
+        if rows == "test" and self.test is None:
+            rows = "validation"
+        return "train" if rows == "validation" and self.validation is None else rows
+
     def path_of(self, rows: str) -> str:
         """The file of ``train``, ``validation`` or ``test``."""
-        paths = {"train": self.train, "validation": self.validation, "test": self.test or self.validation}
-        return paths[rows] or self.train
+        path: str = getattr(self, self.key_of(rows))
+        return path
 
 
 class ModelConfig(_Section):

@@ -1,4 +1,4 @@
-"""Where a run's models go: the mapper's plan for the configured cluster, and the checks that a batch can follow it."""
+"""Where a run's models go: the mapper's plan for the configured cluster, and the checks that a run can follow it."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from pydantic import TypeAdapter, ValidationError
 
 from hf_algorithms.dataflow import derive_dataflow
 from hf_algorithms.recipes import RECIPES
-from hf_engine import ChecksOptions, SamplingParams, load_rollout_backend
+from hf_engine import ChecksLayout, ChecksOptions, SamplingParams, load_rollout_backend, load_train_backend
 from hf_protocols import (
     BackendError,
     ConfigError,
     Dataflow,
+    GenerationSpec,
     MappingPlan,
+    ModelPlan,
     ModelShape,
-    ParallelSpec,
     PlanError,
-    Topology,
     read_machine_limits,
 )
 from hf_protocols.arguments import show
 from hf_protocols.similar_names import find_similar
 
 if TYPE_CHECKING:
-    from hf_algorithms.config import ClusterConfig, Config, RolloutConfig
+    from hf_algorithms.config import Config, RolloutConfig
     from hf_mapper import ClusterSpec
 
 __all__ = [
     "MODEL_ROLES",
+    "check_batches",
     "check_plan",
     "check_rollout_options",
+    "check_train_backends",
     "compute_workload",
     "plan_dataflow",
     "plan_placement",
@@ -59,6 +61,40 @@ def require_mapper() -> None:
             "making a plan needs hf-mapper, which is not installed: pip install hf-mapper, or give a plan that was "
             "made elsewhere with train --plan plan.json"
         ) from error
+
+
+def check_batches(config: Config) -> None:
+    """Refuse sizes of the configuration that contradict one another.
+
+    Raises:
+        ConfigError: with a line for every contradiction.
+    """
+    rollout, algorithm, warm_start = config.rollout, config.algorithm, config.warm_start
+    problems = []
+    samples = rollout.batch_size * rollout.samples_per_prompt
+    if samples % algorithm.mini_batches:
+        problems.append(
+            f"algorithm.mini_batches = {algorithm.mini_batches} must divide rollout.batch_size * "
+            f"rollout.samples_per_prompt = {samples}. Change one of the three"
+        )
+    if warm_start.max_steps and warm_start.stop_at is not None and warm_start.stop_at > warm_start.fail_above:
+        problems.append(
+            f"warm_start.stop_at = {warm_start.stop_at} is above warm_start.fail_above = {warm_start.fail_above}: "
+            "the evaluation that stops the warm start would fail it. Lower stop_at, or raise fail_above"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def check_train_backends(config: Config, plan: MappingPlan | None) -> None:
+    """Refuse training backends that do not exist, or whose library is missing.
+
+    Raises:
+        BackendError: naming those that are installed, or the line that installs the library.
+    """
+    names = [config.training.backend] if plan is None else [plan.models[role].backend for role in _models_of(plan)]
+    for name in dict.fromkeys(names):
+        load_train_backend(name)
 
 
 def check_rollout_options(rollout: RolloutConfig) -> None:
@@ -122,7 +158,7 @@ def plan_placement(config: Config, shape: ModelShape, *, prompt_tokens: int) -> 
         largest_generation=load_rollout_backend(config.rollout.backend).largest_generation,
     )
     models = {role: shape for role in dataflow.roles if role in MODEL_ROLES}
-    cluster = _describe_cluster(config.cluster)
+    cluster = _describe_cluster(config)
     return map_dataflow(dataflow, models, cluster, workload, backends=(config.training.backend,))
 
 
@@ -141,13 +177,17 @@ def compute_workload(config: Config, *, prompt_tokens: int) -> dict[str, Any]:
     }
 
 
-def check_plan(config: Config, plan: MappingPlan) -> None:
-    """A plan must have the algorithm's roles, fit the cluster, and give every rank a row of every batch.
+def check_plan(config: Config, plan: MappingPlan, shape: ModelShape) -> None:
+    """A plan must have the algorithm's roles, layouts that the backends run, and fit the cluster.
+
+    Args:
+        config: the run's.
+        plan: where the models go.
+        shape: of the models.
 
     Raises:
-        PlanError: for a role that is missing or unknown, a model without a layout, or machines that the cluster does
-            not have.
-        ConfigError: naming the batch, the number of ranks and the keys that change either.
+        PlanError: for a role that is missing or unknown, a model without a layout or with one that cannot run, or
+            machines that the cluster does not have.
     """
     roles = plan_dataflow(config).roles
     if set(plan.models) != set(roles):
@@ -155,34 +195,62 @@ def check_plan(config: Config, plan: MappingPlan) -> None:
             f"the plan places {', '.join(plan.models)}; {config.algorithm.name} has the roles {', '.join(roles)}: "
             "make the plan anew with hybridflow plan --json"
         )
-    layouts = {role: plan.models[role].train for role in roles if role in MODEL_ROLES}
-    for role, layout in layouts.items():
-        if layout is None:
-            raise PlanError(f"the plan gives {role} no layout: set its train to sizes, such as a dp_size")
-    rollout = config.rollout
-    replicas = Topology(layouts["actor"] or ParallelSpec(), plan.models["actor"].generation).num_gen_replicas
-    share = "rollout.batch_size * rollout.samples_per_prompt / algorithm.mini_batches"
-    rows = rollout.batch_size * rollout.samples_per_prompt // config.algorithm.mini_batches
-    wanted = [("rollout.batch_size", rollout.batch_size, replicas, "generation replicas")]
-    wanted += [
-        (share, rows, layout.dp_size, f"data-parallel ranks of the {role}")
-        for role, layout in layouts.items()
-        if layout
-    ]
-    for name, size, ranks, what in wanted:
-        if size < ranks:
-            raise ConfigError(
-                f"{name} = {size} rows cannot be shared by {ranks} {what}: raise rollout.batch_size, "
-                "or lower cluster.gpus_per_machine"
+    for role in _models_of(plan):
+        _check_layout(role, plan.models[role], shape)
+    _check_generation(config.rollout, plan.models["actor"].generation or GenerationSpec())
+    if config.run.executor == "in_process":
+        _check_one_rank(plan)
+    _check_machines(config, plan)
+
+
+def _models_of(plan: MappingPlan) -> list[str]:
+    return [role for role in plan.models if role in MODEL_ROLES]
+
+
+def _check_layout(role: str, model: ModelPlan, shape: ModelShape) -> None:
+    if model.train is None:
+        raise PlanError(f"the plan gives {role} no layout: set its train to sizes, such as a dp_size")
+    backend = load_train_backend(model.backend)
+    if issubclass(backend, ChecksLayout):
+        try:
+            backend.check_layout(model.train, shape)
+        except BackendError as error:
+            raise PlanError(f"the plan's layout of {role}: {error}") from None
+
+
+def _check_generation(rollout: RolloutConfig, sizes: GenerationSpec) -> None:
+    largest = load_rollout_backend(rollout.backend).largest_generation
+    if largest and (sizes.gen_pp_size > largest.gen_pp_size or sizes.gen_tp_size > largest.gen_tp_size):
+        raise PlanError(
+            f"the plan's actor generates with gen_pp_size={sizes.gen_pp_size}, gen_tp_size={sizes.gen_tp_size}; "
+            f"rollout.backend = {rollout.backend!r} runs at most {largest.gen_pp_size} and {largest.gen_tp_size}. "
+            "Choose another backend, or make the plan anew with hybridflow plan --json"
+        )
+
+
+def _check_one_rank(plan: MappingPlan) -> None:
+    for role in _models_of(plan):
+        ranks = plan.pool(plan.models[role].pool).num_slots
+        if ranks > 1:
+            raise PlanError(
+                f"run.executor = 'in_process' runs one rank, in the program itself; the plan gives {role} {ranks} "
+                "ranks. Set run.executor to 'ray', or make a plan for one rank with hybridflow plan --json"
             )
-    _check_machines(config.cluster, plan)
 
 
-def _check_machines(config: ClusterConfig, plan: MappingPlan) -> None:
+def _count_slots(config: Config) -> tuple[int, int]:
+    """Machines, and slots of each; in process there is one, whatever the cluster has."""
+    if config.run.executor == "in_process":
+        return 1, 1
+    return config.cluster.machines, config.cluster.gpus_per_machine
+
+
+def _check_machines(config: Config, plan: MappingPlan) -> None:
     """The models' pools must be of the cluster's kind, and together no larger; functions have slots beside it."""
-    names = dict.fromkeys(plan.models[role].pool for role in plan.models if role in MODEL_ROLES)
+    names = dict.fromkeys(plan.models[role].pool for role in _models_of(plan))
     pools = [plan.pool(name) for name in names]
-    given = f"{config.machines} x {config.gpus_per_machine} {config.gpu}"
+    (machines, slots), kind = _count_slots(config), config.cluster.gpu
+    given = f"{machines} x {slots} {kind}"
     kinds = dict.fromkeys(machine.gpu_kind for pool in pools for machine in pool.machines)
     if len(kinds) > 1:
         raise PlanError(
@@ -191,27 +259,26 @@ def _check_machines(config: ClusterConfig, plan: MappingPlan) -> None:
         )
     for pool in pools:
         for machine in pool.machines:
-            if machine.gpu_kind != config.gpu or machine.slots > config.gpus_per_machine:
+            if machine.gpu_kind != kind or machine.slots > slots:
                 raise PlanError(
                     f"pool {show(pool.name)} of the plan wants {machine.slots} slots of {machine.gpu_kind} on a "
                     "machine, "
                     f"the cluster has {given}: change cluster.gpu or cluster.gpus_per_machine, or make the plan anew"
                 )
-    wanted, available = sum(pool.num_slots for pool in pools), config.machines * config.gpus_per_machine
-    if wanted > available:
+    wanted, available = sum(pool.num_slots for pool in pools), machines * slots
+    if wanted > available and config.run.executor == "ray":
         raise PlanError(
             f"the plan's models want {' + '.join(str(pool.num_slots) for pool in pools)} = {wanted} slots, the cluster "
             f"has {given} = {available}: raise cluster.machines or cluster.gpus_per_machine, or make the plan anew"
         )
 
 
-def _describe_cluster(config: ClusterConfig) -> ClusterSpec:
+def _describe_cluster(config: Config) -> ClusterSpec:
     from hf_mapper import ClusterSpec, MachineSpec, gpu, host_gpu
 
-    slots = config.gpus_per_machine
-    of_host = config.gpu == _HOST_KIND
-    kind = host_gpu(memory_bytes=read_machine_limits().memory_bytes // slots) if of_host else gpu(config.gpu)
+    (machines, slots), kind = _count_slots(config), config.cluster.gpu
+    device = host_gpu(memory_bytes=read_machine_limits().memory_bytes // slots) if kind == _HOST_KIND else gpu(kind)
     return ClusterSpec(
-        machines=(MachineSpec(gpu=kind, num_gpus=slots, num_machines=config.machines),),
-        inter_bandwidth_bytes_per_s=config.inter_bandwidth_bytes_per_s,
+        machines=(MachineSpec(gpu=device, num_gpus=slots, num_machines=machines),),
+        inter_bandwidth_bytes_per_s=config.cluster.inter_bandwidth_bytes_per_s,
     )

@@ -2,17 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 from hf_algorithms.config import Config, parse_config
 from hf_algorithms.data import write_addition_data
 from hf_algorithms.run_directory import RunDirectory
 
-__all__ = ["prepare_quickstart"]
+__all__ = ["check_quickstart", "prepare_quickstart"]
+
+
+def check_quickstart(prepare: Callable[[RunDirectory], Config]) -> None:
+    """Refuse a quickstart that cannot run, in a folder of its own: its data replaces an earlier quickstart's.
+
+    Args:
+        prepare: :func:`prepare_quickstart` with its arguments but for the directory.
+
+    Raises:
+        HybridFlowError: as the run itself would before anything starts.
+    """
+    from hf_algorithms.machine import check_machine
+    from hf_algorithms.preflight import check_run
+
+    with TemporaryDirectory() as folder:
+        config = prepare(RunDirectory(Path(folder) / "run"))
+        _, plan = check_run(config, Path(folder) / "initial_model")
+    check_machine(config, plan)
 
 
 def prepare_quickstart(
     directory: RunDirectory, *, seed: int = 0, iterations: int = 280, ranks: int = 2, rollout: str = "transformers"
 ) -> Config:
-    """Write the addition data to ``directory/data`` and return the run's configuration.
+    """Begin the run's directory, write the addition data to its ``data`` and return the run's configuration.
 
     Args:
         directory: the run's directory.
@@ -21,6 +43,7 @@ def prepare_quickstart(
         ranks: of actor, critic and reference; with one rank the run stays in this process.
         rollout: the backend that generates.
     """
+    directory.begin()
     files = write_addition_data(directory.path / "data", seed=seed)
     return parse_config(
         {

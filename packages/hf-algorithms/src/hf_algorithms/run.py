@@ -6,86 +6,37 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.config import Config, format_toml
-from hf_algorithms.data import PromptDataset, load_rows, select_rows
+from hf_algorithms.data import PromptDataset, select_rows
 from hf_algorithms.display import RunDisplay
-from hf_algorithms.evaluation import collect_samples, evaluate, measure_divergence
-from hf_algorithms.initial_model import InitialModel, build_initial_model
-from hf_algorithms.placement import check_plan, check_rollout_options, compute_workload, plan_placement
+from hf_algorithms.evaluation import NUM_SAMPLES, collect_samples, evaluate, measure_divergence
+from hf_algorithms.inputs import RunInputs
+from hf_algorithms.machine import check_machine
+from hf_algorithms.placement import compute_workload
+from hf_algorithms.preflight import check_run
 from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.recipes import RECIPES
 from hf_algorithms.recipes.sft import warm_start
 from hf_algorithms.report import write_report
-from hf_algorithms.rewards import check_rewards
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
-from hf_algorithms.workers import ROLE_WORKERS
-from hf_controller import Executor, InProcessExecutor, RayExecutor, WorkerSpec, build_pools, check_local_start
-from hf_engine import SamplingParams, TrainConfig
-from hf_protocols import MappingPlan, ParallelSpec, Topology, merge_metrics
+from hf_algorithms.wiring import build_roles, build_sampling
+from hf_controller import Executor, InProcessExecutor, RayExecutor
+from hf_protocols import MappingPlan, merge_metrics
 
 if TYPE_CHECKING:
-    from hf_controller import BatchFuture, Worker
+    from hf_controller import BatchFuture
+    from hf_engine import SamplingParams
 
-__all__ = ["RunInputs", "load_inputs", "plan_run", "run_training"]
+__all__ = ["run_training"]
 
-_WORKERS: dict[str, type[Worker]] = dict(ROLE_WORKERS)
-_NUM_SAMPLES = 12
 _LEAST_START_TIMEOUT_S = 120.0
 _PACKAGES = ("hf-algorithms", "torch", "ray", "transformers", "tensordict")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunInputs:
-    """What a run reads before anything starts: the model and three data sets."""
-
-    model: InitialModel
-    train: PromptDataset
-    validation: PromptDataset
-    test: PromptDataset
-
-    def moved(self, before: str, after: str) -> RunInputs:
-        """The same inputs, with what lies in folder ``before`` in ``after``."""
-        old = self.model
-        path, tokenizer_path = (after if each == before else each for each in (old.path, old.tokenizer_path))
-        return replace(self, model=replace(old, path=path, tokenizer_path=tokenizer_path))
-
-
-def load_inputs(config: Config, directory: Path, *, search_path: Sequence[str] = ()) -> RunInputs:
-    """Read and check the data, load or make model and tokenizer; a fresh model is written to ``directory``.
-
-    Args:
-        config: names files and functions.
-        directory: of a fresh model.
-        search_path: folders where reward functions are looked for first.
-
-    Raises:
-        DataError, ConfigError: for whatever is missing or malformed.
-    """
-    rows = {name: _load_rows(config, name) for name in ("train", "validation", "test")}
-    check_rewards(config, rows, search_path=search_path)
-    model = build_initial_model(
-        config.model,
-        rows["train"],
-        directory=directory,
-        seed=config.run.seed,
-        backends={"training.backend": config.training.backend, "rollout.backend": config.rollout.backend},
-        on_cpu=config.cluster.gpu == "cpu",
-    )
-    limit = model.shape.max_positions - config.rollout.max_new_tokens
-    sets = {name: PromptDataset(part, model.tokenizer, max_prompt_tokens=limit) for name, part in rows.items()}
-    return RunInputs(model=model, **sets)
-
-
-def plan_run(config: Config, inputs: RunInputs) -> MappingPlan:
-    """The mapper's plan for this run."""
-    return plan_placement(config, inputs.model.shape, prompt_tokens=inputs.train.max_prompt_tokens)
 
 
 def run_training(
@@ -105,39 +56,40 @@ def run_training(
         HybridFlowError: for whatever else a user can cause.
     """
     started_s = time.perf_counter()
-    inputs, plan = _prepare(config, directory, plan, search_path)
-    with MemoryMeter() as memory, RunDisplay(config.run.iterations) as display, ExitStack() as stack:
-        display.phase("starting workers")
-        executor = stack.enter_context(_build_executor(config, plan))
-        roles = _build_roles(executor, config, plan, inputs, search_path)
-        run = _Run(config, directory, inputs, executor, roles, display, memory, started_s)
-        summary = run.execute()
+    with TemporaryDirectory() as folder:
+        fresh = Path(folder) / "initial_model"
+        inputs, plan = check_run(config, fresh, plan=plan, search_path=search_path)
+        check_machine(config, plan)
+        _check_inputs(config, directory)
+        with MemoryMeter() as memory, RunDisplay(config.run.iterations) as display, ExitStack() as stack:
+            display.phase("starting workers")
+            executor = stack.enter_context(_build_executor(config, plan))
+            inputs = _begin(config, directory, plan, inputs, fresh)
+            roles = build_roles(executor, config, plan, inputs.model, search_path)
+            run = _Run(config, directory, inputs, executor, roles, display, memory, started_s)
+            summary = run.execute()
     write_report(directory.path)
     return summary
 
 
-def _prepare(
-    config: Config, directory: RunDirectory, plan: MappingPlan | None, search_path: Sequence[str]
-) -> tuple[RunInputs, MappingPlan]:
-    """Find everything good before an earlier run's files go."""
+def _check_inputs(config: Config, directory: RunDirectory) -> None:
+    """Refuse inputs that the run's own files would replace."""
     data, model = config.data, config.model
     paths = {"data.train": data.train, "data.validation": data.validation, "data.test": data.test}
-    check_rollout_options(config.rollout)
     directory.check_inputs({**paths, "model.path": model.path, "model.tokenizer": model.tokenizer})
-    with TemporaryDirectory() as trial:
-        inputs = load_inputs(config, Path(trial), search_path=search_path)
-        plan = plan or plan_run(config, inputs)
-        check_plan(config, plan)
-        if config.run.executor == "ray" and config.cluster.address == "local":
-            check_local_start(sum(pool.num_slots for pool in plan.pools))
-        directory.begin()
-        if inputs.model.tokenizer_path == trial:
-            with directory.replacing("initial_model") as folder:
-                shutil.copytree(trial, folder)
-            inputs = inputs.moved(trial, str(directory.path / "initial_model"))
-    directory.write_text("config.toml", format_toml(config))
-    directory.write_text("plan.json", plan.to_json())
-    return inputs, plan
+
+
+def _begin(config: Config, directory: RunDirectory, plan: MappingPlan, inputs: RunInputs, fresh: Path) -> RunInputs:
+    """Replace an earlier run's files by this run's first ones; of the inputs, a fresh model moves there."""
+    first_files = {"config.toml": format_toml(config), "plan.json": plan.to_json()}
+    directory.begin()
+    if inputs.model.tokenizer_path == str(fresh):
+        with directory.replacing("initial_model") as folder:
+            shutil.move(fresh, folder)
+        inputs = inputs.moved(str(fresh), str(directory.path / "initial_model"))
+    for name, text in first_files.items():
+        directory.write_text(name, text)
+    return inputs
 
 
 class _Run:
@@ -252,7 +204,7 @@ class _Run:
         return evaluate(self._roles, self._validation, self._sampling(0))
 
     def _collect_samples(self) -> list[dict[str, Any]]:
-        rows = self._test.rows(range(min(_NUM_SAMPLES, self._test.num_rows)))
+        rows = self._test.rows(range(min(NUM_SAMPLES, self._test.num_rows)))
         return collect_samples(self._roles, rows, self._sampling(0))
 
     def _supervised_batches(self) -> Iterator[BatchFuture]:
@@ -267,17 +219,7 @@ class _Run:
         return self._executor.put(data.prompts(range(min(len(data), self._config.data.max_eval_rows))))
 
     def _sampling(self, step: int) -> SamplingParams:
-        rollout = self._config.rollout
-        return SamplingParams(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            n=rollout.samples_per_prompt,
-            stop_token_ids=(self._inputs.model.tokenizer.eos_token_id,),
-            seed=self._config.run.seed,
-            step=step,
-        )
+        return build_sampling(self._config, end_token_id=self._inputs.model.tokenizer.eos_token_id, step=step)
 
     def _commit_model(self, iteration: int) -> None:
         """The weights that were just evaluated are the last good state."""
@@ -301,12 +243,6 @@ class _Run:
         self._directory.write_json("summary.json", self._summary)
 
 
-def _load_rows(config: Config, name: str) -> Any:
-    data = config.data
-    rows = load_rows(data.path_of(name), prompt_field=data.prompt_field, answer_field=data.answer_field)
-    return rows if name == "train" else rows[: data.max_eval_rows]
-
-
 def _build_executor(config: Config, plan: MappingPlan) -> Executor:
     if config.run.executor == "in_process":
         return InProcessExecutor()
@@ -320,53 +256,6 @@ def _build_executor(config: Config, plan: MappingPlan) -> Executor:
         start_timeout_s=longest_s,
         collective_timeout_s=longest_s,  # ranks whose responses are short wait for those that generate for longer
     )
-
-
-def _build_roles(
-    executor: Executor, config: Config, plan: MappingPlan, inputs: RunInputs, search_path: Sequence[str]
-) -> Roles:
-    """The worker groups of every pool; models that share a pool share one process per slot."""
-    groups = {}
-    for name, pool in build_pools(plan).items():
-        specs = {role: _build_spec(role, config, plan, inputs, search_path) for role in plan.roles_of(name)}
-        groups.update(executor.build_groups(pool, specs, fused=len(specs) > 1, wait=False))
-    executor.wait_until_ready()
-    return Roles(groups)
-
-
-def _build_spec(
-    role: str, config: Config, plan: MappingPlan, inputs: RunInputs, search_path: Sequence[str]
-) -> WorkerSpec:
-    model = plan.models[role]
-    kwargs: dict[str, Any] = {}
-    if role in ("actor", "critic", "reference"):
-        rate = config.optimizer.critic_learning_rate if role == "critic" else config.optimizer.actor_learning_rate
-        kwargs = {
-            "model": inputs.model.path,
-            "backend": model.backend,
-            "offload": model.offload,
-            "training": TrainConfig(
-                learning_rate=rate,
-                betas=config.optimizer.betas,
-                weight_decay=config.optimizer.weight_decay,
-                max_grad_norm=config.optimizer.max_grad_norm,
-                warmup_steps=config.optimizer.warmup_steps,
-                micro_batch_tokens=model.micro_batch_tokens,
-                dtype=config.training.dtype,
-                shard=config.training.shard,
-            ),
-        }
-    if role == "actor":
-        kwargs |= {"rollout": config.rollout.backend, "rollout_options": config.rollout.options}
-    if role == "reward":
-        kwargs = {
-            "tokenizer": inputs.model.tokenizer_path,
-            "function": config.reward.function,
-            "metric": config.reward.metric,
-            "search_path": list(search_path),
-        }
-    topology = Topology(model.train or ParallelSpec(), model.generation)
-    return WorkerSpec(worker=_WORKERS[role], topology=topology, kwargs=kwargs, seed=config.run.seed)
 
 
 def _average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from errno import EACCES, ENOTDIR
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +39,27 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
-        self.path = path.resolve()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            is_free = not any(self.path.iterdir()) or (overwrite and (self.path / _MARK).is_file())
-            if is_free:
-                (self.path / _MARK).touch()
-        except OSError as error:
-            raise ConfigError(
-                f"run.output_dir={str(path)!r} cannot be written: {error.strerror}; choose another directory"
-            ) from None
-        if not is_free:
+        self._given = path
+        with self._refusing():
+            self.path = path.resolve()
+            is_used = self.path.exists() and any(self.path.iterdir())
+            place = next(each for each in (self.path, *self.path.parents) if each.exists())
+            if not place.is_dir():
+                raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR))
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise PermissionError(EACCES, os.strerror(EACCES))
+            is_ours = (self.path / _MARK).is_file()
+        if is_used and not (overwrite and is_ours):
             raise ConfigError(
                 f"run.output_dir={str(self.path)!r} is not empty: choose another directory, or --overwrite to "
                 "replace an earlier run"
             )
+        self._has_begun = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether :meth:`begin` was called: before, nothing was written or removed."""
+        return self._has_begun
 
     def check_inputs(self, paths: Mapping[str, str | None]) -> None:
         """Refuse inputs that :meth:`begin` would remove.
@@ -70,7 +77,20 @@ class RunDirectory:
                 raise ConfigError(f"{key}={value!r} belongs to the run that would be replaced: change run.output_dir")
 
     def begin(self) -> None:
-        """Remove what an earlier run left; call it once the new run's inputs were found good."""
+        """Make the directory and remove what an earlier run left; call it once the new run's inputs were found good.
+
+        Raises:
+            ConfigError: if the directory cannot be made; then nothing was.
+        """
+        missing = [each for each in (self.path, *self.path.parents) if not each.exists()]
+        with self._refusing():
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                (self.path / _MARK).touch()
+            except OSError:
+                _remove_empty(missing)
+                raise
+        self._has_begun = True
         with self._reporting("the earlier run"):
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
@@ -107,6 +127,16 @@ class RunDirectory:
             os.replace(fresh, self.path / name)
 
     @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(
+                f"run.output_dir={str(self._given)!r} cannot be written: {reason}; choose another directory"
+            ) from None
+
+    @contextmanager
     def _reporting(self, name: str) -> Iterator[None]:
         try:
             yield
@@ -115,3 +145,9 @@ class RunDirectory:
                 f"{name} in run.output_dir={str(self.path)!r} cannot be written: {error.strerror}; "
                 "free some space or choose another directory"
             ) from error
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hf_controller import BatchFuture, Executor, ResourcePool, Trace, Worker, WorkerGroup, WorkerSpec
 from hf_controller.dispatch import BatchArgument, Call, StoredArgument
+from hf_controller.executors.base import check_specs
 from hf_controller.expressions import Expression, Extent, Leaf, Segment, Source, choose_columns
 from hf_protocols import ConfigError, GenerationSpec, MethodSpec, ParallelSpec, RowSelection, Topology
 
@@ -74,7 +75,8 @@ class SymbolicExecutor(Executor):
     def put_columns(self, columns: Sequence[str], num_rows: int) -> BatchFuture:
         """A batch of which only the column names and the number of rows are known."""
         result = SymbolicResult(None, num_rows, tuple(columns))
-        return self._batch_future(Source([result], columns=result.columns))
+        # As if a call had made it: too few rows for the ranks are written down, not refused.
+        return self._batch_future(Source([result], _Answer(result, "a batch"), result.columns))
 
     def put(self, batch: TensorDict) -> BatchFuture:
         return self.put_columns(tuple(map(str, batch.keys())), len(batch))
@@ -82,6 +84,7 @@ class SymbolicExecutor(Executor):
     def build_groups(
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False, wait: bool = True
     ) -> dict[str, WorkerGroup]:
+        check_specs(pool, specs, fused=fused)
         return {role: WorkerGroup(role, spec, pool, self) for role, spec in specs.items()}
 
     def wait_until_ready(self) -> None:

@@ -22,24 +22,27 @@ __all__ = ["PromptDataset", "select_rows"]
 class PromptDataset:
     """Prompts and answers of a data set, tokenised once."""
 
-    def __init__(self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int) -> None:
+    def __init__(
+        self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, source: str = "the data set"
+    ) -> None:
         """Tokenise every prompt, with whatever the tokenizer puts before a text.
 
         Args:
             rows: what :func:`~hf_algorithms.data.load_rows` read.
             tokenizer: the model's.
-            max_prompt_tokens: the model's context less the response, ``model.max_positions - rollout.max_new_tokens``.
+            source: where the rows come from, for messages, such as ``data.train = 'train.jsonl'``.
 
         Raises:
-            DataError: for no rows, and for a prompt without tokens or with more than ``max_prompt_tokens``.
+            DataError: for no rows, and for a prompt without tokens.
         """
         if not rows:
-            raise DataError("a data set needs at least one row")
+            raise DataError(f"{source} has no rows: it needs at least one")
+        self.source = source
         self._rows = tuple(rows)
         self._tokenizer = tokenizer
         self._prompt_ids: list[list[int]] = tokenizer([row.prompt for row in rows])["input_ids"]
         self._answer_bytes = [row.answer.encode() for row in rows]
-        _check_lengths([len(ids) for ids in self._prompt_ids], max_prompt_tokens)
+        _refuse_empty_prompts(source, self.prompt_lengths)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -52,7 +55,16 @@ class PromptDataset:
     @property
     def max_prompt_tokens(self) -> int:
         """Tokens of the longest prompt."""
-        return max(map(len, self._prompt_ids))
+        return max(self.prompt_lengths)
+
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """Tokens of every prompt, by row."""
+        return [len(ids) for ids in self._prompt_ids]
+
+    def response_lengths(self, max_response_tokens: int) -> list[int]:
+        """Tokens of every response that :meth:`supervised` gives, by row."""
+        return [min(len(ids), max_response_tokens) for ids in self._answer_ids]
 
     def prompts(self, indices: Iterable[int]) -> TensorDict:
         """The chosen rows to generate from.
@@ -141,20 +153,14 @@ def _permutation(num_rows: int, epoch: int, seed: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _check_lengths(lengths: Sequence[int], limit: int) -> None:
-    for row, length in enumerate(lengths):
-        if length == 0:
-            raise DataError(
-                f"row {row + 1} (line {row + 1} of the file): its prompt has no tokens, so nothing can follow it"
-            )
-        if length > limit:
-            others = sum(other > limit for other in lengths) - 1
-            raise DataError(
-                f"row {row + 1} (line {row + 1} of the file): its prompt has {length} tokens, more than the {limit} "
-                "that model.max_positions - rollout.max_new_tokens leaves"
-                + (f", and so have {others} other rows" if others else "")
-                + ". Raise model.max_positions, lower rollout.max_new_tokens, or shorten the prompt"
-            )
+def _refuse_empty_prompts(source: str, lengths: Sequence[int]) -> None:
+    lines = [line for line, length in enumerate(lengths, 1) if length == 0]
+    if lines:
+        others = f", and so have {len(lines) - 1} other rows" if len(lines) > 1 else ""
+        raise DataError(
+            f"{source}, line {lines[0]}: its prompt has no tokens, so nothing can follow it{others}. "
+            "Give each row a prompt"
+        )
 
 
 def _jagged(sequences: Sequence[Sequence[int] | bytes], dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,165 @@
+"""Rows against what bounds them: the model's context, the token budget of a forward pass, the ranks that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_algorithms.placement import MODEL_ROLES
+from hf_protocols import ConfigError
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import Config
+    from hf_algorithms.inputs import RunInputs
+    from hf_algorithms.walk import PlannedCall
+    from hf_protocols import MappingPlan
+
+__all__ = ["RowTokens", "check_calls", "check_context"]
+
+_BATCH_KEYS = {
+    "generation": "rollout.batch_size",
+    "training": "rollout.batch_size * rollout.samples_per_prompt / algorithm.mini_batches",
+}
+_SAMPLES_KEY = "rollout.batch_size * rollout.samples_per_prompt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTokens:
+    """Tokens of each row of a data set: its prompt, and the longest response that it may have.
+
+    `source` is where the rows come from, for messages; row i is line i + 1 of that file.
+    """
+
+    source: str
+    prompts: Sequence[int]
+    responses: Sequence[int]
+
+    @property
+    def totals(self) -> list[int]:
+        """Prompt and response together, by row."""
+        return [prompt + response for prompt, response in zip(self.prompts, self.responses, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Limit:
+    """A bound on the tokens of one row: how messages name it, and what raises it."""
+
+    tokens: int
+    name: str
+    remedy: str
+
+
+def check_context(config: Config, inputs: RunInputs) -> None:
+    """Refuse rows for which the model's context has no room: a response follows every prompt of all three sets.
+
+    Raises:
+        ConfigError: with a line for every file, which names its longest row.
+    """
+    new = config.rollout.max_new_tokens
+    rows = [
+        RowTokens(source=data.source, prompts=data.prompt_lengths, responses=[new] * len(data))
+        for data in (inputs.train, inputs.validation, inputs.test)
+    ]
+    _refuse(_find_long_rows(rows, _find_context(config, inputs), new))
+
+
+def check_calls(config: Config, plan: MappingPlan, calls: Sequence[PlannedCall], *, is_given: bool) -> None:
+    """Refuse calls with fewer rows than the ranks need, or with a row above the token budget of a forward pass.
+
+    Args:
+        config: the run's.
+        plan: where the models go.
+        calls: what :func:`~hf_algorithms.walk.walk_calls` found.
+        is_given: whether the plan is the user's; else it follows from the configuration.
+
+    Raises:
+        ConfigError: with a line for every problem, which names keys, files and lines.
+    """
+    problems = list(_find_shortages(calls, is_given=is_given))
+    passes = [call for call in calls if call.role in MODEL_ROLES and call.kind in ("inference", "training")]
+    for tokens, roles in _group_by_budget(plan, passes).items():
+        name = f"training.micro_batch_tokens = {tokens}"
+        if is_given:
+            name = f"micro_batch_tokens = {tokens} of {', '.join(roles)} in the plan"
+        limit = _Limit(tokens=tokens, name=f"{name}, which bounds a forward pass", remedy=f"raise {name.split()[0]}")
+        rows = [call.tokens for call in passes if call.role in roles]
+        problems += _find_long_rows(rows, limit, config.rollout.max_new_tokens)
+    _refuse(problems)
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    if lines := list(dict.fromkeys(problems)):
+        raise ConfigError("\n".join(lines))
+
+
+def _find_context(config: Config, inputs: RunInputs) -> _Limit:
+    tokens = inputs.model.shape.max_positions
+    engine = config.rollout.options.get("max_positions")
+    if isinstance(engine, int) and engine < tokens:
+        remedy = "raise rollout.options.max_positions"
+        return _Limit(tokens=engine, name=f"rollout.options.max_positions = {engine}", remedy=remedy)
+    remedy = "raise model.max_positions" if config.model.path is None else "choose a model whose context has room for"
+    return _Limit(tokens=tokens, name=f"the model's context of {tokens} tokens", remedy=remedy)
+
+
+def _find_long_rows(rows: Iterable[RowTokens], limit: _Limit, max_new_tokens: int) -> Iterator[str]:
+    """A line for every file with rows above the limit, or one where no row could be below it."""
+    worst: dict[str, RowTokens] = {}
+    for each in rows:
+        known = worst.get(each.source)
+        if known is None or max(each.totals) > max(known.totals):
+            worst[each.source] = each
+    needed = max((max(each.totals) for each in worst.values()), default=0)
+    if needed <= limit.tokens:
+        return
+    room = limit.tokens - max(max(each.prompts) for each in worst.values())
+    lower = f"lower rollout.max_new_tokens to at most {room}" if room > 0 else "lower rollout.max_new_tokens"
+    raised = f"{limit.remedy} to at least {needed}" if "raise" in limit.remedy else f"{limit.remedy} {needed} tokens"
+    if max_new_tokens >= limit.tokens:
+        yield (
+            f"rollout.max_new_tokens = {max_new_tokens} exceeds {limit.name}: a prompt and its response have "
+            f"together at most {limit.tokens} tokens. {_start(lower)}, or {raised}"
+        )
+        return
+    for each in worst.values():
+        totals = each.totals
+        if (longest := max(totals)) > limit.tokens:
+            row = totals.index(longest)
+            others = sum(total > limit.tokens for total in totals) - 1
+            yield (
+                f"{each.source}, line {row + 1}: its prompt of {each.prompts[row]} tokens and a response of up to "
+                f"{each.responses[row]} (rollout.max_new_tokens = {max_new_tokens}) are {longest} tokens, above "
+                f"{limit.name}{f'; so are {others} other rows' if others else ''}. "
+                f"{_start(raised)}, {lower}, or shorten the prompt"
+            )
+
+
+def _find_shortages(calls: Iterable[PlannedCall], *, is_given: bool) -> Iterator[str]:
+    """A line for every batch that gives some rank no row. Evaluations repeat rows, so they have enough."""
+    for call in calls:
+        if call.num_rows >= call.least_rows:
+            continue
+        key, knob = _BATCH_KEYS.get(call.kind, _SAMPLES_KEY), "rollout.batch_size"
+        if call.phase == "warm start":
+            key = knob = "warm_start.batch_size"
+        ranks = f"data-parallel ranks of the {call.role}" if call.role in MODEL_ROLES else f"ranks of the {call.role}"
+        if call.kind == "generation":
+            ranks = "generation replicas"
+        fewer = "give a plan with fewer ranks" if is_given else "lower cluster.gpus_per_machine"
+        yield (
+            f"{key} = {call.num_rows}: {call.least_rows} {ranks} need at least {call.least_rows} rows. "
+            f"Raise {knob}, or {fewer}"
+        )
+
+
+def _group_by_budget(plan: MappingPlan, passes: Iterable[PlannedCall]) -> dict[int, list[str]]:
+    """The roles that compute, by the token budget of their forward passes."""
+    found: dict[int, list[str]] = {}
+    for role in dict.fromkeys(call.role for call in passes):
+        found.setdefault(plan.models[role].micro_batch_tokens, []).append(role)
+    return found
+
+
+def _start(text: str) -> str:
+    return text[0].upper() + text[1:]

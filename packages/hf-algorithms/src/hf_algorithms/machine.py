@@ -1,0 +1,67 @@
+"""What a run that starts on this machine asks of it, checked before anything starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hf_controller import check_local_start
+from hf_protocols import ConfigError, read_machine_limits
+from hf_protocols.arguments import show
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import Config
+    from hf_protocols import MappingPlan
+
+__all__ = ["check_machine"]
+
+_RANK_BYTES = 512 << 20
+"""About what the process of a rank holds before its model: Python, torch and Ray. Seen: 0.3 to 0.4 GiB."""
+
+
+def check_machine(config: Config, plan: MappingPlan) -> None:
+    """Refuse a run on this machine that has no device of the plan's kind, no memory for its processes, or no room for
+    a cluster of its own.
+
+    What another cluster has is its own business: a run on ``cluster.address`` elsewhere is not looked at.
+
+    Raises:
+        ConfigError: naming the key and the arithmetic.
+    """
+    if config.run.executor == "ray" and config.cluster.address != "local":
+        return
+    _check_devices(config, plan)
+    if config.run.executor == "ray":
+        _check_memory(plan, read_machine_limits().memory_bytes)
+        check_local_start(sum(pool.num_slots for pool in plan.pools))
+
+
+def _check_devices(config: Config, plan: MappingPlan) -> None:
+    kinds = {pool.name: {machine.gpu_kind for machine in pool.machines} for pool in plan.pools}
+    wanted = sum(pool.num_slots for pool in plan.pools if kinds[pool.name] != {"cpu"})
+    if not wanted:
+        return
+    import torch
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not found:
+        raise ConfigError(
+            f"cluster.gpu = {show(config.cluster.gpu)} needs a CUDA device, and none was found. "
+            'Set cluster.gpu to "cpu", or install a CUDA build of torch'
+        )
+    if found < wanted:
+        raise ConfigError(
+            f"cluster.gpus_per_machine = {config.cluster.gpus_per_machine}: the plan needs {wanted} CUDA devices, and "
+            f"this machine has {found}. Lower cluster.gpus_per_machine, or set cluster.address"
+        )
+
+
+def _check_memory(plan: MappingPlan, memory_bytes: int) -> None:
+    processes = sum(pool.num_slots for pool in plan.pools)
+    needed = processes * _RANK_BYTES
+    if needed > memory_bytes:
+        ranks = " + ".join(f"{pool.num_slots} of {pool.name}" for pool in plan.pools)
+        raise ConfigError(
+            f"cluster.gpus_per_machine (--ranks of quickstart): {ranks} = {processes} processes of about "
+            f"{_RANK_BYTES / 2**30:g} GiB need {needed / 2**30:g} GiB, and this machine has "
+            f"{memory_bytes / 2**30:.1f} GiB. Lower it, or set cluster.address"
+        )

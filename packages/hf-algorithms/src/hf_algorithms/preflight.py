@@ -1,0 +1,95 @@
+"""What can be known of a run before anything starts: every input is read, and every call that it will make is walked.
+
+`hybridflow plan` and `train` ask the same function, `check_run`. It touches nothing but the folder that it is given,
+and its error names every problem that it found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_algorithms.budgets import check_calls, check_context
+from hf_algorithms.inputs import RunInputs, load_model, load_row_sets, tokenize_inputs
+from hf_algorithms.placement import (
+    check_batches,
+    check_plan,
+    check_rollout_options,
+    check_train_backends,
+    plan_placement,
+)
+from hf_algorithms.rewards import check_rewards
+from hf_algorithms.walk import walk_calls
+from hf_protocols import ConfigError, HybridFlowError
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import Config
+    from hf_algorithms.data import Row
+    from hf_protocols import MappingPlan
+
+__all__ = ["check_run"]
+
+
+def check_run(
+    config: Config, folder: Path, *, plan: MappingPlan | None = None, search_path: Sequence[str] = ()
+) -> tuple[RunInputs, MappingPlan]:
+    """Read what a run needs, plan it, and walk every call that it will make.
+
+    Args:
+        config: the run's.
+        folder: where a fresh model and its tokenizer are written.
+        plan: where the models go; None lets the mapper decide.
+        search_path: folders where reward functions are looked for first.
+
+    Returns:
+        The inputs, and the plan.
+
+    Raises:
+        HybridFlowError: with a line for every problem; a single problem keeps its class.
+    """
+    problems = _Problems()
+    with problems.noted():
+        check_batches(config)
+    with problems.noted():
+        check_rollout_options(config.rollout)
+    with problems.noted():
+        check_train_backends(config, plan)
+    rows: dict[str, list[Row]] = {}
+    with problems.noted():
+        rows = load_row_sets(config.data)
+    with problems.noted():
+        check_rewards(config, rows, search_path=search_path)
+    if rows:
+        with problems.noted():
+            model = load_model(config, rows["train"], folder)
+            inputs = tokenize_inputs(config.data, rows, model)
+            check_context(config, inputs)
+    problems.refuse()
+    found = plan or plan_placement(config, model.shape, prompt_tokens=inputs.train.max_prompt_tokens)
+    check_plan(config, found, model.shape)
+    check_calls(config, found, walk_calls(config, found, inputs), is_given=plan is not None)
+    return inputs, found
+
+
+class _Problems:
+    """Errors of checks that do not depend on one another."""
+
+    def __init__(self) -> None:
+        self._found: list[HybridFlowError] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """A check whose error waits until :meth:`refuse`."""
+        try:
+            yield
+        except HybridFlowError as error:
+            self._found.append(error)
+
+    def refuse(self) -> None:
+        """Raise what was found, if anything was."""
+        if len(self._found) == 1:
+            raise self._found[0]
+        if self._found:
+            raise ConfigError("\n".join(dict.fromkeys(map(str, self._found))))

@@ -1,0 +1,50 @@
+"""What a run asks of this machine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from hf_algorithms.config import parse_config
+from hf_algorithms.machine import check_machine
+from hf_protocols import ConfigError, MachinePlan, MappingPlan, PoolPlan
+
+
+def plan_of(kind: str, slots: int) -> MappingPlan:
+    pools = {"models": (kind, slots), "reward": ("cpu", 1), "advantage": ("cpu", 1)}
+    machines = {name: (MachinePlan(gpu_kind=kind, slots=slots),) for name, (kind, slots) in pools.items()}
+    return MappingPlan(pools=tuple(PoolPlan(name=name, machines=of) for name, of in machines.items()), models={})
+
+
+def check(monkeypatch: pytest.MonkeyPatch, plan: MappingPlan, *, gib: float, devices: int = 0, **sections: Any) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=int(gib * 2**30)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    check_machine(parse_config({"data": {"train": "rows.jsonl"}, **sections}), plan)
+
+
+def test_processes_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(monkeypatch, plan_of("cpu", 6), gib=4)
+    with pytest.raises(
+        ConfigError, match=r"7 of models \+ 1 of reward \+ 1 of advantage = 9 processes .* need 4.5 GiB"
+    ):
+        check(monkeypatch, plan_of("cpu", 7), gib=4)
+    check(monkeypatch, plan_of("cpu", 7), gib=4, run={"executor": "in_process"})
+    check(monkeypatch, plan_of("cpu", 7), gib=4, cluster={"address": "10.0.0.1:6379"})
+
+
+@pytest.mark.parametrize("executor", ["ray", "in_process"])
+def test_devices_must_be_here(monkeypatch: pytest.MonkeyPatch, executor: str) -> None:
+    sections = {"run": {"executor": executor}, "cluster": {"gpu": "h100"}}
+    check(monkeypatch, plan_of("h100", 2), gib=64, devices=2, **sections)
+    with pytest.raises(ConfigError, match=r"^cluster.gpu = 'h100' needs a CUDA device, and none was found"):
+        check(monkeypatch, plan_of("h100", 2), gib=64, **sections)
+    with pytest.raises(ConfigError, match=r"the plan needs 2 CUDA devices, and this machine has 1\."):
+        check(monkeypatch, plan_of("h100", 2), gib=64, devices=1, **sections)
+    sections["cluster"]["address"] = "auto"
+    if executor == "ray":
+        check(monkeypatch, plan_of("h100", 2), gib=64, **sections)

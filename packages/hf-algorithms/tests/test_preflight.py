@@ -1,0 +1,329 @@
+"""What is found before anything starts: rows, tokens, ranks, and every problem at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from hf_algorithms import placement
+from hf_algorithms.config import Config, parse_config
+from hf_algorithms.inputs import RunInputs, load_inputs
+from hf_algorithms.placement import check_plan
+from hf_algorithms.preflight import check_run
+from hf_algorithms.quickstart import prepare_quickstart
+from hf_algorithms.run_directory import RunDirectory
+from hf_algorithms.walk import walk_calls
+from hf_protocols import (
+    BackendError,
+    ConfigError,
+    DataError,
+    GenerationSpec,
+    HybridFlowError,
+    MachinePlan,
+    MappingPlan,
+    ModelPlan,
+    ParallelSpec,
+    PlanError,
+    PoolPlan,
+)
+
+BODY: dict[str, dict[str, Any]] = {
+    "run": {"executor": "ray"},
+    "model": {
+        "tokenizer": "characters",
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_layers": 1,
+        "num_heads": 1,
+        "max_positions": 32,
+    },
+    "warm_start": {"max_steps": 2, "batch_size": 8},
+    "rollout": {"batch_size": 8, "max_new_tokens": 4},
+}
+PROMPTS = {"train": "1+1=", "validation": "22+22=", "test": "333+333="}
+
+
+def write_rows(path: Path, prompts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts))
+    return str(path)
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[..., Config]:
+    """A configuration with changes, whose data sets have these prompts."""
+
+    def made(rows: dict[str, list[str]] | None = None, **changes: dict[str, Any]) -> Config:
+        prompts = {name: [prompt] * 3 for name, prompt in PROMPTS.items()} | (rows or {})
+        files = {name: write_rows(tmp_path / f"{name}.jsonl", given) for name, given in prompts.items() if given}
+        body = {section: {**BODY.get(section, {}), **changes.get(section, {})} for section in {**BODY, **changes}}
+        return parse_config({**body, "data": {**files, **changes.get("data", {})}})
+
+    return made
+
+
+def refusal(config: Config, plan: MappingPlan | None = None) -> HybridFlowError:
+    with TemporaryDirectory() as folder, pytest.raises(HybridFlowError) as caught:
+        check_run(config, Path(folder), plan=plan)
+    return caught.value
+
+
+def plan_of(ranks: int, *, reward_ranks: int = 1, tokens: int = 8192, **changes: Any) -> MappingPlan:
+    """All models on ``ranks`` data-parallel ranks."""
+    slots = {"models": ranks, "reward": reward_ranks, "advantage": 1}
+    model = ModelPlan(pool="models", backend="fsdp", train=ParallelSpec(dp_size=ranks), micro_batch_tokens=tokens)
+    model = dataclasses.replace(model, **changes)
+    return MappingPlan(
+        pools=tuple(PoolPlan(name=n, machines=(MachinePlan(gpu_kind="cpu", slots=s),)) for n, s in slots.items()),
+        models={
+            "actor": dataclasses.replace(model, generation=model.generation or GenerationSpec()),
+            "critic": model,
+            "reference": model,
+            "reward": ModelPlan(pool="reward", backend="function", train=ParallelSpec(dp_size=reward_ranks)),
+            "advantage": ModelPlan(pool="advantage", backend="function"),
+        },
+    )
+
+
+def test_the_walk_has_every_call_with_its_rows(build: Callable[..., Config], tmp_path: Path) -> None:
+    config = build(warm_start={"max_steps": 5, "batch_size": 6}, rollout={"samples_per_prompt": 2})
+    inputs = load_inputs(config, tmp_path / "model")
+    calls = walk_calls(config, plan_of(2), inputs)
+    found = {(call.phase, f"{call.role}.{call.method}"): call for call in calls}
+    assert found["warm start", "actor.update_actor"].num_rows == 6
+    assert found["iterations", "actor.generate_sequences"].num_rows == 8
+    assert found["iterations", "critic.update_critic"].num_rows == 16
+    assert found["divergence", "reference.compute_ref_logprobs"].num_rows == 3
+    assert {call.role for call in calls} == {"actor", "critic", "reference", "reward", "advantage"}
+    longest = {phase: max(call.tokens.totals) for (phase, _), call in found.items()}
+    assert longest == {"warm start": 6, "iterations": 8, "evaluation": 12, "samples": 12, "divergence": 12}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+def test_evaluations_have_a_row_for_every_rank(
+    build: Callable[..., Config], tmp_path: Path, ranks: int, num_rows: int
+) -> None:
+    few = {name: [PROMPTS[name]] * num_rows for name in ("validation", "test")}
+    config = build(few, cluster={"gpus_per_machine": ranks})
+    plan = plan_of(ranks, reward_ranks=3)
+    inputs, found = check_run(config, tmp_path / "model", plan=plan)
+    assert found == plan
+    calls = walk_calls(config, plan, inputs)
+    assert all(call.num_rows >= call.least_rows for call in calls)
+    expected = {
+        "generate_sequences": max(num_rows, ranks),
+        "compute_reward": max(num_rows, 3),
+        "compute_metrics": num_rows,
+    }
+    divergence = {call.method: call.num_rows for call in calls if call.phase == "divergence"}
+    assert {method: divergence[method] for method in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"warm_start": {"batch_size": 1}},
+            "warm_start.batch_size = 1: 2 data-parallel ranks of the actor need at least 2 rows. Raise warm_start.b",
+        ),
+        (
+            {"rollout": {"batch_size": 3}, "algorithm": {"mini_batches": 2}},
+            "algorithm.mini_batches = 2 must divide rollout.batch_size * rollout.samples_per_prompt = 3",
+        ),
+        (
+            {"rollout": {"batch_size": 8}, "algorithm": {"mini_batches": 16}},
+            "algorithm.mini_batches = 16 must divide rollout.batch_size * rollout.samples_per_prompt = 8",
+        ),
+        (
+            {"warm_start": {"stop_at": 0.9, "fail_above": 0.5}},
+            "warm_start.stop_at = 0.9 is above warm_start.fail_above = 0.5",
+        ),
+    ],
+)
+def test_sizes_that_contradict_are_named_by_their_keys(
+    build: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr("hf_algorithms.preflight.plan_placement", lambda *given, **options: plan_of(2))
+    error = refusal(build(**changes))
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "algorithm", "start"),
+    [
+        ({"batch_size": 2}, {}, "rollout.batch_size = 2: 4 generation replicas need at least 4 rows. Raise "),
+        (
+            {"batch_size": 4},
+            {"mini_batches": 2},
+            "rollout.batch_size * rollout.samples_per_prompt / algorithm.mini_batches = 2: 4 data-parallel ranks of",
+        ),
+    ],
+)
+def test_a_given_plan_with_more_ranks_than_rows(
+    build: Callable[..., Config], rollout: dict[str, int], algorithm: dict[str, int], start: str
+) -> None:
+    config = build(rollout=rollout, algorithm=algorithm, cluster={"gpus_per_machine": 4})
+    message = str(refusal(config, plan_of(4)))
+    assert message.startswith(start)
+    assert message.splitlines()[0].endswith("Raise rollout.batch_size, or give a plan with fewer ranks")
+
+
+def test_more_prompts_than_rows_are_epochs(build: Callable[..., Config], tmp_path: Path) -> None:
+    config = build(rollout={"batch_size": 64}, warm_start={"batch_size": 64})
+    assert check_run(config, tmp_path / "model")[1].models["actor"].train is not None
+
+
+CONTEXT = "model's context of 32 tokens"
+
+
+@pytest.mark.parametrize("new", [32, 400])
+def test_more_new_tokens_than_the_context(build: Callable[..., Config], new: int) -> None:
+    assert str(refusal(build(rollout={"max_new_tokens": new}))) == (
+        f"rollout.max_new_tokens = {new} exceeds the {CONTEXT}: a prompt and its response have together at most 32 "
+        f"tokens. Lower rollout.max_new_tokens to at most 24, or raise model.max_positions to at least {new + 8}"
+    )
+
+
+@pytest.mark.parametrize("name", ["train", "validation", "test"])
+def test_a_prompt_above_the_context_has_key_file_and_line(build: Callable[..., Config], name: str) -> None:
+    config = build({name: ["1=", "2" * 29, "3" * 30]})
+    line = f"data.{name} = {getattr(config.data, name)!r}, line 3: its prompt of 30 tokens and a response of up to 4"
+    error = str(refusal(config))
+    assert error.startswith(line)
+    assert f"(rollout.max_new_tokens = 4) are 34 tokens, above the {CONTEXT}; so are 1 other rows" in error
+    assert "Raise model.max_positions to at least 34, lower rollout.max_new_tokens to at most 2, or shorten" in error
+
+
+def test_a_set_that_stands_in_for_another_is_named_once(build: Callable[..., Config]) -> None:
+    error = str(refusal(build({"train": ["1" * 40], "validation": [], "test": []})))
+    assert error.count("line 1:") == 1
+    assert error.startswith("data.train = ")
+
+
+def test_the_context_of_an_engine_is_its_own(build: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_algorithms.preflight.check_rollout_options", lambda rollout: None)
+    error = str(refusal(build(rollout={"options": {"max_positions": 8}})))
+    assert "above rollout.options.max_positions = 8" in error
+    assert "Raise rollout.options.max_positions to at least 12" in error
+
+
+@pytest.mark.parametrize(
+    ("rows", "fits", "who"),
+    [
+        ({}, 12, "data.test = "),
+        ({"test": ["1="]}, 8, "data.train = "),  # validation rows are generated from, and go through no other pass
+        ({"train": ["11111111="], "test": ["1="]}, 13, "data.train = "),
+    ],
+)
+def test_a_row_above_the_token_budget_is_found_exactly(
+    build: Callable[..., Config], tmp_path: Path, rows: dict[str, list[str]], fits: int, who: str
+) -> None:
+    check_run(build(rows, training={"micro_batch_tokens": fits}), tmp_path / "model")
+    error = str(refusal(build(rows, training={"micro_batch_tokens": fits - 1})))
+    assert error.startswith(who)
+    assert f"above training.micro_batch_tokens = {fits - 1}" in error
+    assert f"Raise training.micro_batch_tokens to at least {fits}" in error
+
+
+def test_more_new_tokens_than_the_budget(build: Callable[..., Config]) -> None:
+    error = str(refusal(build(rollout={"max_new_tokens": 20}, training={"micro_batch_tokens": 10})))
+    assert error.startswith("rollout.max_new_tokens = 20 exceeds training.micro_batch_tokens = 10")
+    assert "\n" not in error
+
+
+def test_a_given_plan_has_budgets_of_its_own(build: Callable[..., Config], tmp_path: Path) -> None:
+    plan = plan_of(1, tokens=12)
+    config = build(training={"micro_batch_tokens": 1})
+    check_run(config, tmp_path / "model", plan=plan)
+    models = {**plan.models, "critic": dataclasses.replace(plan.models["critic"], micro_batch_tokens=7)}
+    error = str(refusal(config, dataclasses.replace(plan, models=models)))
+    assert error.startswith("data.train = ")
+    assert "above micro_batch_tokens = 7 of critic in the plan" in error
+    assert "data.test" not in error, "the critic sees no test rows"
+
+
+def test_every_problem_is_told_at_once(build: Callable[..., Config]) -> None:
+    config = build(
+        data={"validation": "absent.jsonl"},
+        algorithm={"mini_batches": 3},
+        rollout={"options": {"cache_byte": 1}},
+        training={"backend": "nonsense"},
+        reward={"function": "no_such_module:f"},
+    )
+    lines = str(refusal(config)).splitlines()
+    for part in ("absent.jsonl", "algorithm.mini_batches = 3", "cache_bytes", "'nonsense'", "no_such_module"):
+        assert any(part in line for line in lines), part
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"data": {"train": "absent.jsonl"}}, DataError),
+        ({"rollout": {"backend": "nonsense"}}, BackendError),
+        ({"training": {"backend": "nonsense"}}, BackendError),
+        ({"optimizer": {"weight_decay": float("inf")}}, ConfigError),
+    ],
+)
+def test_a_single_problem_keeps_its_class(
+    build: Callable[..., Config], changes: dict[str, Any], kind: type[HybridFlowError]
+) -> None:
+    assert type(refusal(build(**changes))) is kind
+
+
+def test_in_process_there_is_one_rank(build: Callable[..., Config], tmp_path: Path) -> None:
+    config = build(run={"executor": "in_process"}, cluster={"gpus_per_machine": 4, "machines": 2})
+    _, plan = check_run(config, tmp_path / "model")
+    assert {model.train.world_size for model in plan.models.values() if model.train} == {1}
+
+
+def test_in_process_a_plan_of_more_ranks_is_refused(build: Callable[..., Config]) -> None:
+    config = build(run={"executor": "in_process"}, cluster={"gpus_per_machine": 4})
+    error = refusal(config, plan_of(4))
+    assert isinstance(error, PlanError)
+    assert str(error).startswith(
+        "run.executor = 'in_process' runs one rank, in the program itself; the plan gives actor 4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "part"),
+    [
+        (plan_of(2, generation=GenerationSpec(gen_tp_size=2)), "rollout.backend = 'transformers' runs at most 1 and 1"),
+        (plan_of(2, train=ParallelSpec(tp_size=2)), "backend 'fsdp' shards over data-parallel ranks only"),
+        (plan_of(2, backend="nonsense"), "no backend named 'nonsense'"),
+    ],
+)
+def test_layouts_that_no_backend_runs_are_refused(build: Callable[..., Config], plan: MappingPlan, part: str) -> None:
+    assert part in str(refusal(build(cluster={"gpus_per_machine": 2}), plan))
+
+
+@pytest.fixture(scope="module")
+def quickstart() -> Iterator[tuple[Config, RunInputs]]:
+    with TemporaryDirectory() as folder:
+        config = prepare_quickstart(RunDirectory(Path(folder) / "run"))
+        yield config, load_inputs(config, Path(folder) / "model")
+
+
+@pytest.mark.parametrize("ranks", range(1, 33))
+def test_a_quickstart_of_any_ranks_can_run(quickstart: tuple[Config, RunInputs], ranks: int) -> None:
+    from hf_algorithms.budgets import check_calls
+
+    config, inputs = quickstart
+    executor = "ray" if ranks > 1 else "in_process"
+    config = config.model_copy(
+        update={
+            "cluster": config.cluster.model_copy(update={"gpus_per_machine": ranks}),
+            "run": config.run.model_copy(update={"executor": executor}),
+        }
+    )
+    plan = placement.plan_placement(config, inputs.model.shape, prompt_tokens=inputs.train.max_prompt_tokens)
+    check_plan(config, plan, inputs.model.shape)
+    check_calls(config, plan, walk_calls(config, plan, inputs), is_given=False)
+    assert sum(plan.pool(name).num_slots for name in {plan.models[r].pool for r in placement.MODEL_ROLES}) <= ranks
