@@ -91,7 +91,13 @@ def test_offloaded_models_train_like_others(
 def test_two_pools_of_different_layouts_train_like_one_rank(
     small_config: Path, hybridflow: Callable[..., Outcome]
 ) -> None:
-    """Samples depend on rows, not on ranks, and losses are means over all tokens: sums differ in their order only."""
+    """Samples depend on rows, not on ranks, and losses are means over all tokens: sums differ in their order only.
+
+    The test set has fewer rows than the actor and the reference have ranks.
+    """
+    one_row = small_config.with_name("one.jsonl")
+    one_row.write_text('{"prompt": "37+85=", "answer": "122"}\n')
+    small_config.write_text(re.sub(r"(?m)^test = .*$", f'test = "{one_row}"', small_config.read_text()))
     outcome = hybridflow("train", small_config)
     assert outcome.exit_code == 0, outcome.errors
     run = small_config.parent / "run"
@@ -108,6 +114,9 @@ def test_two_pools_of_different_layouts_train_like_one_rank(
     assert [row.keys() for row in found] == [row.keys() for row in expected]
     for row, wanted in zip(found, expected, strict=True):
         assert row == pytest.approx(wanted, abs=2e-4, rel=1e-3)
+    samples = [json.loads((folder / "samples.json").read_text()) for folder in (run, two)]
+    assert samples[0] == samples[1]
+    assert [len(samples[1][when]) for when in ("before", "after")] == [1, 1]
 
 
 def error_lines(outcome: Outcome) -> int:

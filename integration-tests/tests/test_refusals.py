@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_algorithms import machine, quickstart
+from hf_algorithms import machine, quickstart, run
 from hf_algorithms.run_directory import RunDirectory
+from hf_protocols import PoolError
 from small_runs import Outcome
 
 UNSIGNED = "def one(prompts, responses, answers):\n    return [1.0] * len(prompts)\n\nraise RuntimeError('broken')\n"
@@ -69,8 +70,8 @@ def test_a_refused_run_makes_nothing(small_config: Path, hybridflow: Callable[..
 
 def test_a_refused_plan_file_makes_nothing(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
     file = small_config.with_name("plan.json")
-    for text in ("{", "", '{"schema_version": 1, "pools": [], "models": {}}'):
-        file.write_text(text)
+    for content in (b"{", b"", b"\xff\xfe", b'{"schema_version": 1, "pools": [], "models": {}}'):
+        file.write_bytes(content)
         assert hybridflow("train", small_config, "--plan", file).exit_code == 2
         assert not (small_config.parent / "run").exists()
     assert hybridflow("train", small_config, "--plan", small_config.parent).exit_code == 2
@@ -83,6 +84,18 @@ def test_a_device_that_is_not_there_is_refused(small_config: Path, hybridflow: C
     outcome = hybridflow("train", small_config, *words)
     assert outcome.exit_code == 2
     assert "cluster.gpu = 'h100' needs a CUDA device, and none was found" in outcome.errors
+    assert not (small_config.parent / "run").exists()
+
+
+def test_a_cluster_that_does_not_start_leaves_nothing(
+    small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**options: object) -> None:
+        raise PoolError("no cluster here")
+
+    monkeypatch.setattr(run, "RayExecutor", refuse)
+    outcome = hybridflow("train", small_config, "--set", "run.executor=ray")
+    assert (outcome.exit_code, "Error: no cluster here" in outcome.errors) == (2, True)
     assert not (small_config.parent / "run").exists()
 
 

@@ -283,12 +283,12 @@ def test_in_process_there_is_one_rank(build: Callable[..., Config], tmp_path: Pa
     assert {model.train.world_size for model in plan.models.values() if model.train} == {1}
 
 
-def test_in_process_a_plan_of_more_ranks_is_refused(build: Callable[..., Config]) -> None:
-    config = build(run={"executor": "in_process"}, cluster={"gpus_per_machine": 4})
-    error = refusal(config, plan_of(4))
+@pytest.mark.parametrize(("plan", "who"), [(plan_of(4), "actor 4"), (plan_of(1, reward_ranks=3), "reward 3")])
+def test_in_process_a_plan_of_more_ranks_is_refused(build: Callable[..., Config], plan: MappingPlan, who: str) -> None:
+    error = refusal(build(run={"executor": "in_process"}, cluster={"gpus_per_machine": 4}), plan)
     assert isinstance(error, PlanError)
     assert str(error).startswith(
-        "run.executor = 'in_process' runs one rank, in the program itself; the plan gives actor 4"
+        f"run.executor = 'in_process' runs one rank, in the program itself; the plan gives {who} ranks. "
     )
 
 

@@ -229,8 +229,8 @@ def _check_generation(rollout: RolloutConfig, sizes: GenerationSpec) -> None:
 
 
 def _check_one_rank(plan: MappingPlan) -> None:
-    for role in _models_of(plan):
-        ranks = plan.pool(plan.models[role].pool).num_slots
+    for role, model in plan.models.items():
+        ranks = plan.pool(model.pool).num_slots
         if ranks > 1:
             raise PlanError(
                 f"run.executor = 'in_process' runs one rank, in the program itself; the plan gives {role} {ranks} "
