@@ -122,8 +122,10 @@ def _check_memory(section: str, limits: MachineLimits) -> Check:
 
 
 def _check_local_cluster() -> Iterator[Check]:
-    from hf_controller import list_local_checks
-
+    try:
+        from hf_controller import list_local_checks
+    except ImportError:  # a missing package is a problem of its own
+        return
     for check in list_local_checks(_USUAL_RANKS):
         status: Status = "problem" if check.is_fatal else "note" if check.remedy else "ok"
         yield Check(section="Local Ray cluster", name=check.name, status=status, found=check.found, remedy=check.remedy)

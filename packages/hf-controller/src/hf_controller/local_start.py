@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from hf_protocols import ConfigError, MachineLimits, read_machine_limits
 
 __all__ = ["LocalCheck", "check_local_start", "find_temp_dir", "list_local_checks"]
 
-_LONGEST_SOCKET_PATH = 107
+_LONGEST_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
 """Bytes that the kernel takes as the path of a socket."""
 
 _SOCKET_IN_SESSION = "/ray/session_2026-01-01_00-00-00_000000_{pid}/sockets/plasma_store"

@@ -63,7 +63,8 @@ class RayExecutor(Executor):
 
     Args:
         address: ``"local"`` starts a cluster and ignores ``RAY_ADDRESS``; anything else joins that cluster.
-        num_cpus: slots of CPU pools that the local cluster offers, however many cores there are; None: one per core.
+        num_cpus: slots of CPU pools that the local cluster offers, however many cores there are; None: one per
+            core that this process may use.
         object_store_bytes: shared memory of the local cluster, reserved as it is used.
         start_timeout_s: deadline of placing a pool and constructing its workers.
         call_timeout_s: how long a result is waited for by default, and how long a rank waits for its turn. Naming
