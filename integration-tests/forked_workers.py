@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ADDRESS = "HYBRIDFLOW_FORK_SERVER"
+"""The variable that names the server's socket, which has no place in the file system."""
 
 
 @contextmanager
@@ -40,30 +41,29 @@ def forked_workers(preload: Sequence[str]) -> Iterator[None]:
     def prepare(params: Any, *args: Any, **options: Any) -> None:
         real(params, *args, **(options | {"setup_worker_path": __file__}))
 
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"{folder}/socket"
-        # The threads that Ray gives a worker; libraries read it when they are loaded.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "serve", address, *preload]
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-        os.environ[ADDRESS] = address
-        RayParams.__init__ = prepare
-        try:
-            yield
-        finally:
-            RayParams.__init__ = real
-            del os.environ[ADDRESS]
-            server.communicate()
+    name = f"hybridflow-{os.getpid()}-{secrets.token_hex(8)}"
+    # The threads that Ray gives a worker; libraries read it when they are loaded.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(64)
+        command = [sys.executable, __file__, "serve", str(listener.fileno()), *preload]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, pass_fds=[listener.fileno()])
+    os.environ[ADDRESS] = name
+    RayParams.__init__ = prepare
+    try:
+        yield
+    finally:
+        RayParams.__init__ = real
+        del os.environ[ADDRESS]
+        server.communicate()
 
 
-def serve(address: str, preload: Sequence[str]) -> None:
+def serve(listener: socket.socket, preload: Sequence[str]) -> None:
     """Forks a worker for every connection, until standard input ends.
 
     The worker is killed when its connection ends, and the connection ends with the worker.
     """
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(64)
     for name in preload:
         __import__(name)
     assert "ray" not in sys.modules, "Ray reads the worker's environment when it is imported"
@@ -71,22 +71,36 @@ def serve(address: str, preload: Sequence[str]) -> None:
         selector.register(sys.stdin, selectors.EVENT_READ)
         selector.register(listener, selectors.EVENT_READ)
         while True:
+            ended: set[int] = set()
             for key, _ in selector.select():
                 if key.fileobj is sys.stdin:
                     return
                 if key.fileobj is listener:
                     _fork_worker(listener, selector)
-                elif isinstance(key.fileobj, socket.socket):  # its set-up process is gone
+                elif key.data.pid in ended:  # both ends were seen at once
+                    continue
+                elif key.fileobj is key.data.connection:
                     selector.unregister(key.fileobj)
-                    os.kill(key.data, signal.SIGKILL)
+                    os.kill(key.data.pid, signal.SIGKILL)
                 else:
-                    pid, connection = key.data
-                    selector.unregister(key.fileobj)
-                    os.close(key.fd)
-                    os.waitpid(pid, 0)
-                    if connection in {each.fileobj for each in selector.get_map().values()}:
-                        selector.unregister(connection)
-                    connection.close()
+                    _put_away(key, selector)
+                    ended.add(key.data.pid)
+
+
+class _Worker(NamedTuple):
+    pid: int
+    connection: socket.socket
+    """To its set-up process."""
+
+
+def _put_away(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None:
+    """A worker has ended: so does its set-up process."""
+    selector.unregister(key.fileobj)
+    os.close(key.fd)
+    os.waitpid(key.data.pid, 0)
+    if key.data.connection in selector.get_map():
+        selector.unregister(key.data.connection)
+    key.data.connection.close()
 
 
 def _fork_worker(listener: socket.socket, selector: selectors.BaseSelector) -> None:
@@ -103,8 +117,9 @@ def _fork_worker(listener: socket.socket, selector: selectors.BaseSelector) -> N
         _work(**request)
     for file in files:
         os.close(file)
-    selector.register(connection, selectors.EVENT_READ, pid)
-    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, connection))
+    worker = _Worker(pid, connection)
+    selector.register(connection, selectors.EVENT_READ, worker)
+    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, worker)
 
 
 def _work(arguments: list[str], environment: dict[str, str], folder: str, group: int) -> None:
@@ -141,14 +156,14 @@ def ask_for_worker(arguments: list[str]) -> None:
         "folder": os.getcwd(),
         "group": os.getpgid(0),
     }
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(os.environ[ADDRESS])
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(f"\0{os.environ[ADDRESS]}")
         socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
         connection.recv(1)
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        serve(sys.argv[2], sys.argv[3:])
+        serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])
     else:
         ask_for_worker(sys.argv[1:])

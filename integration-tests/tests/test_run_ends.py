@@ -163,12 +163,13 @@ def test_a_killed_run_leaves_nothing_behind(small_config: Path) -> None:
 def test_two_runs_on_two_ranks_give_the_same_metrics(
     small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(small_config.parent))  # ranks import the reward function
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # ranks import the reward function
+    overrides = [word for key, value in ON_RAY.items() for word in ("--set", f"{key}={value}")]
     metrics = []
     for name in ("one", "two"):
         run = small_config.parent / name
-        _, *arguments = on_two_ranks(small_config)
-        ended = hybridflow(*arguments, "--set", f"run.output_dir={run}", "--set", "run.iterations=4")
+        changed = ("--set", f"run.output_dir={run}", "--set", "run.iterations=4")
+        ended = hybridflow("train", small_config, *overrides, *changed)
         assert ended.exit_code == 0, ended.errors
         metrics.append(without_times(read_metrics(run)))
         assert json.loads((run / "plan.json").read_text())["models"]["actor"]["train"]["dp_size"] == 2
