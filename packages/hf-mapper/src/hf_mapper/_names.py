@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
 from hf_protocols.similar_names import find_similar
 
@@ -14,5 +15,5 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
     """The error to raise for ``name``, which is none of ``known``; ``what`` says what it should have named."""
     names = sorted(known)
     if near := find_similar(name, names, most=3):
-        return ConfigError(f"{what} {name!r} is unknown; nearest: {', '.join(near)}")
-    return ConfigError(f"{what} {name!r} is unknown; known: {', '.join(names) or 'none'}")
+        return ConfigError(f"{what} {show(name)} is unknown; nearest: {', '.join(near)}")
+    return ConfigError(f"{what} {show(name)} is unknown; known: {', '.join(names) or 'none'}")

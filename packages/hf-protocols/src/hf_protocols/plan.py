@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from hf_protocols._json import parse_json
-from hf_protocols.arguments import check_all, check_count, check_kind, check_name, show
+from hf_protocols.arguments import check_all, check_count, check_kind, check_name, shorten, show
 from hf_protocols.errors import HybridFlowError, PlanError
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 
@@ -125,7 +125,7 @@ class MappingPlan:
             raise PlanError(f"two pools share a name among {', '.join(names)}: pools never overlap")
         for role, model in self.models.items():
             if model.pool not in names:
-                raise PlanError(f"{role} runs on pool {show(model.pool)}, which is none of {', '.join(names)}")
+                raise PlanError(f"{shorten(role)} runs on pool {show(model.pool)}, which is none of {', '.join(names)}")
             slots = self.pool(model.pool).num_slots
             if model.train and model.train.world_size != slots:
                 raise PlanError(
@@ -269,7 +269,8 @@ def _read_models(place: str, value: Any) -> dict[str, ModelPlan]:
         "generation": partial(_read_sizes, GenerationSpec),
     }
     return {
-        role: _read(ModelPlan, f"{place}.{role}", model, **sizes) for role, model in _as_object(place, value).items()
+        role: _read(ModelPlan, f"{place}.{shorten(role)}", model, **sizes)
+        for role, model in _as_object(place, value).items()
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_algorithms.atomic_files import write_text
-from hf_protocols.arguments import show
+from hf_protocols.arguments import shorten_list, show
 from hf_protocols.errors import DataError
 
 __all__ = ["Row", "load_rows", "write_rows"]
@@ -92,7 +92,7 @@ def _row_of(record: Mapping[str, Any], fields: tuple[str, str], *, where: str) -
 
 def _text_of(record: Mapping[str, Any], field: str, *, knob: str, where: str) -> str:
     if field not in record:
-        there = ", ".join(map(repr, record)) or "none"
+        there = ", ".join(shorten_list([show(name) for name in record])) or "none"
         raise DataError(f"{where} has no field {show(field)}; its fields are {there}. Set {knob}")
     value = record[field]
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
@@ -117,9 +117,8 @@ def _kind(value: object) -> str:
     return {bool: "boolean", int: "number", float: "number", str: "string", list: "array"}.get(type(value), "object")
 
 
-def _excerpt(line: bytes, width: int = 60) -> str:
-    text = line.decode("utf-8", errors="replace").strip()
-    return repr(text if len(text) <= width else text[: width - 3] + "...")
+def _excerpt(line: bytes) -> str:
+    return show(line.decode("utf-8", errors="replace").strip())
 
 
 def _reason(error: OSError) -> str:

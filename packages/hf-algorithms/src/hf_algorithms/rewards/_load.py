@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError
 from hf_protocols.similar_names import find_similar
 
@@ -38,7 +39,7 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
     module_name, colon, function_name = name.partition(":")
     if not (colon and all(part.isidentifier() for part in [*module_name.split("."), function_name])):
         raise ConfigError(
-            f"{name!r} names no function: write module:function, such as hf_algorithms.rewards:exact_match"
+            f"{show(name)} names no function: write module:function, such as hf_algorithms.rewards:exact_match"
         )
     folders = list(dict.fromkeys(str(Path(folder).resolve()) for folder in search_path))
     module = _import(module_name, folders, name)
@@ -46,7 +47,7 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
     if not callable(function):
         found = "is no function" if hasattr(module, function_name) else "does not exist"
         hint = _nearest(function_name, _public_functions(module))
-        raise ConfigError(f"{name!r}: {function_name} {found} in {module.__file__ or module_name}. {hint}")
+        raise ConfigError(f"{show(name)}: {shorten(function_name)} {found} in {module.__file__ or module_name}. {hint}")
     return _with_neighbours(function, folders) if _find_in(folders, module_name) else function
 
 

@@ -52,11 +52,11 @@ def _as_list(answer: Any) -> list[Any] | None:
 def _checked(score: Any, index: int, sample: tuple[str, str, str], function: RewardFunction) -> float:
     problem = None
     if not isinstance(score, Real):
-        problem = f"{_shorten(repr(score))} ({type(score).__name__}), no number,"
+        problem = f"{show(score)} ({type(score).__name__}), no number,"
     elif not _is_finite(score):
-        problem = f"{score}, not a finite number,"
+        problem = f"{show(score)}, not a finite number,"
     if problem is not None:
-        prompt, response, answer = (repr(_shorten(text)) for text in sample)
+        prompt, response, answer = map(show, sample)
         raise RewardError(
             f"{_name(function)} answered {problem} for sample {index}: "
             f"prompt {prompt}, response {response}, answer {answer}"
@@ -84,7 +84,3 @@ def _describe_exception(function: RewardFunction, error: BaseException) -> str:
 def _name(function: RewardFunction) -> str:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     return f"the reward function {module}:{name}" if module and name else f"the reward function {show(function)}"
-
-
-def _shorten(text: str, width: int = 120) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."

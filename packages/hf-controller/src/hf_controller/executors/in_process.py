@@ -20,6 +20,7 @@ from hf_controller.transport import take_slices
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec, construct_worker
 from hf_controller.worker_group import WorkerGroup
 from hf_protocols import ConfigError, MethodSpec, PoolError, ProtocolError
+from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     from hf_controller.rank_host import RankHost
@@ -169,7 +170,7 @@ class InProcessExecutor(Executor):
     def __init__(self, *, device: str | None = None) -> None:
         super().__init__()
         if device is not None and not _DEVICE.fullmatch(str(device)):
-            raise ConfigError(f'device={device!r}: give "cpu", "cuda" or "cuda:0", or None for the pool\'s kind')
+            raise ConfigError(f'device={show(device)}: give "cpu", "cuda" or "cuda:0", or None for the pool\'s kind')
         self.call_timeout_s = 600.0
         self.trace = Trace()
         self._store = LocalStore()

@@ -12,7 +12,7 @@ from math import prod
 from numbers import Integral
 
 from hf_engine.resharding.boxes import Box
-from hf_protocols.arguments import check_count, check_kind, show
+from hf_protocols.arguments import check_count, check_kind, describe_names, show
 from hf_protocols.errors import ReshardError
 
 __all__ = ["DTYPE_BYTES", "BoxNumbers", "WeightLayout", "fsdp_layout", "replicated_layout", "spread_layout"]
@@ -144,7 +144,7 @@ def fsdp_layout(shapes: Mapping[str, Sequence[int]], ranks: Iterable[int], *, dt
     """
     members, full = _members(ranks), _full_shapes(shapes)
     if scalars := [name for name, shape in full.items() if not shape]:
-        raise ReshardError(f"FSDP shards dimension 0, which the scalars {scalars} do not have")
+        raise ReshardError(f"FSDP shards dimension 0, which the scalars {describe_names(scalars)} do not have")
     boxes = {}
     for index, rank in enumerate(members):
         chunks = {shape: (_chunk(shape, index, len(members)),) for shape in set(full.values())}
