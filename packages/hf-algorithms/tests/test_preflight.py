@@ -201,6 +201,18 @@ def test_a_prompt_above_the_context_has_key_file_and_line(build: Callable[..., C
     assert "Raise model.max_positions to at least 34, lower rollout.max_new_tokens to at most 2, or shorten" in error
 
 
+@pytest.mark.parametrize(("samples", "fits"), [(1, 768), (4, 2048)])
+def test_a_cache_has_room_for_the_longest_row(
+    build: Callable[..., Config], tmp_path: Path, samples: int, fits: int
+) -> None:
+    """64 bytes a token: 12 tokens of a test row once, or 8 of a training row for every sample."""
+    rollout = {"samples_per_prompt": samples}
+    check_run(build(rollout={**rollout, "options": {"cache_bytes": fits}}), tmp_path / "model")
+    error = str(refusal(build(rollout={**rollout, "options": {"cache_bytes": fits - 1}})))
+    assert error.startswith(f"rollout.options.cache_bytes = {fits - 1}: a row of ")
+    assert f"Raise it to at least {fits}" in error
+
+
 def test_a_set_that_stands_in_for_another_is_named_once(build: Callable[..., Config]) -> None:
     error = str(refusal(build({"train": ["1" * 40], "validation": [], "test": []})))
     assert error.count("line 1:") == 1
@@ -267,6 +279,7 @@ def test_every_problem_is_told_at_once(build: Callable[..., Config]) -> None:
     [
         ({"data": {"train": "absent.jsonl"}}, DataError),
         ({"rollout": {"backend": "nonsense"}}, BackendError),
+        ({"rollout": {"options": {"dtype": "nonsense", "cache_bytes": 1}}}, ConfigError),
         ({"training": {"backend": "nonsense"}}, BackendError),
         ({"optimizer": {"weight_decay": float("inf")}}, ConfigError),
     ],

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_algorithms.placement import MODEL_ROLES
-from hf_protocols import ConfigError
+from hf_engine import ChecksRows, load_rollout_backend
+from hf_protocols import BackendError, ConfigError
 
 if TYPE_CHECKING:
-    from hf_algorithms.config import Config
+    from hf_algorithms.config import Config, RolloutConfig
     from hf_algorithms.inputs import RunInputs
     from hf_algorithms.walk import PlannedCall
     from hf_protocols import MappingPlan
 
-__all__ = ["RowTokens", "check_calls", "check_context"]
+__all__ = ["RowTokens", "check_cache", "check_calls", "check_context"]
 
 _BATCH_KEYS = {
     "generation": "rollout.batch_size",
@@ -62,6 +63,24 @@ def check_context(config: Config, inputs: RunInputs) -> None:
         for data in (inputs.train, inputs.validation, inputs.test)
     ]
     _refuse(_find_long_rows(rows, _find_context(config, inputs), new))
+
+
+def check_cache(rollout: RolloutConfig, inputs: RunInputs) -> None:
+    """Refuse options of the rollout backend that have no room for a row; others must have been found good before.
+
+    Raises:
+        ConfigError: naming the option and what is needed.
+    """
+    backend = load_rollout_backend(rollout.backend)
+    if not issubclass(backend, ChecksRows):
+        return
+    held_out = max(inputs.validation.max_prompt_tokens, inputs.test.max_prompt_tokens)
+    for prompt, samples in ((inputs.train.max_prompt_tokens, rollout.samples_per_prompt), (held_out, 1)):
+        try:
+            tokens = prompt + rollout.max_new_tokens
+            backend.check_row(rollout.options, inputs.model.shape, tokens=tokens, samples=samples)
+        except BackendError as error:
+            raise ConfigError(f"rollout.options.{error}") from None
 
 
 def check_calls(config: Config, plan: MappingPlan, calls: Sequence[PlannedCall], *, is_given: bool) -> None:

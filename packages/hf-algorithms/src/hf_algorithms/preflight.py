@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_algorithms.budgets import check_calls, check_context
+from hf_algorithms.budgets import check_cache, check_calls, check_context
 from hf_algorithms.inputs import RunInputs, load_model, load_row_sets, tokenize_inputs
 from hf_algorithms.placement import (
     check_batches,
@@ -67,6 +67,7 @@ def check_run(
             inputs = tokenize_inputs(config.data, rows, model)
             check_context(config, inputs)
     problems.refuse()
+    check_cache(config.rollout, inputs)
     found = plan or plan_placement(config, model.shape, prompt_tokens=inputs.train.max_prompt_tokens)
     check_plan(config, found, model.shape)
     check_calls(config, found, walk_calls(config, found, inputs), is_given=plan is not None)

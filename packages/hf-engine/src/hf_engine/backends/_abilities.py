@@ -17,6 +17,7 @@ __all__ = [
     "AdoptsWeights",
     "ChecksLayout",
     "ChecksOptions",
+    "ChecksRows",
     "DrawsItself",
     "FormsReplicas",
     "HoldsPadding",
@@ -203,5 +204,25 @@ class SupportsModelCheck(Protocol):
 
         Raises:
             BackendError: naming what the backend does not run, and what to choose.
+        """
+        ...
+
+
+@runtime_checkable
+class ChecksRows(Protocol):
+    """A rollout backend that knows from its class alone which rows its options have no room for."""
+
+    @classmethod
+    def check_row(cls, options: Mapping[str, Any], shape: ModelShape, *, tokens: int, samples: int) -> None:
+        """Refuses a row that `generate` refuses on any machine.
+
+        Args:
+            options: as `ChecksOptions` has them.
+            shape: of the model.
+            tokens: of the longest prompt and `max_new_tokens`.
+            samples: of each prompt.
+
+        Raises:
+            BackendError: naming the option and what is needed.
         """
         ...

@@ -35,12 +35,14 @@ from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
 from hf_engine.resharding.moving import hold_training_weights, storage_bytes
 from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.models import ModelShape
 from hf_protocols.positions import compute_positions
 from hf_protocols.topology import GenerationSpec, Topology
 
 __all__ = ["TransformersBackend"]
 
 _ATTENTION = {DynamicLayer, DynamicSlidingWindowLayer}
+_DEFAULT_CACHE_BYTES = 4 << 30
 
 
 class TransformersBackend:
@@ -93,7 +95,7 @@ class TransformersBackend:
         check_rollout_arguments(topology, seed)
         check_dtype(dtype)
         if cache_fraction is None and cache_bytes is None:
-            cache_bytes = 4 << 30
+            cache_bytes = _DEFAULT_CACHE_BYTES
         cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
         generation = topology.generation
         if generation is not None and generation != cls.largest_generation:
@@ -120,6 +122,21 @@ class TransformersBackend:
         """Refuses a configuration that transformers cannot build, or other layers than attention's."""
         del on_cpu
         _check_layers(build_without_memory(model))
+
+    @classmethod
+    def check_row(cls, options: Mapping[str, Any], shape: ModelShape, *, tokens: int, samples: int) -> None:
+        """Refuses a row whose keys and values are above `cache_bytes`; see `ChecksRows`."""
+        given = options.get("cache_bytes")
+        if given is None and options.get("cache_fraction") is not None:
+            return  # a share of a machine's memory
+        cache_bytes = _DEFAULT_CACHE_BYTES if given is None else given
+        item_bytes = getattr(torch, options.get("dtype", "float32")).itemsize
+        token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item_bytes
+        if (row_bytes := tokens * samples * token_bytes) > cache_bytes:
+            raise BackendError(
+                f"cache_bytes = {cache_bytes}: a row of {tokens} tokens x {samples} samples needs {row_bytes} bytes of "
+                f"keys and values. Raise it to at least {row_bytes}, or lower n or max_new_tokens"
+            )
 
     @property
     def weight_version(self) -> int:
