@@ -40,7 +40,7 @@ def test_every_iteration_generates_from_its_weights(
     load_inputs(load_config(small_config, sizes), initial)
     with LocalServer(engine, initial) as server:
         changes = [f"model.path={initial}", "rollout.backend=server", f"rollout.options.urls=['{server.url}']"]
-        changes += ["optimizer.actor_learning_rate=1e-2", "warm_start.max_steps=0"]
+        changes += [*sizes, "optimizer.actor_learning_rate=1e-2", "warm_start.max_steps=0"]
         outcome = hybridflow("train", small_config, *(part for change in changes for part in ("--set", change)))
         assert outcome.exit_code == 0, outcome.errors
         last = identify(Connection(server.url, connect_timeout_s=10, timeout_s=60), "float32")

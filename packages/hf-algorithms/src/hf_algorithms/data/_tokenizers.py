@@ -116,9 +116,9 @@ def _check_files(directory: Path, name: str) -> None:
     def is_there(file: str) -> bool:
         return (directory / file).exists() or (directory / file).is_symlink()
 
-    if not any(map(is_there, _VOCABULARIES)):
-        raise ModelError(f"{name}: holds no tokenizer. Set model.tokenizer to a directory with one")
     try:
+        if not any(map(is_there, _VOCABULARIES)):
+            raise ModelError("holds no tokenizer. Set model.tokenizer to a directory with one")
         for file in filter(is_there, _READ_AS_JSON):
             read_json_object(ModelError, directory / file, name=file)
         for file in filter(is_there, _READ_AS_THEY_ARE):

@@ -25,11 +25,11 @@ def errors_of(library: str, what: str, *, advice: str = "") -> Iterator[None]:
         advice: a sentence, what to do.
 
     Raises:
-        ModelError: of everything but errors of HybridFlow, a missing library, and what ends a program.
+        ModelError: of everything but errors of HybridFlow and what ends a program.
     """
     try:
         yield
-    except (HybridFlowError, ModuleNotFoundError):
+    except HybridFlowError:
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":

@@ -137,12 +137,12 @@ def _check_layers(model: ModelDirectory) -> None:
     surplus = sorted(layer for layer in held if layer >= stated + model.num_extra_layers)
     if surplus:
         raise model.refusal(
-            f"its files hold layers {_span(surplus)} beyond num_hidden_layers = {stated} of its config.json: they "
+            f"its files hold {_span(surplus)} beyond num_hidden_layers = {stated} of its config.json: they "
             f"would be cut off. Set num_hidden_layers to {max(held) + 1}, or give a whole directory of one model"
         )
     if missing := sorted({*range(stated)} - held):
         raise model.refusal(
-            f"its files lack layers {_span(missing)} of the {stated} that its config.json states (num_hidden_layers). "
+            f"its files lack {_span(missing)} of the {stated} that its config.json states (num_hidden_layers). "
             "Give a whole directory of one model"
         )
 
@@ -224,6 +224,8 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _span(layers: Sequence[int]) -> str:
+    if len(layers) == 1:
+        return f"layer {layers[0]}"
     if len(layers) > 2 and layers[-1] - layers[0] == len(layers) - 1:
-        return f"{layers[0]} to {layers[-1]}"
-    return _names([str(layer) for layer in layers])
+        return f"layers {layers[0]} to {layers[-1]}"
+    return f"layers {_names([str(layer) for layer in layers])}"

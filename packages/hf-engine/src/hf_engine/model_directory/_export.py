@@ -21,7 +21,9 @@ def describe_export(config: Mapping[str, Any], *, dtype: str, vocab_size: int, t
         ties_embeddings: whether the output layer is the embedding, and no tensor of its own.
     """
     written = {key: value for key, value in config.items() if key not in _STALE}
-    written |= {"dtype": dtype, "vocab_size": vocab_size, "tie_word_embeddings": ties_embeddings}
+    written |= {"dtype": dtype, "tie_word_embeddings": ties_embeddings}
+    if "text_config" not in written:
+        written["vocab_size"] = vocab_size
     if written.get("num_nextn_predict_layers"):
         written["num_nextn_predict_layers"] = 0
     return written
