@@ -63,7 +63,8 @@ class Watchdog:
         """
         if self._process is not None:
             process, self._process = self._process, None
-            process.communicate(_KEEP_LOGS if keeps_logs else _CLOSED, timeout=_PATIENCE_S)
+            with suppress(subprocess.TimeoutExpired):  # it goes on by itself
+                process.communicate(_KEEP_LOGS if keeps_logs else _CLOSED, timeout=_END_S)
 
 
 def find_sessions(temp_dir: str, program: int, since: str) -> list[str]:
@@ -109,7 +110,7 @@ def _await_last_word(program: int) -> bytes | None:
 
 def _end(temp_dir: str, program: int, since: str, *, kills: bool) -> None:
     """Wait until the cluster has no process, and remove its folders."""
-    deadline_s = time.monotonic() + (_PATIENCE_S if kills else _END_S)
+    deadline_s = time.monotonic() + _PATIENCE_S
     num_empty = 0
     while time.monotonic() < deadline_s and num_empty < 2:
         members = list(_members(find_sessions(temp_dir, program, since), program))
