@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def test_a_callable_that_takes_three_lists_is_accepted(monkeypatch: pytest.Monke
         (functools.partial(waits), "is an async function"),
         (Waiter(), "is an async function"),
         (yields, "yields. Return a list"),
-        (Scorer, "is a class. Name an instance"),
+        (Scorer, "is a class. Name a function, or an instance"),
     ],
 )
 def test_another_signature_is_refused_by_its_key(
@@ -173,6 +174,12 @@ def leave(answer: str) -> None:
 )
 def test_a_users_own_check_is_asked(monkeypatch: pytest.MonkeyPatch, checker: Any, says: str) -> None:
     with pytest.raises(DataError, match=f"^train.jsonl, line 1: the answer '1' cannot be read by .*: .*{says}"):
+        check(monkeypatch, answers_checked_by(checker)(lambda prompts, responses, answers: [1.0]))
+
+
+@pytest.mark.parametrize("checker", [int, float, Decimal])
+def test_a_class_may_check_answers(monkeypatch: pytest.MonkeyPatch, checker: Any) -> None:
+    with pytest.raises(DataError, match=r"^train.jsonl, line 2: the answer '#### 2' cannot be read by"):
         check(monkeypatch, answers_checked_by(checker)(lambda prompts, responses, answers: [1.0]))
 
 

@@ -57,6 +57,8 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
         except ConfigError as error:
             raise ConfigError(f"{key} = {error}") from error
         what = f"{key} = {name!r}"
+        if isinstance(function, type):
+            raise ConfigError(f"{what} is a class. Name a function, or an instance with a method __call__")
         _check_call(what, function, ("prompts", "responses", "answers"))
         if isinstance(function, SupportsAnswerCheck):
             _check_call(f"{what}: check_answer", function.check_answer, ("answer",))
@@ -69,8 +71,6 @@ def _check_call(what: str, function: object, arguments: tuple[str, ...]) -> None
     wanted = f"({', '.join(arguments)})"
     if not callable(function):
         raise ConfigError(f"{what} is {show(function)}, not a function. Write it as def f{wanted}")
-    if isinstance(function, type):
-        raise ConfigError(f"{what} is a class. Name an instance with a method __call__{wanted}, or a function")
     for called in (function, getattr(function, "__call__", None)):  # noqa: B004 - the method of an instance
         if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
             raise ConfigError(f"{what} is an async function. Make it a plain one: def f{wanted}")
