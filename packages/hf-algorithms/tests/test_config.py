@@ -133,9 +133,9 @@ def with_path(key: str, path: str) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("key", PATHS)
 def test_a_path_begins_at_the_home_directory(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("HOME", "/ada")
     section, _, name = key.partition(".")
-    for given, expanded in (("~/runs", "/home/ada/runs"), ("~", "/home/ada"), ("./~x", "./~x"), ("a~b", "a~b")):
+    for given, expanded in (("~/runs", "/ada/runs"), ("~", "/ada"), ("./~x", "./~x"), ("a~b", "a~b")):
         config = parse_config(with_path(key, given))
         assert getattr(getattr(config, section), name) == expanded
         assert parse_config(tomllib.loads(format_toml(config))) == config
