@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
+from hf_algorithms import machine
 from hf_algorithms.config import parse_config
 from hf_algorithms.machine import check_machine
 from hf_protocols import ConfigError, MachinePlan, MappingPlan, PoolPlan
@@ -16,12 +16,13 @@ from hf_protocols import ConfigError, MachinePlan, MappingPlan, PoolPlan
 
 def plan_of(kind: str, slots: int) -> MappingPlan:
     pools = {"models": (kind, slots), "reward": ("cpu", 1), "advantage": ("cpu", 1)}
-    machines = {name: (MachinePlan(gpu_kind=kind, slots=slots),) for name, (kind, slots) in pools.items()}
-    return MappingPlan(pools=tuple(PoolPlan(name=name, machines=of) for name, of in machines.items()), models={})
+    held = {name: (MachinePlan(gpu_kind=kind, slots=slots),) for name, (kind, slots) in pools.items()}
+    return MappingPlan(pools=tuple(PoolPlan(name=name, machines=of) for name, of in held.items()), models={})
 
 
 def check(monkeypatch: pytest.MonkeyPatch, plan: MappingPlan, *, gib: float, devices: int = 0, **sections: Any) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=int(gib * 2**30)))
+    monkeypatch.setattr(machine, "read_machine_limits", lambda: SimpleNamespace(memory_bytes=int(gib * 2**30)))
+    monkeypatch.setattr(machine, "check_local_start", lambda num_ranks: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     check_machine(parse_config({"data": {"train": "rows.jsonl"}, **sections}), plan)

@@ -90,7 +90,8 @@ class _Problems:
 
     def refuse(self) -> None:
         """Raise what was found, if anything was."""
-        if len(self._found) == 1:
+        distinct = {str(error): error for error in reversed(self._found)}  # two checks may meet one fault
+        if len(distinct) == 1:
             raise self._found[0]
-        if self._found:
-            raise ConfigError("\n".join(dict.fromkeys(map(str, self._found))))
+        if distinct:
+            raise ConfigError("\n".join(reversed(distinct)))
