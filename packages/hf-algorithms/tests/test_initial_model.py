@@ -115,6 +115,13 @@ def test_json_that_is_no_file_is_one_line(model, tmp_path, name) -> None:
     assert "a link to a file that does not exist" in refusal(model, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "merges.txt"])
+def test_pipe_in_the_place_of_a_file_is_not_waited_for(model, tmp_path, name) -> None:
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    assert f": {name} cannot be read: it is a device or a pipe" in refusal(model, tmp_path)
+
+
 TOKENIZERS: dict[str, tuple[str, Any]] = {
     "unheard model": ("model", {"type": "Unheard"}),
     "no type": ("model", {}),

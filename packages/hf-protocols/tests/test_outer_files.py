@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_protocols import ConfigError, ModelShape
-from hf_protocols.outer_files import describe_stand_in, read_json_object
+from hf_protocols.outer_files import check_is_itself, describe_stand_in, read_json_object
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12\n"
 
@@ -43,8 +43,10 @@ def test_stand_in_is_known_by_its_first_bytes(head: bytes, told: str | None) -> 
 
 def test_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ConfigError, match=r"config\.json cannot be read: it is a device or a pipe"):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/config\.json cannot be read: it is a device or a pipe"):
         ModelShape.from_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"^it cannot be read: it is a device or a pipe$"):
+        check_is_itself(ConfigError, tmp_path / "config.json", name="it")
 
 
 def test_pointer_in_the_place_of_a_config_is_named(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from hf_protocols._json import parse_json
 from hf_protocols.errors import HybridFlowError
 
-__all__ = ["HEAD_BYTES", "describe_stand_in", "read_json_object"]
+__all__ = ["HEAD_BYTES", "check_is_itself", "describe_stand_in", "read_json_object"]
 
 HEAD_BYTES = 512
 """As many bytes of a file as `describe_stand_in` wants to see."""
@@ -41,6 +41,20 @@ def describe_stand_in(head: bytes) -> str | None:
     return next((what for magic, what in _OTHERS.items() if head.startswith(magic)), None)
 
 
+def check_is_itself(error: type[HybridFlowError], file: Path, *, name: str | None = None) -> None:
+    """Refuses a file that is absent, no regular file, or a stand-in, by its first bytes.
+
+    Args:
+        error: what is raised.
+        file: to look at.
+        name: of the file in messages; its path by default.
+
+    Raises:
+        error: naming what lies there instead.
+    """
+    _read(error, file, name or str(file), HEAD_BYTES)
+
+
 def read_json_object(error: type[HybridFlowError], file: Path, *, name: str | None = None) -> dict[str, Any]:
     """The JSON object that a UTF-8 file holds.
 
@@ -53,19 +67,7 @@ def read_json_object(error: type[HybridFlowError], file: Path, *, name: str | No
         error: if the file is absent, no regular file, a stand-in for the file itself, or holds something else.
     """
     shown = name or str(file)
-    try:
-        if not file.exists() and not file.is_symlink():
-            raise error(f"{shown} does not exist")
-        if file.exists() and not file.is_file():  # a pipe would be waited for
-            raise error(f"{shown} cannot be read: it is a {'directory' if file.is_dir() else 'device or a pipe'}")
-        text = file.read_bytes()
-    except FileNotFoundError:
-        raise error(f"{shown} cannot be read: it is a link to a file that does not exist. Fetch it again") from None
-    except (OSError, ValueError) as reason:  # a ValueError for a path that holds a NUL
-        why = reason.strerror if isinstance(reason, OSError) else reason
-        raise error(f"{shown[:300]} cannot be read: {why}") from None
-    if (stand_in := describe_stand_in(text[:HEAD_BYTES])) is not None:
-        raise error(f"{shown} {stand_in}")
+    text = _read(error, file, shown)
     wrong = f"{shown} is no JSON"
     try:
         decoded = text.decode("utf-8")
@@ -75,6 +77,29 @@ def read_json_object(error: type[HybridFlowError], file: Path, *, name: str | No
     if not isinstance(body, dict):
         raise error(f"{shown} holds no JSON object, but {_KINDS.get(type(body), 'a number')}")
     return body
+
+
+def _read(error: type[HybridFlowError], file: Path, shown: str, most: int = -1) -> bytes:
+    try:
+        is_there = file.exists()
+        if is_there and file.is_file():
+            with file.open("rb") as opened:
+                content = opened.read(most)
+        else:  # a pipe would be waited for
+            content = None
+            is_link, is_directory = file.is_symlink(), file.is_dir()
+    except (OSError, ValueError) as reason:  # a ValueError for a path that holds a NUL
+        why = reason.strerror if isinstance(reason, OSError) else reason
+        raise error(f"{shown[:300]} cannot be read: {why}") from None
+    if content is None:
+        if is_there:
+            raise error(f"{shown} cannot be read: it is a {'directory' if is_directory else 'device or a pipe'}")
+        if is_link:
+            raise error(f"{shown} cannot be read: it is a link to a file that does not exist. Fetch it again")
+        raise error(f"{shown} does not exist")
+    if (stand_in := describe_stand_in(content[:HEAD_BYTES])) is not None:
+        raise error(f"{shown} {stand_in}")
+    return content
 
 
 _KINDS: dict[type, str] = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_protocols.errors import ConfigError, ModelError
-from hf_protocols.outer_files import HEAD_BYTES, describe_stand_in, read_json_object
+from hf_protocols.outer_files import check_is_itself, read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -122,10 +122,7 @@ def _check_files(directory: Path, name: str) -> None:
         for file in filter(is_there, _READ_AS_JSON):
             read_json_object(ModelError, directory / file, name=file)
         for file in filter(is_there, _READ_AS_THEY_ARE):
-            with (directory / file).open("rb") as opened:
-                stand_in = describe_stand_in(opened.read(HEAD_BYTES))
-            if stand_in is not None:
-                raise ModelError(f"{file} {stand_in}")
+            check_is_itself(ModelError, directory / file, name=file)
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
     except OSError as error:
