@@ -284,7 +284,7 @@ def mistake_on_rank_1(rank):
         doubled,
         3,
         {},
-        r"the target tensors of rank 1 .*'embed' has dtypes \['float64'\], the layout",
+        r"the target tensors of rank 1 .*all 4 are float64, but the layout",
     )
     yield held, {**wanted, "head": [None]}, 3, {}, r"'head' is \[None\]: give one tensor per box"
     yield None, wanted, 3, {}, "the source tensors of rank 1 are None: give a mapping"
