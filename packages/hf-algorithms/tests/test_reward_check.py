@@ -199,3 +199,21 @@ def test_a_long_answer_is_cut_in_the_message() -> None:
     with pytest.raises(DataError) as caught:
         check_rewards(config, {"train": [Row("p", "x" * 5000)]})
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ("async def f(prompts, responses, answers): return []", "is an async function"),
+        ("def f(prompts, responses, answers): yield 0.0", "yields"),
+        ("class f:\n    def __init__(self, a, b, c): pass", "is a class"),
+        ("def f(prompts, responses): return []", "too many positional arguments"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+    ],
+)
+def test_function_of_a_users_folder_is_seen_as_written(tmp_path: Any, source: str, part: str) -> None:
+    """The loader wraps it, so that its imports are found."""
+    (tmp_path / "own_rewards.py").write_text(source + "\n")
+    config = parse_config({"data": {"train": "rows.jsonl"}, "reward": {"function": "own_rewards:f"}})
+    with pytest.raises(ConfigError, match=rf"reward.function = 'own_rewards:f'.*{part}"):
+        check_rewards(config, {}, search_path=[str(tmp_path)])

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from hf_algorithms.rewards._load import load_function
+from hf_algorithms.rewards._load import get_users_function, load_function
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError
 
@@ -53,10 +53,10 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
     names = {config.reward.metric: "reward.metric", config.reward.function: "reward.function"}
     for name, key in reversed(names.items()):
         try:
-            function = load_function(name, search_path=search_path)
+            function = get_users_function(load_function(name, search_path=search_path))
         except ConfigError as error:
             raise ConfigError(f"{key} = {error}") from error
-        what = f"{key} = {name!r}"
+        what = f"{key} = {show(name)}"
         if isinstance(function, type):
             raise ConfigError(f"{what} is a class. Name a function, or an instance with a method __call__")
         _check_call(what, function, ("prompts", "responses", "answers"))

@@ -20,7 +20,7 @@ from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError
 from hf_protocols.similar_names import find_similar
 
-__all__ = ["load_function"]
+__all__ = ["get_users_function", "load_function"]
 
 
 def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Callable[..., Any]:
@@ -69,7 +69,7 @@ def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
         raise ConfigError(
             f"{name!r}: no module {missing!r} in {places}. {_nearest(module_name, _module_names(folders))}"
         ) from error
-    except Exception as error:  # whatever a user's module may raise is the user's to see
+    except (Exception, SystemExit) as error:  # whatever a user's module may raise is the user's to see
         raise ConfigError(_describe_failure(name, module_name, error)) from error
 
 
@@ -90,7 +90,14 @@ def _with_neighbours(function: Callable[..., Any], folders: list[str]) -> Callab
         with _last_on_path(folders):
             return function(*arguments, **options)
 
+    call.users_function = function  # type: ignore[attr-defined]
     return call
+
+
+def get_users_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What the user wrote, of a function that `load_function` returned."""
+    written: Callable[..., Any] = getattr(function, "users_function", function)
+    return written
 
 
 def _find_in(folders: list[str], module_name: str) -> ModuleSpec | None:
@@ -161,7 +168,7 @@ def _origin(spec: ModuleSpec | None) -> str | None:
     return spec.origin or str(list(spec.submodule_search_locations or ()))
 
 
-def _describe_failure(name: str, module_name: str, error: Exception) -> str:
+def _describe_failure(name: str, module_name: str, error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     text = "".join(traceback.format_exception_only(error)).strip()
     last = frames[-1]
