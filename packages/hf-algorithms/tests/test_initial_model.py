@@ -351,3 +351,10 @@ def test_reward_model_is_no_model_to_train(model, tmp_path) -> None:
     weights["score.weight"] = weights.pop("lm_head.weight")[:1].clone()
     save_file(weights, model / "model.safetensors")
     assert "is a reward model or sequence classifier: it holds 'score.weight'" in refusal(model, tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"cache_implementation": "nope"}, {"max_new_tokens": -1}])
+def test_generation_config_that_transformers_refuses_is_one_line(model, tmp_path, changes) -> None:
+    change(model / "generation_config.json", **changes)
+    message = refusal(model, tmp_path, backends=BACKENDS)
+    assert "its generation_config.json cannot be used: transformers says" in message

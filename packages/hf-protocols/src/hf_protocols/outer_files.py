@@ -81,6 +81,8 @@ def read_json_object(error: type[HybridFlowError], file: Path, *, name: str | No
 
 def _read(error: type[HybridFlowError], file: Path, shown: str, most: int = -1) -> bytes:
     try:
+        if "\0" in str(file):
+            raise ValueError("its name holds a NUL")
         is_there = file.exists()
         if is_there and file.is_file():
             with file.open("rb") as opened:
@@ -88,7 +90,7 @@ def _read(error: type[HybridFlowError], file: Path, shown: str, most: int = -1) 
         else:  # a pipe would be waited for
             content = None
             is_link, is_directory = file.is_symlink(), file.is_dir()
-    except (OSError, ValueError) as reason:  # a ValueError for a path that holds a NUL
+    except (OSError, ValueError) as reason:
         why = reason.strerror if isinstance(reason, OSError) else reason
         raise error(f"{shown[:300]} cannot be read: {why}") from None
     if content is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from hf_engine.backends._base import Head
 from hf_engine.backends._versions import TRANSFORMERS
@@ -67,6 +67,9 @@ def build_without_memory(files: ModelDirectory) -> Any:
         config = AutoConfig.from_pretrained(files.path, trust_remote_code=False)
         with torch.device("meta"):
             built: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    if files.generation_config:
+        with errors_of("transformers", f"{files.label}: its generation_config.json cannot be used"):
+            GenerationConfig.from_pretrained(files.path)
     _refuse_unused(files, built)
     return built
 
