@@ -63,7 +63,7 @@ def test_many_faults_of_one_kind_are_summed_up(weights, part):
 def test_checks_of_files_and_memory_are_summed_up_as_well():
     with pytest.raises(ReshardError, match=r"missing \['layer.0.weight', .*, and 23 more\]$"):
         _check_names({}, SHAPES)
-    with pytest.raises(ReshardError, match=r"has shape \(1,\), the config says \(4, 2\); and 23 more$"):
+    with pytest.raises(ReshardError, match=r"has shape \(1,\), the layout says \(4, 2\); and 23 more$"):
         _check_names(dict.fromkeys(SHAPES, (1,)), SHAPES)
     with pytest.raises(ReshardError, match=r"is on the meta device.*; and 23 more$"):
         check_readable({name: [torch.zeros(1, device="meta")] for name in SHAPES}, "the tensors")
