@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from forked_workers import forked_workers
 from hf_algorithms import cli
@@ -54,6 +55,8 @@ def small_config(tmp_path: Path, addition_data: Path) -> Path:
 @pytest.fixture
 def hybridflow(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
     """Run the command in this process, as a shell would."""
+    # The command says so before it imports transformers, which another test may have imported.
+    transformers.utils.logging.disable_progress_bar()
 
     def run(*arguments: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["hybridflow", *map(str, arguments)])

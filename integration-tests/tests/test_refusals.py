@@ -123,7 +123,7 @@ def test_a_refused_quickstart_leaves_an_earlier_one(
     words: tuple[str, ...],
     part: str,
 ) -> None:
-    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: type("Memory", (), {"total": 4 << 30}))
+    monkeypatch.setattr(machine, "read_machine_limits", lambda: type("Limits", (), {"memory_bytes": 4 << 30}))
     output = tmp_path / "deep" / "quick"
     outcome = hybridflow("quickstart", "--output", output, *words)
     assert outcome.exit_code == 2, outcome.errors

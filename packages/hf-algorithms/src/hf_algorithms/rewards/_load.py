@@ -67,7 +67,7 @@ def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
             raise ConfigError(_describe_failure(name, module_name, error)) from error
         places = ", ".join(folders) or "Python's path"
         raise ConfigError(
-            f"{name!r}: no module {missing!r} in {places}. {_nearest(module_name, _module_names(folders))}"
+            f"{show(name)}: no module {show(missing)} in {places}. {_nearest(module_name, _module_names(folders))}"
         ) from error
     except (Exception, SystemExit) as error:  # whatever a user's module may raise is the user's to see
         raise ConfigError(_describe_failure(name, module_name, error)) from error
@@ -172,7 +172,7 @@ def _describe_failure(name: str, module_name: str, error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     text = "".join(traceback.format_exception_only(error)).strip()
     last = frames[-1]
-    return f"{name!r}: importing {module_name} raised {text}\n  at {last.filename}:{last.lineno}: {last.line}"
+    return f"{show(name)}: importing {shorten(module_name)} raised {text}\n  at {last.filename}:{last.lineno}: {last.line}"
 
 
 def _module_names(folders: list[str]) -> list[str]:
