@@ -19,6 +19,7 @@ from hf_engine.model_directory import (
     read_model_directory,
 )
 from hf_protocols import BackendError, ConfigError, ModelError, ModelShape
+from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,11 +108,7 @@ def _check_sizes(config: ModelConfig, shape: ModelShape) -> None:
 
 
 def _label(key: str, value: str | None) -> str:
-    shown = repr(value)
-    return f"model.{key} = {shown if len(shown) <= _MOST_SHOWN else f'{shown[:_MOST_SHOWN]}...'}"
-
-
-_MOST_SHOWN = 80
+    return f"model.{key} = {show(value)}"
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, files: ModelDirectory, *, label: str) -> None:
@@ -131,7 +128,7 @@ def _check_backends(files: ModelDirectory, backends: Mapping[str, str], *, on_cp
             try:
                 backend.check_model(files, on_cpu=on_cpu)
             except BackendError as error:
-                raise ConfigError(f"{key} = {name!r}: {error}") from error
+                raise ConfigError(f"{key} = {show(name)}: {error}") from error
 
 
 def _build_tokenizer(config: ModelConfig, rows: Sequence[Row], directory: Path) -> str:

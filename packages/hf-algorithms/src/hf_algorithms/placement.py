@@ -223,7 +223,7 @@ def _check_generation(rollout: RolloutConfig, sizes: GenerationSpec) -> None:
     if largest and (sizes.gen_pp_size > largest.gen_pp_size or sizes.gen_tp_size > largest.gen_tp_size):
         raise PlanError(
             f"the plan's actor generates with gen_pp_size={sizes.gen_pp_size}, gen_tp_size={sizes.gen_tp_size}; "
-            f"rollout.backend = {rollout.backend!r} runs at most {largest.gen_pp_size} and {largest.gen_tp_size}. "
+            f"rollout.backend = {show(rollout.backend)} runs at most {largest.gen_pp_size} and {largest.gen_tp_size}. "
             "Choose another backend, or make the plan anew with hybridflow plan --json"
         )
 

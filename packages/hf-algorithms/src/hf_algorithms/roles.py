@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hf_protocols import ConfigError
+from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     from hf_controller import WorkerGroup
@@ -26,7 +27,7 @@ class Roles:
     def __getattr__(self, role: str) -> WorkerGroup:
         groups = self.__dict__.get("_groups", {})
         if role not in groups:
-            raise ConfigError(f"there is no role {role!r}: the plan has {', '.join(groups) or 'none'}")
+            raise ConfigError(f"there is no role {show(role)}: the plan has {', '.join(groups) or 'none'}")
         group: WorkerGroup = groups[role]
         return group
 

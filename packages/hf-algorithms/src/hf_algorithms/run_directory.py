@@ -13,6 +13,7 @@ from typing import Any
 
 from hf_algorithms.atomic_files import write_text
 from hf_protocols import ConfigError, HybridFlowError
+from hf_protocols.arguments import show
 
 __all__ = ["RunDirectory", "RunDirectoryError"]
 
@@ -74,7 +75,9 @@ class RunDirectory:
         for key, value in paths.items():
             resolved = Path(value).resolve() if value else None
             if resolved and any(resolved == each or each in resolved.parents for each in own if each.exists()):
-                raise ConfigError(f"{key}={value!r} belongs to the run that would be replaced: change run.output_dir")
+                raise ConfigError(
+                    f"{key}={show(value)} belongs to the run that would be replaced: change run.output_dir"
+                )
 
     def begin(self) -> None:
         """Make the directory and remove what an earlier run left; call it once the new run's inputs were found good.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_protocols import ConfigError, MachineLimits, read_machine_limits
+from hf_protocols.arguments import shorten, show
 
 __all__ = ["LocalCheck", "check_local_start", "find_temp_dir", "list_local_checks"]
 
@@ -79,7 +80,7 @@ def find_temp_dir() -> tuple[str, str]:
 
 def _check_temp_dir() -> LocalCheck:
     folder, variable = find_temp_dir()
-    name = f"{variable}={_cut(folder)!r}" if variable else folder
+    name = f"{variable}={show(folder)}" if variable else folder
     longest = _LONGEST_SOCKET_PATH - len(_SOCKET_IN_SESSION.format(pid=os.getpid()))
     if (length := len(os.fsencode(folder))) > longest:
         found = f"{length} bytes long, Ray's sockets leave at most {longest}"
@@ -99,7 +100,7 @@ def _check_home() -> LocalCheck:
         home = Path.home()
     except RuntimeError:
         return _refusal("HOME", "not set, and this user has no home: Ray keeps its token there", remedy)
-    name, token = f"HOME={_cut(str(home))!r}", home / ".ray" / "auth_token"
+    name, token = f"HOME={show(str(home))}", home / ".ray" / "auth_token"
     try:
         is_made = bool(token.read_text().strip())
     except FileNotFoundError:
@@ -148,11 +149,11 @@ def _find_why_not_writable(folder: Path) -> str:
     """Why a folder cannot be written to, or be made; empty if it can."""
     there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     if not there.is_dir():
-        return f"and {_cut(str(there))} is not a folder"
+        return f"and {shorten(str(there))} is not a folder"
     try:
         tempfile.TemporaryDirectory(dir=there).cleanup()
     except OSError as error:
-        return f"and {_cut(str(there))} cannot be written to: {_reason(error)}"
+        return f"and {shorten(str(there))} cannot be written to: {_reason(error)}"
     return ""
 
 
@@ -162,7 +163,3 @@ def _refusal(name: str, found: str, remedy: str) -> LocalCheck:
 
 def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."

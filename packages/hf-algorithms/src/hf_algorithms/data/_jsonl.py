@@ -102,7 +102,8 @@ def _text_of(record: Mapping[str, Any], field: str, *, knob: str, where: str) ->
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: field {show(field)} has half of a surrogate pair, {text[error.start]!r}, which is no character"
+            f"{where}: field {show(field)} has half of a surrogate pair, {show(text[error.start])}, which "
+            f"is no character"
         ) from error
     return text
 

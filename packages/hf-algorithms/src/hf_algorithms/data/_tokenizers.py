@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, ModelError
 from hf_protocols.outer_files import check_is_itself, read_json_object
 
@@ -40,7 +41,7 @@ def build_character_tokenizer(characters: str, directory: str | Path) -> PreTrai
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     if not characters or len(set(characters)) < len(characters):
-        raise ConfigError(f"characters={characters!r}: give every character of the vocabulary once")
+        raise ConfigError(f"characters={show(characters)}: give every character of the vocabulary once")
     vocabulary = {token: index for index, token in enumerate([_PAD, _EOS, _UNK, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

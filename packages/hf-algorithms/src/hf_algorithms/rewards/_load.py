@@ -172,7 +172,9 @@ def _describe_failure(name: str, module_name: str, error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     text = "".join(traceback.format_exception_only(error)).strip()
     last = frames[-1]
-    return f"{show(name)}: importing {shorten(module_name)} raised {text}\n  at {last.filename}:{last.lineno}: {last.line}"
+    return (
+        f"{show(name)}: importing {shorten(module_name)} raised {text}\n  at {last.filename}:{last.lineno}: {last.line}"
+    )
 
 
 def _module_names(folders: list[str]) -> list[str]:

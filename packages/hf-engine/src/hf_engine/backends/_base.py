@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
 
-from hf_protocols.arguments import check_count, check_kind, check_number
+from hf_protocols.arguments import check_count, check_kind, check_number, show
 from hf_protocols.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,15 +89,15 @@ class TrainConfig:
             check_kind(ConfigError, switch, getattr(self, switch), bool, "True or False")
         for name, known in (("dtype", ("float32", "bfloat16")), ("shard", ("root", "layer"))):
             if getattr(self, name) not in known:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: give {' or '.join(known)}")
+                raise ConfigError(f"{name}={show(getattr(self, name))}: give {' or '.join(known)}")
 
     def _check_schedule(self) -> None:
         if self.schedule not in ("constant", "linear", "cosine"):
-            raise ConfigError(f"schedule={self.schedule!r}: give constant or linear or cosine")
+            raise ConfigError(f"schedule={show(self.schedule)}: give constant or linear or cosine")
         check_count(ConfigError, "total_steps", self.total_steps, least=0)
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ConfigError(
-                f"schedule={self.schedule!r} with total_steps={self.total_steps}: give the steps of the whole run, "
+                f"schedule={show(self.schedule)} with total_steps={self.total_steps}: give the steps of the whole run, "
                 f"above warmup_steps={self.warmup_steps}"
             )
         check_number(ConfigError, "floor", self.floor, may_be_zero=True)
@@ -163,9 +163,9 @@ class SamplingParams:
         for text in self.stop_strings:
             check_kind(ConfigError, "a text in stop_strings", text, str, "strings")
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-                raise ConfigError(f"a text in stop_strings={text!r} has half a character, which no response has")
+                raise ConfigError(f"a text in stop_strings={show(text)} has half a character, which no response has")
         if "" in self.stop_strings:
-            raise ConfigError(f"stop_strings={self.stop_strings!r}: give no empty string, which would stop everything")
+            raise ConfigError("stop_strings: give no empty string, which would stop everything")
         if self.greedy and self.n > 1:
             raise ConfigError(f"n={self.n} with greedy=True: all samples would be equal")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_engine.backends._base import TrainConfig
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import ParallelSpec, Topology
 
@@ -18,7 +18,7 @@ def check_data_parallel(backend: str, sizes: ParallelSpec) -> None:
     """
     if sizes.world_size != sizes.dp_size or sizes.ep_size != 1:
         raise BackendError(
-            f"backend {backend!r} shards over data-parallel ranks only; got pp_size={sizes.pp_size}, "
+            f"backend {show(backend)} shards over data-parallel ranks only; got pp_size={sizes.pp_size}, "
             f"tp_size={sizes.tp_size}, cp_size={sizes.cp_size}, ep_size={sizes.ep_size}: set all four to 1"
         )
 
@@ -44,4 +44,4 @@ def check_train_arguments(topology: object, config: object, *, head: object, tra
     check_kind(BackendError, "config", config, TrainConfig, "a TrainConfig(learning_rate=...)")
     check_kind(BackendError, "trainable", trainable, bool, "True or False")
     if head not in ("lm", "value"):
-        raise BackendError(f"head={head!r}: give lm or value")
+        raise BackendError(f"head={show(head)}: give lm or value")

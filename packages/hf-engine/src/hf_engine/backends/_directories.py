@@ -95,7 +95,7 @@ def agree_on_directory(directory: Path, group: dist.ProcessGroup | None) -> None
     told = [""] * dist.get_world_size(group)
     dist.all_gather_object(told, str(directory.resolve()), group=group)
     if len({*told}) > 1:
-        given = ", ".join(f"rank {rank} {path!r}" for rank, path in enumerate(told))
+        given = ", ".join(f"rank {rank} {show(path)}" for rank, path in enumerate(told))
         raise BackendError(f"the ranks were given different directories ({given}): give all the same one")
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hf_engine.backends._base import Head, TrainConfig
 from hf_engine.backends._causal_lm import load_causal_lm, refuse_lacking
 from hf_engine.model_directory import VALUE_HEAD, ModelDirectory, errors_of
+from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 
 __all__ = [
@@ -82,7 +83,8 @@ def _require_compiler(device: str) -> None:
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         raise BackendError(
-            f"compile=True needs a torch.compile that works on {device!r}, which it does not: {reason}; install a C++ "
+            f"compile=True needs a torch.compile that works on {show(device)}, which it does not: {reason}; "
+            f"install a C++ "
             "compiler (CXX names it), or set compile=False"
         ) from error
 
@@ -128,6 +130,6 @@ def check_same_shapes(
     if differing := sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)):
         name = differing[0]
         raise BackendError(
-            f"{directory} holds another model: {len(differing)} parameters differ, such as {name!r}, which is "
+            f"{directory} holds another model: {len(differing)} parameters differ, such as {show(name)}, which is "
             f"{shapes.get(name, 'absent')} here and {found.get(name, 'absent')} there"
         )

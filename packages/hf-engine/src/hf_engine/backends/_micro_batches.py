@@ -11,6 +11,7 @@ import torch
 
 from hf_engine.backends._jagged import Ragged, read_ids, require_columns, to_jagged
 from hf_engine.resharding.digest import compute_digest
+from hf_protocols.arguments import show
 from hf_protocols.errors import BatchError
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class SequenceBatch:
                 if isinstance(column, torch.Tensor):
                     what = f"nested in layout {column.layout}"
                 raise BatchError(
-                    f"the column {name!r} is {what}: a loss reads dense tensors and jagged ones "
+                    f"the column {show(name)} is {what}: a loss reads dense tensors and jagged ones "
                     "(torch.nested.nested_tensor(rows, layout=torch.jagged)); leave it out, or give one of these"
                 )
             if column.is_nested:

@@ -14,6 +14,7 @@ import torch
 
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
+from hf_protocols.arguments import show
 from hf_protocols.errors import ReshardError
 
 __all__ = ["family_of", "layout_in_files", "stack_of", "tensors_in_files"]
@@ -109,7 +110,7 @@ def stack_of(own: torch.Tensor, views: Mapping[str, torch.Tensor], given: Mappin
     shifts = {tensor.storage_offset() - views[each].storage_offset() for each, tensor in given.items()}
     if given.keys() != views.keys() or len(shifts) > 1 or len({_storage_key(each) for each in given.values()}) > 1:
         raise ReshardError(
-            f"{name!r} shares its memory with the other experts of its layer, {len(views)} matrices, of which "
+            f"{show(name)} shares its memory with the other experts of its layer, {len(views)} matrices, of which "
             f"{len(given)} were given: give views of one tensor like weight_buffers()'s, for all of them at once"
         )
     if _storage_key(first) == _storage_key(own):

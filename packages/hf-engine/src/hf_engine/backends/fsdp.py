@@ -40,7 +40,7 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.plan import plan_reshard
-from hf_protocols.arguments import check_number
+from hf_protocols.arguments import check_number, show
 from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec, Topology
@@ -385,7 +385,9 @@ class FsdpBackend:
 
     def _require_head(self, head: Head, method: str) -> None:
         if self._head != head:
-            raise BackendError(f"{method} needs a model built with head={head!r}, this one has head={self._head!r}")
+            raise BackendError(
+                f"{method} needs a model built with head={show(head)}, this one has head={show(self._head)}"
+            )
 
     def _require_optimizer(self, method: str) -> ShardedAdamW:
         if self._optimizer is None:

@@ -34,6 +34,7 @@ from hf_engine.model_directory import ModelDirectory
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
 from hf_engine.resharding.moving import hold_training_weights, storage_bytes
+from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.positions import compute_positions
@@ -165,7 +166,9 @@ class TransformersBackend:
         for name, tensor in weights.items():
             given, wanted = _describe(tensor), _describe(self._buffers.get(name))
             if given != wanted:
-                raise ReshardError(f"{name!r} is {given}, the model's is {wanted}: give one like weight_buffers()'s")
+                raise ReshardError(
+                    f"{show(name)} is {given}, the model's is {wanted}: give one like weight_buffers()'s"
+                )
             parts[self._parameter_of[name]][name] = tensor
         used = {name: stack_of(self._own[name], self._views[name], each) for name, each in parts.items()}
         for name, tensor in used.items():

@@ -103,10 +103,10 @@ def _refuse_quantised(model: ModelDirectory) -> None:
         named = f"quant_method={method!r:.40}" if method else f"quantization_config={stated!r:.80}"
         raise model.refusal(f"is quantised ({named} in its config.json). {advice}")
     if packed := next((name for name in model.tensors if name.endswith(_QUANTISED)), None):
-        raise model.refusal(f"is quantised: it holds {packed!r}. {advice}")
+        raise model.refusal(f"is quantised: it holds {show(packed)}. {advice}")
     for name, tensor in model.tensors.items():
         if name.endswith((".weight", "_proj")) and tensor.dtype not in _TRAINABLE:
-            raise model.refusal(f"is quantised: {name!r} is stored as {tensor.dtype}. {advice}")
+            raise model.refusal(f"is quantised: {show(name)} is stored as {tensor.dtype}. {advice}")
 
 
 def _refuse_classifier(model: ModelDirectory, head: str) -> None:
@@ -114,10 +114,12 @@ def _refuse_classifier(model: ModelDirectory, head: str) -> None:
     if head == "value":
         found = [name for name in found if name != VALUE_HEAD]
     elif VALUE_HEAD in found:
-        raise model.refusal(f"is a critic: it holds {VALUE_HEAD!r} in the place of a head that predicts tokens. {_LM}")
+        raise model.refusal(
+            f"is a critic: it holds {show(VALUE_HEAD)} in the place of a head that predicts tokens. {_LM}"
+        )
     if found:
         raise model.refusal(
-            f"is a reward model or sequence classifier: it holds {found[0]!r} and cannot predict tokens. {_LM}"
+            f"is a reward model or sequence classifier: it holds {show(found[0])} and cannot predict tokens. {_LM}"
         )
     if _CLASSIFIER_CLASS.fullmatch(model.architecture) and _HEAD not in model.tensors:
         raise model.refusal(
@@ -183,7 +185,7 @@ def _check_parameters(model: ModelDirectory, expected: Mapping[str, tuple[int, .
         name = differing[0]
         raise model.refusal(
             f"holds other weights than its config.json says: {len(differing)} of {len(expected)} parameters differ, "
-            f"such as {name!r}, which is {held[name].shape} and must be {tuple(expected[name])}. Give a whole "
+            f"such as {show(name)}, which is {held[name].shape} and must be {tuple(expected[name])}. Give a whole "
             "directory of one model"
         )
 
@@ -197,7 +199,8 @@ def _check_embedding(model: ModelDirectory) -> None:
     stated, name = model.text_config.get("vocab_size"), model.embedding
     if name is not None and stated is not None and model.tensors[name].shape[0] != stated:
         raise model.refusal(
-            f"holds other weights than its config.json says: {name!r} is {model.tensors[name].shape}, vocab_size is "
+            f"holds other weights than its config.json says: {show(name)} is {model.tensors[name].shape}, "
+            f"vocab_size is "
             f"{stated}. Give a whole directory of one model"
         )
 
@@ -206,7 +209,8 @@ def _check_tied(model: ModelDirectory) -> None:
     head, embedding = model.tensors[_HEAD], model.tensors[_EMBEDDING]
     if not _are_equal(head, embedding):
         raise model.refusal(
-            f"config.json ties {_HEAD!r} to {_EMBEDDING!r}, but the weights hold another one. Set tie_word_embeddings "
+            f"config.json ties {show(_HEAD)} to {show(_EMBEDDING)}, but the weights hold another one. Set "
+            f"tie_word_embeddings "
             "to false, or leave the head out of the files"
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 from hf_engine.model_directory._headers import StoredTensor
 from hf_engine.model_directory._paths import find_model, label_of
 from hf_engine.model_directory._weight_files import has_weights, read_tensors, refuse_other_kinds
+from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, ModelError
 from hf_protocols.models import ModelShape
 from hf_protocols.outer_files import read_json_object
@@ -46,7 +47,7 @@ class ModelDirectory:
         for key in _SIZES:
             size = self.text_config.get(key)
             if size is not None and (type(size) is not int or not 1 <= size <= _MOST):
-                shown = f"{size!r}" if len(repr(size)) <= 80 else f"{size!r:.80}..."
+                shown = f"{show(size)}" if len(repr(size)) <= 80 else f"{size!r:.80}..."
                 limit = f"it must be at least 1 and at most {_MOST}" if type(size) is int else "give a whole number"
                 raise self.refusal(f"has {key}={shown} in its config.json; {limit}")
         if self.dtype not in _DTYPES:

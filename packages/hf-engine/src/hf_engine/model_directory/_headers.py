@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_protocols.arguments import show
 from hf_protocols.errors import ModelError
 from hf_protocols.outer_files import HEAD_BYTES, describe_stand_in
 
@@ -94,7 +95,7 @@ def _parse(name: str, text: bytes) -> dict[str, Mapping[str, Any]]:
         body = dict(pairs)
         if len(body) < len(pairs):
             twice = next(key for index, (key, _) in enumerate(pairs) if key in dict(pairs[:index]))
-            raise ModelError(f"{name} cannot be read: its header names {twice!r} twice. Fetch it again")
+            raise ModelError(f"{name} cannot be read: its header names {show(twice)} twice. Fetch it again")
         return body
 
     try:

@@ -87,7 +87,7 @@ def _refuse_file(path: Path, name: str) -> None:
 
 def _why_absent(text: str) -> str:
     if text != text.strip():
-        return f"no such directory; the value begins or ends with a blank. Did you mean {text.strip()!r}?"
+        return f"no such directory; the value begins or ends with a blank. Did you mean {show(text.strip())}?"
     return "no such directory"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hf_engine.model_directory._headers import StoredTensor, read_header
+from hf_protocols.arguments import show
 from hf_protocols.errors import ModelError
 from hf_protocols.outer_files import read_json_object
 
@@ -44,12 +45,15 @@ def read_tensors(directory: Path) -> dict[str, StoredTensor]:
     for path in find_weight_files(directory):
         for name, tensor in read_header(path).items():
             if name in found:
-                raise ModelError(f"{name!r} is stored twice, in {found[name].path.name} and {path.name}. Remove one")
+                raise ModelError(
+                    f"{show(name)} is stored twice, in {found[name].path.name} and {path.name}. Remove one"
+                )
             found[name] = tensor
     indexed = {} if (directory / WHOLE).is_file() else read_index(directory)
     if lost := sorted(name for name, file in indexed.items() if name not in found or found[name].path.name != file):
         raise ModelError(
-            f"{INDEX} names {lost[0]!r} in {indexed[lost[0]]}, which lacks it or lies elsewhere ({len(lost)} such). "
+            f"{INDEX} names {show(lost[0])} in {indexed[lost[0]]}, which lacks it or lies elsewhere "
+            f"({len(lost)} such). "
             "Give a whole directory of one model"
         )
     return found

@@ -123,7 +123,7 @@ class WeightLayout:
             raise ReshardError(f"names={show(names)}: give a list of parameters' names")
         for name in names:
             if not isinstance(name, str) or name not in self.shapes:
-                known = f"the layout's {len(self.shapes)} parameters, such as {next(iter(self.shapes), None)!r}"
+                known = f"the layout's {len(self.shapes)} parameters, such as {show(next(iter(self.shapes), None))}"
                 raise ReshardError(f"names holds {show(name)}, which is none of {known}")
 
     def held_bytes(self, rank: int) -> int:

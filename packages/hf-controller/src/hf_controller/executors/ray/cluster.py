@@ -24,6 +24,7 @@ from hf_controller.executors.ray.watchdog import Watchdog
 from hf_controller.local_start import check_local_start, find_temp_dir
 from hf_controller.signals import shielded
 from hf_protocols import PoolError, read_machine_limits
+from hf_protocols.arguments import show
 
 __all__ = ["Cluster"]
 
@@ -130,10 +131,11 @@ def _join(address: str, options: dict[str, Any]) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_TIMEOUT_S).close()
         ray.init(address=address, **options)
     except ValueError as error:
-        raise PoolError(f"Ray joins no cluster with address={address!r}: {error}") from error
+        raise PoolError(f"Ray joins no cluster with address={show(address)}: {error}") from error
     except Exception as error:  # the border to Ray, which raises whatever its client does
         raise PoolError(
-            f"cannot connect to a Ray cluster at {address!r} ({_in_one_line(error.__cause__ or error)}): start it with "
+            f"cannot connect to a Ray cluster at {show(address)} "
+            f"({_in_one_line(error.__cause__ or error)}): start it with "
             "`ray start --head`, give the address that it prints, and set RAY_AUTH_MODE and its token alike here and "
             "there"
         ) from error

@@ -33,7 +33,7 @@ from hf_controller.trace import Trace
 from hf_controller.worker import WorkerSpec
 from hf_controller.worker_group import WorkerGroup
 from hf_protocols import ConfigError, MethodSpec, PoolError, ProtocolError
-from hf_protocols.arguments import check_count, check_kind, check_seconds
+from hf_protocols.arguments import check_count, check_kind, check_seconds, show
 
 __all__ = ["RayExecutor"]
 
@@ -160,11 +160,12 @@ class RayExecutor(Executor):
             raise ProtocolError(f"{first.role} and {second.role} share their processes: they have one group already")
         if first.pool is second.pool:
             raise ProtocolError(
-                f"{first.role} and {second.role} stand on one pool ({first.pool.name!r}) and take turns, so they never "
+                f"{first.role} and {second.role} stand on one pool ({show(first.pool.name)}) and take "
+                f"turns, so they never "
                 "meet in a collective: give each a pool of its own, or fuse them (fused=True)"
             )
         if first.role == second.role:
-            raise ProtocolError(f"both groups have the role {first.role!r}, which tells a connection's sides apart")
+            raise ProtocolError(f"both groups have the role {show(first.role)}, which tells a connection's sides apart")
         for group, host_set in zip((first, second), host_sets, strict=True):
             host_set.check_connection(group.role, name)
         nodes = self._occupied[first.pool].placed.nodes | self._occupied[second.pool].placed.nodes
@@ -294,7 +295,7 @@ class RayExecutor(Executor):
         ended = ", ".join(role for host_set in host_sets for role in host_set.roles) or "no group"
         stand = ", ".join(role for host_set in left for role in host_set.roles)
         others = f"its other groups stand: {stand}" if stand else "it has no other group and gave its slots back"
-        return f"on pool {pool.name!r} was ended: {ended}; {others}. build_groups(...) builds on it again"
+        return f"on pool {show(pool.name)} was ended: {ended}; {others}. build_groups(...) builds on it again"
 
     def _close(self, *, orderly: bool, keeps_logs: bool = False) -> None:
         if self._closed:
@@ -368,7 +369,8 @@ class RayExecutor(Executor):
     def _host_set_of(self, group: WorkerGroup) -> HostSet:
         if group not in self._host_sets:
             raise PoolError(
-                f"group {group.role!r} is closed: its pool {group.pool.name!r} was released, or it could not be built"
+                f"group {show(group.role)} is closed: its pool {show(group.pool.name)} was released, or it "
+                f"could not be built"
             )
         return self._host_sets[group]
 

@@ -19,6 +19,7 @@ from hf_controller.executors.ray.shipping import PackedRoles, list_import_path
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.failures import Failure
 from hf_protocols import HybridFlowError, ProtocolError, WorkerTimeoutError
+from hf_protocols.arguments import show
 
 __all__ = ["HostSet", "Undone", "await_answers", "await_ready"]
 
@@ -91,7 +92,7 @@ class HostSet:
             ProtocolError: if it is taken.
         """
         if (role, name) in self._connections:
-            raise ProtocolError(f"{role} has a connection {name!r} already: choose another name")
+            raise ProtocolError(f"{role} has a connection {show(name)} already: choose another name")
 
     def connect(self, joining: Joining, rendezvous: Rendezvous) -> dict[Any, HostProcess]:
         """Start joining another group: the process of every rank by the handle of its answer."""

@@ -15,6 +15,7 @@ from ray import cloudpickle
 
 from hf_controller.worker import WorkerSpec
 from hf_protocols import ProtocolError
+from hf_protocols.arguments import show
 
 __all__ = ["PackedRoles", "find_unpicklable", "is_importable_elsewhere", "list_import_path", "pack_roles"]
 
@@ -122,7 +123,7 @@ def _merge_environments(roles: Mapping[str, WorkerSpec]) -> dict[str, str]:
         for name, value in spec.environment.items():
             if merged.setdefault(name, value) != value:
                 raise ProtocolError(
-                    f"{role} wants {name}={value!r} in its environment, another role in its processes wants "
-                    f"{merged[name]!r}: give them one value, or build them without fused=True"
+                    f"{role} wants {name}={show(value)} in its environment, another role in its processes wants "
+                    f"{show(merged[name])}: give them one value, or build them without fused=True"
                 )
     return merged

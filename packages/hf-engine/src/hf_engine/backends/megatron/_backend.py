@@ -29,7 +29,7 @@ from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.model_directory import ModelDirectory, check_model_directory, read_model_directory
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout
-from hf_protocols.arguments import check_number
+from hf_protocols.arguments import check_number, show
 from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec, Topology
@@ -315,7 +315,9 @@ class MegatronBackend:
 
     def _require_head(self, head: Head, method: str) -> None:
         if self._head != head:
-            raise BackendError(f"{method} needs a model built with head={head!r}, this one has head={self._head!r}")
+            raise BackendError(
+                f"{method} needs a model built with head={show(head)}, this one has head={show(self._head)}"
+            )
 
     def _require_optimizer(self, method: str) -> DistributedAdamW:
         if self._stage.optimizer is None:

@@ -24,6 +24,7 @@ from hf_engine.backends.megatron._optimizer import DistributedAdamW
 from hf_engine.backends.megatron._stage import Stage
 from hf_engine.model_directory import errors_of
 from hf_engine.resharding.boxes import Box
+from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 from hf_protocols.outer_files import read_json_object
 
@@ -138,13 +139,16 @@ class StoredShards:
             name = differing[0]
             raise BackendError(
                 f"the checkpoint in {self._directory} does not fit this model: {len(differing)} parameters differ, "
-                f"such as {name!r}, which is {wanted.get(name, 'absent')} here and {shapes.get(name, 'absent')} there"
+                f"such as {show(name)}, which is {wanted.get(name, 'absent')} here and "
+                f"{shapes.get(name, 'absent')} there"
             )
         for parameter, live in stage.parameters.items():
             for piece in stage.pieces(parameter, live.detach()):
                 for kind in kinds:
                     if sum(part.numel for part, *_ in self._parts(kind, piece)) != piece.box.numel:
-                        raise BackendError(f"{self._directory} is incomplete: {kind} of {piece.name!r} at {piece.box}")
+                        raise BackendError(
+                            f"{self._directory} is incomplete: {kind} of {show(piece.name)} at {piece.box}"
+                        )
 
     def fill(self, kind: str, piece: Piece) -> None:
         for part, container, opened, key in self._parts(kind, piece):

@@ -14,6 +14,7 @@ from hf_engine.backends._base import TrainConfig
 from hf_engine.backends.megatron._core import TransformerConfig, quiet
 from hf_engine.model_directory import ModelDirectory
 from hf_engine.resharding.tensor_parallel import fused_qkv_rows, split_layers
+from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec
@@ -182,7 +183,7 @@ def _refuse_architecture(config: Mapping[str, Any], directory: str | Path) -> No
 def _refuse_unsupported(config: Mapping[str, Any], shape: ModelShape, directory: str | Path) -> None:
     problems = []
     if config.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act={config['hidden_act']!r} (silu)")
+        problems.append(f"hidden_act={show(config['hidden_act'])} (silu)")
     if shape.o_bias or shape.mlp_bias:
         problems.append("biases in the output projection or the MLP")
     if config.get("partial_rotary_factor", 1.0) != 1.0:
@@ -213,11 +214,13 @@ def _inverse_frequencies(config: Mapping[str, Any], shape: ModelShape, directory
     if kind == "default":
         return frequencies
     if kind not in ("linear", "llama3"):
-        raise BackendError(f"{directory} has rope_type={kind!r}; the megatron backend has default, linear and llama3")
+        raise BackendError(
+            f"{directory} has rope_type={show(kind)}; the megatron backend has default, linear and llama3"
+        )
     try:
         return _scaled(frequencies, kind, rope)
     except (KeyError, TypeError, ValueError) as error:
-        raise BackendError(f"{directory} has rope_type={kind!r} and cannot be read: {error!r} in {rope}") from error
+        raise BackendError(f"{directory} has rope_type={show(kind)} and cannot be read: {error!r} in {rope}") from error
 
 
 def _scaled(frequencies: torch.Tensor, kind: str, rope: Mapping[str, Any]) -> torch.Tensor:

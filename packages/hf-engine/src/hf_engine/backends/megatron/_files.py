@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from hf_engine.model_directory import ModelDirectory, errors_of
 from hf_engine.resharding.boxes import Box
+from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 
 __all__ = ["HuggingFaceFiles", "HuggingFaceWriter"]
@@ -50,7 +51,8 @@ class HuggingFaceFiles:
         if differing := sorted(name for name, shape in shapes.items() if found.get(name) != tuple(shape)):
             name = differing[0]
             raise BackendError(
-                f"{self.directory} holds another model: {len(differing)} parameters differ, such as {name!r}, which "
+                f"{self.directory} holds another model: {len(differing)} parameters differ, such as "
+                f"{show(name)}, which "
                 f"is {tuple(shapes[name])} here and {found.get(name, 'absent')} there"
             )
 

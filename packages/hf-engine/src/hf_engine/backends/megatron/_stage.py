@@ -30,6 +30,7 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import megatron_layout
 from hf_engine.resharding.tensor_parallel import split_layers
+from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 
 __all__ = ["Stage"]
@@ -151,7 +152,7 @@ class Stage:
             del wanted[VALUE_HEAD]
         if self._head == "lm" and other.tie_embeddings != self._model.shape.tie_embeddings:
             raise BackendError(
-                f"{directory} holds another model: 1 parameters differ, such as {HEAD_NAME!r}; "
+                f"{directory} holds another model: 1 parameters differ, such as {show(HEAD_NAME)}; "
                 f"tie_word_embeddings is {self._model.shape.tie_embeddings} here and {other.tie_embeddings} there"
             )
         files.check_shapes(wanted)

@@ -36,6 +36,7 @@ from hf_engine.model_directory import (
     read_model_directory,
 )
 from hf_engine.resharding.layouts import WeightLayout, spread_layout
+from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, Topology
@@ -335,7 +336,8 @@ class ServerBackend:
         if foreign := {sample.stamp for sample in samples} - {self._stamp}:
             raise BackendError(
                 f"{self._server.facts.name} generated from weights that it calls {sorted(foreign)}, not "
-                f"{self._stamp!r}: it was started anew, or somebody else updates it; give the run servers of its own "
+                f"{show(self._stamp)}: it was started anew, or somebody else updates it; give the run "
+                f"servers of its own "
                 "and build the backend again"
             )
 

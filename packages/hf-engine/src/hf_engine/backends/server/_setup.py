@@ -11,7 +11,7 @@ from hf_engine.backends._replica import require_ranks
 from hf_engine.backends.server._connection import Connection
 from hf_engine.backends.server._dialect import Dialect
 from hf_engine.model_directory import ModelDirectory
-from hf_protocols.arguments import check_kind
+from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, Topology
@@ -47,7 +47,7 @@ def check_urls(urls: Sequence[str], *, num_ranks: int | None = None) -> None:
     if not is_list or not 1 <= len(urls) <= (num_ranks or len(urls)):
         size = "1 or more" if num_ranks is None else f"1 to {num_ranks}"
         raise BackendError(
-            f"rollout.options.urls={urls!r}: give a list of {size} URLs, one for every rank at most, such as "
+            f"rollout.options.urls={show(urls)}: give a list of {size} URLs, one for every rank at most, such as "
             '["http://127.0.0.1:30000"]'
         )
 
@@ -63,9 +63,11 @@ def read_key(variable: str | None) -> str | None:
     check_kind(BackendError, "rollout.options.api_key_variable", variable, str, "the name of an environment variable")
     key = os.environ.get(variable)
     if not key:
-        raise BackendError(f"rollout.options.api_key_variable={variable!r}: this environment variable is not set")
+        raise BackendError(f"rollout.options.api_key_variable={show(variable)}: this environment variable is not set")
     if not (key.isascii() and key.isprintable()):
-        raise BackendError(f"the key in the environment variable {variable!r} has characters that no request can carry")
+        raise BackendError(
+            f"the key in the environment variable {show(variable)} has characters that no request can carry"
+        )
     return key
 
 

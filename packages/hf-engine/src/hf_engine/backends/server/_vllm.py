@@ -12,6 +12,7 @@ from typing import Any
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends.server._connection import Connection
 from hf_engine.backends.server._dialect import Sample, ServerFacts, require_version
+from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, ReshardError
 
 __all__ = ["VllmServer"]
@@ -125,7 +126,7 @@ class VllmServer:
         self.flush()
         found = self._connection.get("/weight_info")["weight_version"]
         if found != stamp:
-            raise ReshardError(f"{self.facts.name} calls its weights {found!r} after an update to {stamp!r}")
+            raise ReshardError(f"{self.facts.name} calls its weights {show(found)} after an update to {show(stamp)}")
 
     def flush(self) -> None:
         """See `Dialect`."""

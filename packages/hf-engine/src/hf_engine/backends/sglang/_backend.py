@@ -29,7 +29,7 @@ from hf_engine.model_directory import ModelDirectory
 from hf_engine.resharding.agreement import refusals_of, relayed
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
-from hf_protocols.arguments import check_count, check_number
+from hf_protocols.arguments import check_count, check_number, show
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.topology import GenerationSpec, Topology
 
@@ -326,7 +326,8 @@ class SglangBackend:
             found = self._call("start", options, timeout_s=timeout_s)
         except BackendError as error:
             told = (
-                f"SGLang did not start with {self._model.name!r}, gen_tp_size={options['tp_size']}, max_total_tokens="
+                f"SGLang did not start with {show(self._model.name)}, gen_tp_size={options['tp_size']}, "
+                f"max_total_tokens="
                 f"{options['max_total_tokens']} (cache_bytes), context_length={options['context_length']} "
                 f"(max_positions + {RESERVED}): {error}"
             )
