@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LANES = Path(__file__).resolve().parents[1] / ".cache" / "ci_lanes.tsv"
-"""Where `.ci/run` writes what its lanes took."""
+"""File in which `.ci/run` writes the seconds of its lanes."""
 
 BUDGETS_S = {
     "env": 40,
@@ -36,7 +36,7 @@ ALLOWANCES_MIN = {"algorithms": 5, "models and data": 6, "commands": 6, "durable
 
 
 class Lane(NamedTuple):
-    """What is known of a lane: its status, and seconds where it ended."""
+    """Status of a lane, and its seconds if it ended."""
 
     status: str
     seconds: float | None = None

@@ -1,4 +1,4 @@
-"""Exit code 2 means that nothing was made: whatever is refused, by whichever command, leaves no file and no folder."""
+"""Exit code 2 means that nothing was made: a refused command leaves no file and no folder."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_a_refused_run_makes_nothing(small_config: Path, hybridflow: Callable[..
     small_config.with_name("broken_rewards.py").write_text(UNSIGNED)
     before = files_in(small_config.parent)
     output = ("--set", f"run.output_dir={small_config.parent}/deep/run")
-    told = []
+    messages = []
     for command in (("plan",), ("train", *output)):
         outcome = hybridflow(command[0], small_config, *command[1:], "--set", override)
         assert outcome.exit_code == 2, outcome.errors
-        told.append(next(line for line in outcome.errors.splitlines() if line.startswith("Error: ")))
+        messages.append(next(line for line in outcome.errors.splitlines() if line.startswith("Error: ")))
         made = {path: body for path, body in files_in(small_config.parent).items() if "__pycache__" not in path.parts}
         assert made == before
-    assert len(set(told)) == 1, "plan and train find the same"
+    assert len(set(messages)) == 1, "plan and train find the same"
 
 
 def test_a_refused_plan_file_makes_nothing(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:

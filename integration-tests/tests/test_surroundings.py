@@ -1,4 +1,4 @@
-"""What surrounds a run: other modules in the user's folder, signals, and Ray's temporary folder."""
+"""Surroundings of a run: other modules in the user's folder, signals, and Ray's temporary folder."""
 
 from __future__ import annotations
 

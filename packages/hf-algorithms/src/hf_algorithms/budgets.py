@@ -89,7 +89,7 @@ def check_calls(config: Config, plan: MappingPlan, calls: Sequence[PlannedCall],
     Args:
         config: the run's.
         plan: where the models go.
-        calls: what :func:`~hf_algorithms.walk.walk_calls` found.
+        calls: what `walk_calls` found.
         is_given: whether the plan is the user's; else it follows from the configuration.
 
     Raises:

@@ -187,7 +187,7 @@ def _describe(error: HybridFlowError) -> str:
 
 @contextmanager
 def _exit_codes(directory: RunDirectory | None = None) -> Iterator[None]:
-    """What fails before the run's directory is touched is refused, whatever its class; later the run failed."""
+    """Exits with 2 for an error before the run's directory is touched, of any class, and with 1 for a later one."""
     try:
         yield
     except HybridFlowError as error:

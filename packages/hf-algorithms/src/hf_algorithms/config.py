@@ -129,7 +129,7 @@ class ModelConfig(_Section):
 
     @model_serializer(mode="wrap")
     def _leave_out_sizes_beside_a_path(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """What is written reads back: defaults of a fresh model are not the sizes of the model in ``path``."""
+        """Leaves the sizes out next to a ``path``, so that the written file reads back: they are a fresh model's."""
         return {key: value for key, value in write(self).items() if self.path is None or key not in _SIZES}
 
 
@@ -340,7 +340,7 @@ def _flatten(body: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _hint(key: str) -> str:
-    """What an unknown key may have meant: a key of its section, or of another one; else what there is."""
+    """Suggests a similar key of the section, else of another section; lists the known names if none is similar."""
     section, dot, name = key.partition(".")
     near: dict[str, str] = {}
     elsewhere: dict[str, str] = {}

@@ -53,18 +53,18 @@ def measure_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingPar
 
 
 def request_scores(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> BatchFuture:
-    """Makes the calls of :func:`evaluate`; the result is the column ``metric_scores``."""
+    """Makes the calls of `evaluate`; the result is the column ``metric_scores``."""
     return _call(roles.reward, "compute_metric", _respond(roles, prompts, _greedily(sampling)), prompts.num_rows)
 
 
 def request_samples(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> ObjectFuture:
-    """Makes the calls of :func:`collect_samples`."""
+    """Makes the calls of `collect_samples`."""
     samples: ObjectFuture = roles.reward.collect_samples(_respond(roles, prompts, _greedily(sampling)))
     return samples
 
 
 def request_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> MetricsFuture:
-    """Makes the calls of :func:`measure_divergence`."""
+    """Makes the calls of `measure_divergence`."""
     num_rows, temperature = prompts.num_rows, sampling.temperature
     batch = _respond(roles, prompts, replace(sampling, n=1))
     batch = batch.union(_call(roles.actor, "compute_logprobs", batch, num_rows, temperature=temperature))

@@ -1,4 +1,4 @@
-"""What a run reads before anything starts: the model and three data sets."""
+"""Inputs of a run, read before anything starts: the model and three data sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DATA_SETS = ("train", "validation", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """What a run reads before anything starts: the model and three data sets."""
+    """The model and the three data sets of a run."""
 
     model: InitialModel
     train: PromptDataset
@@ -37,7 +37,7 @@ def load_inputs(config: Config, directory: Path) -> RunInputs:
     """Read the data, load or make model and tokenizer; a fresh model is written to ``directory``.
 
     Raises:
-        DataError, ConfigError: for whatever is missing or malformed.
+        DataError, ConfigError: for a file that is missing or malformed.
     """
     rows = load_row_sets(config.data)
     return tokenize_inputs(config.data, rows, load_model(config, rows["train"], directory))

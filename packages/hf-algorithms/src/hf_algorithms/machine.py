@@ -1,4 +1,4 @@
-"""What a run that starts on this machine asks of it, checked before anything starts."""
+"""Checks that this machine has the devices, the memory and the limits that a run needs."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def _check_one_rank(plan: MappingPlan) -> None:
 
 
 def _count_slots(config: Config) -> tuple[int, int]:
-    """Machines, and slots of each; in process there is one, whatever the cluster has."""
+    """Machines, and slots of each; one of each for an in-process run."""
     if config.run.executor == "in_process":
         return 1, 1
     return config.cluster.machines, config.cluster.gpus_per_machine

@@ -1,4 +1,4 @@
-"""What can be known of a run before anything starts: every input is read, and every call that it will make is walked.
+"""Checks a run before anything starts: reads every input and walks every call that the run will make.
 
 `hybridflow plan` and `train` ask the same function, `check_run`. It touches nothing but the folder that it is given,
 and its error names every problem that it found.
@@ -82,7 +82,7 @@ class _Problems:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A check whose error waits until :meth:`refuse`."""
+        """Keeps the error of a check for `refuse`."""
         try:
             yield
         except HybridFlowError as error:

@@ -17,7 +17,7 @@ def check_quickstart(prepare: Callable[[RunDirectory], Config]) -> None:
     """Refuse a quickstart that cannot run, in a folder of its own: its data replaces an earlier quickstart's.
 
     Args:
-        prepare: :func:`prepare_quickstart` with its arguments but for the directory.
+        prepare: `prepare_quickstart` with its arguments but for the directory.
 
     Raises:
         HybridFlowError: as the run itself would before anything starts.

@@ -59,7 +59,7 @@ class RunDirectory:
 
     @property
     def has_begun(self) -> bool:
-        """Whether :meth:`begin` was called: before, nothing was written or removed."""
+        """True once `begin` was called; before, nothing is written or removed."""
         return self._has_begun
 
     def check_inputs(self, paths: Mapping[str, str | None]) -> None:

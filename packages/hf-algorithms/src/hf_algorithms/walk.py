@@ -74,7 +74,7 @@ def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[Pla
 def _list_phases(
     executor: SymbolicExecutor, roles: Roles, config: Config, inputs: RunInputs
 ) -> Iterator[tuple[Phase, RowTokens, Callable[[], Any]]]:
-    """What runs one after another: its name, the rows that it reads, and a function that makes its calls."""
+    """Yields each phase: its name, the rows that it reads, and a function that makes its calls."""
     sampling = build_sampling(config, end_token_id=inputs.model.tokenizer.eos_token_id, step=0)
     limit = sampling.max_new_tokens
     train, validation, test = (_generated(data, limit) for data in (inputs.train, inputs.validation, inputs.test))

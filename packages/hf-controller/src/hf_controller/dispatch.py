@@ -175,7 +175,7 @@ def _refuse_unsplit(call: Call, spec: MethodSpec, topology: Topology, function: 
 
 
 def _is_misplaced(name: int | str, value: Any, has_batch: bool, function: Callable[..., Any]) -> bool:
-    """Whether a value stands where a batch belongs."""
+    """True for a value where a batch belongs."""
     if value is None or isinstance(value, BatchArgument | StoredArgument):
         return False
     if _has_rows(value) or (not has_batch and _looks_like_rows(value)):
@@ -200,7 +200,7 @@ def _find_batch_parameters(function: Callable[..., Any]) -> frozenset[int | str]
 
 
 def _looks_like_rows(value: Any) -> bool:
-    """Whether it is texts, records, columns or a table of another library, rather than settings."""
+    """True for texts, records, columns and tables of other libraries; False for settings."""
     if isinstance(value, Mapping):
         items = list(value.values())
         return any(map(_has_rows, items)) or (bool(items) and all(isinstance(item, list | tuple) for item in items))

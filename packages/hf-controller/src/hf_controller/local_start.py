@@ -1,4 +1,4 @@
-"""What Ray needs of this machine before it starts a cluster here; nothing of Ray is imported."""
+"""Checks of this machine before Ray starts a local cluster. Nothing of Ray is imported."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def _check_shared_memory() -> LocalCheck:
 
 
 def _find_why_not_writable(folder: Path) -> str:
-    """Why a folder cannot be written to, or be made; empty if it can."""
+    """Returns why a folder cannot be made or written to; empty if it can."""
     there = next(each for each in (folder, *folder.parents) if os.path.lexists(each))
     if not there.is_dir():
         return f"and {shorten(str(there))} is not a folder"

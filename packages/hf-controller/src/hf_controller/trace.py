@@ -251,7 +251,7 @@ class Trace:
         return min(self._untold.values(), key=_call_id).failure if self._untold else None
 
     def describe_untold(self) -> str:
-        """Where the call of :meth:`find_untold` was made, and how many others failed."""
+        """Describes where the call of `find_untold` was made, and how many other calls failed."""
         first = min(self._untold.values(), key=_call_id)
         place = self._places.get(first.call_id, "a line that is not known")
         others = len(self._untold) - 1

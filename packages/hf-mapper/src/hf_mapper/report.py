@@ -172,7 +172,7 @@ def _build_summary(plan: MappingPlan) -> Text:
 
 
 def describe_generation_limit(plan: MappingPlan) -> str | None:
-    """Which generation layouts were searched, and how to have more; None for all, or where the plan does not say."""
+    """States the generation layouts that were searched and how to allow more; None for all or unknown."""
     largest = plan.estimates.get("largest_generation")
     if not isinstance(largest, str) or all(model.generation is None for model in plan.models.values()):
         return None

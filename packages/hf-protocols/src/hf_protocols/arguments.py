@@ -38,7 +38,7 @@ _MOST_SECONDS = 10**9
 
 
 def show(value: object) -> str:
-    """Returns a value's `repr` for a message, at most 80 characters long, whatever the value is."""
+    """Returns the `repr` of any value for a message, at most 80 characters long."""
     try:
         return shorten(repr(_first_part(value)))
     except Exception:  # noqa: BLE001 - a user's class may fail in any way, and Python has no text for huge numbers

@@ -22,7 +22,7 @@ _EXEMPT_CAPABILITIES = 1 << 21 | 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class MachineLimits:
-    """What this process and those that it starts may use together; None where there is no limit.
+    """Limits of this process and its children together; None where there is no limit.
 
     Attributes:
         memory_bytes: memory of the machine, or the smallest limit of the container.
@@ -84,7 +84,7 @@ def _descend(top: Path, path: str, mounted: str) -> Iterator[Path]:
     """The folders from `top`, where the group `mounted` is, to the group at `path`."""
     yield top
     group = PurePosixPath(path)
-    # A container may see its own group at `top`, and be told its path outside.
+    # A container may see its own group at `top`, and read its path outside.
     if ".." in group.parts or not group.is_relative_to(mounted):
         return
     for part in group.relative_to(mounted).parts:

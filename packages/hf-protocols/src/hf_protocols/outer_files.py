@@ -24,7 +24,7 @@ _OTHERS = {
 
 
 def describe_stand_in(head: bytes) -> str | None:
-    """What a file is instead of itself, with the remedy; None where its first bytes do not say.
+    """Recognises a file that stands in for another, with the remedy; None if its first bytes do not say.
 
     Args:
         head: the file's first `HEAD_BYTES` bytes, or all of fewer.

@@ -1,4 +1,4 @@
-"""Paths as users write them: `~` is expanded, and a text that is no usable path is refused before anything is made.
+"""Paths as users write them: `~` is expanded, and an unusable path is refused before anything is made.
 
 Nothing here asks what lies at a path: files are read by `read_text`, folders by those who need them.
 """

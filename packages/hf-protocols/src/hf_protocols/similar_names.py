@@ -13,7 +13,7 @@ _LEAST_SIMILARITY = 0.6
 def find_similar(name: str, known: Iterable[str], *, most: int = 1) -> list[str]:
     """Those of ``known`` that ``name`` may be a misspelling of: those that it begins first, then the most similar.
 
-    Similar is what difflib's ratio puts above 0.6, whatever the case of the letters: a hint that is further away
+    Similar is what difflib's ratio puts above 0.6, ignoring case: a hint that is further away
     misleads. A part that all names share, such as a section, raises the ratio of any two: compare without it.
     """
     lowered = name.lower()

@@ -63,7 +63,7 @@ class PromptDataset:
         return [len(ids) for ids in self._prompt_ids]
 
     def response_lengths(self, max_response_tokens: int) -> list[int]:
-        """Tokens of every response that :meth:`supervised` gives, by row."""
+        """Tokens of each row's response in a supervised batch."""
         return [min(len(ids), max_response_tokens) for ids in self._answer_ids]
 
     def prompts(self, indices: Iterable[int]) -> TensorDict:

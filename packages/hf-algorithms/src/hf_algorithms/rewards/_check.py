@@ -1,4 +1,4 @@
-"""What can be known of reward functions before a run starts: how they are called, and which answers they read."""
+"""Checks of reward functions before a run starts: their signatures, and the answers that they can read."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _check_answers(what: str, function: SupportsAnswerCheck, path: str, rows: Se
     for number, row in enumerate(rows, start=1):
         try:
             reason = "its check_answer returned False" if function.check_answer(row.answer) is False else None
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a user's function may raise is reported
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything, which is reported
             reason = str(error) or type(error).__name__
         if reason is not None:
             raise DataError(

@@ -69,7 +69,7 @@ def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
         raise ConfigError(
             f"{show(name)}: no module {show(missing)} in {places}. {_nearest(module_name, _module_names(folders))}"
         ) from error
-    except (Exception, SystemExit) as error:  # whatever a user's module may raise is the user's to see
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, which the user should see
         raise ConfigError(_describe_failure(name, module_name, error)) from error
 
 
@@ -95,7 +95,7 @@ def _with_neighbours(function: Callable[..., Any], folders: list[str]) -> Callab
 
 
 def get_users_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What the user wrote, of a function that `load_function` returned."""
+    """Returns the user's own function behind one that `load_function` returned."""
     written: Callable[..., Any] = getattr(function, "users_function", function)
     return written
 

@@ -56,7 +56,7 @@ class RewardWorker(Worker):
         """``metric_scores`` float64 [B]: what the metric function counts for each response.
 
         Raises:
-            RewardError: as :meth:`compute_reward` does.
+            RewardError: as `compute_reward` does.
         """
         import torch
 

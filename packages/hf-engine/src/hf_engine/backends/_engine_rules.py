@@ -1,4 +1,4 @@
-"""Which models engines run for us, by their files alone: no engine is imported."""
+"""Rules for the models that vLLM and SGLang run, by the models' files alone: no engine is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["check_sglang_runs", "check_vllm_runs", "require_known_layout"]
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32's attention on a CPU; `build` asks the installed version."""
 _DERIVED_HEAD_SIZE = ("qwen2",)
-"""Families whose class in vLLM divides hidden_size by heads, whatever head_dim says."""
+"""Families whose class in vLLM divides hidden_size by heads and ignores head_dim."""
 
 
 def require_known_layout(model: ModelDirectory) -> ModelShape:

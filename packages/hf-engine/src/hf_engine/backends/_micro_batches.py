@@ -31,7 +31,7 @@ class MicroBatch:
     attention_mask: torch.Tensor
     """bool [b, P + T]."""
     response_mask: torch.Tensor
-    """bool [b, T], True on response tokens and False on their padding, whatever a loss counts of them."""
+    """bool [b, T], True on response tokens and False on their padding, independent of `response_mask`."""
 
     @property
     def response_ids(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The border to libraries that read files of others: whatever they raise becomes one error that names the file."""
+"""The border to libraries that read model files: their exceptions become one error that names the file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_SHOWN = 300
 
 @contextmanager
 def errors_of(library: str, what: str, *, advice: str = "") -> Iterator[None]:
-    """Turns whatever a library raises inside the block into a `ModelError` of one line.
+    """Turns any exception of a library inside the block into a `ModelError` of one line.
 
     Parsers of transformers, tokenizers and safetensors raise `KeyError`, `AttributeError`, `TypeError` and bare
     `Exception` of damaged files, and extensions in Rust panic with an exception that is not an `Exception`.

@@ -1,4 +1,4 @@
-"""Whether the files of a directory are one causal language model that can be trained and generate."""
+"""Checks that the files of a directory are one causal language model that can be trained and can generate."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def check_model_directory(model: ModelDirectory, *, head: Literal["lm", "value"]
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of a file follows from config.json: older libraries stored such, and nothing loads them."""
+    """True for a tensor that follows from config.json: older libraries stored it, and nothing loads it."""
     return name.endswith(_BUFFERS)
 
 

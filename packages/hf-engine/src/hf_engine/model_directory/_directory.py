@@ -27,14 +27,14 @@ _DTYPES = (None, "auto", "float16", "half", "bfloat16", "float32", "float", "flo
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDirectory:
-    """What the files of one directory say, before any of them is loaded.
+    """The configuration and the headers of one directory, before any weights are loaded.
 
     Raises:
         ModelError: for a size in `config` that is not a whole number, or rotary embeddings stretched in no known way.
     """
 
     label: str
-    """What messages begin with: the key and value that the user wrote."""
+    """Beginning of messages: the key and value that the user wrote."""
     path: Path
     config: Mapping[str, Any]
     """Keys of `config.json`."""
@@ -77,7 +77,7 @@ class ModelDirectory:
 
     @property
     def num_layers(self) -> int | None:
-        """Decoder layers, by whatever name the family has for them; None where it is not known."""
+        """Decoder layers, under the family's own name for them; None if unknown."""
         return next((self.text_config[key] for key in _LAYERS if self.text_config.get(key) is not None), None)
 
     @property

@@ -26,7 +26,7 @@ def read_end_of_sequence_ids(model: ModelDirectory) -> frozenset[int]:
 
 
 def end_tokens_of(generation: Mapping[str, Any], *configs: Mapping[str, Any]) -> tuple[str, Any]:
-    """What the first file that says something says, and its name."""
+    """Returns the name of the first file that states end tokens, and its value."""
     if generation.get("eos_token_id") is not None:
         return "generation_config.json", generation["eos_token_id"]
     stated = (config["eos_token_id"] for config in configs if config.get("eos_token_id") is not None)

@@ -1,4 +1,4 @@
-"""What the configuration of an exported model says: what is true of the tensors beside it."""
+"""Writes the configuration of an exported model, true of the tensors next to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a model lies: a directory as the user wrote it, or a name on the hub."""
+"""Finds a model: a directory as the user wrote it, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _UNREACHABLE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 
 
 def label_of(model: object) -> str:
-    """What a message about a model begins with, where the caller has no key for it."""
+    """Beginning of a message about a model, if the caller has no key for it."""
     return show(str(model)) if isinstance(model, str | Path) else show(model)
 
 
 def is_hub_name(model: str | Path) -> bool:
-    """Whether this can only be a name on the hub: no path, and nothing lies there."""
+    """True if this can only be a name on the hub: not a path, and nothing lies there."""
     text = str(model)
     if isinstance(model, Path) or not _HUB_NAME.fullmatch(text) or ".." in text or "--" in text:
         return False

@@ -1,4 +1,4 @@
-"""Which files of a directory hold the weights, and what a directory is that holds none."""
+"""Finds the files of a directory that hold the weights, and names what a directory without weights is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FOREIGN = {".gguf": "GGUF", ".msgpack": "Flax", ".h5": "TensorFlow", ".onnx": "
 
 
 def has_weights(directory: Path) -> bool:
-    """Whether there are files from which `read_tensors` reads."""
+    """True if there are files for `read_tensors` to read."""
     return (directory / WHOLE).exists() or (directory / INDEX).exists() or (directory / WHOLE).is_symlink()
 
 
@@ -114,7 +114,7 @@ def _describe_contents(directory: Path) -> str:
 
 
 def _describe_lack(directory: Path) -> str:
-    """Why a directory has no weights for us."""
+    """Returns why a directory has no usable weights."""
     suffixes: Mapping[str, str] = {path.suffix: path.name for path in sorted(directory.iterdir(), reverse=True)}
     lack = f"holds no safetensors files, neither {WHOLE} nor {INDEX}"
     if ".safetensors" in suffixes:

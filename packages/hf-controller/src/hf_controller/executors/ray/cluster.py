@@ -43,7 +43,7 @@ class Cluster:
         log_to_driver: show what workers print.
 
     Raises:
-        ConfigError: if this machine lacks what a local cluster needs; see :func:`hf_controller.check_local_start`.
+        ConfigError: if this machine lacks what a local cluster needs; see `hf_controller.check_local_start`.
         PoolError: if Ray already runs in this process, refuses the address or the sizes, cannot start, or no cluster
             there lets us in.
     """
@@ -104,7 +104,7 @@ class Cluster:
         except ValueError as error:
             given = {name: options[name] for name in ("num_cpus", "object_store_memory")}
             raise PoolError(f"Ray starts no cluster with {given}: {error}") from error
-        except Exception as error:  # the border to Ray, which raises whatever its processes' starts raise
+        except Exception as error:  # the border to Ray, whose start raises errors of many kinds
             logs = self._watchdog.find_sessions() if self._watchdog is not None else []
             where = f"see Ray's logs in {logs[-1]}/logs, and " if logs else ""
             raise PoolError(
@@ -132,7 +132,7 @@ def _join(address: str, options: dict[str, Any]) -> None:
         ray.init(address=address, **options)
     except ValueError as error:
         raise PoolError(f"Ray joins no cluster with address={show(address)}: {error}") from error
-    except Exception as error:  # the border to Ray, which raises whatever its client does
+    except Exception as error:  # the border to Ray, whose client raises errors of many kinds
         raise PoolError(
             f"cannot connect to a Ray cluster at {show(address)} "
             f"({_in_one_line(error.__cause__ or error)}): start it with "

@@ -88,7 +88,7 @@ class HostProcess:
 
     @property
     def was_lost(self) -> bool:
-        """Whether it was gone before anybody ended it, as far as is known."""
+        """True if the process is known to have ended by itself."""
         return self._is_gone and not self.was_killed
 
     def end(self) -> None:

@@ -74,7 +74,7 @@ def _pickle_specs(roles: Mapping[str, WorkerSpec]) -> bytes:
 
 
 def is_importable_elsewhere(module: ModuleType) -> bool:
-    """Whether the import path of another process leads to this very module."""
+    """True if the import path of another process leads to the same module."""
     file = getattr(module, "__file__", None)
     if file is None:
         return module.__name__ in sys.builtin_module_names

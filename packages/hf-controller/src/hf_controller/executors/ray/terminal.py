@@ -1,4 +1,4 @@
-"""What reaches the user's terminal: what workers print, and nothing that Ray says about its own processes."""
+"""Filters the user's terminal: workers' output passes, Ray's texts about its own processes do not."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def _has_file_in(pid: str, folders: tuple[str, ...]) -> bool:
 
 
 def _await_last_word(program: int) -> bytes | None:
-    """What the program says at its end; None once it is gone, even if a process that it forked holds the pipe."""
+    """Returns the program's last word, or None once the program is gone, even if a forked process holds the pipe."""
     while not select.select([sys.stdin], [], [], 1.0)[0]:
         if os.getppid() != program:
             return None
