@@ -19,7 +19,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from forked_workers import forked_workers
-from hf_algorithms import run
+from hf_algorithms import run, wiring
 from hf_algorithms.config import Config, parse_config
 from hf_algorithms.quickstart import prepare_quickstart
 from hf_algorithms.recipes import RECIPES, Recipe
@@ -153,6 +153,9 @@ class _RecordingGroup:
         self._group = group
 
     def __getattr__(self, method: str) -> Any:
+        if not callable(getattr(self._group, method)):
+            return getattr(self._group, method)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             if args and isinstance(args[0], BatchFuture):
                 RecordingRoles.calls.append(Recorded(self._group, method, args[0]))
@@ -263,8 +266,8 @@ def count(cluster: Cluster, config: Config, directory: RunDirectory) -> None:
         expected[rest[-1].step] = list(expect(RecordingRoles.calls, nodes))
         return futures
 
-    run._WORKERS |= {role: counting(worker, log) for role, worker in run._WORKERS.items()}
-    run.Roles = RecordingRoles  # type: ignore[misc]
+    wiring.ROLE_WORKERS = {role: counting(worker, log) for role, worker in wiring.ROLE_WORKERS.items()}
+    wiring.Roles = RecordingRoles  # type: ignore[misc]
     RECIPES["ppo"] = Recipe(name="ppo", dataflow=Dataflow.preset("ppo"), step=recorded_step)
     summary = run.run_training(config, directory, plan=spread_plan())
     assert summary["iterations"] == len(expected) == 4

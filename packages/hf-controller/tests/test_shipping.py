@@ -29,7 +29,7 @@ def test_import_path_has_the_programs_own_folders_last(script_folder):
     assert path[-1] == str(script_folder) or path.index(str(script_folder)) > path.index(library)
     assert path.index(str(script_folder.parent / "variable")) < path.index(library)
     assert len(set(path)) == len(path)
-    assert set(path) == {os.path.abspath(folder) for folder in sys.path}
+    assert set(path) == {os.path.abspath(folder) for folder in [*sys.path, os.getcwd()]}
 
 
 def test_import_path_names_the_working_directory(monkeypatch):

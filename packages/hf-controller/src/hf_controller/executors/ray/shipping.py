@@ -93,14 +93,15 @@ def list_import_path() -> list[str]:
     """This program's import path in the order that workers have.
 
     What Python puts before its own library, such as the folder of a script, comes last: in a worker a user's file
-    hides no installed module of its name. The variable PYTHONPATH keeps its place, as workers read it themselves.
+    hides no installed module of its name. So does the current folder, which Ray gives its workers too. The variable
+    PYTHONPATH keeps its place, as workers read it themselves.
     """
     path = [os.path.abspath(folder) for folder in sys.path]
     library = os.path.abspath(sysconfig.get_path("stdlib"))
     border = next((number for number, folder in enumerate(path) if folder == library), 0)
     everywhere = {os.path.abspath(each) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each}
     own = [folder for folder in path[:border] if folder not in everywhere and not folder.endswith(".zip")]
-    return list(dict.fromkeys([folder for folder in path if folder not in own] + own))
+    return list(dict.fromkeys([*(folder for folder in path if folder not in own), *own, os.getcwd()]))
 
 
 @contextmanager
