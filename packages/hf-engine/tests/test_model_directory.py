@@ -406,6 +406,8 @@ def test_border_lets_pass_what_is_not_the_librarys(error):
         ),
         (check_vllm_runs, {"family": "qwen2", "num_attention_heads": 4}, False, "heads of [16], its config says 32"),
         (check_vllm_runs, {"family": "qwen2"}, True, None),
+        (check_vllm_runs, {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, False, "has rope_type=dynamic"),
+        (check_vllm_runs, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, True, None),
         (check_sglang_runs, {"family": "mixtral"}, True, "num_experts=4: SGLang's experts are wrong on a CPU"),
         (check_sglang_runs, {"family": "mixtral"}, False, None),
     ],

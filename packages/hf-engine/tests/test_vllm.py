@@ -22,14 +22,9 @@ from hf_engine.process_groups import default_timeout
 from hf_engine.testing import LocalRanks, check_rollout_backend, write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
 from hf_engine.testing._training import check_greedy_samples, count_lacking_bytes, train_step
-from hf_protocols import (
-    BackendError,
-    GenerationSpec,
-    ParallelSpec,
-    Topology,
-)
+from hf_protocols import BackendError, GenerationSpec, ModelShape, ParallelSpec, Topology
 
-VOCAB_SIZE, MAX_POSITIONS = 64, 48
+VOCAB_SIZE = 64
 CACHE_BYTES = 16 << 20
 GREEDY = SamplingParams(max_new_tokens=6, greedy=True)
 
@@ -47,8 +42,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "qwen2": write_tiny_model(folder / "qwen2", family="qwen2", **heads),
         "qwen3": write_tiny_model(folder / "qwen3", family="qwen3", **heads),
         "mistral": write_tiny_model(folder / "mistral", family="mistral", tie_embeddings=False),
-        # vLLM itself would count twice the positions.
-        "scaled": write_tiny_model(folder / "scaled", rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+        "scaled": write_tiny_model(folder / "scaled", rope_scaling={"rope_type": "linear", "factor": 2.0}),
         "two heads": write_tiny_model(folder / "first", num_key_value_heads=2),
         "two others": write_tiny_model(folder / "second", num_key_value_heads=2, seed=1),
     }
@@ -88,7 +82,9 @@ def conform(model, topology, num_rows=6):
         return backends[0]
 
     reference = reference_of(model)
-    sizes = {"vocab_size": VOCAB_SIZE, "max_positions": MAX_POSITIONS, "num_rows": num_rows}
+    # vLLM counts what stretches the context, as hf_protocols does.
+    max_positions = ModelShape.from_config(model).max_positions
+    sizes = {"vocab_size": VOCAB_SIZE, "max_positions": max_positions, "num_rows": num_rows}
     check_rollout_backend(start, reference, topology=topology, **sizes)
     groups = dist.distributed_c10d._world.pg_map
     deadlines = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}

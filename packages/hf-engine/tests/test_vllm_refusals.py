@@ -128,7 +128,8 @@ def refuse_stages(model):
 def assert_environment(before):
     """What vLLM is told by the environment is gone when it is done."""
     names = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
-    assert not {name for name in names if name.startswith("VLLM_") or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    left = {name for name in names if name.startswith("VLLM_") or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    assert not left, left
 
 
 def count_threads(backend, prompts):

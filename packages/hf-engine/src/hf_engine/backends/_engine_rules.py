@@ -30,7 +30,7 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
     """The model's shape, if vLLM runs it and takes its weights.
 
     Raises:
-        BackendError: for a family, experts or a head size that does not run.
+        BackendError: for a family, experts, a head size or rotary embeddings that do not run.
     """
     shape = require_known_layout(model)
     if shape.num_experts:
@@ -43,6 +43,13 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
         raise model.refusal(
             f"has head_dim={shape.head_dim}; vLLM on a CPU runs {list(_CPU_HEAD_SIZES)}. Choose another model, or "
             "rollout backend 'transformers'"
+        )
+    rope = model.text_config.get("rope_scaling") or model.text_config.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type")) == "dynamic":
+        # Seen with 0.32: it has embeddings for max_position_embeddings positions only, and reads beyond them.
+        raise model.refusal(
+            "has rope_type=dynamic; vLLM computes it without the stretched positions. Choose another model, or rollout "
+            "backend 'transformers'"
         )
     derived = shape.hidden_size // shape.num_heads
     if shape.family in _DERIVED_HEAD_SIZE and shape.head_dim != derived:

@@ -45,10 +45,13 @@ def embedded() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
+_SET_BY_VLLM = ("VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME")
+
+
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """These environment variables; afterwards those of before, the one that vLLM's workers set included."""
-    before = {name: os.environ.get(name) for name in (*values, "VLLM_DIST_IDENT")}
+    """Sets environment variables for a block; afterwards they are as before, those included that vLLM sets itself."""
+    before = {name: os.environ.get(name) for name in (*values, *_SET_BY_VLLM)}
     os.environ.update(values)
     try:
         yield
