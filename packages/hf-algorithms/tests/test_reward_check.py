@@ -209,11 +209,73 @@ def test_a_long_answer_is_cut_in_the_message() -> None:
         ("class f:\n    def __init__(self, a, b, c): pass", "is a class"),
         ("def f(prompts, responses): return []", "too many positional arguments"),
         ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise GeneratorExit", "GeneratorExit"),
+        ("def f(:", "SyntaxError"),
     ],
 )
 def test_function_of_a_users_folder_is_seen_as_written(tmp_path: Any, source: str, part: str) -> None:
     """The loader wraps it, so that its imports are found."""
     (tmp_path / "own_rewards.py").write_text(source + "\n")
     config = parse_config({"data": {"train": "rows.jsonl"}, "reward": {"function": "own_rewards:f"}})
-    with pytest.raises(ConfigError, match=rf"reward.function = 'own_rewards:f'.*{part}"):
+    with pytest.raises(ConfigError, match=rf"(?s)^reward.function = 'own_rewards:f'.*{part}"):
         check_rewards(config, {}, search_path=[str(tmp_path)])
+
+
+USERS = """
+import enum
+
+def f(prompts, responses, answers): return [0.0] * len(responses)
+
+class Loud(Exception):
+    def __str__(self): raise RuntimeError("no text")
+
+class Odd:
+    def __call__(self, prompts, responses, answers): return [0.0] * len(responses)
+    def __getattr__(self, name): raise ValueError("no such thing")
+
+class Property(Odd):
+    @property
+    def check_answer(self): raise KeyError("nothing")
+
+class bool_(int): pass
+
+odd, with_property = Odd(), Property()
+def neighbour(prompts, responses, answers): return [0.0] * len(responses)
+def _neighbour(answer): import own_helper
+neighbour.check_answer = _neighbour
+def loud(prompts, responses, answers): return [0.0] * len(responses)
+def _loud(answer): raise Loud
+loud.check_answer = _loud
+def lengthy(prompts, responses, answers): return [0.0] * len(responses)
+def _lengthy(answer): raise ValueError("x" * 10_000)
+lengthy.check_answer = _lengthy
+def other_false(prompts, responses, answers): return [0.0] * len(responses)
+other_false.check_answer = lambda answer: bool_(0)
+def swapped(responses, prompts, answers): return [0.0] * len(responses)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "part"),
+    [
+        ("f", None),
+        ("neighbour", None),
+        ("odd", "cannot be inspected: no such thing"),
+        ("with_property", "cannot be inspected: "),
+        ("loud", "cannot be read by reward.function = 'own_rewards:loud': "),
+        ("lengthy", "x..."),
+        ("other_false", "its check_answer returned False"),
+        ("swapped", "in another order than they are given"),
+    ],
+)
+def test_users_objects_end_in_one_short_message(tmp_path: Any, function: str, part: str | None) -> None:
+    (tmp_path / "own_rewards.py").write_text(USERS)
+    (tmp_path / "own_helper.py").touch()
+    config = parse_config({"data": {"train": "rows.jsonl"}, "reward": {"function": f"own_rewards:{function}"}})
+    rows = {"train": [Row(prompt="1+1=", answer="2")]}
+    if part is None:
+        check_rewards(config, rows, search_path=[str(tmp_path)])
+        return
+    with pytest.raises((ConfigError, DataError)) as refused:
+        check_rewards(config, rows, search_path=[str(tmp_path)])
+    assert part in str(refused.value) and len(str(refused.value)) < 700

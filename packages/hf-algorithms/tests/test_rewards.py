@@ -219,7 +219,7 @@ def test_a_users_module_may_have_an_installed_name(folder, name):
     function = load_function(f"{name}:score", search_path=[folder])
     assert function(["p"], ["r"], ["a"]) == [0.5]
     module = sys.modules[function.__module__]
-    assert load_function(f"{name}:score", search_path=[folder]).__wrapped__ is module.score
+    assert load_function(f"{name}:score", search_path=[folder]).users_function is module.score
     assert sys.modules.get(name) is before
     assert not str(importlib.util.find_spec(name).origin).startswith(str(folder))
 

@@ -45,9 +45,9 @@ def show(value: object) -> str:
         return f"({type(value).__name__} that cannot be shown)"
 
 
-def shorten(text: str) -> str:
-    """Returns a text for a message, cut at 80 characters."""
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+def shorten(text: str, most: int = _MOST_SHOWN) -> str:
+    """Returns a text for a message, cut at 80 characters, or at `most`."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def describe_names(names: Sequence[str]) -> str:

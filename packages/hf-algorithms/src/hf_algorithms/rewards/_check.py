@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from hf_algorithms.rewards._load import get_users_function, load_function
-from hf_protocols.arguments import show
-from hf_protocols.errors import ConfigError, DataError
+from hf_algorithms.rewards._load import get_users_function, imports_from, load_function
+from hf_protocols.arguments import shorten, show
+from hf_protocols.errors import ConfigError, DataError, HybridFlowError
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_algorithms.data import Row
 
 __all__ = ["SupportsAnswerCheck", "answers_checked_by", "check_rewards"]
+
+_MOST_REASON = 300
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -57,13 +60,27 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
         except ConfigError as error:
             raise ConfigError(f"{key} = {error}") from error
         what = f"{key} = {show(name)}"
-        if isinstance(function, type):
-            raise ConfigError(f"{what} is a class. Name a function, or an instance with a method __call__")
-        _check_call(what, function, ("prompts", "responses", "answers"))
-        if isinstance(function, SupportsAnswerCheck):
-            _check_call(f"{what}: check_answer", function.check_answer, ("answer",))
-            for path, longest in _rows_by_path(config, rows).items():
-                _check_answers(what, function, path, longest)
+        try:
+            check_answer = _check_function(what, function)
+        except HybridFlowError:
+            raise
+        except Exception as error:  # an attribute of a user's object may raise anything
+            raise ConfigError(f"{what} cannot be inspected: {_describe(error)}. Write it as a function") from error
+        if check_answer is not None:
+            with imports_from(search_path):
+                for path, longest in _rows_by_path(config, rows).items():
+                    _check_answers(what, check_answer, path, longest)
+
+
+def _check_function(what: str, function: Callable[..., Any]) -> Callable[[str], object] | None:
+    """Returns the function's `check_answer`, if it has one."""
+    if isinstance(function, type):
+        raise ConfigError(f"{what} is a class. Name a function, or an instance with a method __call__")
+    _check_call(what, function, ("prompts", "responses", "answers"))
+    if not isinstance(function, SupportsAnswerCheck):
+        return None
+    _check_call(f"{what}: check_answer", function.check_answer, ("answer",))
+    return function.check_answer
 
 
 def _check_call(what: str, function: object, arguments: tuple[str, ...]) -> None:
@@ -90,6 +107,9 @@ def _misfit(function: Any, arguments: tuple[str, ...]) -> str | None:
         signature.bind(*arguments)
     except TypeError as error:
         return f"its arguments are {signature}, {error}"
+    named = [name for name in signature.parameters if name in arguments]
+    if set(named) == set(arguments) and named != list(arguments):
+        return f"its arguments are {signature}, in another order than they are given"
     passes_on = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in signature.parameters.values())
     wrapped = getattr(function, "__wrapped__", None)
     return _misfit(wrapped, arguments) if passes_on and wrapped is not None else None
@@ -104,14 +124,28 @@ def _rows_by_path(config: Config, rows: Mapping[str, Sequence[Row]]) -> dict[str
     return by_path
 
 
-def _check_answers(what: str, function: SupportsAnswerCheck, path: str, rows: Sequence[Row]) -> None:
+def _check_answers(what: str, check: Callable[[str], object], path: str, rows: Sequence[Row]) -> None:
     for number, row in enumerate(rows, start=1):
+        reason = None
         try:
-            reason = "its check_answer returned False" if function.check_answer(row.answer) is False else None
+            if _is_false(check(row.answer)):
+                reason = "its check_answer returned False"
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything, which is reported
-            reason = str(error) or type(error).__name__
+            reason = _describe(error)
         if reason is not None:
             raise DataError(
                 f"{path}, line {number}: the answer {show(row.answer)} cannot be read by {what}: {reason}. "
                 f"Correct the line, or set {what.partition(' ')[0]}"
             )
+
+
+def _is_false(found: object) -> bool:
+    """True for Python's False and numpy's."""
+    return type(found).__name__ in ("bool", "bool_") and not found
+
+
+def _describe(error: BaseException) -> str:
+    """Returns the message of an exception, or its class if it has none or cannot show it."""
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    own, colon, message = text.partition(": ")
+    return shorten(message if colon and own.endswith(("ValueError", "DataError")) else text, _MOST_REASON)

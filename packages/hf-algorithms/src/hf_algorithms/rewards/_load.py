@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError
 from hf_protocols.similar_names import find_similar
 
-__all__ = ["get_users_function", "load_function"]
+__all__ = ["get_users_function", "imports_from", "load_function"]
 
 
 def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Callable[..., Any]:
@@ -69,7 +68,11 @@ def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
         raise ConfigError(
             f"{show(name)}: no module {show(missing)} in {places}. {_nearest(module_name, _module_names(folders))}"
         ) from error
-    except (Exception, SystemExit) as error:  # a user's module may raise anything, which the user should see
+    except (
+        Exception,
+        SystemExit,
+        GeneratorExit,
+    ) as error:  # a user's module may raise anything, which the user should see
         raise ConfigError(_describe_failure(name, module_name, error)) from error
 
 
@@ -84,19 +87,27 @@ def _last_on_path(folders: list[str]) -> Iterator[None]:
             sys.path.remove(folder)
 
 
+def imports_from(search_path: Sequence[str]) -> AbstractContextManager[None]:
+    """Lets the code of a block import a user's modules from these folders, after installed ones."""
+    return _last_on_path([str(Path(folder).resolve()) for folder in search_path])
+
+
 def _with_neighbours(function: Callable[..., Any], folders: list[str]) -> Callable[..., Any]:
-    @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
         with _last_on_path(folders):
             return function(*arguments, **options)
 
+    # Attributes of a user's object may raise anything: a function has those that are wanted.
+    named = function if isinstance(function, FunctionType) else type(function)
+    call.__module__, call.__qualname__, call.__name__ = named.__module__, named.__qualname__, named.__name__
     call.users_function = function  # type: ignore[attr-defined]
     return call
 
 
 def get_users_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the user's own function behind one that `load_function` returned."""
-    written: Callable[..., Any] = getattr(function, "users_function", function)
+    own = vars(function) if isinstance(function, FunctionType) else {}
+    written: Callable[..., Any] = own.get("users_function", function)
     return written
 
 
@@ -169,12 +180,14 @@ def _origin(spec: ModuleSpec | None) -> str | None:
 
 
 def _describe_failure(name: str, module_name: str, error: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and "importlib" not in frame.filename
+    ]
     text = "".join(traceback.format_exception_only(error)).strip()
-    last = frames[-1]
-    return (
-        f"{show(name)}: importing {shorten(module_name)} raised {text}\n  at {last.filename}:{last.lineno}: {last.line}"
-    )
+    place = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+    return f"{show(name)}: importing {shorten(module_name)} raised {text}{place}"
 
 
 def _module_names(folders: list[str]) -> list[str]:
