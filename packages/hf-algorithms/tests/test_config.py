@@ -352,3 +352,42 @@ def test_written_config_with_a_model_path_reads_back() -> None:
     assert format_toml(read) == written and not read.model.sizes_given()
     del body["model"]["path"]
     assert "max_positions = 64" in format_toml(parse_config(body))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.seed=-1", "run.seed = -1: must be at least 0"),
+        ("run.seed=true", "run.seed = True: must be a whole number"),
+        ('run.seed="1"', "run.seed = '1': must be a whole number"),
+        ("run.iterations=1.0", "run.iterations = 1.0: must be a whole number"),
+        ("optimizer.betas=[0.9, 1]", "optimizer.betas.1 = 1: must be below 1.0"),
+        ("algorithm.clip_range=1e300", "algorithm.clip_range = 1e+300: must be at most 1000000"),
+        ("algorithm.kl_coefficient=1e39", "algorithm.kl_coefficient = 1e+39: must be at most 1000000"),
+        ("optimizer.actor_learning_rate=1e39", "optimizer.actor_learning_rate = 1e+39: must be at most 1e+30"),
+        ("cluster.machines=9007199254740992", "cluster.machines = 9007199254740992: must be at most 65536"),
+        ("training.micro_batch_tokens=9007199254740992", "training.micro_batch_tokens = 9007199254740992: must be"),
+        ('cluster.address=""', "cluster.address = '': must not be empty"),
+        ("run.seed=1\nbad=2", "it holds more than one value. Write one --set for each key"),
+    ],
+)
+def test_value_that_no_run_takes_names_its_key(tmp_path, override, message) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[data]\ntrain = "rows.jsonl"\n')
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, [override])
+    assert message in str(refused.value)
+
+
+def test_whole_numbers_stand_for_floats_and_lists_for_pairs(tmp_path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[data]\ntrain = "rows.jsonl"\n[rollout]\ntemperature = 1\n[optimizer]\nbetas = [0, 0.5]\n')
+    config = load_config(path)
+    assert (config.rollout.temperature, config.optimizer.betas) == (1.0, (0.0, 0.5))
+
+
+def test_thousands_of_unknown_keys_are_summed_up() -> None:
+    body = {"data": {"train": "rows.jsonl"}, "run": {f"key_{number}": 1 for number in range(5000)}}
+    with pytest.raises(ConfigError) as refused:
+        parse_config(body)
+    assert str(refused.value).endswith("and 4997 more") and len(str(refused.value)) < 2000

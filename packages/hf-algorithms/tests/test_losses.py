@@ -135,3 +135,43 @@ def test_k3_is_never_negative_and_always_finite(pairs: list[tuple[float, float]]
     k3 = estimate_kl(ours, theirs)["k3"]
     assert bool((k3 >= 0).all())
     assert bool(k3.isfinite().all())
+
+
+@pytest.mark.parametrize("log_ratio", [0.1, -0.1, 200.0, -200.0, 1e4, -1e4])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_policy_gradients_are_finite_for_any_ratio(log_ratio: float, advantage: float) -> None:
+    logprobs = torch.tensor([[log_ratio]], requires_grad=True)
+    batch = {
+        "old_logprobs": torch.zeros(1, 1),
+        "advantages": torch.full((1, 1), advantage),
+        "response_mask": torch.ones(1, 1, dtype=torch.long),
+    }
+    loss, _ = PPOPolicyLoss()({"logprobs": logprobs}, batch)
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(logprobs.grad).all()
+    if abs(log_ratio) < 1:
+        inside = not (advantage > 0 and np.exp(log_ratio) > 1.2) and not (advantage < 0 and np.exp(log_ratio) < 0.8)
+        wanted = -advantage * np.exp(log_ratio) if inside else 0.0
+        np.testing.assert_allclose(float(logprobs.grad), wanted, rtol=1e-5)
+
+
+def test_kl_estimates_follow_their_formulas_and_stay_ordered() -> None:
+    difference = np.concatenate([-np.geomspace(1e-3, 1e9, 60)[::-1], [0.0], np.geomspace(1e-3, 1e9, 60)])
+    found = estimate_kl(torch.tensor(difference), torch.zeros(len(difference), dtype=torch.float64))
+    k3 = found["k3"].numpy()
+    small = difference > -20
+    np.testing.assert_allclose(k3[small], np.expm1(-difference[small]) + difference[small], rtol=1e-6, atol=1e-12)
+    assert (k3 >= 0).all() and np.isfinite(k3).all()
+    assert (np.diff(k3[difference >= 0]) >= 0).all() and (np.diff(k3[difference <= 0]) <= 0).all()
+    impossible = torch.tensor([-torch.inf])
+    assert all(float(estimate) == 0 for estimate in estimate_kl(impossible, impossible).values())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
+def test_losses_take_masks_of_numbers(dtype: torch.dtype) -> None:
+    outputs = random_columns("logprobs", "values", seed=1)
+    columns = random_columns("old_logprobs", "advantages", "values", "returns", seed=2)
+    for loss in (PPOPolicyLoss(), PPOValueLoss(), SupervisedLoss()):
+        wanted, _ = loss(outputs, {**columns, "response_mask": MASK})
+        found, _ = loss(outputs, {**columns, "response_mask": MASK.to(dtype)})
+        torch.testing.assert_close(found, wanted)

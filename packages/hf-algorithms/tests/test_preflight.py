@@ -284,7 +284,6 @@ def test_every_problem_is_told_at_once(build: Callable[..., Config]) -> None:
         ({"rollout": {"backend": "nonsense"}}, BackendError),
         ({"rollout": {"options": {"dtype": "nonsense", "cache_bytes": 1}}}, ConfigError),
         ({"training": {"backend": "nonsense"}}, BackendError),
-        ({"optimizer": {"betas": (0.9, 1.0)}}, ConfigError),
     ],
 )
 def test_a_single_problem_keeps_its_class(

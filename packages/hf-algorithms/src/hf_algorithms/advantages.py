@@ -39,9 +39,10 @@ def compute_token_rewards(scores: torch.Tensor, penalty: torch.Tensor, mask: tor
     Args:
         scores: [B].
         penalty: [B, T].
-        mask: [B, T] bool, True on trained tokens. Observation tokens between or after them are False, like padding; a
-            row without any True has no rewards.
+        mask: [B, T], True or not 0 on trained tokens. Observation tokens between or after them are False, like
+            padding; a row without any True has no rewards.
     """
+    mask = mask.bool()
     following = mask.flip(1).cumsum(1).flip(1)
     is_last = mask & (following == 1)
     return (-penalty).masked_fill(~mask, 0.0) + scores[:, None].masked_fill(~is_last, 0.0)

@@ -22,7 +22,7 @@ from pydantic import (
 from hf_algorithms.config_messages import describe_problem
 from hf_algorithms.recipes import AlgorithmConfig, PPOConfig
 from hf_protocols import ConfigError
-from hf_protocols.arguments import shorten, show
+from hf_protocols.arguments import shorten, shorten_list, show
 from hf_protocols.paths import expand_path
 from hf_protocols.similar_names import find_similar
 from hf_protocols.toml import find_unwritable, format_toml_value, parse_toml, read_toml
@@ -49,9 +49,13 @@ _MOST_SAMPLES = 1 << 20
 
 Count = Annotated[int, Field(ge=1, le=1 << 53)]
 """Below what overflows where tensors are counted."""
-Seed = Annotated[int, Field(ge=-(1 << 62), lt=1 << 62)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Slots = Annotated[int, Field(ge=1, le=1 << 16)]
+Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 62)]
+Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
+"""It fits a float32 with room for products."""
 Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 UserPath = Annotated[str, AfterValidator(expand_path)]
 """``~`` is expanded; a hub name stays as it is."""
 
@@ -61,7 +65,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "max_po
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class RunConfig(_Section):
@@ -153,8 +157,8 @@ class OptimizerConfig(_Section):
 
     actor_learning_rate: Positive = 1e-6
     critic_learning_rate: Positive = 1e-5
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0, le=1e30)] = 0.0
     max_grad_norm: Positive = 1.0
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Updates in which the learning rate grows to its value; Adam's first steps are as long as any and all noise."""
@@ -206,7 +210,7 @@ class TrainingConfig(_Section):
 
     backend: str = "fsdp"
     """Name of a ``hf_engine.train_backends`` entry point."""
-    micro_batch_tokens: Count = 8192
+    micro_batch_tokens: Tokens = 8192
     """Tokens, padding included, of one forward pass."""
     shard: Literal["root", "layer"] = "layer"
     """FSDP units: the whole model (small models), or each decoder layer."""
@@ -218,12 +222,12 @@ class ClusterConfig(_Section):
 
     gpu: str = "cpu"
     """Kind of the catalogue of hf-mapper; ``cpu``: host processes."""
-    machines: Count = 1
-    gpus_per_machine: Count = 2
+    machines: Slots = 1
+    gpus_per_machine: Slots = 2
     """Ranks per machine."""
     inter_bandwidth_bytes_per_s: Positive = 25e9
     """Between machines, one way; used where there is more than one."""
-    address: str = "local"
+    address: Annotated[str, Field(min_length=1)] = "local"
     """Address of a running Ray cluster; ``local``: one of the run's own on this machine."""
     call_timeout_s: Positive = 600.0
     """Deadline of one call to a worker group; and, at least 120 s, of its start, which loads models and engines, and of
@@ -276,7 +280,7 @@ def parse_config(body: Mapping[str, Any]) -> Config:
     """
     unknown = [key for key in _flatten(body) if key not in config_keys()]
     if unknown:
-        raise ConfigError("\n".join(f"unknown key {show(key)}{_hint(key)}" for key in unknown))
+        raise ConfigError("\n".join(shorten_list([f"unknown key {show(key)}{_hint(key)}" for key in unknown])))
     unwritable = find_unwritable(_without_none(body))
     if unwritable is not None:
         key, value, reason = unwritable
@@ -320,15 +324,17 @@ def _apply_override(body: dict[str, Any], override: str) -> None:
     if not (equals and tables and last):
         raise ConfigError(f"--set {show(override)}: write it as section.key=value, such as run.seed=1")
     try:
-        value = parse_toml(f"value = {text}", f"--set {show(override)}")["value"]
+        parsed = parse_toml(f"value = {text}", f"--set {show(override)}")
     except tomllib.TOMLDecodeError:
-        value = text
+        parsed = {"value": text}
+    if len(parsed) > 1:
+        raise ConfigError(f"--set {show(override)}: it holds more than one value. Write one --set for each key")
     table = body
     for each in tables:
         table = table.setdefault(each, {})
         if not isinstance(table, dict):
             raise ConfigError(f"--set {show(override)}: {shorten(each)} is a value, not a section")
-    table[last] = value
+    table[last] = parsed["value"]
 
 
 def _flatten(body: Mapping[str, Any]) -> Iterator[str]:

@@ -14,7 +14,7 @@ def estimate_kl(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> dict[st
 
     With d = logprobs - other_logprobs: ``k1`` = d, whose mean is the KL and which may be negative, also as a mean over
     few samples: it is a difference, not a divergence. ``k2`` = d^2 / 2 has less variance and a bias. ``k3`` =
-    exp(-d) - 1 + d has the mean of ``k1`` and is never negative. Its exponent is cut at 20.
+    exp(-d) - 1 + d has the mean of ``k1`` and is never negative; -d is cut at 20 in both terms.
 
     Args:
         logprobs: the policy's.
@@ -23,6 +23,7 @@ def estimate_kl(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> dict[st
     Returns:
         float64, by name.
     """
-    difference = logprobs.double() - other_logprobs.double()
-    k3 = torch.expm1((-difference).clamp(max=_LARGEST_EXPONENT)) + difference
-    return {"k1": difference, "k2": difference.square() / 2, "k3": k3.clamp(min=0.0)}
+    own, other = logprobs.double(), other_logprobs.double()
+    difference = torch.where(own == other, 0.0, own - other)  # also where both are -inf
+    exponent = (-difference).clamp(max=_LARGEST_EXPONENT)
+    return {"k1": difference, "k2": difference.square() / 2, "k3": (torch.expm1(exponent) - exponent).clamp(min=0.0)}

@@ -19,9 +19,15 @@ GAP_BOUND = 0.1
 """Nats: log-probs are counted on which two engines differ by more. In float32 it is 1e-5, in bfloat16 0.01 to 0.05."""
 
 
+_LARGEST_LOG_RATIO = 20.0
+"""Beyond it exp overflows soon, and the gradient of an infinite ratio is NaN even where the clipped term is chosen."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PPOPolicyLoss:
     """max(-A r, -A clip(r, 1 - c, 1 + c)), r = exp(logprobs - old_logprobs) (Schulman et al. 2017, eq. 7).
+
+    logprobs - old_logprobs is cut at -20 and 20, where its gradient ends.
 
     With ``ratio_cap`` a token whose ratio is above it weighs that much and no more (truncated importance sampling,
     Ionides 2008): its gradient is that of -A cap logprobs. For old log-probs of another engine, whose rare large ratios
@@ -40,10 +46,11 @@ class PPOPolicyLoss:
         |logprobs - old_logprobs|, ``..._max`` the largest, ``..._share`` the share of tokens above `GAP_BOUND`. Later
         updates of an iteration add their own change of the policy.
         """
-        mask = micro_batch["response_mask"]
+        mask = micro_batch["response_mask"].bool()
         advantages = micro_batch["advantages"].masked_fill(~mask, 0.0)
         log_ratio = (outputs["logprobs"] - micro_batch["old_logprobs"]).masked_fill(~mask, 0.0)
-        ratio = log_ratio.exp() if self.ratio_cap is None else _truncate(log_ratio, self.ratio_cap)
+        bounded = log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+        ratio = bounded.exp() if self.ratio_cap is None else _truncate(log_ratio, self.ratio_cap)
         clipped = ratio.clamp(1 - self.clip_range, 1 + self.clip_range)
         loss = torch.maximum(-advantages * ratio, -advantages * clipped).masked_fill(~mask, 0.0).sum()
         with torch.no_grad():

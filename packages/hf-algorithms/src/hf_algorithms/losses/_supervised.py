@@ -20,6 +20,6 @@ class SupervisedLoss:
         self, outputs: TensorDict, micro_batch: TensorDict
     ) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
         """Reads ``logprobs`` of the outputs and ``response_mask`` of the batch, both [b, T]."""
-        mask = micro_batch["response_mask"]
+        mask = micro_batch["response_mask"].bool()
         loss = -outputs["logprobs"].masked_fill(~mask, 0.0).sum()
         return loss, {"supervised/loss": (float(loss.detach()), float(mask.sum()))}

@@ -23,7 +23,7 @@ class PPOValueLoss:
         self, outputs: TensorDict, micro_batch: TensorDict
     ) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
         """Reads ``values`` of the outputs; ``values``, ``returns``, ``response_mask`` of the batch, all [b, T]."""
-        mask = micro_batch["response_mask"]
+        mask = micro_batch["response_mask"].bool()
         columns = (outputs["values"], micro_batch["values"], micro_batch["returns"])
         # Before anything is computed: the gradient of a masked NaN would be NaN.
         values, old, returns = (column.masked_fill(~mask, 0.0) for column in columns)

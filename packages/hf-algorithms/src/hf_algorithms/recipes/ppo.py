@@ -6,6 +6,7 @@ Deviations from Schulman et al. (2017) and from the paper's figure:
 - old log-probs are recomputed by the training engine; with ``old_logprobs = "sampled"`` the sampler's are trusted, and
   the policy's ratio, which then holds the difference of the two engines as well, is truncated;
 - advantages are whitened over the whole batch; the value loss is clipped like the policy's;
+- the logarithm of the policy's ratio is cut at -20 and 20;
 - each loss is a mean over all response tokens of a mini-batch, so long responses weigh more than short ones.
 """
 
@@ -29,20 +30,23 @@ __all__ = ["PPO", "PPOConfig", "step"]
 _RATIO_CAP = 2.0
 """Where truncated importance sampling cuts a ratio."""
 
+_LARGEST = 1e6
+"""Of a coefficient or a range: more is a mistake, and overflows where it is squared in float32."""
+
 
 class PPOConfig(BaseModel):
     """``[algorithm]`` with ``name = "ppo"``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: Literal["ppo"] = "ppo"
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.02
+    kl_coefficient: Annotated[float, Field(ge=0, le=_LARGEST)] = 0.02
     """Weight of the KL penalty against the reference in the token rewards."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    clip_range: Annotated[float, Field(gt=0)] = 0.2
+    clip_range: Annotated[float, Field(gt=0, le=_LARGEST)] = 0.2
     """The policy's ratio is clipped to 1 - clip_range ... 1 + clip_range."""
-    value_clip_range: Annotated[float, Field(gt=0)] = 0.2
+    value_clip_range: Annotated[float, Field(gt=0, le=_LARGEST)] = 0.2
     """Values are clipped to this distance from the old ones."""
     old_logprobs: Literal["recomputed", "sampled"] = "recomputed"
     """``sampled`` saves a forward pass: the rollout backend's log-probs are taken, and ratios truncated at 2."""
