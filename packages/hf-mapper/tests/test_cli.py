@@ -267,3 +267,21 @@ def _as_config(shape: ModelShape) -> dict[str, object]:
         "tie_word_embeddings": shape.tie_embeddings,
         "max_position_embeddings": shape.max_positions,
     }
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "{0}", "--html", "{0}"),
+        ("explain", "{0}", "--html", "{1}"),
+        ("calibrate", "--trace", "{0}", "--output", "{0}"),
+    ],
+)
+def test_an_input_is_not_written_over(tmp_path, words):
+    given = tmp_path / "given"
+    given.write_text("precious")
+    (tmp_path / "link").symlink_to(given)
+    result = CliRunner().invoke(main, [word.format(given, tmp_path / "link") for word in words])
+    assert isinstance(result.exception, SystemExit) and result.exit_code == 2
+    assert "is a file that the command reads. Give another path" in result.output
+    assert given.read_text() == "precious"

@@ -25,6 +25,7 @@ from hf_mapper.terminal import build_console
 from hf_mapper.traces import TraceConstants, calibrate_traces, validate_trace
 from hf_mapper.validation import build_report, validate_folder
 from hf_protocols import ConfigError, HybridFlowError, MappingPlan
+from hf_protocols.arguments import show
 from hf_protocols.paths import read_path, read_text
 
 __all__ = ["calibrate", "explain", "main", "plan", "simulate", "validate"]
@@ -103,6 +104,7 @@ def main() -> None:
 @click.option("--html", type=_UserPath(is_written=True), help="Write the plan as one self-contained page to this file.")
 def plan(config: Path, as_json: bool, html: Path | None, should_stop: StopSign) -> None:
     """Place the models of CONFIG, a TOML file, on its cluster."""
+    _keep_inputs("--html", html, config)
     problem = read_config(config)
     found = map_dataflow(
         problem.dataflow,
@@ -128,6 +130,7 @@ def plan(config: Path, as_json: bool, html: Path | None, should_stop: StopSign) 
 @click.option("--quick", is_flag=True, help="Leave out how wrong the simulators may be: hundreds of searches less.")
 def explain(config: Path, as_json: bool, html: Path | None, quick: bool, should_stop: StopSign) -> None:
     """Say why the plan of CONFIG is the best: other placements, what bounds it, how sure it is."""
+    _keep_inputs("--html", html, config)
     found = explain_plan(read_config(config), should_stop, robustness=not quick)
     if html is not None:
         _write_page(html, build_page(found.plan, found))
@@ -135,6 +138,16 @@ def explain(config: Path, as_json: bool, html: Path | None, quick: bool, should_
         click.echo(found.to_json(), nl=False)
     else:
         render_explanation(found, build_console())
+
+
+def _keep_inputs(name: str, output: Path | None, *inputs: Path) -> None:
+    """Refuses to write over a file that the command reads.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    if output is not None and any(output.resolve() == each.resolve() for each in inputs):
+        raise ConfigError(f"{name} = {show(str(output))} is a file that the command reads. Give another path")
 
 
 def _write_page(path: Path, page: str) -> None:
@@ -222,6 +235,7 @@ def calibrate(
     if data is None and stack is not None:
         raise _InputError("--stack goes with --data: a run's trace says what software it was")
     if data is None:
+        _keep_inputs("--output", output, *traces)
         _calibrate_traces(traces, output, as_json=as_json)
         return
     found = calibrate_folder(data, stack=stack)
