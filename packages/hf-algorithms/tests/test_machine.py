@@ -49,3 +49,11 @@ def test_devices_must_be_here(monkeypatch: pytest.MonkeyPatch, executor: str) ->
     sections["cluster"]["address"] = "auto"
     if executor == "ray":
         check(monkeypatch, plan_of("h100", 2), gib=64, **sections)
+
+
+def test_a_cache_above_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = {"options": {"cache_bytes": 10**15}}
+    for executor in ("ray", "in_process"):
+        with pytest.raises(ConfigError, match=r"rollout.options.cache_bytes = 10+: this machine has \d+ bytes"):
+            check(monkeypatch, plan_of("cpu", 1), gib=4, run={"executor": executor}, rollout=rollout)
+    check(monkeypatch, plan_of("cpu", 1), gib=4, rollout={"options": {"cache_bytes": 1 << 30}})

@@ -30,8 +30,15 @@ def check_machine(config: Config, plan: MappingPlan) -> None:
     if config.run.executor == "ray" and config.cluster.address != "local":
         return
     _check_devices(config, plan)
+    memory_bytes = read_machine_limits().memory_bytes
+    cache_bytes = config.rollout.options.get("cache_bytes")
+    if config.cluster.gpu == "cpu" and isinstance(cache_bytes, int) and cache_bytes >= memory_bytes:
+        raise ConfigError(
+            f"rollout.options.cache_bytes = {show(cache_bytes)}: this machine has {memory_bytes} bytes of memory. "
+            "Lower it"
+        )
     if config.run.executor == "ray":
-        _check_memory(plan, read_machine_limits().memory_bytes)
+        _check_memory(plan, memory_bytes)
         check_local_start(sum(pool.num_slots for pool in plan.pools))
 
 
