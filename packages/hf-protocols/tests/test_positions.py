@@ -145,6 +145,43 @@ def test_shape_has_the_stretched_context() -> None:
     assert ModelShape.from_config(config).max_positions == 64
 
 
+HEADS = {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64}
+
+
+def _longrope(short: Any, long: Any = (1.0,) * 8, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "longrope", "short_factor": short, "long_factor": list(long), **more}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_theta": "x"}, "config.json: rope_theta='x' must be a finite number above 0"),
+        ({"rope_theta": -1}, "config.json: rope_theta=-1 must be"),
+        ({"rope_parameters": {"rope_theta": 0}}, "config.json: rope_parameters: rope_theta=0 must be"),
+        ({"rope_scaling": {"type": "linear", "factor": 2, "rope_theta": True}}, "rope_scaling: rope_theta=True must"),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": -1}, "full_attention": {}}}, "rope_theta=-1 must be"),
+        ({"rope_parameters": {"full_attention": 3}}, "rope_parameters: full_attention=3: give an object"),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": [1]}}, "sliding_attention=[1]: give an"),
+        (_longrope([1.0] * 7), "rope_parameters: short_factor has 7 numbers, the model's heads need 8"),
+        (_longrope([1.0] * 8, [1.0]), "rope_parameters: long_factor has 1 numbers, the model's heads need 8"),
+        (_longrope([1.0] * 8, partial_rotary_factor=0.5), "short_factor has 8 numbers, the model's heads need 4"),
+        (_longrope([1.0] * 8) | {"head_dim": 32}, "short_factor has 8 numbers, the model's heads need 16"),
+        (_longrope(["x"] * 8), "short_factor: a factor='x' must be a finite number above 0"),
+        (_longrope(None), "short_factor=None: give a list of numbers above 0"),
+    ],
+)
+def test_rotary_parameters_that_no_head_has_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compute_positions(HEADS | config)
+    assert message in str(refused.value)
+
+
+def test_long_factors_that_fit_the_heads_are_taken() -> None:
+    fitting = [_longrope([1.0] * 8), _longrope([1.0] * 4, [2] * 4) | {"partial_rotary_factor": 0.5}]
+    for config in (*fitting, _longrope([1.0] * 4, [2.0] * 4) | {"qk_rope_head_dim": 8}):
+        assert compute_positions(HEADS | config) == 64
+
+
 @pytest.mark.parametrize(
     ("rope", "message"),
     [

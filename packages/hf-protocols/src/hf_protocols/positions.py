@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_protocols.arguments import check_count, check_kind, show
+from hf_protocols.arguments import check_count, check_kind, check_number, show
 from hf_protocols.errors import ConfigError
 
 __all__ = ["compute_positions"]
@@ -15,6 +15,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _STRETCHED = ("yarn", "linear", "dynamic")
 _STATED = ("default", "mrope", "llama3", "longrope", "su", "proportional", "axial")
 """Types whose configurations state the stretched length in `max_position_embeddings`."""
+_BASES = ("rope_theta", "rope_local_base_freq")
 _ALREADY_STRETCHED = ("gemma3", "gemma3_text")
 """Families whose configurations count a linear factor in `max_position_embeddings`; engines make the same exception."""
 
@@ -39,16 +40,22 @@ def compute_positions(config: Mapping[str, Any]) -> int | None:
             transformers.
 
     Raises:
-        ConfigError: for a type that is not known, or a length or factor that is not a number of at least 1.
+        ConfigError: for a type that is not known, a length or factor that is not a number of at least 1, a base that is
+            not a number above 0, or lists of factors that do not fit the heads.
     """
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key) or {}
+    check_kind(ConfigError, f"config.json: {key}", rope, Mapping, "an object with rope_type and factor, or null")
+    layers = _read_layers(f"config.json: {key}", rope)
+    _check_bases("config.json", config)
+    for each in layers.values():
+        _check_bases(f"config.json: {key}", each)
+        _check_long_factors(f"config.json: {key}", each, config)
     stated: Any = config.get(_KEY)
     if stated is None:
         return None
     check_count(ConfigError, f"config.json: {_KEY}", stated)
-    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    rope = config.get(key) or {}
-    check_kind(ConfigError, f"config.json: {key}", rope, Mapping, "an object with rope_type and factor, or null")
-    rope = _of_full_attention(key, rope)
+    rope = layers.get("full_attention") or next(iter(layers.values()), rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in (*_STRETCHED, *_STATED):
         known = ", ".join((*_STRETCHED, "llama3", "longrope", "default"))
@@ -63,13 +70,48 @@ def compute_positions(config: Mapping[str, Any]) -> int | None:
     return int(max(stated, original * factor))
 
 
-def _of_full_attention(key: str, rope: Mapping[str, Any]) -> Mapping[str, Any]:
-    nested = {name: each for name, each in rope.items() if isinstance(each, Mapping)}
-    if not nested:
-        return rope
-    found = nested.get("full_attention") or next(iter(nested.values()))
-    check_kind(ConfigError, f"config.json: {key}", found, Mapping, "an object for every kind of layer")
-    return found
+def _read_layers(name: str, rope: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Rotary parameters by kind of layer; one entry without a kind where all layers have the same."""
+    for kind, each in rope.items():
+        if kind.endswith("_attention") and each is not None:
+            check_kind(ConfigError, f"{name}: {kind}", each, Mapping, "an object with rope_type, or null")
+    return {kind: each for kind, each in rope.items() if isinstance(each, Mapping)} or {"": rope}
+
+
+def _check_bases(name: str, rope: Mapping[str, Any]) -> None:
+    """Transformers takes a base of the layers' own before the one at the top; some engines the other way round."""
+    for key in _BASES:
+        if rope.get(key) is not None:
+            check_number(ConfigError, f"{name}: {key}", rope[key])
+
+
+def _check_long_factors(name: str, rope: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Longrope divides each frequency of a head by a factor of its own: there are half as many as sizes that turn."""
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return
+    wanted = _count_frequencies(rope, config)
+    for key in ("short_factor", "long_factor"):
+        factors: Any = rope.get(key)
+        check_kind(ConfigError, f"{name}: {key}", factors, list, "a list of numbers above 0")
+        for factor in factors:
+            check_number(ConfigError, f"{name}: {key}: a factor", factor)
+        if wanted is not None and len(factors) != wanted:
+            raise ConfigError(
+                f"{name}: {key} has {len(factors)} numbers, the model's heads need {wanted}. Give {wanted}"
+            )
+
+
+def _count_frequencies(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+    """Of one head; None where sizes are missing, or refused elsewhere."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    size = config.get("qk_rope_head_dim") or config.get("head_dim")
+    if size is None and type(hidden) is int and type(heads) is int and heads > 0:
+        size = hidden // heads
+    turned = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    turned = 1.0 if turned is None or config.get("qk_rope_head_dim") else turned
+    if type(size) is not int or isinstance(turned, bool) or not isinstance(turned, int | float) or not 0 < turned <= 1:
+        return None
+    return (int(size * turned) + 1) // 2
 
 
 def _check_factor(name: str, factor: object) -> None:

@@ -22,6 +22,7 @@ __all__ = ["ModelDirectory", "read_model_directory"]
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _SIZES = (*_LAYERS, "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 _MOST = 2**31 - 1
+_DROPOUTS = ("attention_dropout", "hidden_dropout", "dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
 _DTYPES = (None, "auto", "float16", "half", "bfloat16", "float32", "float", "float64", "double")
 
 
@@ -30,7 +31,8 @@ class ModelDirectory:
     """The configuration and the headers of one directory, before any weights are loaded.
 
     Raises:
-        ModelError: for a size in `config` that is not a whole number, or rotary embeddings stretched in no known way.
+        ModelError: for a size in `config` that is not a whole number, a dropout that is not from 0 to 1, or rotary
+            embeddings stretched in no known way.
     """
 
     label: str
@@ -47,12 +49,17 @@ class ModelDirectory:
         for key in _SIZES:
             size = self.text_config.get(key)
             if size is not None and (type(size) is not int or not 1 <= size <= _MOST):
-                shown = f"{show(size)}" if len(repr(size)) <= 80 else f"{size!r:.80}..."
                 limit = f"it must be at least 1 and at most {_MOST}" if type(size) is int else "give a whole number"
-                raise self.refusal(f"has {key}={shown} in its config.json; {limit}")
+                raise self.refusal(f"has {key}={show(size)} in its config.json; {limit}")
+        for key in _DROPOUTS:
+            share = self.text_config.get(key)
+            if share is not None and (
+                isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1
+            ):
+                raise self.refusal(f"has {key}={show(share)} in its config.json; give a number from 0 to 1")
         if self.dtype not in _DTYPES:
             raise self.refusal(
-                f"has dtype={self.dtype!r:.80} in its config.json, which no weights have. Set it to float32"
+                f"has dtype={show(self.dtype)} in its config.json, which no weights have. Set it to float32"
             )
         try:
             compute_positions(self.text_config)
