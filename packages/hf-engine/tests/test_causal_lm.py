@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_engine import TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine.backends._causal_lm import build_without_memory, load_causal_lm, save_causal_lm
+from hf_engine.model_directory import read_model_directory
 from hf_engine.testing import write_tiny_model
 from hf_protocols import BackendError, GenerationSpec, ModelShape, ParallelSpec, Topology
 
@@ -104,6 +106,19 @@ def test_layers_of_full_attention_are_a_model_like_any(ranks1, tmp_path):
     (model / "config.json").write_text(json.dumps(config | {"layer_types": ["full_attention"] * 2}))
     ranks1.run(build_rollout_and_close, model)
     assert ModelShape.from_config(model).num_layers == 2
+
+
+def test_keys_that_change_a_models_outputs_are_not_read(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    path, keys = model / "config.json", {"return_dict": False, "output_attentions": True, "output_hidden_states": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    build_without_memory(read_model_directory(model))
+    loaded = load_causal_lm(model, torch.float32).model
+    output = loaded(torch.tensor([[1, 2]]))
+    assert (output.logits.shape[:2], output.attentions, output.hidden_states) == ((1, 2), None, None)
+    save_causal_lm(loaded, loaded.state_dict(), tmp_path / "exported", head="lm_head.weight")
+    written = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert [written.get(key, keys[key] is False) for key in keys] == [True, False, False]
 
 
 def test_files_that_lack_a_parameter_are_not_loaded(ranks2, tmp_path):

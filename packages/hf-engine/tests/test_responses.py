@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from hf_engine import SamplingParams
-from hf_engine.backends._responses import digest_request, end_of_sequence_ids, read_prompts
-from hf_protocols import BackendError, BatchError
+from hf_engine.backends._responses import build_responses, digest_request, end_of_sequence_ids, read_prompts
+from hf_protocols import BackendError, BatchError, NonFiniteLossError
 
 TWO = SamplingParams(max_new_tokens=2)
 
@@ -103,6 +103,15 @@ def test_an_end_that_the_vocabulary_lacks_is_never_drawn():
 def test_row_ids_that_are_no_column_of_whole_numbers_are_refused(row_ids):
     with pytest.raises(BatchError, match=r"the column 'row_id' is .*: give one whole number a row"):
         read([[3]], row_ids)
+
+
+@pytest.mark.parametrize(
+    ("version", "cause"), [(0, ", before any update: the model's files"), (3, ": the weights have")]
+)
+def test_logits_that_are_not_finite_name_their_cause(version, cause):
+    one, finish = torch.tensor([1]), torch.tensor([0])
+    with pytest.raises(NonFiniteLossError, match=f"row 0 are not finite at weight version {version}{cause}"):
+        build_responses(one, torch.tensor([float("nan")]), one, finish, n=1, version=version)
 
 
 def test_sampling_parameters_of_another_kind_are_refused():

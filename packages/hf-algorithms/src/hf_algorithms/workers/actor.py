@@ -102,10 +102,13 @@ class ActorWorker(ModelWorker):
         """
         found = self._train.compute_logprobs(batch, temperature=temperature).rename_key_("logprobs", "old_logprobs")
         if not bool(found["old_logprobs"].values().isfinite().all()):
-            raise NonFiniteLossError(
-                f"the policy's log-probs are not finite after {self._train.optimizer_steps} optimizer steps: weights "
-                "have diverged; lower the learning rate"
-            )
+            if steps := self._train.optimizer_steps:
+                cause = f"after {steps} optimizer steps: weights have diverged; lower the learning rate"
+            else:
+                cause = (
+                    "before any update: the model's files hold weights that are not finite, or too large for the dtype"
+                )
+            raise NonFiniteLossError(f"the policy's log-probs are not finite {cause}")
         if "rollout_logprobs" in batch:
             self._judge(batch["rollout_logprobs"], found["old_logprobs"], batch, temperature)
         return found

@@ -25,6 +25,9 @@ from hf_engine.model_directory import (
 
 __all__ = ["LoadedModel", "build_without_memory", "load_causal_lm", "refuse_lacking", "save_causal_lm"]
 
+_OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+"""Keys of config.json that change what a forward pass returns: backends read its logits by name."""
+
 
 class LoadedModel(NamedTuple):
     """A model in memory, and the files that it is from."""
@@ -48,7 +51,12 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype, head: Head = "lm") -> 
     with errors_of("transformers", f"{files.label}: cannot be loaded as a causal language model"):
         # Its own error of a size that differs names no parameter.
         answer: Any = AutoModelForCausalLM.from_pretrained(
-            files.path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, trust_remote_code=False
+            files.path,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            trust_remote_code=False,
+            **_OUTPUTS,
         )
     loaded, report = answer
     _refuse_other_sizes(files, report["mismatched_keys"])
@@ -64,7 +72,7 @@ def build_without_memory(files: ModelDirectory) -> Any:
         BackendError: for a configuration from which it builds none.
     """
     with errors_of("transformers", f"{files.label}: its config.json describes no causal language model"):
-        config = AutoConfig.from_pretrained(files.path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(files.path, trust_remote_code=False, **_OUTPUTS)
         with torch.device("meta"):
             built: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     if files.generation_config:

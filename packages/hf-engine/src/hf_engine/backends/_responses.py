@@ -106,9 +106,12 @@ def build_responses(
     if not torch.isfinite(logprobs).all():
         token = (~torch.isfinite(logprobs)).nonzero()[0]
         row = int(torch.searchsorted(offsets, token, right=True) - 1) // n
+        cause = "the weights have diverged; lower the learning rate"
+        if version == 0:
+            cause = "before any update: the model's files hold weights that are not finite, or too large for the dtype"
         raise NonFiniteLossError(
-            f"the model's logits for the prompt of row {row} are not finite at weight version {version}: the weights "
-            "have diverged; lower the learning rate"
+            f"the model's logits for the prompt of row {row} are not finite at weight version {version}"
+            f"{', ' if version == 0 else ': '}{cause}"
         )
     return TensorDict(
         {
