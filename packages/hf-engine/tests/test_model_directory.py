@@ -235,6 +235,8 @@ FILES = {
     "twice": lambda path: write_safetensors(
         path, f'{{"a": {json.dumps(ENTRY)}, "a": {json.dumps(ENTRY)}}}'.encode(), bytes(8)
     ),
+    "metadata a list": lambda path: write_safetensors(path, {"__metadata__": [], "a": ENTRY}, bytes(8)),
+    "metadata a number": lambda path: write_safetensors(path, {"__metadata__": {"format": 3}, "a": ENTRY}, bytes(8)),
     "a directory": lambda path: (path.unlink(), path.mkdir()),
     "a broken link": lambda path: (path.unlink(), path.symlink_to("absent")),
 }
@@ -243,7 +245,9 @@ FILES = {
 @pytest.mark.parametrize("damage", FILES)
 def test_weights_that_are_damaged_are_one_line(model, damage):
     FILES[damage](model / "model.safetensors")
-    assert "model.safetensors" in refusal(model)
+    message = refusal(model)
+    assert message.count("model.safetensors") == 1
+    assert "metadata" not in damage or "__metadata__=" in message
 
 
 def write_shards(model):
@@ -288,6 +292,10 @@ SHARDS = {
     ),
     "a list": (lambda model, index: index.write_text("[]"), "holds no JSON object, but a list"),
     "no index": (lambda model, index: index.unlink(), "but model-00001-of-00002.safetensors. Save the model anew with"),
+    "no metadata": (
+        lambda model, index: index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]})),
+        'has no object "metadata", which transformers needs. Add "metadata": {} to it',
+    ),
     "a name more": (
         lambda model, index: index.write_text(index.read_text().replace('"lm_head.weight"', '"other"')),
         "names 'other' in",
@@ -354,6 +362,12 @@ def test_end_tokens_outside_the_vocabulary_are_left_out(tmp_path):
     assert read_end_of_sequence_ids(read_model_directory(model)) == {3}
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 99]}))
     assert read_end_of_sequence_ids(read_model_directory(model)) == {7}
+
+
+@pytest.mark.parametrize(("key", "value"), [("attention_dropout", 2.0), ("attention_dropout", "x"), ("dropout", True)])
+def test_dropout_that_is_not_a_share_is_refused(model, key, value):
+    change(model, **{key: value})
+    assert refusal(model).endswith(f"has {key}={value!r} in its config.json; give a number from 0 to 1")
 
 
 def test_home_is_expanded(model, monkeypatch):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from hf_protocols.arguments import shorten
 from hf_protocols.errors import HybridFlowError, ModelError
 
 __all__ = ["errors_of", "one_line"]
-
-_MOST_SHOWN = 300
 
 
 @contextmanager
@@ -40,6 +39,5 @@ def errors_of(library: str, what: str, *, advice: str = "") -> Iterator[None]:
 
 def one_line(error: BaseException) -> str:
     """The text of an error, with its type where the text alone would not say what happened."""
-    text = " ".join(str(error).split())
-    text = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    text = shorten(" ".join(str(error).split()))
     return text if " " in text and not isinstance(error, KeyError) else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -100,7 +100,7 @@ def _refuse_quantised(model: ModelDirectory) -> None:
     advice = "Weights are trained and sent to engines as floats: give the model that it was made from"
     if stated:
         method = stated.get("quant_method") if isinstance(stated, Mapping) else None
-        named = f"quant_method={method!r:.40}" if method else f"quantization_config={stated!r:.80}"
+        named = f"quant_method={show(method)}" if method else f"quantization_config={show(stated)}"
         raise model.refusal(f"is quantised ({named} in its config.json). {advice}")
     if packed := next((name for name in model.tensors if name.endswith(_QUANTISED)), None):
         raise model.refusal(f"is quantised: it holds {show(packed)}. {advice}")

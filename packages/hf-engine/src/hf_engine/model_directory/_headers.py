@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_protocols.arguments import show
+from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ModelError
 from hf_protocols.outer_files import HEAD_BYTES, describe_stand_in
 
@@ -100,30 +100,40 @@ def _parse(name: str, text: bytes) -> dict[str, Mapping[str, Any]]:
 
     try:
         body = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
+    except ModelError:  # a ValueError, too
+        raise
     except (ValueError, RecursionError) as error:
         raise ModelError(
-            f"{name} cannot be read: its header is no JSON ({str(error)[:80]}): it is not a safetensors file"
+            f"{name} cannot be read: its header is not JSON ({shorten(str(error))}): it is not a safetensors file"
         ) from None
     if not isinstance(body, dict):
-        raise ModelError(f"{name} cannot be read: its header is no JSON object: it is not a safetensors file")
+        raise ModelError(f"{name} cannot be read: its header is not a JSON object: it is not a safetensors file")
+    notes = body.get("__metadata__", {})
+    if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
+        raise ModelError(
+            f"{name} cannot be read: its header has __metadata__={show(notes)}, which is not an object of strings. "
+            "Save the model anew with save_pretrained()"
+        )
     return {key: entry for key, entry in body.items() if key != "__metadata__"}
 
 
 def _read_entry(path: Path, name: str, entry: object, first: int) -> StoredTensor:
-    wrong = f"{path.name} cannot be read: its header describes {name!r:.80} with"
+    wrong = f"{path.name} cannot be read: its header describes {show(name)} with"
     fields: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
     dtype: Any = fields.get("dtype")
     shape: Any = fields.get("shape")
     offsets: Any = fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise ModelError(f"{wrong} dtype={dtype!r:.80}, which is not known")
+        raise ModelError(f"{wrong} dtype={show(dtype)}, which is not known")
     if not _are_counts(shape):
-        raise ModelError(f"{wrong} shape={shape!r:.80}, which is not a list of sizes")
+        raise ModelError(f"{wrong} shape={show(shape)}, which is not a list of sizes")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ModelError(f"{wrong} data_offsets={offsets!r:.80}, which is not a range of bytes")
+        raise ModelError(f"{wrong} data_offsets={show(offsets)}, which is not a range of bytes")
     needed = -(-math.prod(shape) * _BITS[dtype] // 8)
     if offsets[1] - offsets[0] != needed:
-        raise ModelError(f"{wrong} {offsets[1] - offsets[0]} bytes for {dtype} of shape {shape}, which takes {needed}")
+        raise ModelError(
+            f"{wrong} {offsets[1] - offsets[0]} bytes for {dtype} of shape {show(shape)}, which takes {show(needed)}"
+        )
     return StoredTensor(path=path, dtype=dtype, shape=tuple(shape), start=first + offsets[0], stop=first + offsets[1])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hf_engine.model_directory._headers import StoredTensor, read_header
-from hf_protocols.arguments import show
+from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ModelError
 from hf_protocols.outer_files import read_json_object
 
@@ -68,17 +68,20 @@ def read_index(directory: Path) -> dict[str, str]:
     index = directory / INDEX
     if not index.exists() and not index.is_symlink():
         raise ModelError(_describe_lack(directory))
-    files = read_json_object(ModelError, index, name=INDEX).get("weight_map")
+    body = read_json_object(ModelError, index, name=INDEX)
+    files = body.get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(each, str) for each in files.values()):
         raise ModelError(f"{INDEX} is no index of safetensors files: its weight_map maps no names to files")
     names = sorted({*files.values()})
     if outside := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-        raise ModelError(f"{INDEX} names {outside[0]!r:.80}, which is not a safetensors file beside it")
+        raise ModelError(f"{INDEX} names {show(outside[0])}, which is not a safetensors file beside it")
     if missing := [name for name in names if not (directory / name).exists()]:
         raise ModelError(
-            f"{INDEX} names {', '.join(missing[:3])} ({len(missing)} of {len(names)} files), which the directory "
-            "lacks. Fetch the missing files"
+            f"{INDEX} names {', '.join(map(shorten, missing[:3]))} ({len(missing)} of {len(names)} files), which the "
+            "directory lacks. Fetch the missing files"
         )
+    if not isinstance(body.get("metadata"), dict):  # transformers writes into it
+        raise ModelError(f'{INDEX} has no object "metadata", which transformers needs. Add "metadata": {{}} to it')
     return files
 
 
