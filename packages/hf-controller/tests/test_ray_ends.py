@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import subprocess
@@ -96,9 +97,12 @@ def shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
+FIRST_SESSION = datetime.datetime.now().strftime("session_%Y-%m-%d_%H-%M-%S")
+
+
 def sessions_of(program: subprocess.Popen[str]) -> list[str]:
-    """Folders of clusters that a program started."""
-    return find_sessions(f"{find_temp_dir()[0]}/ray", program.pid, "session_")
+    """Folders of clusters that a program of these tests started; an earlier program may have had its number."""
+    return find_sessions(f"{find_temp_dir()[0]}/ray", program.pid, FIRST_SESSION)
 
 
 def wait_for_shared_memory(before: set[str]) -> None:

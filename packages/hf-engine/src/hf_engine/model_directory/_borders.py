@@ -11,6 +11,10 @@ from hf_protocols.errors import HybridFlowError, ModelError
 __all__ = ["errors_of", "one_line"]
 
 
+_MOST_REASON = 300
+"""Characters of another library's message, which says more than the value that it is about."""
+
+
 @contextmanager
 def errors_of(library: str, what: str, *, advice: str = "") -> Iterator[None]:
     """Turns any exception of a library inside the block into a `ModelError` of one line.
@@ -39,5 +43,5 @@ def errors_of(library: str, what: str, *, advice: str = "") -> Iterator[None]:
 
 def one_line(error: BaseException) -> str:
     """The text of an error, with its type where the text alone would not say what happened."""
-    text = shorten(" ".join(str(error).split()))
+    text = shorten(" ".join(str(error).split()), _MOST_REASON)
     return text if " " in text and not isinstance(error, KeyError) else f"{type(error).__name__}: {text}".rstrip(": ")
