@@ -4,7 +4,9 @@ import os
 
 import pytest
 
+from hf_algorithms.config import DataConfig
 from hf_algorithms.data import Row, load_rows, write_rows
+from hf_algorithms.inputs import load_row_sets
 from hf_protocols.errors import DataError
 
 
@@ -71,6 +73,33 @@ def test_missing_empty_and_foreign_files_are_one_message(tmp_path):
         load_rows(tmp_path)
     with pytest.raises(DataError, match="has no rows"):
         load_rows(_file(tmp_path, b""))
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, not the file itself"),
+        (b"\x1f\x8b\x08\x00", "is compressed with gzip"),
+        (b"PAR1\x15\x04", "is a Parquet file"),
+        ('{"prompt": "a"}'.encode("utf-16"), "is text in UTF-16. Save it as UTF-8"),
+        (b"<!doctype html>", "is a web page"),
+    ],
+)
+def test_a_file_of_another_format_is_named(tmp_path, head, says):
+    with pytest.raises(DataError, match=f"rows.jsonl: {says}"):
+        load_rows(_file(tmp_path, head))
+
+
+def test_what_is_not_a_regular_file_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/zero", "/dev/null"):
+        with pytest.raises(DataError, match=f"^{path}: is not a regular file. Data is a JSONL file"):
+            load_rows(path)
+
+
+def test_data_that_is_absent_is_named_by_key_and_as_written():
+    with pytest.raises(DataError, match=r"^data\.train: file:///tmp/absent: no such file"):
+        load_row_sets(DataConfig(train="file:///tmp/absent"))
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

@@ -212,6 +212,12 @@ ROWS = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
         (lambda group: group.free(1, ["a", "b"]), "a list as argument 2"),
         (lambda group: group.free(texts=["a", "b"]), "a list as argument texts"),
         (lambda group: group.free([{"prompt": "a"}]), "a list as argument 1"),
+        (lambda group: group.free(["a", 1]), "a list as argument 1"),
+        (lambda group: group.free([None, None]), "a list as argument 1"),
+        (lambda group: group.free((1, ["a"])), "a tuple as argument 1"),
+        (lambda group: group.free({"a": {"b": [1, 2]}}), "a dict as argument 1"),
+        (lambda group: group.free({"a": {"b": np.zeros(2)}, "c": [1]}), "a dict as argument 1"),
+        (lambda group: group.free({"x": (1, 2), "y": [3]}), "a dict as argument 1"),
         (lambda group: group.free(Table()), "a Table as argument 1"),
     ],
 )
@@ -222,7 +228,8 @@ def test_plain_rows_in_place_of_a_batch_are_refused(annotated, make, argument):
 
 SETTINGS = [
     "a text", Path("a"), 3, 0.5, True, b"a", {}, [], {"lr": 0.1, "betas": [0.9, 0.95]},
-    {"path": "a", "depth": {"a": 1}}, [1, 2], (), Settings(), Options(), range(4), torch.tensor(1.0), np.float32(2),
+    {"path": "a", "depth": {"a": 1}}, {"a": {}}, {"adam": {"lr": 0.1, "betas": [0.9]}},
+    [1, 2], (), Settings(), Options(), range(4), torch.tensor(1.0), np.float32(2),
 ]  # fmt: skip
 
 

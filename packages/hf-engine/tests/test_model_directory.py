@@ -250,6 +250,14 @@ def test_weights_that_are_damaged_are_one_line(model, damage):
     assert "metadata" not in damage or "__metadata__=" in message
 
 
+def test_header_of_640_bytes_is_not_a_pickle(model):
+    """Its length is written as a pickle begins."""
+    path = model / "model.safetensors"
+    write_safetensors(path, json.dumps({"a": ENTRY}).encode().ljust(640), bytes(8))
+    assert path.read_bytes().startswith(b"\x80\x02")
+    assert read_model_directory(model).tensors["a"].shape == (2,)
+
+
 def write_shards(model):
     """The model in two files; the index."""
     weights = load_file(model / "model.safetensors")

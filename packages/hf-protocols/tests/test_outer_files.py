@@ -32,6 +32,7 @@ def test_json_object_is_read_as_it_is(tmp_path: Path) -> None:
         (b"  <html>", "is a web page"),
         (bytes(20), "begins with zeros only"),
         (b"\x1f\x8b\x08", "is compressed with gzip"),
+        (b"PAR1\x15", "is a Parquet file"),
         (b'{"a": 1}', None),
         (b"<eos>", None),
     ],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,14 @@ def test_a_path_as_long_as_the_system_allows_is_kept() -> None:
     [
         (lambda path: None, "cannot be read: No such file or directory. Give the path of a plan"),
         (lambda path: path.mkdir(), "cannot be read: Is a directory. Give the path of a plan"),
+        (os.mkfifo, "is not a regular file. Give the path of a plan"),
+        (lambda path: path.symlink_to("/dev/zero"), "is not a regular file. Give the path of a plan"),
+        (lambda path: path.write_bytes(b"version https://git-lfs.github.com/spec/v1"), "is a Git LFS pointer, not the"),
+        (lambda path: path.write_bytes(b"\x1f\x8b\x08"), "is compressed with gzip. Unpack it"),
         (lambda path: path.write_bytes(b"ab\xff"), "is not UTF-8 text: byte 3 is 0xff. Save a plan as UTF-8"),
         (lambda path: path.write_text("x", "utf-16"), "is not UTF-8 text: it looks like UTF-16"),
     ],
-    ids=["absent", "directory", "latin-1", "utf-16"],
+    ids=["absent", "directory", "pipe", "device", "pointer", "gzip", "latin-1", "utf-16"],
 )
 def test_a_file_that_is_no_text_is_named(tmp_path: Path, make: object, reason: str) -> None:
     make(tmp_path / "x")  # type: ignore[operator]

@@ -130,7 +130,6 @@ def test_copies_of_the_input_follow_one_another() -> None:
     [
         [[0, 1], [1, 2]],  # row 1 twice
         [[0], [2]],  # row 1 never
-        [[0, 1], [2, 3]],  # row 3 is none of the input's
         [[1, 2], []],  # row 0 never
         [[0, 1, 2], [0, 1, 2]],
         [[0, 2, 1, 1], []],
@@ -405,6 +404,18 @@ def far(topology: Topology, num_rows: int, weights: object = None) -> list[RowSe
             lambda: compute_held_rows(Collection((0, 5)), [RowSelection.range(0, 3)], 3),
             r"^the collected ranks \(0, 5\) need a selection each, got 1",
         ),
+        (lambda: compute_held_rows(Collection((0,)), None, 3), "^selections=None: give a RowSelection for each rank"),  # type: ignore[arg-type]
+        (lambda: compute_held_rows(Collection((0,)), [[1]], 3), r"^selections\[0\]=\[1\]: give a RowSelection"),  # type: ignore[list-item]
+        (lambda: compute_held_rows(None, [RowSelection()], 3), "^collection=None: give what a protocol"),  # type: ignore[arg-type]
+        (
+            lambda: compute_held_rows(Collection((0,)), [RowSelection.range(0, 10)], 3),
+            r"^selections\[0\] has row 9, num_rows=3: give rows of the input",
+        ),
+        (lambda: split_rows(3, -(10**5000)), r"^3 rows cannot be cut into \(int that cannot be shown\) chunks"),
+        (lambda: split_rows(3, 2, {1, 2, 3}), r"^weights=\{1, 2, 3\}: give one finite number"),  # type: ignore[arg-type]
+        (lambda: split_rows(3, 2, {0: 1, 1: 2, 2: 3}), r"^weights=\{0: 1, 1: 2, 2: 3\}: give one"),  # type: ignore[arg-type]
+        (lambda: split_rows(3, 2, b"abc"), "^weights=b'abc': give one finite number"),
+        (lambda: RowSelection.range(0, 10).repeat(-(10**5000)), r"^rows cannot be repeated \(int that cannot"),
         (lambda: compute_held_rows(Collection((0,)), [RowSelection()], 3, times=0), "^times=0 must be a whole number"),
     ],
 )  # fmt: skip

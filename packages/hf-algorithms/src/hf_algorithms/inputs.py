@@ -10,6 +10,7 @@ from hf_algorithms.config import Config, DataConfig
 from hf_algorithms.data import PromptDataset, Row, load_rows
 from hf_algorithms.initial_model import InitialModel, build_initial_model
 from hf_protocols.arguments import show
+from hf_protocols.errors import DataError
 
 __all__ = ["DATA_SETS", "RunInputs", "load_inputs", "load_model", "load_row_sets", "tokenize_inputs"]
 
@@ -85,5 +86,8 @@ def _describe_source(config: DataConfig, name: str) -> str:
 
 
 def _load_rows(config: DataConfig, name: str) -> list[Row]:
-    rows = load_rows(config.path_of(name), prompt_field=config.prompt_field, answer_field=config.answer_field)
+    try:
+        rows = load_rows(config.path_of(name), prompt_field=config.prompt_field, answer_field=config.answer_field)
+    except DataError as error:
+        raise DataError(f"data.{config.key_of(name)}: {error}") from error
     return rows if name == "train" else rows[: config.max_eval_rows]

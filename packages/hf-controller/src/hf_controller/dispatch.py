@@ -199,14 +199,21 @@ def _find_batch_parameters(function: Callable[..., Any]) -> frozenset[int | str]
     return frozenset(found)
 
 
-def _looks_like_rows(value: Any) -> bool:
+def _looks_like_rows(value: Any, depth: int = 8) -> bool:
     """True for texts, records, columns and tables of other libraries; False for settings."""
     if isinstance(value, Mapping):
         items = list(value.values())
-        return any(map(_has_rows, items)) or (bool(items) and all(isinstance(item, list | tuple) for item in items))
+        return any(map(_has_rows, items)) or (bool(items) and all(_is_column(item, depth) for item in items))
     if isinstance(value, list | tuple | set | frozenset) and not hasattr(value, "_fields"):
-        return bool(value) and all(isinstance(item, str | bytes | Mapping | list | tuple) for item in value)
+        return any(item is None or isinstance(item, str | bytes | Mapping | list | tuple) for item in value)
     return hasattr(value, "columns") or hasattr(value, "column_names")
+
+
+def _is_column(value: Any, depth: int) -> bool:
+    """True for a list, and for a dict of lists: `depth` ends a dict that holds itself."""
+    return isinstance(value, list | tuple) or (
+        isinstance(value, Mapping) and depth > 0 and _looks_like_rows(value, depth - 1)
+    )
 
 
 def _splits(protocol: TransferProtocol, topology: Topology) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from math import nan
 from types import UnionType
@@ -137,7 +137,7 @@ def check_sizes(error: Error, num_rows: object, weights: Any = None) -> None:
     if cast("int", num_rows) > sys.maxsize:
         raise error(f"num_rows={show(num_rows)} must be at most {sys.maxsize}")
     try:
-        fit = weights is None or len(weights) == num_rows
+        fit = weights is None or (_are_ordered(weights) and len(weights) == num_rows)
     except TypeError:
         fit = False
     if not fit:
@@ -148,8 +148,13 @@ def check_weights(error: Error, weights: Any, num_rows: int) -> None:
     """Refuse what is not one finite number of at least 0 for each row, or sums up to none."""
     most = sys.float_info.max / max(1, num_rows)
     try:
-        fit = len(weights) == num_rows and all(0 <= weight <= most for weight in weights)
-    except TypeError:
+        fit = _are_ordered(weights) and len(weights) == num_rows and all(0 <= weight <= most for weight in weights)
+    except (TypeError, ValueError):  # the second from arrays of several dimensions
         fit = False
     if not fit:
         raise error(f"weights={show(weights)}: give one finite number >= 0 for each of the {num_rows} rows")
+
+
+def _are_ordered(weights: object) -> bool:
+    """True for a list, an array or a tensor; False for what has keys, no order, or characters."""
+    return hasattr(weights, "__getitem__") and not isinstance(weights, Mapping | str | bytes | bytearray)

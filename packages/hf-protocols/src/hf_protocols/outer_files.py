@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_protocols._json import parse_json
+from hf_protocols.arguments import shorten
 from hf_protocols.errors import HybridFlowError
 
 __all__ = ["HEAD_BYTES", "check_is_itself", "describe_stand_in", "read_json_object"]
@@ -19,6 +20,7 @@ _OTHERS = {
     b"PK\x03\x04": "is a ZIP archive, such as torch.save writes",
     b"\x80\x02": "is a pickle of Python, such as torch.save writes",
     b"\x1f\x8b": "is compressed with gzip. Unpack it",
+    b"PAR1": "is a Parquet file, a table in binary form",
     b"GGUF": "is a GGUF file, the format of llama.cpp",
 }
 
@@ -92,7 +94,7 @@ def _read(error: type[HybridFlowError], file: Path, shown: str, most: int = -1) 
             is_link, is_directory = file.is_symlink(), file.is_dir()
     except (OSError, ValueError) as reason:
         why = reason.strerror if isinstance(reason, OSError) else reason
-        raise error(f"{shown[:300]} cannot be read: {why}") from None
+        raise error(f"{shorten(shown)} cannot be read: {why}") from None
     if content is None:
         if is_there:
             raise error(f"{shown} cannot be read: it is a {'directory' if is_directory else 'device or a pipe'}")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
+from hf_protocols.outer_files import HEAD_BYTES, describe_stand_in
 
 __all__ = ["expand_path", "read_path", "read_text"]
 
@@ -69,12 +70,17 @@ def read_text(path: Path, what: str, wanted: str) -> str:
         wanted: what the file should be, such as `"a TOML file"`.
 
     Raises:
-        ConfigError: for a path that is absent, a directory or unreadable, and for another encoding.
+        ConfigError: for a path that is absent, not a regular file or unreadable, for another encoding, and for a file
+            that stands in for another, such as a Git LFS pointer.
     """
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe would be waited for
+            raise ConfigError(f"{what} {path} is not a regular file. Give the path of {wanted}")
         body = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{what} {path} cannot be read: {error.strerror}. Give the path of {wanted}") from None
+    if body and (stand_in := describe_stand_in(body[:HEAD_BYTES])) is not None:
+        raise ConfigError(f"{what} {path} {stand_in}")
     try:
         return body.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:

@@ -111,7 +111,7 @@ class RowSelection:
         """
         check_kind(BatchError, "repeat: times", times, int, "a whole number")
         if times < 1:
-            raise BatchError(f"rows cannot be repeated {times} times: give 1 or more")
+            raise BatchError(f"rows cannot be repeated {show(times)} times: give 1 or more")
         return RowSelection(tuple((start * times, stop * times) for start, stop in self.intervals))
 
     def __reduce__(self) -> tuple[Callable[[array[int]], RowSelection], tuple[array[int]]]:
@@ -146,7 +146,7 @@ def split_rows(
     check_sizes(BatchError, num_rows, weights)
     check_kind(BatchError, what, num_chunks, int, "a whole number of them")
     if num_chunks < 1:
-        raise BatchError(f"{num_rows} rows cannot be cut into {num_chunks} {what}: ask for at least 1")
+        raise BatchError(f"{num_rows} rows cannot be cut into {show(num_chunks)} {what}: ask for at least 1")
     if num_chunks > _MOST_CHUNKS:
         raise BatchError(f"{show(num_chunks)} {what} are more than {_MOST_CHUNKS}: ask for fewer")
     if num_rows < num_chunks:

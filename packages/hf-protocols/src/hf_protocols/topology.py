@@ -8,6 +8,7 @@ and get different prompts are a micro-DP group.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -30,13 +31,16 @@ _GENERATION_AXES = ("gen_tp", "gen_pp", "micro_dp", "gen_replica")
 
 def _check_sizes(spec: ParallelSpec | GenerationSpec) -> None:
     for field in fields(spec):
-        check_count(TopologyError, field.name, getattr(spec, field.name))
+        size = getattr(spec, field.name)
+        check_count(TopologyError, field.name, size)
+        if size > sys.maxsize:
+            raise TopologyError(f"{field.name}={show(size)} must be at most {sys.maxsize}")
 
 
 def _parse_sizes(text: object, names: tuple[str, ...], form: str) -> dict[str, int]:
     parts = text.split("-") if isinstance(text, str) else []
     if len(parts) != len(names) or not all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts):
-        raise TopologyError(f"{text!r:.80} is not of the form {form}")
+        raise TopologyError(f"{show(text)} is not of the form {form}")
     return dict(zip(names, map(int, parts), strict=True))
 
 

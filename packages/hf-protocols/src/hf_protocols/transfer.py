@@ -211,7 +211,13 @@ def compute_held_rows(
         selections: the input rows of every rank, as ``distribute`` answered.
         num_rows: rows of the call's input.
         times: rows that every input row became.
+
+    Raises:
+        BatchError: for selections of other kinds, or of rows that the input does not have.
+        ProtocolError: for a collected rank without a selection.
     """
+    check_kind(BatchError, "collection", collection, Collection, "what a protocol collects")
+    check_kind(BatchError, "selections", selections, Sequence, "a RowSelection for each rank")
     check_count(BatchError, "num_rows", num_rows, least=0)
     check_count(BatchError, "times", times)
     if max(collection.ranks, default=-1) >= len(selections):
@@ -220,6 +226,10 @@ def compute_held_rows(
             "every rank"
         )
     inputs = {rank: selections[rank] for rank in collection.ranks}
+    for rank, rows in inputs.items():
+        check_kind(BatchError, f"selections[{rank}]", rows, RowSelection, "a RowSelection")
+        if rows.end > num_rows:
+            raise BatchError(f"selections[{rank}] has row {rows.end - 1}, num_rows={num_rows}: give rows of the input")
     if _partitions(inputs.values(), num_rows):
         return {rank: rows.repeat(times) for rank, rows in inputs.items()} if times > 1 else inputs
     held, start = {}, 0

@@ -11,8 +11,11 @@ from typing import Any, NoReturn
 from hf_algorithms.atomic_files import write_text
 from hf_protocols.arguments import shorten_list, show
 from hf_protocols.errors import DataError
+from hf_protocols.outer_files import HEAD_BYTES, describe_stand_in
 
 __all__ = ["Row", "load_rows", "write_rows"]
+
+_WANTED = "Data is a JSONL file, one JSON object per line"
 
 
 @dataclass(frozen=True)
@@ -29,20 +32,21 @@ def load_rows(path: str | Path, *, prompt_field: str = "prompt", answer_field: s
     Numbers become text (``{"answer": 122}`` is ``"122"``); fields that are not asked for are ignored.
 
     Raises:
-        DataError: for a file that cannot be read or has no rows, and, naming the file and the line, for an empty
-            line, one that is not a JSON object in UTF-8, and a field that is missing or neither text nor a number.
+        DataError: for a file that is not a regular one, cannot be read, is of another format or has no rows, and,
+            naming the file and the line, for an empty line, one that is not a JSON object in UTF-8, and a field that is
+            missing or neither text nor a number.
     """
-    path = Path(path)
     rows = []
     try:
-        with path.open("rb") as file:
+        _check_kind(Path(path), path)
+        with Path(path).open("rb") as file:
             for number, line in enumerate(file, start=1):
                 record = _parse_line(line, where=f"{path}, line {number}")
                 rows.append(_row_of(record, (prompt_field, answer_field), where=f"{path}, line {number}"))
     except OSError as error:
-        raise DataError(f"{path}: {_reason(error)}. Data is a JSONL file, one JSON object per line") from error
+        raise DataError(f"{path}: {_reason(error)}. {_WANTED}") from error
     if not rows:
-        raise DataError(f"{path} has no rows. Data is a JSONL file, one JSON object per line")
+        raise DataError(f"{path} has no rows. {_WANTED}")
     return rows
 
 
@@ -61,6 +65,17 @@ def write_rows(
         return write_text(path, "".join(lines))
     except OSError as error:
         raise DataError(f"{path} cannot be written: {_reason(error)}") from error
+
+
+def _check_kind(path: Path, shown: str | Path) -> None:
+    """Refuses what would be waited for, or read without an end, and files of another format."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise DataError(f"{shown}: is not a regular file. {_WANTED}")
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    kind = "is text in UTF-16. Save it as UTF-8" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else None
+    if head and (kind := kind or describe_stand_in(head)) is not None:
+        raise DataError(f"{shown}: {kind}. {_WANTED}")
 
 
 def _parse_line(line: bytes, *, where: str) -> Mapping[str, Any]:

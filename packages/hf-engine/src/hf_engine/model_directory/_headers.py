@@ -74,9 +74,11 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_length(name: str, head: bytes, file_bytes: int) -> int:
-    if (stand_in := describe_stand_in(head)) is not None:
-        raise ModelError(f"{name} {stand_in}")
     length = int.from_bytes(head[:_LENGTH_BYTES], "little")
+    # A header of 640 bytes makes a file begin as a pickle does.
+    is_header = head[_LENGTH_BYTES : _LENGTH_BYTES + 1] == b"{" and length + _LENGTH_BYTES <= file_bytes
+    if not is_header and (stand_in := describe_stand_in(head)) is not None:
+        raise ModelError(f"{name} {stand_in}")
     if file_bytes < _LENGTH_BYTES or (length + _LENGTH_BYTES > file_bytes and length <= _MOST_HEADER_BYTES):
         raise ModelError(
             f"{name} cannot be read: it ends after {file_bytes} bytes, inside its header. Fetch it again if it was cut "
