@@ -21,6 +21,11 @@ def fail_on_rank_one():
         raise ValueError("this rank is broken")
 
 
+def expect_in_vain():
+    with pytest.raises(ValueError):
+        pass
+
+
 def die():
     os._exit(3)
 
@@ -34,7 +39,9 @@ def test_failures_carry_their_traceback_and_the_ranks_come_back(capfd):
         assert ranks.run(add_ranks, 2) == [(5.0, 1)] * 2
         with pytest.raises(RuntimeError, match=r"rank 1:\nTraceback(.|\n)*fail_on_rank_one(.|\n)*this rank is broken"):
             ranks.run(fail_on_rank_one)
-        with pytest.raises(RuntimeError, match="the process of rank 0 died"):
+        with pytest.raises(RuntimeError, match=r"expect_in_vain(.|\n)*DID NOT RAISE"):
+            ranks.run(expect_in_vain)
+        with pytest.raises(RuntimeError, match=r"the process of rank 0 died \(exit code 3\)"):
             ranks.run(die)
         assert ranks.run(add_ranks, 0) == [(1.0, 1)] * 2
         with pytest.raises(RuntimeError, match="rank 0 did not answer in time"):

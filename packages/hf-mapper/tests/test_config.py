@@ -132,7 +132,7 @@ def test_backends_are_read(tmp_path: Path) -> None:
         ("mini_batches = 8", "prompt_lengths = 5", "workload: key 'prompt_lengths' is unknown: give prompt_tokens = "),
         ("mini_batches = 8", "dtype = 16", "workload: dtype=16 must be a text"),
         ('gpu = "a100-80"', 'gpu = { kind = "mine", peak_flops_per_s = 1 }', "cluster.machines.gpu: memory_bytes"),
-        ('gpu = "a100-80"', "gpu = 8", "cluster.machines.gpu=8 must be a table"),
+        ('gpu = "a100-80"', "gpu = 8", "cluster.machines.gpu=8 must be the name of a GPU"),
         ('gpu = "a100-80"', 'gpu = { kind = "mine" }', "cluster.machines.gpu: memory_bytes, peak_flops_per_s"),
         ('gpu = "a100-80"', 'gpu = { kind = "cpu" }', "cluster.machines.gpu: memory_bytes missing"),
         ("num_gpus = 8", "num_gpus = 0", "num_gpus=0 must be a whole number of at least 1"),

@@ -115,7 +115,7 @@ def _refuse(problems: Iterable[str]) -> None:
 def _find_context(config: Config, inputs: RunInputs) -> _Limit:
     tokens = inputs.model.shape.max_positions
     engine = config.rollout.options.get("max_positions")
-    if isinstance(engine, int) and engine < tokens:
+    if type(engine) is int and engine < tokens:
         remedy = "raise rollout.options.max_positions"
         return _Limit(tokens=engine, name=f"rollout.options.max_positions = {engine}", remedy=remedy)
     remedy = "raise model.max_positions" if config.model.path is None else "choose a model whose context has room for"

@@ -170,7 +170,9 @@ def _read_machine(table: dict[str, Any]) -> MachineSpec:
 def _read_gpu(entry: Any, where: str) -> GpuSpec:
     if isinstance(entry, str):
         return gpu(entry)
-    table = _table(entry, where)
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}={show(entry)} must be the name of a GPU, such as 'a100-80', or a table")
+    table = entry
     if table.get("kind") == HOST_KIND and not isinstance(table.get("peak_flops_per_s"), dict):
         figures = {key: value for key, value in table.items() if key != "kind"}
         known = [name for name in get_type_hints(host_gpu) if name != "return"]

@@ -116,15 +116,15 @@ class LocalRanks:
             self._processes.append(process)
             self._connections.append(ours)
 
-    @staticmethod
-    def _receive(rank: int, connection: Connection, stop: float) -> tuple[bool, Any]:
+    def _receive(self, rank: int, connection: Connection, stop: float) -> tuple[bool, Any]:
         try:
             if not connection.poll(max(0.0, stop - time.monotonic())):
                 return False, f"rank {rank} did not answer in time"
             answer: tuple[bool, Any] = pickle.loads(connection.recv_bytes())
             return answer
         except (EOFError, ConnectionResetError):
-            return False, f"the process of rank {rank} died"
+            self._processes[rank].join(timeout=2)
+            return False, f"the process of rank {rank} died (exit code {self._processes[rank].exitcode})"
 
 
 def _locate(function: Callable[..., Any]) -> tuple[str, str, str]:
@@ -155,9 +155,12 @@ def _resolve(location: tuple[str, str, str], loaded: dict[str, ModuleType]) -> C
 def _serve(
     rank: int, world_size: int, store: str, timeout_s: float, connection: Connection, environment: dict[str, str]
 ) -> None:
+    import faulthandler
+
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()  # a crash in native code leaves no other trace
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -176,7 +179,9 @@ def _serve(
             break
         try:
             answer = pickle.dumps((True, _resolve(location, loaded)(*args)))
-        except Exception:  # noqa: BLE001 - whatever happens on a rank is reported to the caller
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # noqa: BLE001 - whatever happens is reported; what pytest raises is no Exception
             answer = pickle.dumps((False, traceback.format_exc()))
         try:
             connection.send_bytes(answer)
