@@ -22,14 +22,13 @@ from forked_workers import forked_workers
 from hf_algorithms import run, wiring
 from hf_algorithms.config import Config, parse_config
 from hf_algorithms.quickstart import prepare_quickstart
-from hf_algorithms.recipes import RECIPES, Recipe
-from hf_algorithms.recipes.ppo import step
+from hf_algorithms.recipes import RECIPES, StepContext
+from hf_algorithms.recipes.ppo import PPO, step
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
 from hf_controller import BatchFuture, Worker, WorkerContext, WorkerGroup
 from hf_protocols import (
     Collection,
-    Dataflow,
     GenerationSpec,
     MachinePlan,
     MappingPlan,
@@ -254,21 +253,23 @@ def count(cluster: Cluster, config: Config, directory: RunDirectory) -> None:
     log.mkdir()
     expected: dict[int, list[dict[str, Any]]] = {}
 
-    def recorded_step(roles: Roles, prompts: BatchFuture, *rest: Any) -> Any:
+    def recorded_step(roles: Roles, prompts: BatchFuture, config: Any, context: StepContext) -> Any:
+        if context.iteration == 0:  # planned, not run
+            return step(roles, prompts, config, context)
         RecordingRoles.calls.clear()
-        futures = step(roles, prompts, *rest)
+        futures = step(roles, prompts, config, context)
         places = [json.loads(line) for line in (log / "places.jsonl").read_text().splitlines()]
         nodes: dict[str, dict[int, str]] = {CONTROLLER: {0: ray.get_runtime_context().get_node_id()}}
         for place in places:
             nodes.setdefault(place["role"], {})[place["rank"]] = place["node"]
         assert len(set(nodes["actor"].values())) == 2
         assert len({nodes[role][0] for role in nodes if role not in ("actor", CONTROLLER)}) == 2
-        expected[rest[-1].step] = list(expect(RecordingRoles.calls, nodes))
+        expected[context.iteration] = list(expect(RecordingRoles.calls, nodes))
         return futures
 
-    wiring.ROLE_WORKERS = {role: counting(worker, log) for role, worker in wiring.ROLE_WORKERS.items()}
     wiring.Roles = RecordingRoles  # type: ignore[misc]
-    RECIPES["ppo"] = Recipe(name="ppo", dataflow=Dataflow.preset("ppo"), step=recorded_step)
+    roles = tuple(dataclasses.replace(role, worker=counting(role.load_worker(), log)) for role in PPO.roles)
+    RECIPES["ppo"] = dataclasses.replace(PPO, roles=roles, step=recorded_step)
     summary = run.run_training(config, directory, plan=spread_plan())
     assert summary["iterations"] == len(expected) == 4
     print("moved", compare(log, expected, directory.path / "trace.json"), flush=True)
@@ -278,13 +279,13 @@ def lose(cluster: Cluster, config: Config, directory: RunDirectory) -> None:
     """Run until the second node dies, with calls under way; print the error."""
     (second,) = [node for node in cluster.list_all_nodes() if node is not cluster.head_node]
 
-    def cut_step(roles: Roles, prompts: BatchFuture, *rest: Any) -> Any:
-        futures = step(roles, prompts, *rest)
-        if rest[-1].step == 3:
+    def cut_step(roles: Roles, prompts: BatchFuture, config: Any, context: StepContext) -> Any:
+        futures = step(roles, prompts, config, context)
+        if context.iteration == 3:
             cluster.remove_node(second, allow_graceful=False)
         return futures
 
-    RECIPES["ppo"] = Recipe(name="ppo", dataflow=Dataflow.preset("ppo"), step=cut_step)
+    RECIPES["ppo"] = dataclasses.replace(PPO, step=cut_step)
     try:
         run.run_training(config, directory, plan=spread_plan())
     except WorkerError as error:

@@ -35,7 +35,7 @@ def _lists(column):
 def test_prompts_are_the_columns_of_the_contract(dataset):
     batch = dataset.prompts([2, 0, 2])
     assert batch.batch_size == torch.Size([3])
-    assert set(batch.keys()) == {"row_id", "prompt_ids", "answer"}
+    assert set(batch.keys()) == {"row_id", "prompt_ids", "answer", "group_id", "prompt_id"}
     assert batch["row_id"].tolist() == [2, 0, 2]
     assert _lists(batch["prompt_ids"]) == [_ids("9+0="), _ids("37+85="), _ids("9+0=")]
     assert [bytes(row).decode() for row in _lists(batch["answer"])] == ["", "122", ""]

@@ -338,7 +338,8 @@ def test_a_quickstart_of_any_ranks_can_run(quickstart: tuple[Config, RunInputs],
             "run": config.run.model_copy(update={"executor": executor}),
         }
     )
-    plan = placement.plan_placement(config, inputs.model.shape, prompt_tokens=inputs.train.max_prompt_tokens)
-    check_plan(config, plan, inputs.model.shape)
+    shapes = {role: model.shape for role, model in inputs.models.items()}
+    plan = placement.plan_placement(config, shapes, prompt_tokens=inputs.train.max_prompt_tokens)
+    check_plan(config, plan, shapes)
     check_calls(config, plan, walk_calls(config, plan, inputs), is_given=False)
-    assert sum(plan.pool(name).num_slots for name in {plan.models[r].pool for r in placement.MODEL_ROLES}) <= ranks
+    assert sum(plan.pool(name).num_slots for name in {plan.models[r].pool for r in config.recipe.model_roles}) <= ranks

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_algorithms.config import WarmStartConfig
-from hf_algorithms.recipes import RECIPES, PPOConfig, mini_batch_rows
+from hf_algorithms.recipes import RECIPES, PPOConfig, StepContext, mini_batch_rows
 from hf_algorithms.recipes.sft import WarmStartError, warm_start
 from hf_algorithms.roles import Roles
 from hf_protocols import ConfigError, Dataflow
@@ -63,10 +63,18 @@ class Sampling:
     step = 3
 
 
+def build_context() -> StepContext:
+    def refuse(num_rows: int) -> Any:
+        raise AssertionError("the step draws no more rows")
+
+    sampling: Any = Sampling()
+    return StepContext(sampling=sampling, iteration=3, state={}, draw_prompts=refuse, draw_pretraining=refuse)
+
+
 def record(config: PPOConfig, num_prompts: int) -> list[tuple[str, str, int]]:
     calls: list[tuple[str, str, int]] = []
     roles = Roles({role: RecordingGroup(role, calls) for role in Dataflow.preset("ppo").roles})
-    RECIPES["ppo"].step(roles, Recorded(num_prompts), config, Sampling())
+    RECIPES["ppo"].step(roles, Recorded(num_prompts), config, build_context())
     return calls
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hf_algorithms.config import Config, load_config, parse_config
     from hf_algorithms.dataflow import derive_dataflow
     from hf_algorithms.losses import PPOPolicyLoss, PPOValueLoss, SupervisedLoss
-    from hf_algorithms.recipes import RECIPES, PPOConfig, Recipe
+    from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe, Role, StepContext
     from hf_algorithms.roles import Roles
     from hf_algorithms.run import run_training
     from hf_algorithms.run_directory import RunDirectory
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 __all__ = [
     "GAE",
     "RECIPES",
+    "AlgorithmConfig",
     "Config",
     "PPOConfig",
     "PPOPolicyLoss",
     "PPOValueLoss",
     "Recipe",
+    "Role",
     "Roles",
     "RunDirectory",
+    "StepContext",
     "SupervisedLoss",
     "derive_dataflow",
     "load_config",
@@ -40,7 +43,7 @@ _HOMES = {
     "config": ("Config", "load_config", "parse_config"),
     "dataflow": ("derive_dataflow",),
     "losses": ("PPOPolicyLoss", "PPOValueLoss", "SupervisedLoss"),
-    "recipes": ("RECIPES", "PPOConfig", "Recipe"),
+    "recipes": ("RECIPES", "AlgorithmConfig", "PPOConfig", "Recipe", "Role", "StepContext"),
     "roles": ("Roles",),
     "run": ("run_training",),
     "run_directory": ("RunDirectory",),

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_algorithms.placement import MODEL_ROLES
 from hf_engine import ChecksRows, load_rollout_backend
 from hf_protocols import BackendError, ConfigError
 
@@ -95,8 +94,10 @@ def check_calls(config: Config, plan: MappingPlan, calls: Sequence[PlannedCall],
     Raises:
         ConfigError: with a line for every problem, which names keys, files and lines.
     """
-    problems = list(_find_shortages(calls, is_given=is_given))
-    passes = [call for call in calls if call.role in MODEL_ROLES and call.kind in ("inference", "training")]
+    problems = list(_find_shortages(config, calls, is_given=is_given))
+    passes = [
+        call for call in calls if call.role in config.recipe.model_roles and call.kind in ("inference", "training")
+    ]
     for tokens, roles in _group_by_budget(plan, passes).items():
         name = f"training.micro_batch_tokens = {tokens}"
         if is_given:
@@ -154,7 +155,7 @@ def _find_long_rows(rows: Iterable[RowTokens], limit: _Limit, max_new_tokens: in
             )
 
 
-def _find_shortages(calls: Iterable[PlannedCall], *, is_given: bool) -> Iterator[str]:
+def _find_shortages(config: Config, calls: Iterable[PlannedCall], *, is_given: bool) -> Iterator[str]:
     """A line for every batch that gives some rank no row. Evaluations repeat rows, so they have enough."""
     for call in calls:
         if call.num_rows >= call.least_rows:
@@ -162,7 +163,11 @@ def _find_shortages(calls: Iterable[PlannedCall], *, is_given: bool) -> Iterator
         key, knob = _BATCH_KEYS.get(call.kind, _SAMPLES_KEY), "rollout.batch_size"
         if call.phase == "warm start":
             key = knob = "warm_start.batch_size"
-        ranks = f"data-parallel ranks of the {call.role}" if call.role in MODEL_ROLES else f"ranks of the {call.role}"
+        ranks = (
+            f"data-parallel ranks of the {call.role}"
+            if call.role in config.recipe.model_roles
+            else f"ranks of the {call.role}"
+        )
         if call.kind == "generation":
             ranks = "generation replicas"
         fewer = "give a plan with fewer ranks" if is_given else "lower cluster.gpus_per_machine"

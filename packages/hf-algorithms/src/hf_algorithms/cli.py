@@ -75,7 +75,7 @@ def train(config: Path, overrides: tuple[str, ...], plan_file: Path | None, over
     from hf_algorithms.run import run_training
     from hf_algorithms.run_directory import RunDirectory
 
-    settings = load_config(config, overrides)
+    settings = load_config(config, overrides, search_path=_search_path(config))
     plan = _read_plan(plan_file) if plan_file else None
     directory = RunDirectory(Path(settings.run.output_dir), overwrite=overwrite)
     with _exit_codes(directory):
@@ -99,7 +99,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     require_mapper()
     from hf_mapper import render_plan
 
-    settings = load_config(config, overrides)
+    settings = load_config(config, overrides, search_path=_search_path(config))
     with tempfile.TemporaryDirectory() as folder, _exit_codes():
         _, found = check_run(settings, Path(folder), search_path=_search_path(config))
     if as_json:

@@ -6,19 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.recipes import Recipe
+from hf_algorithms.recipes import Recipe, StepContext
 from hf_algorithms.roles import Roles
 from hf_protocols import Dataflow, ModelCall
 
 if TYPE_CHECKING:
-    from hf_algorithms.symbolic import SymbolicCall, SymbolicResult
-    from hf_controller import Worker
+    from hf_algorithms.symbolic import SymbolicCall, SymbolicExecutor, SymbolicResult
     from hf_engine import SamplingParams
 
-__all__ = ["PROMPT_COLUMNS", "derive_dataflow"]
+__all__ = ["PROMPT_COLUMNS", "build_tracing_context", "derive_dataflow"]
 
-PROMPT_COLUMNS = ("row_id", "prompt_ids", "answer")
+PROMPT_COLUMNS = ("row_id", "prompt_ids", "answer", "group_id", "prompt_id")
 """Columns of the prompts that a step is given."""
+
+_RESPONSE = ("response_ids", "response_mask")
 
 _Column = tuple["_Node | None", str]
 
@@ -55,21 +56,19 @@ def derive_dataflow(
     sampling: SamplingParams,
     *,
     num_prompts: int,
-    workers: Mapping[str, type[Worker]] | None = None,
     columns: Sequence[str] = PROMPT_COLUMNS,
 ) -> Dataflow:
     """Run ``recipe.step`` once over symbolic futures and say which calls it made, and what each reads and writes.
 
     A call that was made on parts of a batch is one call, and so are the updates on its mini-batches. A function that
     no other call depends on (metrics) is left out. A column that is written again has the name that it is renamed to,
-    or a number. A recipe that has a ``dataflow`` is not run.
+    or a number.
 
     Args:
         recipe: a shipped one or your own.
         config: the recipe's configuration.
         sampling: of the generation; ``n`` is how many rows a prompt becomes.
         num_prompts: rows of the prompts.
-        workers: worker classes of roles beyond those of ``hf_algorithms.workers.ROLE_WORKERS``, or other ones.
         columns: of the prompts.
 
     Raises:
@@ -77,18 +76,27 @@ def derive_dataflow(
             not say what it writes.
         BatchError: for a column that a call needs and nobody wrote, or rows that do not fit.
     """
-    if recipe.dataflow is not None:
-        return recipe.dataflow
     from hf_algorithms.symbolic import SymbolicExecutor
-    from hf_algorithms.workers import ROLE_WORKERS
 
     executor = SymbolicExecutor()
-    groups = {role: executor.build_group(role, worker) for role, worker in {**ROLE_WORKERS, **(workers or {})}.items()}
-    recipe.step(Roles(groups), executor.put_columns(columns, num_prompts), config, sampling)
+    groups = {role.name: executor.build_group(role.name, role.load_worker()) for role in recipe.roles}
+    prompts, context = executor.put_columns(columns, num_prompts), build_tracing_context(executor, sampling)
+    recipe.step(Roles(groups), prompts, config, context)
     nodes = _merge([call for call in executor.calls if call.num_rows])
     names = _name_columns(nodes, columns)
     calls = [_describe(node, names) for node in nodes]
     return Dataflow(name=recipe.name, calls=tuple(call for call in calls if call.writes or call.kind != "function"))
+
+
+def build_tracing_context(executor: SymbolicExecutor, sampling: SamplingParams) -> StepContext:
+    """What a step is given while its calls are written down: more prompts are batches without values."""
+    return StepContext(
+        sampling=sampling,
+        iteration=0,
+        state={},
+        draw_prompts=lambda num_prompts: executor.put_columns(PROMPT_COLUMNS, num_prompts),
+        draw_pretraining=lambda num_rows: executor.put_columns((*PROMPT_COLUMNS, *_RESPONSE), num_rows),
+    )
 
 
 def _merge(calls: Sequence[SymbolicCall]) -> list[_Node]:

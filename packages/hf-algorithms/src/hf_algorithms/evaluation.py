@@ -42,40 +42,52 @@ def collect_samples(roles: Roles, prompts: BatchFuture, sampling: SamplingParams
     return samples
 
 
-def measure_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> dict[str, Any]:
-    """KL to the reference from one sample a prompt: ``estimator``, ``unit`` and ``value``.
+def measure_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> dict[str, Any] | None:
+    """KL to the reference from one sample a prompt: `estimator`, `unit` and `value`; None without a reference.
 
     k3 (see ``hf_algorithms.kl``) summed over each response and averaged over the responses: never negative. A few
     responses that the reference finds much likelier than the actor may carry most of it.
     """
-    value = float(request_divergence(roles, prompts, sampling).result()["kl_sequence/k3"])
-    return {"estimator": "k3", "unit": "nats per response", "value": value}
+    metrics = request_divergence(roles, prompts, sampling)
+    if metrics is None:
+        return None
+    return {"estimator": "k3", "unit": "nats per response", "value": float(metrics.result()["kl_sequence/k3"])}
 
 
 def request_scores(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> BatchFuture:
     """Makes the calls of `evaluate`; the result is the column ``metric_scores``."""
-    return _call(roles.reward, "compute_metric", _respond(roles, prompts, _greedily(sampling)), prompts.num_rows)
+    return _call(
+        roles.having("compute_metric"),
+        "compute_metric",
+        _respond(roles, prompts, _greedily(sampling)),
+        prompts.num_rows,
+    )
 
 
 def request_samples(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> ObjectFuture:
     """Makes the calls of `collect_samples`."""
-    samples: ObjectFuture = roles.reward.collect_samples(_respond(roles, prompts, _greedily(sampling)))
+    batch = _respond(roles, prompts, _greedily(sampling))
+    samples: ObjectFuture = roles.having("collect_samples").collect_samples(batch)
     return samples
 
 
-def request_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> MetricsFuture:
+def request_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> MetricsFuture | None:
     """Makes the calls of `measure_divergence`."""
+    if roles.find("compute_ref_logprobs") is None:
+        return None
     num_rows, temperature = prompts.num_rows, sampling.temperature
     batch = _respond(roles, prompts, replace(sampling, n=1))
-    batch = batch.union(_call(roles.actor, "compute_logprobs", batch, num_rows, temperature=temperature))
-    batch = batch.union(_call(roles.reference, "compute_ref_logprobs", batch, num_rows, temperature=temperature))
-    batch = batch.union(_call(roles.reward, "compute_reward", batch, num_rows))
-    metrics: MetricsFuture = roles.advantage.compute_metrics(batch)
+    for method in ("compute_logprobs", "compute_ref_logprobs"):
+        batch = batch.union(_call(roles.having(method), method, batch, num_rows, temperature=temperature))
+    batch = batch.union(_call(roles.having("compute_reward"), "compute_reward", batch, num_rows))
+    metrics: MetricsFuture = roles.having("compute_metrics").compute_metrics(batch)
     return metrics
 
 
 def _respond(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> BatchFuture:
-    return prompts.union(_call(roles.actor, "generate_sequences", prompts, prompts.num_rows, sampling))
+    return prompts.union(
+        _call(roles.having("generate_sequences"), "generate_sequences", prompts, prompts.num_rows, sampling)
+    )
 
 
 def _greedily(sampling: SamplingParams) -> SamplingParams:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hf_algorithms.config import ModelConfig
     from hf_algorithms.data import Row
 
-__all__ = ["InitialModel", "build_initial_model"]
+__all__ = ["InitialModel", "build_initial_model", "read_role_model"]
 
 _LOADERS = {"training.backend": load_train_backend, "rollout.backend": load_rollout_backend}
 
@@ -67,7 +67,9 @@ def build_initial_model(
     Raises:
         ConfigError: for a model or tokenizer that cannot be used, naming the key and the file.
     """
-    files = None if config.path is None else _read_given(config.path, backends or {}, on_cpu=on_cpu)
+    files: ModelDirectory | None = None
+    if config.path is not None:
+        files = _read_given(config.path, backends or {}, label=_label("path", config.path), on_cpu=on_cpu)
     tokenizer_path = _build_tokenizer(config, rows, directory)
     key, given = ("tokenizer", config.tokenizer) if config.tokenizer else ("path", config.path)
     tokenizer = load_tokenizer(tokenizer_path, label=_label(key, given))
@@ -87,9 +89,30 @@ def build_initial_model(
     )
 
 
-def _read_given(path: str, backends: Mapping[str, str], *, on_cpu: bool) -> ModelDirectory:
+def read_role_model(
+    path: str, main: InitialModel, *, label: str, backends: Mapping[str, str], on_cpu: bool
+) -> InitialModel:
+    """Checks a directory that one role starts from, for the tokenizer of `main`.
+
+    Args:
+        path: a directory, or a name on the hub.
+        main: the model of `[model]`.
+        label: beginning of messages: the key and the value that the user wrote.
+        backends: names by key, as for `build_initial_model`.
+        on_cpu: whether ranks run on host processors.
+
+    Raises:
+        ConfigError: for a model that cannot be used, or whose embedding has too few rows for the tokenizer.
+    """
+    files = _read_given(path, backends, label=label, on_cpu=on_cpu)
+    _check_vocabulary(main.tokenizer, files, label=label)
+    found = _find(path)
+    return replace(main, path=found, shape=replace(files.require_shape(), name=Path(found).name))
+
+
+def _read_given(path: str, backends: Mapping[str, str], *, label: str, on_cpu: bool) -> ModelDirectory:
     """A hub's model by what is there of it without fetching its weights; ranks check them when they load them."""
-    files = read_model_directory(path, label=_label("path", path), needs_weights=not is_hub_name(path))
+    files = read_model_directory(path, label=label, needs_weights=not is_hub_name(path))
     check_model_directory(files)
     check_end_tokens(files)
     files.require_shape()

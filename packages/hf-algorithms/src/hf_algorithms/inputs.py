@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hf_algorithms.config import Config, DataConfig
 from hf_algorithms.data import PromptDataset, Row, load_rows
 from hf_algorithms.initial_model import InitialModel, build_initial_model
+from hf_algorithms.role_models import find_role_models
 from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
 
@@ -20,18 +21,24 @@ DATA_SETS = ("train", "validation", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """The model and the three data sets of a run."""
+    """The models and the three data sets of a run."""
 
     model: InitialModel
+    """The one of `[model]`."""
+    models: Mapping[str, InitialModel]
+    """Of every role that holds one, by role."""
     train: PromptDataset
     validation: PromptDataset
     test: PromptDataset
 
     def moved(self, before: str, after: str) -> RunInputs:
         """The same inputs, with what lies in folder ``before`` in ``after``."""
-        old = self.model
-        path, tokenizer_path = (after if each == before else each for each in (old.path, old.tokenizer_path))
-        return replace(self, model=replace(old, path=path, tokenizer_path=tokenizer_path))
+
+        def move(model: InitialModel) -> InitialModel:
+            path, tokenizer_path = (after if each == before else each for each in (model.path, model.tokenizer_path))
+            return replace(model, path=path, tokenizer_path=tokenizer_path)
+
+        return replace(self, model=move(self.model), models={role: move(model) for role, model in self.models.items()})
 
 
 def load_inputs(config: Config, directory: Path) -> RunInputs:
@@ -41,7 +48,7 @@ def load_inputs(config: Config, directory: Path) -> RunInputs:
         DataError, ConfigError: for a file that is missing or malformed.
     """
     rows = load_row_sets(config.data)
-    return tokenize_inputs(config.data, rows, load_model(config, rows["train"], directory))
+    return tokenize_inputs(config, rows, load_model(config, rows["train"], directory))
 
 
 def load_model(config: Config, rows: Sequence[Row], directory: Path) -> InitialModel:
@@ -69,16 +76,18 @@ def load_row_sets(config: DataConfig) -> dict[str, list[Row]]:
     return {name: _load_rows(config, name) for name in DATA_SETS}
 
 
-def tokenize_inputs(config: DataConfig, rows: dict[str, list[Row]], model: InitialModel) -> RunInputs:
-    """The rows of every data set as the model's tokens.
+def tokenize_inputs(config: Config, rows: dict[str, list[Row]], model: InitialModel) -> RunInputs:
+    """The rows of every data set as the model's tokens, and the models of the other roles.
 
     Raises:
         DataError: for a prompt without tokens, with its key, file and line.
+        ConfigError: for a role's own model that cannot be used.
     """
     sets = {
-        name: PromptDataset(part, model.tokenizer, source=_describe_source(config, name)) for name, part in rows.items()
+        name: PromptDataset(part, model.tokenizer, source=_describe_source(config.data, name))
+        for name, part in rows.items()
     }
-    return RunInputs(model=model, **sets)
+    return RunInputs(model=model, models=find_role_models(config, model), **sets)
 
 
 def _describe_source(config: DataConfig, name: str) -> str:

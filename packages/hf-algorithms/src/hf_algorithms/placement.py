@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from hf_algorithms.dataflow import derive_dataflow
-from hf_algorithms.recipes import RECIPES
 from hf_engine import ChecksLayout, ChecksOptions, SamplingParams, load_rollout_backend, load_train_backend
 from hf_protocols import (
     BackendError,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hf_mapper import ClusterSpec
 
 __all__ = [
-    "MODEL_ROLES",
     "check_batches",
     "check_plan",
     "check_rollout_options",
@@ -40,10 +39,6 @@ __all__ = [
     "plan_placement",
     "require_mapper",
 ]
-
-MODEL_ROLES = ("actor", "critic", "reference")
-"""Roles that hold a model; the others call functions."""
-
 
 _HOST_KIND = "cpu"
 
@@ -92,7 +87,9 @@ def check_train_backends(config: Config, plan: MappingPlan | None) -> None:
     Raises:
         BackendError: naming those that are installed, or the line that installs the library.
     """
-    names = [config.training.backend] if plan is None else [plan.models[role].backend for role in _models_of(plan)]
+    names = (
+        [config.training.backend] if plan is None else [plan.models[role].backend for role in _models_of(config, plan)]
+    )
     for name in dict.fromkeys(names):
         load_train_backend(name)
 
@@ -134,14 +131,15 @@ def plan_dataflow(config: Config) -> Dataflow:
     sampling = SamplingParams(
         max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, n=rollout.samples_per_prompt
     )
-    recipe = RECIPES[config.algorithm.name]
-    return derive_dataflow(recipe, config.algorithm, sampling, num_prompts=rollout.batch_size)
+    return derive_dataflow(config.recipe, config.algorithm, sampling, num_prompts=rollout.batch_size)
 
 
-def plan_placement(config: Config, shape: ModelShape, *, prompt_tokens: int) -> MappingPlan:
+def plan_placement(config: Config, shapes: Mapping[str, ModelShape], *, prompt_tokens: int) -> MappingPlan:
     """The mapper's best plan for the configured algorithm, cluster and workload.
 
     Args:
+        config: the run's.
+        shapes: of the roles that hold a model, by role.
         prompt_tokens: longest prompt of the training rows.
 
     Raises:
@@ -157,7 +155,7 @@ def plan_placement(config: Config, shape: ModelShape, *, prompt_tokens: int) -> 
         software=SoftwareSpec(gathers="model" if config.training.shard == "root" else "layer"),
         largest_generation=load_rollout_backend(config.rollout.backend).largest_generation,
     )
-    models = {role: shape for role in dataflow.roles if role in MODEL_ROLES}
+    models = {role: shapes[role] for role in dataflow.roles if role in shapes}
     cluster = _describe_cluster(config)
     return map_dataflow(dataflow, models, cluster, workload, backends=(config.training.backend,))
 
@@ -177,13 +175,13 @@ def compute_workload(config: Config, *, prompt_tokens: int) -> dict[str, Any]:
     }
 
 
-def check_plan(config: Config, plan: MappingPlan, shape: ModelShape) -> None:
+def check_plan(config: Config, plan: MappingPlan, shapes: Mapping[str, ModelShape]) -> None:
     """A plan must have the algorithm's roles, layouts that the backends run, and fit the cluster.
 
     Args:
         config: the run's.
         plan: where the models go.
-        shape: of the models.
+        shapes: of the roles that hold a model, by role.
 
     Raises:
         PlanError: for a role that is missing or unknown, a model without a layout or with one that cannot run, or
@@ -195,16 +193,16 @@ def check_plan(config: Config, plan: MappingPlan, shape: ModelShape) -> None:
             f"the plan places {', '.join(plan.models)}; {config.algorithm.name} has the roles {', '.join(roles)}: "
             "make the plan anew with hybridflow plan --json"
         )
-    for role in _models_of(plan):
-        _check_layout(role, plan.models[role], shape)
-    _check_generation(config.rollout, plan.models["actor"].generation or GenerationSpec())
+    for role in _models_of(config, plan):
+        _check_layout(role, plan.models[role], shapes[role])
+        _check_generation(role, config.rollout, plan.models[role].generation or GenerationSpec())
     if config.run.executor == "in_process":
         _check_one_rank(plan)
     _check_machines(config, plan)
 
 
-def _models_of(plan: MappingPlan) -> list[str]:
-    return [role for role in plan.models if role in MODEL_ROLES]
+def _models_of(config: Config, plan: MappingPlan) -> list[str]:
+    return [role for role in plan.models if role in config.recipe.model_roles]
 
 
 def _check_layout(role: str, model: ModelPlan, shape: ModelShape) -> None:
@@ -218,11 +216,11 @@ def _check_layout(role: str, model: ModelPlan, shape: ModelShape) -> None:
             raise PlanError(f"the plan's layout of {role}: {error}") from None
 
 
-def _check_generation(rollout: RolloutConfig, sizes: GenerationSpec) -> None:
+def _check_generation(role: str, rollout: RolloutConfig, sizes: GenerationSpec) -> None:
     largest = load_rollout_backend(rollout.backend).largest_generation
     if largest and (sizes.gen_pp_size > largest.gen_pp_size or sizes.gen_tp_size > largest.gen_tp_size):
         raise PlanError(
-            f"the plan's actor generates with gen_pp_size={sizes.gen_pp_size}, gen_tp_size={sizes.gen_tp_size}; "
+            f"the plan's {role} generates with gen_pp_size={sizes.gen_pp_size}, gen_tp_size={sizes.gen_tp_size}; "
             f"rollout.backend = {show(rollout.backend)} runs at most {largest.gen_pp_size} and {largest.gen_tp_size}. "
             "Choose another backend, or make the plan anew with hybridflow plan --json"
         )
@@ -247,7 +245,7 @@ def _count_slots(config: Config) -> tuple[int, int]:
 
 def _check_machines(config: Config, plan: MappingPlan) -> None:
     """The models' pools must be of the cluster's kind, and together no larger; functions have slots beside it."""
-    names = dict.fromkeys(plan.models[role].pool for role in _models_of(plan))
+    names = dict.fromkeys(plan.models[role].pool for role in _models_of(config, plan))
     pools = [plan.pool(name) for name in names]
     (machines, slots), kind = _count_slots(config), config.cluster.gpu
     given = f"{machines} x {slots} {kind}"

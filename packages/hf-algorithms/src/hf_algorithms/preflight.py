@@ -64,12 +64,13 @@ def check_run(
     if rows:
         with problems.noted():
             model = load_model(config, rows["train"], folder)
-            inputs = tokenize_inputs(config.data, rows, model)
+            inputs = tokenize_inputs(config, rows, model)
             check_context(config, inputs)
     problems.refuse()
     check_cache(config.rollout, inputs)
-    found = plan or plan_placement(config, model.shape, prompt_tokens=inputs.train.max_prompt_tokens)
-    check_plan(config, found, model.shape)
+    shapes = {role: each.shape for role, each in inputs.models.items()}
+    found = plan or plan_placement(config, shapes, prompt_tokens=inputs.train.max_prompt_tokens)
+    check_plan(config, found, shapes)
     check_calls(config, found, walk_calls(config, found, inputs), is_given=plan is not None)
     return inputs, found
 

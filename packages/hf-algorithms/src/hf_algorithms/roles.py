@@ -24,6 +24,23 @@ class Roles:
     def __init__(self, groups: Mapping[str, WorkerGroup]) -> None:
         self._groups = dict(groups)
 
+    def having(self, method: str) -> WorkerGroup:
+        """Returns the first group whose worker registers this method.
+
+        Raises:
+            ConfigError: if no group has it.
+        """
+        found = self.find(method)
+        if found is None:
+            raise ConfigError(
+                f"no role has the method {show(method)}: the roles are {', '.join(self._groups) or 'none'}"
+            )
+        return found
+
+    def find(self, method: str) -> WorkerGroup | None:
+        """Returns the first group whose worker registers this method; None if no group has it."""
+        return next((group for group in self._groups.values() if method in group.methods), None)
+
     def __getattr__(self, role: str) -> WorkerGroup:
         groups = self.__dict__.get("_groups", {})
         if role not in groups:

@@ -20,7 +20,8 @@ from hf_algorithms.machine import check_machine
 from hf_algorithms.placement import compute_workload
 from hf_algorithms.preflight import check_run
 from hf_algorithms.process_tree import MemoryMeter
-from hf_algorithms.recipes import RECIPES
+from hf_algorithms.prompt_draws import PromptDraws
+from hf_algorithms.recipes import StepContext
 from hf_algorithms.recipes.sft import warm_start
 from hf_algorithms.report import write_report
 from hf_algorithms.roles import Roles
@@ -65,7 +66,7 @@ def run_training(
             display.phase("starting workers")
             executor = stack.enter_context(_build_executor(config, plan))
             inputs = _begin(config, directory, plan, inputs, fresh)
-            roles = build_roles(executor, config, plan, inputs.model, search_path)
+            roles = build_roles(executor, config, plan, inputs, search_path)
             run = _Run(config, directory, inputs, executor, roles, display, memory, started_s)
             summary = run.execute()
     write_report(directory.path)
@@ -117,6 +118,7 @@ class _Run:
         self._validation = self._put_first_rows(inputs.validation)
         self._test = self._put_first_rows(inputs.test)
         self._metric = config.reward.metric.rpartition(":")[2]
+        self._state: dict[str, Any] = {}
         self._busy_s = 0.0
         self._num_tokens = 0.0
         self._summary: dict[str, Any] = {
@@ -139,7 +141,8 @@ class _Run:
                 self._iterate(iteration)
             self._display.phase("evaluating the result")
             self._summary["score_after"] = evaluate(self._roles, self._test, self._sampling(0))
-            self._summary["kl_to_reference"] = measure_divergence(self._roles, self._test, self._sampling(0))
+            if (divergence := measure_divergence(self._roles, self._test, self._sampling(0))) is not None:
+                self._summary["kl_to_reference"] = divergence
             samples["after"] = self._collect_samples()
             self._directory.write_json("samples.json", samples)
         except BaseException as error:
@@ -151,7 +154,7 @@ class _Run:
         return self._summary
 
     def _warm_start(self) -> None:
-        """Supervised training of the actor; critic and reference then start from its weights."""
+        """Supervised training of the policy; every role that starts from the same weights then gets the result."""
         config = self._config.warm_start
         if config.max_steps == 0:
             return
@@ -159,25 +162,35 @@ class _Run:
         limit = self._config.rollout.max_new_tokens
         if cut := self._inputs.train.count_cut_answers(limit):
             self._display.note(f"{cut} of {len(self._inputs.train)} answers are cut to rollout.max_new_tokens={limit}")
-        self._roles.actor.set_learning_rate(config.learning_rate).result()
+        self._roles.having("set_learning_rate").set_learning_rate(config.learning_rate).result()
         note = self._display.note
         self._summary["warm_start_steps"] = warm_start(
             self._roles, self._supervised_batches(), self._evaluate_validation, config, metric=self._metric, note=note
         )
         warm = self._export("warm_model")
-        for role in ("actor", "critic", "reference"):
-            getattr(self._roles, role).load_model(str(warm)).result()
+        policy = self._roles.having("generate_sequences").role
+        start = self._inputs.models[policy].path
+        for role, model in self._inputs.models.items():
+            if model.path == start:
+                getattr(self._roles, role).load_model(str(warm)).result()
 
     def _iterate(self, iteration: int) -> None:
         """One step of the recipe, its metrics, and an evaluation every now and then."""
-        config, recipe = self._config, RECIPES[self._config.algorithm.name]
+        config = self._config
         start_s = time.perf_counter()
-        rows = select_rows(
-            len(self._inputs.train), config.rollout.batch_size, iteration=iteration - 1, seed=config.run.seed
+        draws = PromptDraws(self._inputs.train, config.rollout.batch_size, iteration=iteration, seed=config.run.seed)
+        prompts = self._executor.put(draws.first())
+        context = StepContext(
+            sampling=self._sampling(iteration),
+            iteration=iteration,
+            state=self._state,
+            draw_prompts=lambda num_prompts: self._executor.put(draws.more(num_prompts)),
+            draw_pretraining=lambda num_rows: self._executor.put(
+                draws.pretraining(num_rows, max_response_tokens=config.rollout.max_new_tokens)
+            ),
         )
-        prompts = self._executor.put(self._inputs.train.prompts(rows))
         with self._executor.trace.label(iteration=iteration):
-            futures = recipe.step(self._roles, prompts, config.algorithm, self._sampling(iteration))
+            futures = config.recipe.step(self._roles, prompts, config.algorithm, context)
             metrics = _average([future.result() for future in futures])
         elapsed_s = time.perf_counter() - start_s
         if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
@@ -228,7 +241,7 @@ class _Run:
 
     def _export(self, name: str) -> Path:
         with self._directory.replacing(name) as folder:
-            self._roles.actor.export_model(str(folder)).result()
+            self._roles.having("generate_sequences").export_model(str(folder)).result()
             self._inputs.model.tokenizer.save_pretrained(folder)
         return self._directory.path / name
 

@@ -8,9 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_algorithms.budgets import RowTokens
-from hf_algorithms.dataflow import PROMPT_COLUMNS
+from hf_algorithms.dataflow import PROMPT_COLUMNS, build_tracing_context
 from hf_algorithms.evaluation import NUM_SAMPLES, request_divergence, request_samples, request_scores
-from hf_algorithms.recipes import RECIPES
 from hf_algorithms.roles import Roles, least_rows
 from hf_algorithms.symbolic import SymbolicExecutor
 from hf_algorithms.wiring import build_roles, build_sampling
@@ -51,7 +50,7 @@ def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[Pla
         HybridFlowError: for roles that do not fit the plan's pools, or a value that no worker takes.
     """
     executor = SymbolicExecutor()
-    roles = build_roles(executor, config, plan, inputs.model, ())
+    roles = build_roles(executor, config, plan, inputs, ())
     found = []
     for phase, tokens, make_calls in _list_phases(executor, roles, config, inputs):
         before = len(executor.calls)
@@ -86,10 +85,9 @@ def _list_phases(
         batch = executor.put_columns((*PROMPT_COLUMNS, *SEQUENCE[1:]), config.warm_start.batch_size)
         learned = RowTokens(source=train.source, prompts=train.prompts, responses=inputs.train.response_lengths(limit))
         yield "warm start", learned, partial(_learn, roles, batch)
-    recipe = RECIPES[config.algorithm.name]
-    if recipe.dataflow is None:  # a step that branches on results makes no calls without them
-        batch = prompts(config.rollout.batch_size)
-        yield "iterations", train, partial(recipe.step, roles, batch, config.algorithm, sampling)
+    recipe = config.recipe
+    batch, context = prompts(config.rollout.batch_size), build_tracing_context(executor, sampling)
+    yield "iterations", train, partial(recipe.step, roles, batch, config.algorithm, context)
     for tokens in (validation, test):
         yield "evaluation", tokens, partial(request_scores, roles, prompts(len(tokens.prompts)), sampling)
     few = min(NUM_SAMPLES, len(test.prompts))
@@ -105,4 +103,4 @@ def _generated(data: PromptDataset, limit: int) -> RowTokens:
 def _learn(roles: Roles, batch: Any) -> None:
     from hf_algorithms.losses import SupervisedLoss
 
-    roles.actor.update_actor(batch, SupervisedLoss())
+    roles.having("update_actor").update_actor(batch, SupervisedLoss())

@@ -66,11 +66,18 @@ class PromptDataset:
         """Tokens of each row's response in a supervised batch."""
         return [min(len(ids), max_response_tokens) for ids in self._answer_ids]
 
-    def prompts(self, indices: Iterable[int]) -> TensorDict:
+    def prompts(self, indices: Iterable[int], *, epoch: int = 0, attempt: int = 0, first_group: int = 0) -> TensorDict:
         """The chosen rows to generate from.
 
+        Args:
+            indices: of the rows.
+            epoch: of the run, for `prompt_id`.
+            attempt: how many times the iteration had drawn prompts before, for `prompt_id`.
+            first_group: group id of the first row; the others follow.
+
         Returns:
-            ``row_id`` int64 [B], ``prompt_ids`` jagged int64 [B, tokens], ``answer`` jagged uint8 [B, UTF-8 bytes].
+            `row_id` int64 [B], `prompt_ids` jagged int64 [B, tokens], `answer` jagged uint8 [B, UTF-8 bytes],
+            `group_id` int64 [B], and `prompt_id` int64 [B, 3]: epoch, row, attempt.
 
         Raises:
             BatchError: for a row that the data set does not have.
@@ -83,6 +90,8 @@ class PromptDataset:
             "row_id": torch.tensor(chosen, dtype=torch.int64),
             "prompt_ids": _jagged([self._prompt_ids[row] for row in chosen], torch.int64),
             "answer": _jagged([self._answer_bytes[row] for row in chosen], torch.uint8),
+            "group_id": torch.arange(first_group, first_group + len(chosen)),
+            "prompt_id": torch.tensor([[epoch, row, attempt] for row in chosen], dtype=torch.int64).reshape(-1, 3),
         }
         return TensorDict(columns, batch_size=[len(chosen)])
 

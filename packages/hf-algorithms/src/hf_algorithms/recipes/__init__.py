@@ -1,18 +1,32 @@
-"""Recipes: each a configuration and a step that reads like the paper.
+"""Recipes: each a configuration, roles, and a step that reads like the paper.
 
-A recipe is a single-process program over roles. ``RECIPES`` maps the names of ``[algorithm] name`` to them; a
-recipe of your own is a :class:`Recipe` object.
+A recipe is a single-process program over roles. `RECIPES` maps the names of `[algorithm] name` to the shipped ones.
+Your own is a `Recipe` object, which `[algorithm] recipe = "module:RECIPE"` names.
 """
 
 from __future__ import annotations
 
-from hf_algorithms.recipes._recipe import Recipe, mini_batch_rows
+from hf_algorithms.recipes._config import AlgorithmConfig
+from hf_algorithms.recipes._load import load_recipe
+from hf_algorithms.recipes._recipe import Recipe, Role, StepContext, mini_batch_rows
+from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, CRITIC, REFERENCE, REWARD
 from hf_algorithms.recipes.ppo import PPO, PPOConfig
 
-__all__ = ["RECIPES", "AlgorithmConfig", "PPOConfig", "Recipe", "mini_batch_rows"]
+__all__ = [
+    "ACTOR",
+    "ADVANTAGE",
+    "CRITIC",
+    "RECIPES",
+    "REFERENCE",
+    "REWARD",
+    "AlgorithmConfig",
+    "PPOConfig",
+    "Recipe",
+    "Role",
+    "StepContext",
+    "load_recipe",
+    "mini_batch_rows",
+]
 
-AlgorithmConfig = PPOConfig
-"""Any recipe's configuration."""
-
-RECIPES = {PPO.name: PPO}
-"""The recipes by the name that ``[algorithm] name`` gives."""
+RECIPES = {recipe.name: recipe for recipe in (PPO,)}
+"""The shipped recipes by the name that `[algorithm] name` gives."""

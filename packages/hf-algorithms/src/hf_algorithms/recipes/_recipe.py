@@ -1,38 +1,157 @@
-"""What a recipe is."""
+"""Roles, recipes, and what a step is given."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from hf_algorithms.recipes._config import AlgorithmConfig
+from hf_protocols import ConfigError
+from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
-    from hf_controller import BatchFuture, MetricsFuture
+    from hf_controller import BatchFuture, MetricsFuture, Worker
     from hf_engine import SamplingParams
-    from hf_protocols import Dataflow
 
-__all__ = ["Recipe", "mini_batch_rows"]
+__all__ = ["Recipe", "Role", "StepContext", "mini_batch_rows"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """A part that a model or a function plays in an algorithm.
+
+    Attributes:
+        name: attribute of `roles` in the step; `[roles.NAME]` of the configuration overrides what is declared here.
+        worker: the worker's class, or its name as `module:Class`, which is imported where it is needed.
+        has_model: whether the worker holds a model on a training backend; others call functions.
+        starts_from: where the weights come from: another role, or a directory. None: `model.path`.
+        kwargs: more arguments of the worker's constructor.
+    """
+
+    name: str
+    worker: str | type[Worker]
+    has_model: bool = False
+    starts_from: str | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+
+    def load_worker(self) -> type[Worker]:
+        """Returns the worker's class.
+
+        Raises:
+            ConfigError: for a name that does not lead to a class.
+        """
+        if not isinstance(self.worker, str):
+            return self.worker
+        module, _, name = self.worker.partition(":")
+        try:
+            found = getattr(import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"worker of role {show(self.name)}: {show(self.worker)} cannot be imported: {error}"
+            ) from None
+        if not isinstance(found, type):
+            raise ConfigError(f"worker of role {show(self.name)}: {show(self.worker)} is not a class. Name a Worker")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext:
+    """What a step knows of the run beside its prompts.
+
+    Attributes:
+        sampling: how responses are drawn in this iteration.
+        iteration: from 1; 0 while a dataflow is derived.
+        state: values that live as long as the run, such as a multiplier; written by the step.
+        draw_prompts: behind `more_prompts`.
+        draw_pretraining: behind `pretrain_rows`.
+    """
+
+    sampling: SamplingParams
+    iteration: int
+    state: dict[str, Any]
+    draw_prompts: Callable[[int], BatchFuture]
+    draw_pretraining: Callable[[int], BatchFuture]
+
+    def more_prompts(self, num_prompts: int) -> BatchFuture:
+        """Returns prompts that this iteration has not drawn yet, with group ids of their own.
+
+        Raises:
+            DataError: if the training set has fewer rows left.
+        """
+        return self.draw_prompts(num_prompts)
+
+    def pretrain_rows(self, num_rows: int) -> BatchFuture:
+        """Returns rows of the training set with their answers as `response_ids`, for a supervised term of the loss."""
+        return self.draw_pretraining(num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """An algorithm: the roles it needs and the program of one iteration.
+    """An algorithm: its configuration, its roles, and the program of one iteration.
 
-    ``step(roles, prompts, config, sampling)`` calls the roles and returns the futures of its metrics. What the mapper
-    plans for is read off the step (``derive_dataflow``); only a step that branches on results gives its ``dataflow``.
+    `step(roles, prompts, config, context)` calls the roles and returns the futures of its metrics. The mapper plans
+    for the calls of the step (`derive_dataflow`).
+
+    Attributes:
+        name: of the algorithm; equal to the default of `config.name`.
+        config: class of the `[algorithm]` section.
+        roles: every role that the step calls.
+        step: the program of one iteration.
+
+    Raises:
+        ConfigError: for two roles of one name, or roles that start from one another.
     """
 
     name: str
-    step: Callable[[Roles, BatchFuture, Any, SamplingParams], Sequence[MetricsFuture]]
-    dataflow: Dataflow | None = None
+    config: type[AlgorithmConfig]
+    roles: tuple[Role, ...]
+    step: Callable[[Roles, BatchFuture, Any, StepContext], Sequence[MetricsFuture]]
+
+    def __post_init__(self) -> None:
+        names = [role.name for role in self.roles]
+        for name in names:
+            if not name.isidentifier():
+                raise ConfigError(f"recipe {show(self.name)}: the role {show(name)} is not a name of Python. Rename it")
+            if names.count(name) > 1:
+                raise ConfigError(f"recipe {show(self.name)}: it has two roles named {show(name)}. Rename one")
+        for role in self.roles:
+            seen = [role.name]
+            while role.starts_from in names:
+                role = self.role(role.starts_from)
+                if role.name in seen:
+                    raise ConfigError(
+                        f"recipe {show(self.name)}: the roles {', '.join(seen)} start from one another. "
+                        "Let one of them start from a directory or from None"
+                    )
+                seen.append(role.name)
+
+    def role(self, name: str) -> Role:
+        """Returns the role of this name.
+
+        Raises:
+            ConfigError: if there is none.
+        """
+        for role in self.roles:
+            if role.name == name:
+                return role
+        names = ", ".join(role.name for role in self.roles)
+        raise ConfigError(f"recipe {show(self.name)} has no role {show(name)}: its roles are {names}")
+
+    @property
+    def model_roles(self) -> tuple[str, ...]:
+        """Names of the roles that hold a model."""
+        return tuple(role.name for role in self.roles if role.has_model)
 
 
 def mini_batch_rows(num_rows: int, num_mini_batches: int, *, epochs: int, seed: int) -> Iterator[list[int]]:
-    """Global seeded row sets: every row once an epoch, whatever the number of ranks.
+    """Yields global seeded row sets: every row once an epoch, whatever the number of ranks.
 
-    Yields ``epochs * num_mini_batches`` lists whose sizes differ by at most one.
+    There are `epochs * num_mini_batches` lists, whose sizes differ by at most one.
     """
     order = random.Random(seed)
     for _ in range(epochs):

@@ -13,16 +13,15 @@ Deviations from Schulman et al. (2017) and from the paper's figure:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
-
-from hf_algorithms.recipes._recipe import Recipe, mini_batch_rows
+from hf_algorithms.recipes._config import AlgorithmConfig, Coefficient, Discount, Range
+from hf_algorithms.recipes._recipe import Recipe, StepContext, mini_batch_rows
+from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, CRITIC, REFERENCE, REWARD
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture, MetricsFuture
-    from hf_engine import SamplingParams
 
 __all__ = ["PPO", "PPOConfig", "step"]
 
@@ -30,33 +29,24 @@ __all__ = ["PPO", "PPOConfig", "step"]
 _RATIO_CAP = 2.0
 """Where truncated importance sampling cuts a ratio."""
 
-_LARGEST = 1e6
-"""Of a coefficient or a range: more is a mistake, and overflows where it is squared in float32."""
 
-
-class PPOConfig(BaseModel):
-    """``[algorithm]`` with ``name = "ppo"``."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+class PPOConfig(AlgorithmConfig):
+    """`[algorithm]` with `name = "ppo"`."""
 
     name: Literal["ppo"] = "ppo"
-    kl_coefficient: Annotated[float, Field(ge=0, le=_LARGEST)] = 0.02
+    kl_coefficient: Coefficient = 0.02
     """Weight of the KL penalty against the reference in the token rewards."""
-    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
-    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
-    clip_range: Annotated[float, Field(gt=0, le=_LARGEST)] = 0.2
+    gamma: Discount = 1.0
+    gae_lambda: Discount = 0.95
+    clip_range: Range = 0.2
     """The policy's ratio is clipped to 1 - clip_range ... 1 + clip_range."""
-    value_clip_range: Annotated[float, Field(gt=0, le=_LARGEST)] = 0.2
+    value_clip_range: Range = 0.2
     """Values are clipped to this distance from the old ones."""
     old_logprobs: Literal["recomputed", "sampled"] = "recomputed"
-    """``sampled`` saves a forward pass: the rollout backend's log-probs are taken, and ratios truncated at 2."""
-    epochs: Annotated[int, Field(ge=1)] = 1
-    """Passes over one iteration's batch."""
-    mini_batches: Annotated[int, Field(ge=1)] = 1
-    """Updates per pass; each takes a global, seeded share of the rows."""
+    """`sampled` saves a forward pass: the rollout backend's log-probs are taken, and ratios truncated at 2."""
 
 
-def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, sampling: SamplingParams) -> Sequence[MetricsFuture]:
+def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, context: StepContext) -> Sequence[MetricsFuture]:
     """One iteration; every line returns at once, and the data flows from worker to worker."""
     from hf_algorithms.advantages import GAE
     from hf_algorithms.losses import PPOPolicyLoss, PPOValueLoss
@@ -66,6 +56,7 @@ def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, sampling: Sampli
     policy_loss = PPOPolicyLoss(clip_range=config.clip_range, ratio_cap=_RATIO_CAP if trusts_sampler else None)
     value_loss = PPOValueLoss(clip_range=config.value_clip_range)
 
+    sampling = context.sampling
     batch = prompts.repeat(sampling.n).union(roles.actor.generate_sequences(prompts, sampling))
     if trusts_sampler:
         batch = batch.union(batch.select(["rollout_logprobs"]).rename({"rollout_logprobs": "old_logprobs"}))
@@ -83,4 +74,4 @@ def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, sampling: Sampli
     return metrics
 
 
-PPO = Recipe(name="ppo", step=step)
+PPO = Recipe(name="ppo", config=PPOConfig, roles=(ACTOR, CRITIC, REFERENCE, REWARD, ADVANTAGE), step=step)

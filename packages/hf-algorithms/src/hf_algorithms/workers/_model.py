@@ -14,6 +14,7 @@ from hf_protocols import ONE_TO_ALL, register
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from hf_algorithms.workers._setup import RoleSetup
     from hf_engine import TrainBackend
     from hf_engine.backends import LossFunction
 
@@ -53,6 +54,28 @@ class ModelWorker(Worker):
 
     head: Literal["lm", "value"] = "lm"
     trainable = True
+    learning_rate_key = "actor_learning_rate"
+    """Key of `[optimizer]` that holds the learning rate of such a role."""
+
+    @classmethod
+    def configure(cls, setup: RoleSetup) -> dict[str, Any]:
+        """Returns the constructor's arguments for a role of a run."""
+        config, overrides = setup.config, setup.config.role(setup.role)
+        return {
+            "model": setup.model.path,
+            "backend": setup.placed.backend,
+            "offload": setup.placed.offload,
+            "training": TrainConfig(
+                learning_rate=overrides.learning_rate or getattr(config.optimizer, cls.learning_rate_key),
+                betas=config.optimizer.betas,
+                weight_decay=config.optimizer.weight_decay,
+                max_grad_norm=config.optimizer.max_grad_norm,
+                warmup_steps=config.optimizer.warmup_steps,
+                micro_batch_tokens=setup.placed.micro_batch_tokens,
+                dtype=overrides.dtype or config.training.dtype,
+                shard=config.training.shard,
+            ),
+        }
 
     def __init__(
         self, context: WorkerContext, *, model: str, backend: str, training: TrainConfig, offload: bool = False

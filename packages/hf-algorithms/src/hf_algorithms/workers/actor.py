@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
+    from hf_algorithms.workers._setup import RoleSetup
     from hf_controller import WorkerContext
     from hf_engine import TrainConfig
     from hf_engine.backends import LossFunction
@@ -63,11 +64,17 @@ class ActorWorker(ModelWorker):
         self._has_stepped = False
         self._num_unchanged: int | None = None
 
+    @classmethod
+    def configure(cls, setup: RoleSetup) -> dict[str, Any]:
+        """Returns the constructor's arguments for a role of a run."""
+        rollout = setup.config.rollout
+        return super().configure(setup) | {"rollout": rollout.backend, "rollout_options": rollout.options}
+
     @register(
         protocol=THREE_D_ALL_MICRO_DP,
         rows="times",
-        reads=("row_id", "prompt_ids"),
-        writes=("response_ids", "response_mask", "rollout_logprobs", "finish_reason", "weight_version"),
+        reads=("row_id", "prompt_ids", "prompt_id?"),
+        writes=("response_ids", "response_mask", "rollout_logprobs", "finish_reason", "weight_version", "sample_id"),
         kind="generation",
     )
     @on_device
@@ -75,7 +82,8 @@ class ActorWorker(ModelWorker):
         """``sampling.n`` responses to every prompt, drawn from the current weights.
 
         Returns:
-            B * n rows, the n samples of a prompt one after another.
+            B * n rows, the n samples of a prompt one after another. `sample_id` int64 [B * n, 4] names each: epoch,
+            row, number among the n, attempt.
         """
         with ExitStack() as stack:
             with self.context.span("reshard"):
@@ -84,6 +92,7 @@ class ActorWorker(ModelWorker):
             with self.context.span("generate"):
                 responses = self._engine.generate(batch, sampling)
         self._sampled = (self._train.weight_changes, sampling.temperature)
+        responses["sample_id"] = _number_samples(batch, sampling.n)
         return responses
 
     @register(
@@ -184,3 +193,17 @@ class ActorWorker(ModelWorker):
                 "look at the learning rate and at the backend's local_weights()",
                 stacklevel=2,
             )
+
+
+def _number_samples(prompts: TensorDict, samples_per_prompt: int) -> torch.Tensor:
+    """`sample_id` of every sample; without a `prompt_id` epoch and attempt are 0."""
+    import torch
+
+    if "prompt_id" in prompts:
+        epoch, row, attempt = prompts["prompt_id"].unbind(1)
+    else:
+        row = prompts["row_id"]
+        epoch = attempt = torch.zeros_like(row)
+    number = torch.arange(samples_per_prompt).repeat(len(row))
+    columns = [each.repeat_interleave(samples_per_prompt) for each in (epoch, row, attempt)]
+    return torch.stack([columns[0], columns[1], number, columns[2]], dim=1)

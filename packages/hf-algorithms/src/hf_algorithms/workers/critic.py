@@ -19,6 +19,7 @@ class CriticWorker(ModelWorker):
     """One rank of the critic: the model's trunk with a scalar head."""
 
     head = "value"
+    learning_rate_key = "critic_learning_rate"
 
     @register(protocol=THREE_D, reads=SEQUENCE, writes=("values",), kind="inference")
     @on_device

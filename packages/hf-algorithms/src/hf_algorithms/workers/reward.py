@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
+    from hf_algorithms.workers._setup import RoleSetup
+
 __all__ = ["RewardWorker"]
 
 _READS = ("prompt_ids", "response_ids", "answer")
@@ -39,6 +41,17 @@ class RewardWorker(Worker):
         self._tokenizer = load_tokenizer(tokenizer)
         self._function = load_function(function, search_path=search_path)
         self._metric = load_function(metric, search_path=search_path)
+
+    @classmethod
+    def configure(cls, setup: RoleSetup) -> dict[str, Any]:
+        """Returns the constructor's arguments for a role of a run."""
+        reward = setup.config.reward
+        return {
+            "tokenizer": setup.model.tokenizer_path,
+            "function": reward.function,
+            "metric": reward.metric,
+            "search_path": list(setup.search_path),
+        }
 
     @register(protocol=DP, reads=_READS, writes=("scores",))
     def compute_reward(self, batch: TensorDict) -> TensorDict:

@@ -1,10 +1,8 @@
-"""What a user writes: one TOML file, at most 60 keys, every one checked when it is read."""
+"""Sections of a configuration, and the kinds and bounds of their keys."""
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
@@ -12,20 +10,16 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
+    SerializeAsAny,
     SerializerFunctionWrapHandler,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_serializer,
 )
 
-from hf_algorithms.config_messages import describe_problem
-from hf_algorithms.recipes import AlgorithmConfig, PPOConfig
-from hf_protocols import ConfigError
-from hf_protocols.arguments import shorten, shorten_list, show
+from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe
 from hf_protocols.paths import expand_path
-from hf_protocols.similar_names import find_similar
-from hf_protocols.toml import find_unwritable, format_toml_value, parse_toml, read_toml
 
 __all__ = [
     "ClusterConfig",
@@ -34,14 +28,11 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "RewardConfig",
+    "RoleConfig",
     "RolloutConfig",
     "RunConfig",
     "TrainingConfig",
     "WarmStartConfig",
-    "config_keys",
-    "format_toml",
-    "load_config",
-    "parse_config",
 ]
 
 _MOST_SAMPLES = 1 << 20
@@ -235,6 +226,15 @@ class ClusterConfig(_Section):
     """
 
 
+class RoleConfig(_Section):
+    """`[roles.NAME]`: overrides what the recipe declares for one of its roles; keys left out stay as declared."""
+
+    path: UserPath | None = None
+    """Model directory or hub name of a role that holds a model."""
+    learning_rate: Positive | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
+
+
 class Config(_Section):
     """A whole run."""
 
@@ -242,12 +242,24 @@ class Config(_Section):
     data: DataConfig
     model: ModelConfig = ModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
-    algorithm: AlgorithmConfig = PPOConfig()
+    algorithm: SerializeAsAny[AlgorithmConfig] = PPOConfig()
+    roles: dict[str, RoleConfig] = {}
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     training: TrainingConfig = TrainingConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    _own_recipe: Recipe | None = PrivateAttr(None)
+
+    @property
+    def recipe(self) -> Recipe:
+        """The algorithm: a shipped one by its name, or the user's own."""
+        return self._own_recipe or RECIPES[self.algorithm.name]
+
+    def role(self, name: str) -> RoleConfig:
+        """What `[roles.NAME]` overrides; nothing without such a section."""
+        return self.roles.get(name, RoleConfig())
 
 
 def _as_lists(value: Any) -> Any:
@@ -255,105 +267,3 @@ def _as_lists(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _as_lists(each) for key, each in value.items()}
     return [_as_lists(each) for each in value] if isinstance(value, list | tuple) else value
-
-
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file, then apply ``section.key=value`` overrides (values as in TOML; bare words are strings).
-
-    Relative paths inside the file are relative to where the command runs.
-
-    Raises:
-        ConfigError: for a missing or malformed file, an unknown key (with the nearest known one), or a bad value.
-    """
-    body = read_toml(path)
-    for override in overrides:
-        _apply_override(body, override)
-    return parse_config(body)
-
-
-def parse_config(body: Mapping[str, Any]) -> Config:
-    """Check a mapping of sections and build the configuration.
-
-    Raises:
-        ConfigError: one line for every problem, among them values that `format_toml` could not write so that they
-            read back as they are.
-    """
-    unknown = [key for key in _flatten(body) if key not in config_keys()]
-    if unknown:
-        raise ConfigError("\n".join(shorten_list([f"unknown key {show(key)}{_hint(key)}" for key in unknown])))
-    unwritable = find_unwritable(_without_none(body))
-    if unwritable is not None:
-        key, value, reason = unwritable
-        raise ConfigError(f"{shorten(key)} = {show(value)}: {reason}")
-    try:
-        return Config.model_validate(body)
-    except ValidationError as error:
-        raise ConfigError("\n".join(map(describe_problem, error.errors()))) from None
-
-
-def config_keys() -> tuple[str, ...]:
-    """Every key as ``section.key``, in order."""
-    return tuple(
-        f"{section}.{key}"
-        for section, field in Config.model_fields.items()
-        for key in cast("type[BaseModel]", field.annotation).model_fields
-    )
-
-
-def format_toml(config: Config) -> str:
-    """The resolved configuration as TOML text, every key present that has a value."""
-    lines: list[str] = []
-    for section, body in _without_none(config.model_dump()).items():
-        lines += [f"[{section}]", *(f"{key} = {format_toml_value(value)}" for key, value in body.items()), ""]
-    return "\n".join(lines)
-
-
-def _without_none(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that have a value; to leave one out is the same as None."""
-    return {
-        section: {key: value for key, value in table.items() if value is not None}
-        if isinstance(table, Mapping)
-        else table
-        for section, table in body.items()
-    }
-
-
-def _apply_override(body: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    *tables, last = key.strip().split(".")
-    if not (equals and tables and last):
-        raise ConfigError(f"--set {show(override)}: write it as section.key=value, such as run.seed=1")
-    try:
-        parsed = parse_toml(f"value = {text}", f"--set {show(override)}")
-    except tomllib.TOMLDecodeError:
-        parsed = {"value": text}
-    if len(parsed) > 1:
-        raise ConfigError(f"--set {show(override)}: it holds more than one value. Write one --set for each key")
-    table = body
-    for each in tables:
-        table = table.setdefault(each, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"--set {show(override)}: {shorten(each)} is a value, not a section")
-    table[last] = parsed["value"]
-
-
-def _flatten(body: Mapping[str, Any]) -> Iterator[str]:
-    for section, table in body.items():
-        if isinstance(table, Mapping) and section in Config.model_fields:
-            yield from (f"{section}.{key}" for key in table)
-        elif section not in Config.model_fields:
-            yield section
-
-
-def _hint(key: str) -> str:
-    """Suggests a similar key of the section, else of another section; lists the known names if none is similar."""
-    section, dot, name = key.partition(".")
-    near: dict[str, str] = {}
-    elsewhere: dict[str, str] = {}
-    for known in (*Config.model_fields, *config_keys()):
-        table = near if known.startswith(f"{section}.") or not (dot or "." in known) else elsewhere
-        table.setdefault(known.rpartition(".")[2], known)
-    for names in (near, elsewhere):
-        if similar := find_similar(name or section, names):
-            return f": did you mean {show(names[similar[0]])}?"
-    return f". {f'[{section}] has' if dot else 'The sections are'} {', '.join(near)}"

@@ -1,0 +1,36 @@
+"""The configuration of a run: one TOML file, whose every key is checked when it is read."""
+
+from __future__ import annotations
+
+from hf_algorithms.config._reading import config_keys, format_toml, load_config, parse_config
+from hf_algorithms.config._sections import (
+    ClusterConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RoleConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainingConfig,
+    WarmStartConfig,
+)
+
+__all__ = [
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RewardConfig",
+    "RoleConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TrainingConfig",
+    "WarmStartConfig",
+    "config_keys",
+    "format_toml",
+    "load_config",
+    "parse_config",
+]

@@ -1,0 +1,196 @@
+"""Reading a configuration from TOML, checking it, and writing it back."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import BaseModel, ValidationError, create_model
+
+from hf_algorithms.config._messages import describe_problem
+from hf_algorithms.config._sections import Config, RoleConfig
+from hf_algorithms.recipes import RECIPES, AlgorithmConfig, Recipe, load_recipe
+from hf_protocols import ConfigError
+from hf_protocols.arguments import shorten, shorten_list, show
+from hf_protocols.similar_names import find_similar
+from hf_protocols.toml import find_unwritable, format_toml_value, parse_toml, read_toml
+
+__all__ = ["config_keys", "format_toml", "load_config", "parse_config"]
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), *, search_path: Sequence[str] = ()) -> Config:
+    """Reads a TOML file, then applies `section.key=value` overrides (values as in TOML; bare words are strings).
+
+    Relative paths inside the file are relative to where the command runs.
+
+    Args:
+        path: of the file.
+        overrides: applied in order.
+        search_path: folders in which a recipe's module is looked for last.
+
+    Raises:
+        ConfigError: for a missing or malformed file, an unknown key (with the nearest known one), or a bad value.
+    """
+    body = read_toml(path)
+    for override in overrides:
+        _apply_override(body, override)
+    return parse_config(body, search_path=search_path)
+
+
+def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = ()) -> Config:
+    """Checks a mapping of sections and builds the configuration.
+
+    Raises:
+        ConfigError: one line for every problem, among them values that `format_toml` could not write so that they
+            read back as they are.
+    """
+    recipe = _find_recipe(body.get("algorithm"), search_path)
+    _check_role_names(body.get("roles"), recipe)
+    known = config_keys(recipe)
+    unknown = [key for key in _flatten(body) if key not in known]
+    if unknown:
+        raise ConfigError("\n".join(shorten_list([f"unknown key {show(key)}{_hint(key, known)}" for key in unknown])))
+    unwritable = find_unwritable(_without_none(body))
+    if unwritable is not None:
+        key, value, reason = unwritable
+        raise ConfigError(f"{shorten(key)} = {show(value)}: {reason}")
+    try:
+        config = _model_of(recipe.config).model_validate({"algorithm": {}, **body})
+    except ValidationError as error:
+        raise ConfigError("\n".join(map(describe_problem, error.errors()))) from None
+    if config.algorithm.recipe is not None:
+        config._own_recipe = recipe
+    _check_roles(config)
+    return config
+
+
+def config_keys(recipe: Recipe = RECIPES["ppo"]) -> tuple[str, ...]:
+    """Every key that a run of this recipe has, as `section.key` or `roles.NAME.key`, in order."""
+    keys: list[str] = []
+    for section, field in Config.model_fields.items():
+        if section == "roles":
+            keys += (f"roles.{role.name}.{key}" for role in recipe.roles for key in RoleConfig.model_fields)
+        else:
+            model = recipe.config if section == "algorithm" else cast("type[BaseModel]", field.annotation)
+            keys += (f"{section}.{key}" for key in model.model_fields)
+    return tuple(keys)
+
+
+@lru_cache
+def _model_of(algorithm: type[AlgorithmConfig]) -> type[Config]:
+    """`Config` with the section of this algorithm."""
+    return create_model("Config", __base__=Config, algorithm=(algorithm, ...))
+
+
+def _find_recipe(section: object, search_path: Sequence[str]) -> Recipe:
+    """The recipe that an `[algorithm]` section names; PPO by default."""
+    named = section if isinstance(section, Mapping) else {}
+    name, reference = named.get("name"), named.get("recipe")
+    if reference is not None:
+        if not isinstance(reference, str):
+            raise ConfigError(f"algorithm.recipe = {show(reference)}: must be a text such as 'module:RECIPE'")
+        recipe = load_recipe(reference, search_path=search_path)
+        if name is not None and name != recipe.name:
+            raise ConfigError(
+                f"algorithm.name = {show(name)}: algorithm.recipe = {show(reference)} is named {show(recipe.name)}. "
+                "Leave algorithm.name out"
+            )
+        return recipe
+    if name is None:
+        return RECIPES["ppo"]
+    if not isinstance(name, str) or name not in RECIPES:
+        near = find_similar(name, RECIPES) if isinstance(name, str) else []
+        hint = (
+            f"did you mean {show(near[0])}?" if near else f"Choose one of {', '.join(RECIPES)}, or set algorithm.recipe"
+        )
+        raise ConfigError(f"algorithm.name = {show(name)}: there is no such algorithm. {hint}")
+    return RECIPES[name]
+
+
+def _check_role_names(section: object, recipe: Recipe) -> None:
+    for name in section if isinstance(section, Mapping) else ():
+        try:
+            recipe.role(name)
+        except ConfigError as error:
+            raise ConfigError(f"[roles.{shorten(str(name))}]: {error}") from None
+
+
+def _check_roles(config: Config) -> None:
+    """Refuse overrides that their role cannot have."""
+    problems: list[str] = []
+    for name, overrides in config.roles.items():
+        if not config.recipe.role(name).has_model:
+            problems += (
+                f"roles.{name}.{key}: the role {name} of {config.recipe.name} holds no model. Remove the key"
+                for key in overrides.model_fields_set
+            )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def format_toml(config: Config) -> str:
+    """The resolved configuration as TOML text, every key present that has a value."""
+    lines: list[str] = []
+    sections = _without_none(config.model_dump())
+    roles = sections.pop("roles")
+    sections |= {f"roles.{name}": body for name, body in roles.items() if body}
+    for section, body in sections.items():
+        lines += [f"[{section}]", *(f"{key} = {format_toml_value(value)}" for key, value in body.items()), ""]
+    return "\n".join(lines)
+
+
+def _without_none(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that have a value; to leave one out is the same as None. Options of a backend stay as they are."""
+    return {
+        key: _without_none(value) if isinstance(value, Mapping) and key != "options" else value
+        for key, value in body.items()
+        if value is not None
+    }
+
+
+def _apply_override(body: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    *tables, last = key.strip().split(".")
+    if not (equals and tables and last):
+        raise ConfigError(f"--set {show(override)}: write it as section.key=value, such as run.seed=1")
+    try:
+        parsed = parse_toml(f"value = {text}", f"--set {show(override)}")
+    except tomllib.TOMLDecodeError:
+        parsed = {"value": text}
+    if len(parsed) > 1:
+        raise ConfigError(f"--set {show(override)}: it holds more than one value. Write one --set for each key")
+    table = body
+    for each in tables:
+        table = table.setdefault(each, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {show(override)}: {shorten(each)} is a value, not a section")
+    table[last] = parsed["value"]
+
+
+def _flatten(body: Mapping[str, Any]) -> Iterator[str]:
+    for section, table in body.items():
+        if section == "roles" and isinstance(table, Mapping):
+            for role, overrides in table.items():
+                keys = overrides if isinstance(overrides, Mapping) else ()
+                yield from (f"roles.{role}.{key}" for key in keys)
+        elif isinstance(table, Mapping) and section in Config.model_fields:
+            yield from (f"{section}.{key}" for key in table)
+        elif section not in Config.model_fields:
+            yield section
+
+
+def _hint(key: str, known_keys: Sequence[str]) -> str:
+    """Suggests a similar key of the section, else of another section; lists the known names if none is similar."""
+    section, dot, name = key.rpartition(".")
+    near: dict[str, str] = {}
+    elsewhere: dict[str, str] = {}
+    for known in (*Config.model_fields, *known_keys):
+        table = near if known.startswith(f"{section}.") or not (dot or "." in known) else elsewhere
+        table.setdefault(known.rpartition(".")[2], known)
+    for names in (near, elsewhere):
+        if similar := find_similar(name, names):
+            return f": did you mean {show(names[similar[0]])}?"
+    return f". {f'[{section}] has' if dot else 'The sections are'} {', '.join(near)}"

@@ -1,0 +1,65 @@
+"""Which rows an iteration draws: its first prompts, more of them, and rows to learn from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hf_algorithms.data import PromptDataset, select_rows
+from hf_protocols import DataError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["PromptDraws"]
+
+
+class PromptDraws:
+    """The draws of one iteration. Equal arguments draw equal rows, whatever other iterations drew.
+
+    Args:
+        data: the training set.
+        batch_size: prompts of `first`.
+        iteration: from 1.
+        seed: of the run.
+    """
+
+    def __init__(self, data: PromptDataset, batch_size: int, *, iteration: int, seed: int) -> None:
+        self._data = data
+        self._iteration, self._seed = iteration, seed
+        self._rows = select_rows(len(data), batch_size, iteration=iteration - 1, seed=seed)
+        self._epoch = (iteration - 1) * batch_size // len(data)
+        self._num_drawn = 0
+        self._attempt = 0
+
+    def first(self) -> TensorDict:
+        """The prompts that the iteration begins with; see `PromptDataset.prompts`."""
+        return self._number(self._rows)
+
+    def more(self, num_prompts: int) -> TensorDict:
+        """Prompts of rows that the iteration has not drawn yet.
+
+        Raises:
+            DataError: if fewer than `num_prompts` rows are left.
+        """
+        taken = set(self._rows)
+        order = select_rows(len(self._data), len(self._data), iteration=self._iteration, seed=self._seed + 2)
+        left = [row for row in order if row not in taken]
+        if num_prompts > len(left):
+            raise DataError(
+                f"{self._data.source}: the step asks for {num_prompts} more prompts, {len(left)} of its "
+                f"{len(self._data)} rows are not drawn yet in this iteration. Give more rows, or ask for fewer prompts"
+            )
+        rows = left[:num_prompts]
+        self._rows = [*self._rows, *rows]
+        self._attempt += 1
+        return self._number(rows)
+
+    def pretraining(self, num_rows: int, *, max_response_tokens: int) -> TensorDict:
+        """Rows with their answers as responses; see `PromptDataset.supervised`."""
+        rows = select_rows(len(self._data), num_rows, iteration=self._iteration - 1, seed=self._seed + 1)
+        return self._data.supervised(rows, max_response_tokens=max_response_tokens)
+
+    def _number(self, rows: list[int]) -> TensorDict:
+        batch = self._data.prompts(rows, epoch=self._epoch, attempt=self._attempt, first_group=self._num_drawn)
+        self._num_drawn += len(rows)
+        return batch

@@ -1,0 +1,72 @@
+"""A recipe by its name, or a user's own by its place."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_algorithms.recipes._recipe import Recipe
+from hf_protocols import ConfigError
+from hf_protocols.arguments import show
+from hf_protocols.similar_names import find_similar
+
+__all__ = ["load_recipe"]
+
+
+def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
+    """Imports a user's recipe.
+
+    Args:
+        reference: `module:RECIPE`, or `file.py:RECIPE`.
+        search_path: folders in which modules are looked for last, so that they hide no installed module.
+
+    Raises:
+        ConfigError: for another form, a module that is absent or raises, and an object that is not a `Recipe`.
+    """
+    label = f"algorithm.recipe = {show(reference)}"
+    place, colon, name = reference.rpartition(":")
+    if not (colon and place and name.isidentifier()):
+        raise ConfigError(f"{label}: it does not name a recipe. Write module:RECIPE or file.py:RECIPE")
+    folders = [str(Path(folder).resolve()) for folder in search_path]
+    if place.endswith(".py"):
+        file = Path(place).expanduser().resolve()
+        if not file.is_file():
+            raise ConfigError(f"{label}: there is no file {file}. Give the path of a Python file")
+        folders, place = [str(file.parent)], file.stem
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise ConfigError(f"{label}: {show(place)} is not a module's name. Write module:RECIPE or file.py:RECIPE")
+    # Ranks import the module by its name as well: they look in the folders of this path.
+    sys.path += [folder for folder in folders if folder not in sys.path]
+    module = _import(place, label)
+    if reference.rpartition(":")[0].endswith(".py") and Path(str(module.__file__)).resolve() != file:
+        raise ConfigError(f"{label}: another module is named {show(place)}, {module.__file__}. Rename the file")
+    found = getattr(module, name, None)
+    if not isinstance(found, Recipe):
+        recipes = [key for key, value in vars(module).items() if isinstance(value, Recipe)]
+        what = "is not a Recipe" if hasattr(module, name) else "does not exist"
+        near = find_similar(name, recipes) or recipes
+        hint = f"did you mean {', '.join(near)}?" if near else "Define one with Recipe(...)"
+        raise ConfigError(f"{label}: {name} {what} in {module.__file__}. {hint}")
+    return found
+
+
+def _import(name: str, label: str) -> Any:
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ConfigError(f"{label}: there is no module {show(error.name)} on Python's path") from None
+        raise ConfigError(_describe(label, error)) from error
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        raise ConfigError(_describe(label, error)) from error
+
+
+def _describe(label: str, error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f", {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    return f"{label}: its module raised {type(error).__name__}: {show(str(error))}{place}"

@@ -1,0 +1,46 @@
+"""The model that each role starts from."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hf_algorithms.initial_model import InitialModel, read_role_model
+from hf_protocols.arguments import show
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import Config
+
+__all__ = ["find_role_models"]
+
+
+def find_role_models(config: Config, model: InitialModel) -> dict[str, InitialModel]:
+    """Returns the model of every role that holds one, by role.
+
+    `[roles.NAME] path` comes first, then what the recipe declares in `starts_from`, then `model`, the one of `[model]`.
+
+    Raises:
+        ConfigError: for a directory that cannot be used by its role, with the key that names it.
+    """
+    found: dict[str, InitialModel] = {}
+    waiting = list(config.recipe.model_roles)
+    while waiting:
+        name = waiting.pop(0)
+        path, source = config.role(name).path, config.recipe.role(name).starts_from
+        if path is not None:
+            found[name] = _read(config, name, path, model, f"roles.{name}.path = {show(path)}")
+        elif source is None:
+            found[name] = model
+        elif source in found:
+            found[name] = found[source]
+        elif source in waiting:
+            waiting.append(name)
+        else:
+            found[name] = _read(config, name, source, model, f"role {name} of {config.recipe.name}")
+    return found
+
+
+def _read(config: Config, name: str, path: str, model: InitialModel, label: str) -> InitialModel:
+    backends = {"training.backend": config.training.backend}
+    if hasattr(config.recipe.role(name).load_worker(), "generate_sequences"):
+        backends["rollout.backend"] = config.rollout.backend
+    return read_role_model(path, model, label=label, backends=backends, on_cpu=config.cluster.gpu == "cpu")
