@@ -127,7 +127,7 @@ _SEQUENCE = ("prompt_ids", *_RESPONSE)
 
 
 def _generate(method: str = "generate_sequences", prefix: str = "") -> ModelCall:
-    writes = ("response_ids", "response_mask", "rollout_logprobs", "finish_reason", "weight_version")
+    writes = ("response_ids", "response_mask", "rollout_logprobs", "finish_reason", "weight_version", "sample_id")
     return ModelCall(
         role="actor",
         method=method,

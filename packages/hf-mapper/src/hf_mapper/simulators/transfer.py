@@ -19,6 +19,8 @@ __all__ = ["CallRows", "count_call_rows", "simulate_offload", "simulate_transfer
 
 _INTEGER_BYTES, _FLOAT_BYTES, _MASK_BYTES = 8, 4, 1
 _ONE_PER_ROW = ("row_id", "answer", "finish_reason", "weight_version", "scores", "costs")
+_IDENTIFIERS = ("sample_id", "prompt_id", "group_id")
+"""Not counted: they are few bytes next to the tokens of their row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,8 @@ def _column_bytes(name: str, workload: WorkloadSpec) -> int:
     name = name.removesuffix("?")  # a column that may lack counts as if it were there
     if name.endswith(_ONE_PER_ROW):
         return _INTEGER_BYTES
+    if name.endswith(_IDENTIFIERS):
+        return 0
     if name == "prompt_ids":
         return _INTEGER_BYTES * workload.prompt_tokens
     if name.endswith("_ids"):
