@@ -27,13 +27,14 @@ class PromptDraws:
         self._data = data
         self._iteration, self._seed = iteration, seed
         self._rows = select_rows(len(data), batch_size, iteration=iteration - 1, seed=seed)
-        self._epoch = (iteration - 1) * batch_size // len(data)
+        first = (iteration - 1) * batch_size
+        self._epochs = [position // len(data) for position in range(first, first + batch_size)]
         self._num_drawn = 0
         self._attempt = 0
 
     def first(self) -> TensorDict:
         """The prompts that the iteration begins with; see `PromptDataset.prompts`."""
-        return self._number(self._rows)
+        return self._number(self._rows, self._epochs)
 
     def more(self, num_prompts: int) -> TensorDict:
         """Prompts of rows that the iteration has not drawn yet.
@@ -52,14 +53,14 @@ class PromptDraws:
         rows = left[:num_prompts]
         self._rows = [*self._rows, *rows]
         self._attempt += 1
-        return self._number(rows)
+        return self._number(rows, self._epochs[-1:] * num_prompts)
 
     def pretraining(self, num_rows: int, *, max_response_tokens: int) -> TensorDict:
         """Rows with their answers as responses; see `PromptDataset.supervised`."""
         rows = select_rows(len(self._data), num_rows, iteration=self._iteration - 1, seed=self._seed + 1)
         return self._data.supervised(rows, max_response_tokens=max_response_tokens)
 
-    def _number(self, rows: list[int]) -> TensorDict:
-        batch = self._data.prompts(rows, epoch=self._epoch, attempt=self._attempt, first_group=self._num_drawn)
+    def _number(self, rows: list[int], epochs: list[int]) -> TensorDict:
+        batch = self._data.prompts(rows, epochs=epochs, attempt=self._attempt, first_group=self._num_drawn)
         self._num_drawn += len(rows)
         return batch

@@ -66,12 +66,14 @@ class PromptDataset:
         """Tokens of each row's response in a supervised batch."""
         return [min(len(ids), max_response_tokens) for ids in self._answer_ids]
 
-    def prompts(self, indices: Iterable[int], *, epoch: int = 0, attempt: int = 0, first_group: int = 0) -> TensorDict:
+    def prompts(
+        self, indices: Iterable[int], *, epochs: Sequence[int] = (), attempt: int = 0, first_group: int = 0
+    ) -> TensorDict:
         """The chosen rows to generate from.
 
         Args:
             indices: of the rows.
-            epoch: of the run, for `prompt_id`.
+            epochs: one for each row, for `prompt_id`; 0 for all by default.
             attempt: how many times the iteration had drawn prompts before, for `prompt_id`.
             first_group: group id of the first row; the others follow.
 
@@ -91,7 +93,7 @@ class PromptDataset:
             "prompt_ids": _jagged([self._prompt_ids[row] for row in chosen], torch.int64),
             "answer": _jagged([self._answer_bytes[row] for row in chosen], torch.uint8),
             "group_id": torch.arange(first_group, first_group + len(chosen)),
-            "prompt_id": torch.tensor([[epoch, row, attempt] for row in chosen], dtype=torch.int64).reshape(-1, 3),
+            "prompt_id": _name_prompts(epochs or [0] * len(chosen), chosen, attempt),
         }
         return TensorDict(columns, batch_size=[len(chosen)])
 
@@ -170,6 +172,13 @@ def _refuse_empty_prompts(source: str, lengths: Sequence[int]) -> None:
             f"{source}, line {lines[0]}: its prompt has no tokens, so nothing can follow it{others}. "
             "Give each row a prompt"
         )
+
+
+def _name_prompts(epochs: Sequence[int], rows: Sequence[int], attempt: int) -> torch.Tensor:
+    import torch
+
+    names = [(epoch, row, attempt) for epoch, row in zip(epochs, rows, strict=True)]
+    return torch.tensor(names, dtype=torch.int64).reshape(-1, 3)
 
 
 def _jagged(sequences: Sequence[Sequence[int] | bytes], dtype: torch.dtype) -> torch.Tensor:
