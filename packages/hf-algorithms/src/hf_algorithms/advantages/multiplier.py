@@ -21,7 +21,9 @@ _LARGEST = 1e6
 _SATURATED = 99.0
 """From here on the cost has 99 % of the weight in (A_r - lambda A_c) / (1 + lambda): growth changes little."""
 _WINDOWS = 4
-"""Windows without a fall of the cost after which a growing multiplier is reported."""
+"""Windows of costs above the limit after which the cost at full weight is extrapolated."""
+_LEAST_GROWTH = 1e-6
+"""Of the cost's weight between two windows: below it there is no slope to extrapolate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +67,10 @@ class Multiplier:
         """Returns the state before the first update.
 
         Its keys: `value`, lambda; `cost`, C of the last update or None; `costs`, the last episodes' costs, newest last;
-        `above`, episodes since C was last at most the limit; `saturated`, those of them since lambda has been at its
-        largest useful size (see `is_infeasible`).
+        `weights`, the lambda / (1 + lambda) at which each was drawn; `above`, episodes since C was last at most the
+        limit; `saturated`, those of them since lambda has been at its largest useful size (see `is_infeasible`).
         """
-        return {"value": float(self.init), "cost": None, "costs": [], "above": 0, "saturated": 0}
+        return {"value": float(self.init), "cost": None, "costs": [], "weights": [], "above": 0, "saturated": 0}
 
     def update(self, state: Mapping[str, Any], costs: Iterable[float]) -> dict[str, Any]:
         """Returns the state after one batch of episodes; `state` stays as it was.
@@ -86,16 +88,19 @@ class Multiplier:
             if math.isinf(cost):
                 raise BatchError(f"costs: {cost} is infinite. Find the function or model that computed it.")
         if not fresh:
-            return {**state, "costs": list(state["costs"])}
+            return {**state, "costs": list(state["costs"]), "weights": list(state["weights"])}
         kept = [*state["costs"], *fresh]
         mean = fmean(kept[-max(self.window, len(fresh)) :])
-        value = self._ascend(float(state["value"]), mean - self.limit)
+        drawn_at = float(state["value"])
+        value = self._ascend(drawn_at, mean - self.limit)
+        weights = [*state["weights"], *[drawn_at / (1.0 + drawn_at)] * len(fresh)]
         above = state["above"] + len(fresh) if mean > self.limit else 0
         at_end = above and value >= min(self._bound, _SATURATED)
         return {
             "value": value,
             "cost": mean,
             "costs": kept[-_WINDOWS * self.window :],
+            "weights": weights[-_WINDOWS * self.window :],
             "above": above,
             "saturated": state["saturated"] + len(fresh) if at_end else 0,
         }
@@ -115,18 +120,24 @@ class Multiplier:
         limit at every update meanwhile:
 
         - for a window of episodes lambda stood at `maximum`, or at 99 and more, where the cost has 99 % of the weight;
-        - for four windows lambda grew, and the mean cost of the newest window is not below that of the oldest by more
-          than 1 % of its excess over the limit and two standard errors.
+        - for four windows lambda grew, and the cost that a straight line through the oldest and the newest window gives
+          at full weight, lambda / (1 + lambda) = 1, is above the limit by more than two standard errors.
 
-        Signs, not a proof: a `maximum` that is too low, or a policy that learns too slowly, look the same. Then raise
-        `maximum`, or lower the learning rate of the multiplier. Otherwise lower `kl_coefficient` or raise the limit.
+        Signs, not a proof: a `maximum` that is too low, or a policy that learns much slower than lambda grows, look the
+        same. Then raise `maximum`, or lower the learning rate of the multiplier. Otherwise lower `kl_coefficient` or
+        raise the limit.
         """
         if state["saturated"] >= self.window:
             return True
-        costs = state["costs"]
-        if state["above"] < _WINDOWS * self.window or len(costs) < _WINDOWS * self.window:
+        costs, weights = state["costs"], state["weights"]
+        if min(state["above"], len(costs)) < _WINDOWS * self.window:
             return False
         oldest, newest = costs[: self.window], costs[-self.window :]
-        excess = fmean(oldest) - self.limit
-        noise = math.sqrt((pvariance(oldest) + pvariance(newest)) / self.window)
-        return fmean(oldest) - fmean(newest) <= max(0.01 * excess, 2 * noise)
+        weight = fmean(weights[-self.window :])
+        growth = weight - fmean(weights[: self.window])
+        if growth <= _LEAST_GROWTH:
+            return False
+        reach = (1.0 - weight) / growth
+        at_full_weight = fmean(newest) + reach * (fmean(newest) - fmean(oldest))
+        variance = (1.0 + reach) ** 2 * pvariance(newest) + reach**2 * pvariance(oldest)
+        return at_full_weight - self.limit > 2.0 * math.sqrt(variance / self.window)
