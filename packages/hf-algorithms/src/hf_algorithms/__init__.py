@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_algorithms.advantages import GAE
+    from hf_algorithms.advantages import GAE, GroupAdvantage, LagrangianAdvantage, Multiplier, ReinforceAdvantage
     from hf_algorithms.config import Config, load_config, parse_config
     from hf_algorithms.dataflow import derive_dataflow
     from hf_algorithms.losses import PPOPolicyLoss, PPOValueLoss, SupervisedLoss
@@ -23,10 +23,14 @@ __all__ = [
     "RECIPES",
     "AlgorithmConfig",
     "Config",
+    "GroupAdvantage",
+    "LagrangianAdvantage",
+    "Multiplier",
     "PPOConfig",
     "PPOPolicyLoss",
     "PPOValueLoss",
     "Recipe",
+    "ReinforceAdvantage",
     "Role",
     "Roles",
     "RunDirectory",
@@ -39,7 +43,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "advantages": ("GAE",),
+    "advantages": ("GAE", "GroupAdvantage", "LagrangianAdvantage", "Multiplier", "ReinforceAdvantage"),
     "config": ("Config", "load_config", "parse_config"),
     "dataflow": ("derive_dataflow",),
     "losses": ("PPOPolicyLoss", "PPOValueLoss", "SupervisedLoss"),

@@ -1,0 +1,35 @@
+"""Advantages: estimators as small frozen objects, and pure functions over one whole batch.
+
+An estimator is callable: `(columns) -> {name: [B, T]}`. It declares the columns that it `reads` (a trailing `?` marks
+one that may be absent) and `writes`. Masked tokens change nothing, whatever stands there. Here are also the score's
+shaping, the filter of dynamic sampling, the metrics of groups, and the multiplier of a constraint. Losses and KL in
+the loss are elsewhere; nothing here knows workers or configuration files.
+"""
+
+from __future__ import annotations
+
+from hf_algorithms.advantages._gae import GAE, LagrangianAdvantage
+from hf_algorithms.advantages._group import GroupAdvantage
+from hf_algorithms.advantages._reinforce import ReinforceAdvantage
+from hf_algorithms.advantages._returns import compute_gae, compute_token_rewards, spread_scores, whiten
+from hf_algorithms.advantages.filters import select_groups
+from hf_algorithms.advantages.multiplier import Multiplier
+from hf_algorithms.advantages.shaping import add_length_term, clip_scores, subtract_missing_eos
+from hf_algorithms.advantages.statistics import compute_score_metrics
+
+__all__ = [
+    "GAE",
+    "GroupAdvantage",
+    "LagrangianAdvantage",
+    "Multiplier",
+    "ReinforceAdvantage",
+    "add_length_term",
+    "clip_scores",
+    "compute_gae",
+    "compute_score_metrics",
+    "compute_token_rewards",
+    "select_groups",
+    "spread_scores",
+    "subtract_missing_eos",
+    "whiten",
+]

@@ -1,0 +1,189 @@
+"""Estimators that compare the responses of one prompt: GRPO and its relatives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
+
+import torch
+
+from hf_algorithms.advantages._columns import (
+    check_bound,
+    check_choice,
+    check_ddof,
+    check_share,
+    read_columns,
+    split_groups,
+)
+from hf_algorithms.advantages._returns import KLEstimator, compute_penalty, spread_scores
+from hf_protocols.arguments import show
+from hf_protocols.errors import BatchError, ConfigError
+
+__all__ = ["GroupAdvantage", "refuse_group_of_one"]
+
+Baseline = Literal["mean", "leave_one_out", "length", "none"]
+Scale = Literal["std", "mean", "none"]
+StdOn = Literal["s+eps", "max", "positive"]
+StdOver = Literal["group", "others"]
+GroupOfOne = Literal["error", "raw", "zero"]
+GroupKL = Literal["token", "cumulative", "sequence"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAdvantage:
+    """A_i = (r_i - baseline) / scale among the responses of one prompt, on every trained token.
+
+    Groups are rows of equal `group_id`, anywhere in the batch. With the other options at their defaults:
+
+    - GRPO (Shao et al. 2024): the defaults.
+    - Dr.GRPO (Liu et al. 2025): `scale="none"`, and a loss that divides by a constant.
+    - RLOO (Ahmadian et al. 2024): `baseline="leave_one_out", scale="none"`.
+    - MaxRL: `scale="mean"`, that is (r - m) / m, and 0 where m <= 0.
+    - OPO (Hao et al. 2025): `baseline="length", scale="none"`, sum L_i r_i / sum L_i with L_i trained tokens.
+    - NeMo-RL's GRPO: `baseline="leave_one_out", std_over="others", std_on="positive"`.
+
+    A row without a score (NaN) is left out of its group's statistics and gets advantage 0. A row without a trained
+    token counts in them: its score was drawn from the same policy. Statistics are computed in float64.
+    """
+
+    baseline: Baseline = "mean"
+    scale: Scale = "std"
+    std_ddof: int = 1
+    """0 divides the sum of squares by n, 1 by n - 1. A std of `std_ddof` scores or fewer is 0."""
+    std_eps: float = 1e-6
+    std_on: StdOn = "s+eps"
+    """Divisor: s + eps; the larger of s and eps (`max`); or s + eps where s > 0 and 1 elsewhere (`positive`)."""
+    std_over: StdOver = "group"
+    """`others`: the std of the other responses, which needs `std_on="positive"`: it may be 0 where A is not."""
+    group_of_one: GroupOfOne = "error"
+    """For a prompt with one response: refuse it, pass its score as it is, or give it advantage 0.
+
+    A larger group of which one row is scored never fails: `error` means 0 there.
+    """
+    gamma: float = 1.0
+    """Discount per trained token, from the last one."""
+    kl_coefficient: float = 0.0
+    """0 reads neither `old_logprobs` nor `ref_logprobs`."""
+    kl_estimator: KLEstimator = "k1"
+    kl_return: GroupKL = "cumulative"
+    """`cumulative`: token t pays the KL of u >= t; `token`: its own; `sequence`: off the score, before the baseline.
+
+    The last is TRL's RLOO. All act on token rewards, never on the loss.
+    """
+
+    writes: ClassVar[tuple[str, ...]] = ("advantages",)
+
+    def __post_init__(self) -> None:
+        check_choice("baseline", self.baseline, get_args(Baseline))
+        check_choice("scale", self.scale, get_args(Scale))
+        check_choice("std_on", self.std_on, get_args(StdOn))
+        check_choice("std_over", self.std_over, get_args(StdOver))
+        check_choice("group_of_one", self.group_of_one, get_args(GroupOfOne))
+        check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
+        check_choice("kl_return", self.kl_return, get_args(GroupKL))
+        check_ddof("std_ddof", self.std_ddof)
+        check_bound("std_eps", self.std_eps)
+        check_bound("kl_coefficient", self.kl_coefficient)
+        check_share("gamma", self.gamma)
+        if self.scale == "std" and self.std_on != "positive" and (self.baseline == "none" or self.std_over == "others"):
+            cause = 'baseline="none"' if self.baseline == "none" else 'std_over="others"'
+            rule = f"divides by {self.std_eps} where the std is 0, and with {cause} the dividend is not 0 there"
+            raise ConfigError(f'std_on={show(self.std_on)}: {rule}. Give std_on="positive".')
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of the columns that these options need."""
+        names = ("response_mask", "scores", "group_id")
+        return (*names, "old_logprobs", "ref_logprobs") if self.kl_coefficient else names
+
+    def __call__(self, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns `advantages` [B, T], 0 where the mask is False.
+
+        Args:
+            columns: what `reads` names: `scores` [B] float, `group_id` [B] whole numbers, `old_logprobs`,
+                `ref_logprobs`, `response_mask` [B, T].
+
+        Raises:
+            BatchError: a group has one row and `group_of_one` is `error`; or a column is missing or does not fit.
+        """
+        given = read_columns(columns, self.reads, "GroupAdvantage")
+        mask, scores = given["response_mask"], given["scores"]
+        penalty = compute_penalty(given, coefficient=self.kl_coefficient, estimator=self.kl_estimator)
+        if self.kl_return == "sequence":
+            scores, penalty = scores - penalty.sum(1), torch.zeros_like(penalty)
+        scored, lengths = ~scores.isnan(), mask.sum(1).double()
+        compared = torch.zeros_like(scores)
+        for rows in split_groups(given["group_id"]):
+            if len(rows) == 1 and self._compares and self.group_of_one == "error":
+                refuse_group_of_one("GroupAdvantage", given["group_id"][rows[0]])
+            known = rows[scored[rows]]
+            compared[known] = self._compare(scores[known].double(), lengths[known]).to(scores.dtype)
+        cumulates = self.kl_return != "token"
+        tokens = spread_scores(
+            compared, penalty, mask, gamma=self.gamma, kl_return="cumulative" if cumulates else "token"
+        )
+        return {"advantages": tokens.masked_fill(~(mask & scored[:, None]), 0.0)}
+
+    @property
+    def _compares(self) -> bool:
+        return self.baseline != "none" or self.scale != "none"
+
+    def _compare(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """The advantages [n] of one group's scored responses, float64."""
+        if len(scores) < 2 and self._compares:
+            return scores if self.group_of_one == "raw" else torch.zeros_like(scores)
+        centred = scores - self._compute_baseline(scores, lengths)
+        if self.scale == "none":
+            return centred
+        if self.scale == "mean":
+            mean = scores.mean()
+            return centred / mean if mean > 0 else torch.zeros_like(centred)
+        if self.std_over == "group":
+            std = _compute_std(scores[None], self.std_ddof)
+        else:
+            std = _compute_std(_leave_one_out(scores), self.std_ddof)
+        if self.std_on == "max":
+            divisor = std.clamp(min=self.std_eps)
+        elif self.std_on == "positive":
+            divisor = torch.where(std > 0, std + self.std_eps, 1.0)
+        else:
+            divisor = std + self.std_eps
+        # with eps = 0 and equal scores, 0 / 0
+        return torch.where(divisor > 0, centred / divisor, 0.0)
+
+    def _compute_baseline(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if self.baseline == "none":
+            return torch.zeros_like(scores)
+        if scores.max() == scores.min():  # exactly: a mean of equal floats may differ from them by rounding
+            return scores
+        if self.baseline == "leave_one_out":
+            return (scores.sum() - scores) / (len(scores) - 1)
+        if self.baseline == "length" and lengths.any():
+            return (lengths * scores).sum() / lengths.sum()
+        return scores.mean()
+
+
+def refuse_group_of_one(reader: str, group: torch.Tensor) -> None:
+    """Fail for a prompt with one response, where a group is compared.
+
+    Raises:
+        BatchError: always.
+    """
+    rule = "has 1 response, and a group needs at least 2"
+    raise BatchError(f"{reader}: group_id={int(group)} {rule}. Raise rollout.samples_per_prompt.")
+
+
+def _leave_one_out(scores: torch.Tensor) -> torch.Tensor:
+    """[n, n - 1]: row i has the scores of all but i."""
+    n = len(scores)
+    others = ~torch.eye(n, dtype=torch.bool, device=scores.device)
+    return scores.expand(n, n)[others].view(n, n - 1)
+
+
+def _compute_std(rows: torch.Tensor, ddof: int) -> torch.Tensor:
+    """The std of each row of [m, k]; exactly 0 for equal entries, and for `ddof` entries or fewer."""
+    if rows.shape[1] <= ddof:
+        return rows.new_zeros(len(rows))
+    equal = rows.amax(1) == rows.amin(1)
+    return rows.std(dim=1, correction=ddof).masked_fill(equal, 0.0)
