@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hf_algorithms.advantages import GAE
     from hf_algorithms.config import Config, load_config, parse_config
     from hf_algorithms.dataflow import derive_dataflow
-    from hf_algorithms.losses import PPOPolicyLoss, PPOValueLoss, SupervisedLoss
+    from hf_algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
     from hf_algorithms.recipes import RECIPES, PPOConfig, Recipe
     from hf_algorithms.roles import Roles
     from hf_algorithms.run import run_training
@@ -23,12 +23,12 @@ __all__ = [
     "RECIPES",
     "Config",
     "PPOConfig",
-    "PPOPolicyLoss",
-    "PPOValueLoss",
+    "PolicyLoss",
     "Recipe",
     "Roles",
     "RunDirectory",
     "SupervisedLoss",
+    "ValueLoss",
     "derive_dataflow",
     "load_config",
     "parse_config",
@@ -39,7 +39,7 @@ _HOMES = {
     "advantages": ("GAE",),
     "config": ("Config", "load_config", "parse_config"),
     "dataflow": ("derive_dataflow",),
-    "losses": ("PPOPolicyLoss", "PPOValueLoss", "SupervisedLoss"),
+    "losses": ("PolicyLoss", "SupervisedLoss", "ValueLoss"),
     "recipes": ("RECIPES", "PPOConfig", "Recipe"),
     "roles": ("Roles",),
     "run": ("run_training",),
