@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_algorithms.kl import estimate_kl
-from hf_algorithms.losses import PPOPolicyLoss, PPOValueLoss, SupervisedLoss
+from hf_algorithms.losses import Clip, PolicyLoss, SupervisedLoss, ValueLoss
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 
@@ -30,13 +30,14 @@ def chosen(columns: dict[str, torch.Tensor], name: str) -> np.ndarray:
 def test_policy_loss_follows_the_clipped_objective() -> None:
     outputs = random_columns("logprobs", seed=1)
     batch = {**random_columns("old_logprobs", "advantages", seed=2), "response_mask": MASK}
-    loss, metrics = PPOPolicyLoss(clip_range=0.2)(outputs, batch)
+    loss, metrics = PolicyLoss()(outputs, batch)
     ratio = np.exp(chosen(outputs, "logprobs") - chosen(batch, "old_logprobs"))
     advantages = chosen(batch, "advantages")
     objective = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
     np.testing.assert_allclose(float(loss), -objective.sum(), rtol=1e-5)
     assert metrics["actor/policy_loss"][1] == 4
-    assert metrics["actor/clip_fraction"] == (float((np.abs(ratio - 1) > 0.2).sum()), 4.0)
+    assert metrics["actor/clip_low"] == (float(((ratio < 0.8) & (advantages < 0)).sum()), 4.0)
+    assert metrics["actor/clip_high"] == (float(((ratio > 1.2) & (advantages > 0)).sum()), 4.0)
     np.testing.assert_allclose(metrics["actor/update_kl"][0], (ratio - 1 - np.log(ratio)).sum(), rtol=1e-5)
 
 
@@ -47,7 +48,7 @@ def test_policy_gradient_is_zero_where_the_ratio_is_clipped_away() -> None:
         "advantages": torch.tensor([[1.0, 1.0, -1.0]]),
         "response_mask": torch.tensor([[True, True, False]]),
     }
-    loss, _ = PPOPolicyLoss()({"logprobs": logprobs}, batch)
+    loss, _ = PolicyLoss()({"logprobs": logprobs}, batch)
     loss.backward()
     assert logprobs.grad is not None
     np.testing.assert_allclose(logprobs.grad, [[0.0, -1.0, 0.0]])
@@ -61,7 +62,7 @@ def test_a_ratio_above_the_cap_weighs_as_much_as_the_cap() -> None:
         "advantages": torch.full((1, 5), -3.0),
         "response_mask": torch.ones(1, 5, dtype=torch.bool),
     }
-    loss, metrics = PPOPolicyLoss(clip_range=0.2, ratio_cap=2.0)({"logprobs": logprobs}, batch)
+    loss, metrics = PolicyLoss(surrogate=Clip(ratio_cap=2.0))({"logprobs": logprobs}, batch)
     loss.backward()
     assert logprobs.grad is not None
     truncated = np.minimum(np.exp(log_ratios), 2.0)
@@ -77,7 +78,7 @@ def test_a_ratio_above_the_cap_weighs_as_much_as_the_cap() -> None:
 def test_value_loss_takes_the_worse_of_clipped_and_unclipped() -> None:
     outputs = random_columns("values", seed=3)
     batch = {**random_columns("values", "returns", seed=4), "response_mask": MASK}
-    loss, metrics = PPOValueLoss(clip_range=0.2)(outputs, batch)
+    loss, metrics = ValueLoss(clip=0.2)(outputs, batch)
     values, old, returns = chosen(outputs, "values"), chosen(batch, "values"), chosen(batch, "returns")
     clipped = np.clip(values, old - 0.2, old + 0.2)
     expected = 0.5 * np.maximum((values - returns) ** 2, (clipped - returns) ** 2).sum()
@@ -95,7 +96,9 @@ def test_supervised_loss_is_the_cross_entropy_of_the_response() -> None:
 HOLES = torch.tensor([[True, False, True, False], [False, False, False, False], [False, True, True, True]])
 
 
-@pytest.mark.parametrize("loss", [PPOPolicyLoss(), PPOPolicyLoss(ratio_cap=1.1), PPOValueLoss(), SupervisedLoss()])
+@pytest.mark.parametrize(
+    "loss", [PolicyLoss(), PolicyLoss(surrogate=Clip(ratio_cap=1.1)), ValueLoss(clip=0.2), SupervisedLoss()]
+)
 def test_a_loss_with_holes_is_that_of_the_tokens_left(loss: Callable[..., Any]) -> None:
     names = ("logprobs", "values", "old_logprobs", "advantages", "returns")
     generator = torch.Generator().manual_seed(7)
@@ -146,7 +149,7 @@ def test_policy_gradients_are_finite_for_any_ratio(log_ratio: float, advantage: 
         "advantages": torch.full((1, 1), advantage),
         "response_mask": torch.ones(1, 1, dtype=torch.long),
     }
-    loss, _ = PPOPolicyLoss()({"logprobs": logprobs}, batch)
+    loss, _ = PolicyLoss()({"logprobs": logprobs}, batch)
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(logprobs.grad).all()
     if abs(log_ratio) < 1:
@@ -171,7 +174,7 @@ def test_kl_estimates_follow_their_formulas_and_stay_ordered() -> None:
 def test_losses_take_masks_of_numbers(dtype: torch.dtype) -> None:
     outputs = random_columns("logprobs", "values", seed=1)
     columns = random_columns("old_logprobs", "advantages", "values", "returns", seed=2)
-    for loss in (PPOPolicyLoss(), PPOValueLoss(), SupervisedLoss()):
+    for loss in (PolicyLoss(), ValueLoss(clip=0.2), SupervisedLoss()):
         wanted, _ = loss(outputs, {**columns, "response_mask": MASK})
         found, _ = loss(outputs, {**columns, "response_mask": MASK.to(dtype)})
         torch.testing.assert_close(found, wanted)

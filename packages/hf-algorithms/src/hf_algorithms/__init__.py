@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hf_algorithms.advantages import GAE, GroupAdvantage, LagrangianAdvantage, Multiplier, ReinforceAdvantage
     from hf_algorithms.config import Config, load_config, parse_config
     from hf_algorithms.dataflow import derive_dataflow
-    from hf_algorithms.losses import PPOPolicyLoss, PPOValueLoss, SupervisedLoss
+    from hf_algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
     from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe, Role, StepContext
     from hf_algorithms.roles import Roles
     from hf_algorithms.run import run_training
@@ -27,8 +27,7 @@ __all__ = [
     "LagrangianAdvantage",
     "Multiplier",
     "PPOConfig",
-    "PPOPolicyLoss",
-    "PPOValueLoss",
+    "PolicyLoss",
     "Recipe",
     "ReinforceAdvantage",
     "Role",
@@ -36,6 +35,7 @@ __all__ = [
     "RunDirectory",
     "StepContext",
     "SupervisedLoss",
+    "ValueLoss",
     "derive_dataflow",
     "load_config",
     "parse_config",
@@ -46,7 +46,7 @@ _HOMES = {
     "advantages": ("GAE", "GroupAdvantage", "LagrangianAdvantage", "Multiplier", "ReinforceAdvantage"),
     "config": ("Config", "load_config", "parse_config"),
     "dataflow": ("derive_dataflow",),
-    "losses": ("PPOPolicyLoss", "PPOValueLoss", "SupervisedLoss"),
+    "losses": ("PolicyLoss", "SupervisedLoss", "ValueLoss"),
     "recipes": ("RECIPES", "AlgorithmConfig", "PPOConfig", "Recipe", "Role", "StepContext"),
     "roles": ("Roles",),
     "run": ("run_training",),

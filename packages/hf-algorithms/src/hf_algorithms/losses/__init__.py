@@ -1,14 +1,52 @@
 """Losses: pure functions of one micro-batch, each a small frozen object that travels with the call.
 
-Every loss answers ``(loss_sum, metrics)``: the sum over the micro-batch's trained tokens, which the engine divides
-by their global number, and ``{name: (sum, count)}``. Trained tokens are those where ``response_mask`` is True: the
-response's, without padding and without observation tokens, such as a tool's answer.
+Every loss answers `(loss_sum, metrics)`: the weighted sum over the micro-batch's trained tokens, and
+`{name: (sum, count)}`. The engine divides the sum over all micro-batches and ranks by that of `count`. Trained tokens
+are those where `response_mask` is True: the response's, without padding and without observation tokens, such as a
+tool's answer. What stands at other tokens changes nothing, not even NaN.
 """
 
 from __future__ import annotations
 
-from hf_algorithms.losses._policy import GAP_BOUND, PPOPolicyLoss
+from hf_algorithms.losses._aggregation import Aggregation, count_group_tokens
+from hf_algorithms.losses._correction import Correction
+from hf_algorithms.losses._kl_term import KLTerm
+from hf_algorithms.losses._loss import Loss
+from hf_algorithms.losses._policy import GAP_BOUND, PolicyLoss
 from hf_algorithms.losses._supervised import SupervisedLoss
-from hf_algorithms.losses._value import PPOValueLoss
+from hf_algorithms.losses._surrogates import (
+    CISPO,
+    DPPOTV,
+    GMPO,
+    SAPO,
+    Clip,
+    Reinforce,
+    SequenceClip,
+    SequenceProductClip,
+    Surrogate,
+    Tokens,
+)
+from hf_algorithms.losses._value import ValueLoss, compute_explained_variance
 
-__all__ = ["GAP_BOUND", "PPOPolicyLoss", "PPOValueLoss", "SupervisedLoss"]
+__all__ = [
+    "CISPO",
+    "DPPOTV",
+    "GAP_BOUND",
+    "GMPO",
+    "SAPO",
+    "Aggregation",
+    "Clip",
+    "Correction",
+    "KLTerm",
+    "Loss",
+    "PolicyLoss",
+    "Reinforce",
+    "SequenceClip",
+    "SequenceProductClip",
+    "SupervisedLoss",
+    "Surrogate",
+    "Tokens",
+    "ValueLoss",
+    "compute_explained_variance",
+    "count_group_tokens",
+]

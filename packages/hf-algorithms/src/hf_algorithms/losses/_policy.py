@@ -1,78 +1,163 @@
-"""The clipped policy loss of PPO."""
+"""The policy's loss: a surrogate, a correction of the sampler, a KL term and an aggregation."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from hf_algorithms.kl import estimate_kl
+from hf_algorithms.losses._aggregation import Aggregation
+from hf_algorithms.losses._correction import Correction, measure_mismatch
+from hf_algorithms.losses._kl_term import KLTerm
+from hf_algorithms.losses._loss import Metrics
+from hf_algorithms.losses._surrogates import Clip, Surrogate, Tokens
+from hf_protocols import BatchError, ConfigError
+from hf_protocols.arguments import check_number, describe_names, show
 
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-__all__ = ["GAP_BOUND", "PPOPolicyLoss"]
+__all__ = ["GAP_BOUND", "PolicyLoss"]
 
 GAP_BOUND = 0.1
 """Nats: log-probs are counted on which two engines differ by more. In float32 it is 1e-5, in bfloat16 0.01 to 0.05."""
 
 
-_LARGEST_LOG_RATIO = 20.0
-"""Beyond it exp overflows soon, and the gradient of an infinite ratio is NaN even where the clipped term is chosen."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class PPOPolicyLoss:
-    """max(-A r, -A clip(r, 1 - c, 1 + c)), r = exp(logprobs - old_logprobs) (Schulman et al. 2017, eq. 7).
+class PolicyLoss:
+    """Aggregates, over trained tokens, correction weight * surrogate + KL term.
 
-    logprobs - old_logprobs is cut at -20 and 20, where its gradient ends.
-
-    With ``ratio_cap`` a token whose ratio is above it weighs that much and no more (truncated importance sampling,
-    Ionides 2008): its gradient is that of -A cap logprobs. For old log-probs of another engine, whose rare large ratios
-    PPO's clipping lets through where the advantage is negative.
+    Raises:
+        ConfigError: for an unknown `old`, or a clamp of at most 0.
     """
 
-    clip_range: float = 0.2
-    ratio_cap: float | None = None
+    surrogate: Surrogate = field(default_factory=Clip)
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    correction: Correction | None = None
+    kl: KLTerm | None = None
+    old: Literal["column", "current"] = "column"
+    """Log-probs of the policy at the start of the update: `old_logprobs`, or the current ones without their gradient.
+
+    `current` is exact where a batch is used for one update, and saves a forward pass.
+    """
+    log_ratio_clamp: float | None = 20.0
+    """The logarithm of a ratio is clamped to this size, where its gradient ends; None: not clamped.
+
+    Beyond about 88 a float32 ratio is infinite, and its gradient NaN.
+    """
+
+    def __post_init__(self) -> None:
+        if self.old not in ("column", "current"):
+            raise ConfigError(f"old={show(self.old)}: is not known. Use 'column' or 'current'")
+        if self.log_ratio_clamp is not None:
+            check_number(ConfigError, "log_ratio_clamp", self.log_ratio_clamp)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns of the batch; one whose name ends in `?` serves metrics alone."""
+        needed = set(self.surrogate.reads)
+        if self.correction is not None:
+            needed |= {"old_logprobs", "rollout_logprobs"}
+        optional = {"old_logprobs"} if self.old == "column" else {"rollout_logprobs"}
+        if self.old == "current":
+            needed.discard("old_logprobs")
+        marked = (*sorted(needed), *(f"{name}?" for name in sorted(optional - needed)))
+        reference = ("ref_logprobs",) if self.kl is not None else ()
+        return (*self.aggregation.reads, "advantages", *marked, *reference)
+
+    def count(self, columns: Mapping[str, torch.Tensor]) -> float:
+        """Returns these rows' share of the denominator; see `Aggregation.count`."""
+        return self.aggregation.count(columns)
 
     def __call__(
-        self, outputs: TensorDict, micro_batch: TensorDict
-    ) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
-        """Reads ``logprobs`` of the outputs; ``old_logprobs``, ``advantages``, ``response_mask``, all [b, T].
+        self, outputs: Mapping[str, torch.Tensor], micro_batch: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Metrics]:
+        """Returns the weighted sum of the token losses and metrics.
 
-        With ``ratio_cap`` the metrics have the sampler's mismatch: ``actor/sampler_gap`` is the mean over tokens of
-        |logprobs - old_logprobs|, ``..._max`` the largest, ``..._share`` the share of tokens above `GAP_BOUND`. Later
-        updates of an iteration add their own change of the policy.
+        `actor/policy_loss` is the surrogate's part, aggregated. `actor/clip_low` and `actor/clip_high` are the shares
+        of trained tokens whose loss a clip changed. `actor/update_kl` estimates KL(old || current) in nats per token.
+        `rollout/*` compares sampler and trainer, `kl/*` policy and reference. A `Clip` with `ratio_cap` adds
+        `actor/truncated_fraction`, and `actor/sampler_gap`, the mean of |lp - old lp|; `..._max` is the largest, and
+        `..._share` the share of tokens above `GAP_BOUND`. Later updates of an iteration add their own change to these.
+
+        Args:
+            outputs: `logprobs` [b, T], with the gradient.
+            micro_batch: the columns of `reads`, padded.
+
+        Raises:
+            BatchError: if a column is missing.
         """
-        mask = micro_batch["response_mask"].bool()
-        advantages = micro_batch["advantages"].masked_fill(~mask, 0.0)
-        log_ratio = (outputs["logprobs"] - micro_batch["old_logprobs"]).masked_fill(~mask, 0.0)
-        bounded = log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
-        ratio = bounded.exp() if self.ratio_cap is None else _truncate(log_ratio, self.ratio_cap)
-        clipped = ratio.clamp(1 - self.clip_range, 1 + self.clip_range)
-        loss = torch.maximum(-advantages * ratio, -advantages * clipped).masked_fill(~mask, 0.0).sum()
-        with torch.no_grad():
-            count = float(mask.sum())
-            outside = ((ratio - 1).abs() > self.clip_range) & mask
-            metrics = {
-                "actor/policy_loss": (float(loss), count),
-                "actor/clip_fraction": (float(outside.sum()), count),
-                # KL(old || new), sampled from the old policy
-                "actor/update_kl": (float(estimate_kl(-log_ratio, torch.zeros_like(log_ratio))["k3"].sum()), count),
-            }
-            if self.ratio_cap is not None:
-                truncated = (log_ratio.exp() > self.ratio_cap) & mask
-                metrics["actor/truncated_fraction"] = (float(truncated.sum()), count)
-                gaps = log_ratio.abs()
-                metrics["actor/sampler_gap"] = (float(gaps.sum()), count)
-                metrics["actor/sampler_gap_max"] = (float(gaps.max()), 1.0)
-                metrics["actor/sampler_gap_share"] = (float((gaps > GAP_BOUND).sum()), count)
+        mask = self.aggregation.select(micro_batch)
+        columns = self._read(micro_batch, mask)
+        logprobs = outputs["logprobs"].masked_fill(~mask, 0.0)
+        rollout = columns.get("rollout_logprobs")
+        tokens = Tokens(
+            logprobs=logprobs,
+            old_logprobs=columns.get("old_logprobs", logprobs.detach()),
+            advantages=columns["advantages"],
+            mask=mask,
+            log_ratio_clamp=self.log_ratio_clamp,
+            rollout_logprobs=rollout,
+        )
+        token_loss, clips = self.surrogate(tokens)
+        correction = None
+        if self.correction is not None and rollout is not None:
+            correction = self.correction.weigh(tokens.old_logprobs, rollout, mask)
+            token_loss = token_loss * correction
+        weights = self.aggregation.weigh(mask, micro_batch).to(token_loss.dtype)
+        loss = (weights * token_loss).sum()
+        metrics = {"actor/policy_loss": (float(loss.detach()), self.aggregation.count(micro_batch))}
+        metrics |= _measure_clips(clips, mask)
+        if "old_logprobs" in columns or self.old == "current":
+            metrics |= _measure_update(tokens)
+        if isinstance(self.surrogate, Clip) and self.surrogate.ratio_cap is not None:
+            metrics |= _measure_gaps(tokens)
+        if rollout is not None and (self.correction is not None or self.old == "current"):
+            metrics |= measure_mismatch(tokens.old_logprobs, rollout, mask, correction)
+        if self.kl is not None:
+            loss = loss + (weights * self.kl(logprobs, columns["ref_logprobs"])).sum()
+            metrics |= _measure_kl(logprobs, columns["ref_logprobs"], mask)
         return loss, metrics
 
+    def _read(self, micro_batch: Mapping[str, torch.Tensor], mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The [b, T] columns that are read and there, 0 where the mask is False."""
+        present = set(micro_batch.keys())
+        missing = [name for name in self.reads if not name.endswith("?") and name not in present]
+        if missing:
+            raise BatchError(
+                f"column {missing[0]!r} of the batch: is missing, and {type(self.surrogate).__name__} with these "
+                f"options reads it. The batch has {describe_names(sorted(present))}. Compute it before the update"
+            )
+        names = {name.removesuffix("?") for name in self.reads} - set(self.aggregation.reads)
+        return {name: micro_batch[name].masked_fill(~mask, 0.0) for name in names & present}
 
-def _truncate(log_ratio: torch.Tensor, cap: float) -> torch.Tensor:
-    """exp(log_ratio), above ``cap`` the value ``cap`` with the gradient of ``cap * log_ratio``."""
-    below = log_ratio.clamp(max=math.log(cap)).exp()
-    return torch.where(log_ratio > math.log(cap), cap * (log_ratio - log_ratio.detach()).exp(), below)
+
+def _measure_clips(clips: dict[str, torch.Tensor], mask: torch.Tensor) -> Metrics:
+    count = float(mask.sum())
+    shares = {name: float((clips[name] & mask).sum()) if name in clips else 0.0 for name in ("clip_low", "clip_high")}
+    shares |= {name: float((active & mask).sum()) for name, active in clips.items()}
+    return {f"actor/{name}": (share, count) for name, share in shares.items()}
+
+
+@torch.no_grad()
+def _measure_update(tokens: Tokens) -> Metrics:
+    found = estimate_kl(tokens.old_logprobs[tokens.mask], tokens.logprobs[tokens.mask])
+    return {"actor/update_kl": (float(found["k3"].sum()), float(tokens.mask.sum()))}
+
+
+@torch.no_grad()
+def _measure_gaps(tokens: Tokens) -> Metrics:
+    gaps = tokens.log_ratio.abs()[tokens.mask]
+    count = float(len(gaps))
+    return {
+        "actor/sampler_gap": (float(gaps.sum()), count),
+        "actor/sampler_gap_max": (float(gaps.max()), 1.0) if count else (0.0, 0.0),
+        "actor/sampler_gap_share": (float((gaps > GAP_BOUND).sum()), count),
+    }
+
+
+@torch.no_grad()
+def _measure_kl(logprobs: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> Metrics:
+    count = float(mask.sum())
+    found = estimate_kl(logprobs[mask], reference[mask])
+    return {f"kl/{name}": (float(each.sum()), count) for name, each in found.items()}

@@ -1,37 +1,99 @@
-"""The clipped value loss of PPO."""
+"""The critic's loss."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
-if TYPE_CHECKING:
-    from tensordict import TensorDict
+from hf_algorithms.losses._aggregation import Aggregation
+from hf_algorithms.losses._loss import Metrics
+from hf_protocols import ConfigError
+from hf_protocols.arguments import check_number
 
-__all__ = ["PPOValueLoss"]
+__all__ = ["ValueLoss", "compute_explained_variance"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOValueLoss:
-    """0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), the value loss of the paper's first release."""
+class ValueLoss:
+    """Aggregates 0.5 max((V - G)^2, (clip(V, V_old - clip, V_old + clip) - G)^2), with G the returns.
 
-    clip_range: float = 0.2
+    The clipped form is that of the first release of PPO's code. Without `clip` it is 0.5 (V - G)^2.
+
+    Raises:
+        ConfigError: for a clip of at most 0.
+    """
+
+    clip: float | None = None
+    aggregation: Aggregation = field(default_factory=Aggregation)
+
+    def __post_init__(self) -> None:
+        if self.clip is not None:
+            check_number(ConfigError, "value_clip", self.clip)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns of the batch."""
+        return (*self.aggregation.reads, "returns", *(("values",) if self.clip is not None else ()))
+
+    def count(self, columns: Mapping[str, torch.Tensor]) -> float:
+        """Returns these rows' share of the denominator; see `Aggregation.count`."""
+        return self.aggregation.count(columns)
 
     def __call__(
-        self, outputs: TensorDict, micro_batch: TensorDict
-    ) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
-        """Reads ``values`` of the outputs; ``values``, ``returns``, ``response_mask`` of the batch, all [b, T]."""
-        mask = micro_batch["response_mask"].bool()
-        columns = (outputs["values"], micro_batch["values"], micro_batch["returns"])
+        self, outputs: Mapping[str, torch.Tensor], micro_batch: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Metrics]:
+        """Returns the weighted sum of the token losses and metrics.
+
+        `critic/value_loss` is aggregated. The moments `critic/returns_mean`, `critic/returns_square`,
+        `critic/error_mean` and `critic/squared_error` are of G and G - V over trained tokens, of the values before the
+        step. `compute_explained_variance` needs all four, reduced over micro-batches and ranks.
+
+        Args:
+            outputs: `values` [b, T], with the gradient.
+            micro_batch: the columns of `reads`, padded.
+        """
+        mask = self.aggregation.select(micro_batch)
         # Before anything is computed: the gradient of a masked NaN would be NaN.
-        values, old, returns = (column.masked_fill(~mask, 0.0) for column in columns)
-        clipped = torch.clamp(values, old - self.clip_range, old + self.clip_range)
-        squared = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
-        loss = 0.5 * squared.sum()
+        values = outputs["values"].masked_fill(~mask, 0.0)
+        returns = micro_batch["returns"].masked_fill(~mask, 0.0)
+        squared = (values - returns) ** 2
+        if self.clip is not None:
+            old = micro_batch["values"].masked_fill(~mask, 0.0)
+            clipped = torch.clamp(values, old - self.clip, old + self.clip)
+            squared = torch.maximum(squared, (clipped - returns) ** 2)
+        loss = (self.aggregation.weigh(mask, micro_batch).to(squared.dtype) * 0.5 * squared).sum()
         with torch.no_grad():
             count = float(mask.sum())
-            error = ((returns - values) ** 2).sum()
-            metrics = {"critic/value_loss": (float(loss), count), "critic/squared_error": (float(error), count)}
+            wanted = returns[mask].double()
+            error = wanted - values[mask].double()
+            metrics = {
+                "critic/value_loss": (float(loss), self.aggregation.count(micro_batch)),
+                "critic/returns_mean": (float(wanted.sum()), count),
+                "critic/returns_square": (float(wanted.square().sum()), count),
+                "critic/error_mean": (float(error.sum()), count),
+                "critic/squared_error": (float(error.square().sum()), count),
+            }
         return loss, metrics
+
+
+def compute_explained_variance(metrics: Mapping[str, float]) -> float | None:
+    """Returns `critic/explained_variance`, 1 - Var(G - V) / Var(G) over all trained tokens.
+
+    A ratio of variances is not a mean over micro-batches, ranks or updates. It is formed once, from the means of the
+    moments that `ValueLoss` reports: Var(x) = mean(x^2) - mean(x)^2.
+
+    Args:
+        metrics: has the four moments, each divided by its count.
+
+    Returns:
+        1 for a perfect critic, 0 for one as good as the mean, below 0 for a worse one; None where returns do not vary.
+    """
+    returns_square, squared_error = metrics["critic/returns_square"], metrics["critic/squared_error"]
+    variance = returns_square - metrics["critic/returns_mean"] ** 2
+    # The difference of two equal float64 numbers leaves rounding errors of this size.
+    if not math.isfinite(variance) or variance <= 1e-12 * returns_square:
+        return None
+    return 1 - (squared_error - metrics["critic/error_mean"] ** 2) / variance

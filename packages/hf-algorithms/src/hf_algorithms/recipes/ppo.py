@@ -49,12 +49,13 @@ class PPOConfig(AlgorithmConfig):
 def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, context: StepContext) -> Sequence[MetricsFuture]:
     """One iteration; every line returns at once, and the data flows from worker to worker."""
     from hf_algorithms.advantages import GAE
-    from hf_algorithms.losses import PPOPolicyLoss, PPOValueLoss
+    from hf_algorithms.losses import Clip, PolicyLoss, ValueLoss
 
     gae = GAE(gamma=config.gamma, gae_lambda=config.gae_lambda, kl_coefficient=config.kl_coefficient)
     trusts_sampler = config.old_logprobs == "sampled"
-    policy_loss = PPOPolicyLoss(clip_range=config.clip_range, ratio_cap=_RATIO_CAP if trusts_sampler else None)
-    value_loss = PPOValueLoss(clip_range=config.value_clip_range)
+    clip = Clip(low=config.clip_range, high=config.clip_range, ratio_cap=_RATIO_CAP if trusts_sampler else None)
+    policy_loss = PolicyLoss(surrogate=clip)
+    value_loss = ValueLoss(clip=config.value_clip_range)
 
     sampling = context.sampling
     batch = prompts.repeat(sampling.n).union(roles.actor.generate_sequences(prompts, sampling))
