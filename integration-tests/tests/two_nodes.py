@@ -27,9 +27,9 @@ from hf_algorithms.recipes.ppo import step
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
 from hf_controller import BatchFuture, Worker, WorkerContext, WorkerGroup
+from hf_controller.columns import find_columns
 from hf_protocols import (
     Collection,
-    Dataflow,
     GenerationSpec,
     MachinePlan,
     MappingPlan,
@@ -137,6 +137,15 @@ class Recorded:
     group: WorkerGroup
     method: str
     batch: BatchFuture
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, group: WorkerGroup, method: str, given: Sequence[Any]) -> Recorded:
+        spec = group.methods[method]
+        declared = find_columns(spec, given, method)
+        reads, writes = (declared or spec).reads or (), (declared or spec).writes or ()
+        return cls(group, method, given[0], reads, writes)
 
 
 class RecordingRoles(Roles):
@@ -158,7 +167,7 @@ class _RecordingGroup:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if args and isinstance(args[0], BatchFuture):
-                RecordingRoles.calls.append(Recorded(self._group, method, args[0]))
+                RecordingRoles.calls.append(Recorded.of(self._group, method, (*args, *kwargs.values())))
             return getattr(self._group, method)(*args, **kwargs)
 
         return call
@@ -183,7 +192,8 @@ def expect(calls: Sequence[Recorded], nodes: Mapping[str, Mapping[int, str]]) ->
     for call in calls:
         spec, topology = call.group.methods[call.method], call.group.topology
         wanted = spec.protocol.distribute(topology, num_rows)
-        reads = [name.removesuffix("?") for name in spec.reads or ()]
+        reads = list(dict.fromkeys(name.removesuffix("?") for name in call.reads))
+        reads = [name for name in reads if name in makers]
         for rank, node in nodes[call.group.role].items():
             moved = lengths = once = 0
             for made in {id(makers[name]): makers[name] for name in reads}.values():
@@ -208,10 +218,10 @@ def expect(calls: Sequence[Recorded], nodes: Mapping[str, Mapping[int, str]]) ->
                 "lengths": lengths,
             }
         collected = spec.protocol.collect(topology).ranks
-        if spec.writes:
+        if call.writes:
             held = compute_held_rows(Collection(ranks=collected), wanted, num_rows)
-            made = Made(spec.writes, held, nodes[call.group.role])
-            makers |= dict.fromkeys(spec.writes, made)
+            made = Made(call.writes, held, nodes[call.group.role])
+            makers |= dict.fromkeys(call.writes, made)
 
 
 def measure_rows(batch: BatchFuture) -> dict[str, list[int]]:
@@ -268,7 +278,7 @@ def count(cluster: Cluster, config: Config, directory: RunDirectory) -> None:
 
     wiring.ROLE_WORKERS = {role: counting(worker, log) for role, worker in wiring.ROLE_WORKERS.items()}
     wiring.Roles = RecordingRoles  # type: ignore[misc]
-    RECIPES["ppo"] = Recipe(name="ppo", dataflow=Dataflow.preset("ppo"), step=recorded_step)
+    RECIPES["ppo"] = Recipe(name="ppo", step=recorded_step)
     summary = run.run_training(config, directory, plan=spread_plan())
     assert summary["iterations"] == len(expected) == 4
     print("moved", compare(log, expected, directory.path / "trace.json"), flush=True)
@@ -284,7 +294,7 @@ def lose(cluster: Cluster, config: Config, directory: RunDirectory) -> None:
             cluster.remove_node(second, allow_graceful=False)
         return futures
 
-    RECIPES["ppo"] = Recipe(name="ppo", dataflow=Dataflow.preset("ppo"), step=cut_step)
+    RECIPES["ppo"] = Recipe(name="ppo", step=cut_step)
     try:
         run.run_training(config, directory, plan=spread_plan())
     except WorkerError as error:

@@ -12,9 +12,9 @@ from hf_algorithms.dataflow import PROMPT_COLUMNS
 from hf_algorithms.evaluation import NUM_SAMPLES, request_divergence, request_samples, request_scores
 from hf_algorithms.recipes import RECIPES
 from hf_algorithms.roles import Roles, least_rows
-from hf_algorithms.symbolic import SymbolicExecutor
 from hf_algorithms.wiring import build_roles, build_sampling
 from hf_algorithms.workers import SEQUENCE
+from hf_controller import TracingExecutor
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
@@ -50,7 +50,7 @@ def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[Pla
     Raises:
         HybridFlowError: for roles that do not fit the plan's pools, or a value that no worker takes.
     """
-    executor = SymbolicExecutor()
+    executor = TracingExecutor()
     roles = build_roles(executor, config, plan, inputs.model, ())
     found = []
     for phase, tokens, make_calls in _list_phases(executor, roles, config, inputs):
@@ -72,7 +72,7 @@ def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[Pla
 
 
 def _list_phases(
-    executor: SymbolicExecutor, roles: Roles, config: Config, inputs: RunInputs
+    executor: TracingExecutor, roles: Roles, config: Config, inputs: RunInputs
 ) -> Iterator[tuple[Phase, RowTokens, Callable[[], Any]]]:
     """Yields each phase: its name, the rows that it reads, and a function that makes its calls."""
     sampling = build_sampling(config, end_token_id=inputs.model.tokenizer.eos_token_id, step=0)
@@ -87,9 +87,8 @@ def _list_phases(
         learned = RowTokens(source=train.source, prompts=train.prompts, responses=inputs.train.response_lengths(limit))
         yield "warm start", learned, partial(_learn, roles, batch)
     recipe = RECIPES[config.algorithm.name]
-    if recipe.dataflow is None:  # a step that branches on results makes no calls without them
-        batch = prompts(config.rollout.batch_size)
-        yield "iterations", train, partial(recipe.step, roles, batch, config.algorithm, sampling)
+    batch = prompts(config.rollout.batch_size)
+    yield "iterations", train, partial(recipe.step, roles, batch, config.algorithm, sampling)
     for tokens in (validation, test):
         yield "evaluation", tokens, partial(request_scores, roles, prompts(len(tokens.prompts)), sampling)
     few = min(NUM_SAMPLES, len(test.prompts))

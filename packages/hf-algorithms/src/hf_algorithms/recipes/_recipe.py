@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture, MetricsFuture
     from hf_engine import SamplingParams
-    from hf_protocols import Dataflow
 
 __all__ = ["Recipe", "mini_batch_rows"]
 
@@ -21,12 +20,12 @@ class Recipe:
     """An algorithm: the roles it needs and the program of one iteration.
 
     ``step(roles, prompts, config, sampling)`` calls the roles and returns the futures of its metrics. What the mapper
-    plans for is read off the step (``derive_dataflow``); only a step that branches on results gives its ``dataflow``.
+    plans for is read off the step (``derive_dataflow``), where every metric is 0.0; a step may branch on metrics, not
+    on batches.
     """
 
     name: str
     step: Callable[[Roles, BatchFuture, Any, SamplingParams], Sequence[MetricsFuture]]
-    dataflow: Dataflow | None = None
 
 
 def mini_batch_rows(num_rows: int, num_mini_batches: int, *, epochs: int, seed: int) -> Iterator[list[int]]:
