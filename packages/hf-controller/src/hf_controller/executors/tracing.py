@@ -164,8 +164,8 @@ class TracingExecutor(Executor):
             raise PoolError(f"group {group.role!r} is closed: its pool {group.pool.name!r} was released")
         if len(self.calls) >= self._max_calls:
             raise ConfigError(
-                f"{what}: the program made max_calls={self._max_calls} calls before it and goes on. While calls are traced "
-                "every metric is 0.0: bound loops that wait for a metric to change"
+                f"{what}: the program made max_calls={self._max_calls} calls before it and goes on. While calls are "
+                "traced every metric is 0.0: bound loops that wait for a metric to change"
             )
         columns = columns_of(call, spec)
         if spec.returns == "batch" and columns.writes is None:
