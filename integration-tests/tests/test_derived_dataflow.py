@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from hf_algorithms import PPOConfig, Recipe, Role, derive_dataflow
 from hf_algorithms.recipes import RECIPES, mini_batch_rows
 from hf_controller import Worker
 from hf_engine import SamplingParams
-from hf_protocols import DP, THREE_D, BatchError, ConfigError, Dataflow, ModelCall, register
+from hf_protocols import DP, FROM_ARGUMENT, THREE_D, BatchError, ConfigError, Dataflow, ModelCall, register
 
 SEQUENCE = ("prompt_ids", "response_ids", "response_mask")
 SAMPLING = SamplingParams(max_new_tokens=8, n=2)
@@ -192,9 +192,63 @@ def test_an_object_that_is_handed_on_is_a_dependency() -> None:
     assert stages[2:] == [["cost.choose_weight"], ["advantage.compute_advantages"], ["actor.update_actor"]]
 
 
-def test_a_step_that_asks_for_rows_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"result of a batch"):
+def test_a_step_may_branch_on_metrics() -> None:
+    def step(roles: Any, prompts: Any, config: Any, context: Any) -> Sequence[Any]:
+        batch = respond(roles, prompts)
+        metrics = roles.actor.update_actor(batch, None)
+        return [roles.critic.compute_values(batch), metrics] if metrics.result()["loss"] < 1 else []
+
+    flow = derive(step)
+    assert [call.method for call in flow.calls] == ["generate_sequences", "update_actor", "compute_values"]
+
+
+def test_a_step_that_reads_a_batch_or_an_object_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"result of a batch of .*actor\.generate_sequences.*0\.0 while tracing"):
         derive(lambda roles, prompts, config, context: [respond(roles, prompts).result()])
+    with pytest.raises(ConfigError, match=r"result of actor\.describe_transition is not available: calls are traced"):
+        derive(lambda roles, prompts, config, context: [roles.actor.describe_transition().result()])
+
+
+@dataclass(frozen=True)
+class OwnEstimator:
+    """Columns that nobody here knows."""
+
+    reads: tuple[str, ...] = ("scores", "costs", "greedy_scores?")
+    writes: tuple[str, ...] = ("own_advantages",)
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    reads: tuple[str, ...] = ("own_advantages",)
+
+
+class DeclaringAdvantageWorker(Worker):
+    @register(protocol=DP, reads=("response_mask",), writes=FROM_ARGUMENT)
+    def compute_advantages(self, batch: object, estimator: object) -> None:
+        raise AssertionError("nothing runs")
+
+
+def declaring_step(estimator: object) -> Step:
+    def step(roles: Any, prompts: Any, config: Any, context: Any) -> Sequence[Any]:
+        batch = respond(roles, prompts)
+        batch = batch.union(roles.reward.compute_reward(batch)).union(roles.cost.compute_cost(batch))
+        batch = batch.union(roles.advantage.compute_advantages(batch, estimator))
+        return [roles.actor.update_actor(batch, OwnLoss())]
+
+    return step
+
+
+def test_columns_that_arguments_declare_are_in_the_dataflow() -> None:
+    flow = derive(declaring_step(OwnEstimator()), own=[*OWN[:1], Role(name="advantage", worker=DeclaringAdvantageWorker)])
+    advantages, update = flow.calls[-2:]
+    assert (set(advantages.reads), advantages.writes) == ({"response_mask", "scores", "costs"}, ("own_advantages",))
+    assert "own_advantages" in update.reads
+
+
+def test_a_declared_column_that_nobody_writes_is_named() -> None:
+    step = declaring_step(OwnEstimator(reads=("values",)))
+    with pytest.raises(BatchError, match=r"^advantage\.compute_advantages: OwnEstimator reads values; the batch has "):
+        derive(step, own=[*OWN[:1], Role(name="advantage", worker=DeclaringAdvantageWorker)])
 
 
 def test_mistakes_are_named() -> None:

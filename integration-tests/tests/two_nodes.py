@@ -27,6 +27,7 @@ from hf_algorithms.recipes.ppo import PPO, step
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
 from hf_controller import BatchFuture, Worker, WorkerContext, WorkerGroup
+from hf_controller.columns import find_columns
 from hf_protocols import (
     Collection,
     GenerationSpec,
@@ -136,6 +137,15 @@ class Recorded:
     group: WorkerGroup
     method: str
     batch: BatchFuture
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, group: WorkerGroup, method: str, given: Sequence[Any]) -> Recorded:
+        spec = group.methods[method]
+        declared = find_columns(spec, given, method)
+        reads, writes = (declared or spec).reads or (), (declared or spec).writes or ()
+        return cls(group, method, given[0], reads, writes)
 
 
 class RecordingRoles(Roles):
@@ -157,7 +167,7 @@ class _RecordingGroup:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if args and isinstance(args[0], BatchFuture):
-                RecordingRoles.calls.append(Recorded(self._group, method, args[0]))
+                RecordingRoles.calls.append(Recorded.of(self._group, method, (*args, *kwargs.values())))
             return getattr(self._group, method)(*args, **kwargs)
 
         return call
@@ -182,7 +192,8 @@ def expect(calls: Sequence[Recorded], nodes: Mapping[str, Mapping[int, str]]) ->
     for call in calls:
         spec, topology = call.group.methods[call.method], call.group.topology
         wanted = spec.protocol.distribute(topology, num_rows)
-        reads = [name.removesuffix("?") for name in spec.reads or ()]
+        reads = list(dict.fromkeys(name.removesuffix("?") for name in call.reads))
+        reads = [name for name in reads if name in makers]
         for rank, node in nodes[call.group.role].items():
             moved = lengths = once = 0
             for made in {id(makers[name]): makers[name] for name in reads}.values():
@@ -207,10 +218,10 @@ def expect(calls: Sequence[Recorded], nodes: Mapping[str, Mapping[int, str]]) ->
                 "lengths": lengths,
             }
         collected = spec.protocol.collect(topology).ranks
-        if spec.writes:
+        if call.writes:
             held = compute_held_rows(Collection(ranks=collected), wanted, num_rows)
-            made = Made(spec.writes, held, nodes[call.group.role])
-            makers |= dict.fromkeys(spec.writes, made)
+            made = Made(call.writes, held, nodes[call.group.role])
+            makers |= dict.fromkeys(call.writes, made)
 
 
 def measure_rows(batch: BatchFuture) -> dict[str, list[int]]:

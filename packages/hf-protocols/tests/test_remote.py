@@ -1,8 +1,21 @@
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 
-from hf_protocols import DP, RANK_ZERO, THREE_D, MethodSpec, ProtocolError, method_spec, register, registered_methods
+from hf_protocols import (
+    DP,
+    FROM_ARGUMENT,
+    RANK_ZERO,
+    THREE_D,
+    MethodSpec,
+    ProtocolError,
+    method_spec,
+    register,
+    registered_methods,
+)
 
 
 class Base:
@@ -107,3 +120,37 @@ def test_only_a_method_is_registered() -> None:
     for value in (property(lambda self: 1), 5, int):
         with pytest.raises(ProtocolError, match="@register marks a method, got"):
             register(protocol=RANK_ZERO)(value)
+
+
+def test_what_a_method_writes_may_come_from_an_argument() -> None:
+    @register(protocol=RANK_ZERO, writes=FROM_ARGUMENT)
+    def compute(self: object, batch: object, estimator: object) -> object:
+        return batch
+
+    spec = method_spec(compute)
+    assert spec is not None
+    assert spec.writes is FROM_ARGUMENT
+    assert pickle.loads(pickle.dumps(FROM_ARGUMENT)) is copy.deepcopy(FROM_ARGUMENT) is FROM_ARGUMENT
+    assert repr(FROM_ARGUMENT) == "FROM_ARGUMENT"
+
+
+@pytest.mark.parametrize("returns", ["metrics", "object"])
+def test_only_a_batch_has_columns_from_an_argument(returns: str) -> None:
+    with pytest.raises(ProtocolError, match=f"^writes=FROM_ARGUMENT: returns='{returns}' has no columns"):
+        register(protocol=DP, returns=returns, writes=FROM_ARGUMENT)  # type: ignore[arg-type]
+
+
+def test_columns_from_an_argument_need_one() -> None:
+    mark = register(protocol=DP, writes=FROM_ARGUMENT)
+    with pytest.raises(ProtocolError, match=r"^writes=FROM_ARGUMENT: make takes no argument that could declare"):
+
+        @mark
+        def make(self: object) -> object:
+            return self
+
+    @mark
+    def make_any(*given: object) -> object:
+        return given
+
+    with pytest.raises(ProtocolError, match="reads=FROM_ARGUMENT: give a list of column names"):
+        register(protocol=DP, reads=FROM_ARGUMENT)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The dataflow of a recipe, read off one run of its step over symbolic futures. Nothing is started for it."""
+"""The dataflow of a recipe, read off one traced run of its step. Nothing is started for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_algorithms.roles import Roles
 from hf_protocols import Dataflow, ModelCall
 
 if TYPE_CHECKING:
-    from hf_algorithms.symbolic import SymbolicCall, SymbolicExecutor, SymbolicResult
+    from hf_controller import TracedCall, TracedResult, TracingExecutor
     from hf_engine import SamplingParams
 
 __all__ = ["PROMPT_COLUMNS", "build_tracing_context", "derive_dataflow"]
@@ -34,7 +34,7 @@ class _Node:
 
     role: str
     method: str
-    call: SymbolicCall
+    call: TracedCall
     origins: dict[str, frozenset[_Column]]
     objects: tuple[_Node, ...]
     rows: list[dict[str, dict[int, frozenset[int]]]] = field(default_factory=list)
@@ -58,11 +58,11 @@ def derive_dataflow(
     num_prompts: int,
     columns: Sequence[str] = PROMPT_COLUMNS,
 ) -> Dataflow:
-    """Run ``recipe.step`` once over symbolic futures and say which calls it made, and what each reads and writes.
+    """Run ``recipe.step`` once with a `TracingExecutor` and say which calls it made, and what each reads and writes.
 
     A call that was made on parts of a batch is one call, and so are the updates on its mini-batches. A function that
     no other call depends on (metrics) is left out. A column that is written again has the name that it is renamed to,
-    or a number.
+    or a number. While the step runs every metric is 0.0: a step that branches on one takes the branch of 0.0.
 
     Args:
         recipe: a shipped one or your own.
@@ -72,13 +72,13 @@ def derive_dataflow(
         columns: of the prompts.
 
     Raises:
-        ConfigError: for a step that asks for the result of a call, a role without a worker, or a method that does
-            not say what it writes.
+        ConfigError: for a step that asks for the result of a batch or an object, a role without a worker, a method
+            that does not say what it writes, or a step that does not end.
         BatchError: for a column that a call needs and nobody wrote, or rows that do not fit.
     """
-    from hf_algorithms.symbolic import SymbolicExecutor
+    from hf_controller import TracingExecutor
 
-    executor = SymbolicExecutor()
+    executor = TracingExecutor()
     groups = {role.name: executor.build_group(role.name, role.load_worker()) for role in recipe.roles}
     prompts, context = executor.put_columns(columns, num_prompts), build_tracing_context(executor, sampling)
     recipe.step(Roles(groups), prompts, config, context)
@@ -88,7 +88,7 @@ def derive_dataflow(
     return Dataflow(name=recipe.name, calls=tuple(call for call in calls if call.writes or call.kind != "function"))
 
 
-def build_tracing_context(executor: SymbolicExecutor, sampling: SamplingParams) -> StepContext:
+def build_tracing_context(executor: TracingExecutor, sampling: SamplingParams) -> StepContext:
     """What a step is given while its calls are written down: more prompts are batches without values."""
     return StepContext(
         sampling=sampling,
@@ -99,8 +99,8 @@ def build_tracing_context(executor: SymbolicExecutor, sampling: SamplingParams) 
     )
 
 
-def _merge(calls: Sequence[SymbolicCall]) -> list[_Node]:
-    node_of: dict[SymbolicCall, _Node] = {}
+def _merge(calls: Sequence[TracedCall]) -> list[_Node]:
+    node_of: dict[TracedCall, _Node] = {}
     nodes: list[_Node] = []
     for call in calls:
         made = _build_node(call, node_of)
@@ -113,11 +113,11 @@ def _merge(calls: Sequence[SymbolicCall]) -> list[_Node]:
     return nodes
 
 
-def _build_node(call: SymbolicCall, node_of: Mapping[SymbolicCall, _Node]) -> _Node:
+def _build_node(call: TracedCall, node_of: Mapping[TracedCall, _Node]) -> _Node:
     origins: dict[str, frozenset[_Column]] = {}
     rows: dict[str, dict[int, frozenset[int]]] = {}
     for name, segments in call.reads.items():
-        results: list[tuple[SymbolicResult, str]] = [(segment.source.shards[0], segment.column) for segment in segments]
+        results: list[tuple[TracedResult, str]] = [(segment.source.shards[0], segment.column) for segment in segments]
         origins[name] = frozenset((node_of[result.call] if result.call else None, column) for result, column in results)
         of_name = rows.setdefault(name, {})
         for segment in segments:
@@ -141,7 +141,7 @@ def _name_columns(nodes: Sequence[_Node], prompts: Sequence[str]) -> dict[_Colum
                 aliases.setdefault(column, []).append(name)
     taken = set(prompts)
     for node in nodes:
-        for written in node.call.spec.writes or ():
+        for written in node.call.writes:
             numbered = (f"{written}_{number}" for number in range(2, 2 + len(nodes)))
             choices = (written, *aliases.get((node, written), ()), *numbered)
             names[node, written] = next(name for name in choices if name not in taken)
@@ -158,7 +158,7 @@ _OBJECT = ""
 def _describe(node: _Node, names: Mapping[_Column, str]) -> ModelCall:
     columns = [column for name in node.origins for column in sorted(node.origins[name], key=names.__getitem__)]
     columns += [(other, _OBJECT) for other in node.objects]
-    written = (*(node.call.spec.writes or ()), _OBJECT)
+    written = (*node.call.writes, _OBJECT)
     return ModelCall(
         role=node.role,
         method=node.method,

@@ -11,9 +11,9 @@ from hf_algorithms.budgets import RowTokens
 from hf_algorithms.dataflow import PROMPT_COLUMNS, build_tracing_context
 from hf_algorithms.evaluation import NUM_SAMPLES, request_divergence, request_samples, request_scores
 from hf_algorithms.roles import Roles, least_rows
-from hf_algorithms.symbolic import SymbolicExecutor
 from hf_algorithms.wiring import build_roles, build_sampling
 from hf_algorithms.workers import SEQUENCE
+from hf_controller import TracingExecutor
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
@@ -49,7 +49,7 @@ def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[Pla
     Raises:
         HybridFlowError: for roles that do not fit the plan's pools, or a value that no worker takes.
     """
-    executor = SymbolicExecutor()
+    executor = TracingExecutor()
     roles = build_roles(executor, config, plan, inputs, ())
     found = []
     for phase, tokens, make_calls in _list_phases(executor, roles, config, inputs):
@@ -71,7 +71,7 @@ def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[Pla
 
 
 def _list_phases(
-    executor: SymbolicExecutor, roles: Roles, config: Config, inputs: RunInputs
+    executor: TracingExecutor, roles: Roles, config: Config, inputs: RunInputs
 ) -> Iterator[tuple[Phase, RowTokens, Callable[[], Any]]]:
     """Yields each phase: its name, the rows that it reads, and a function that makes its calls."""
     sampling = build_sampling(config, end_token_id=inputs.model.tokenizer.eos_token_id, step=0)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from hf_controller.executors.base import Executor
     from hf_controller.executors.in_process import InProcessExecutor
     from hf_controller.executors.ray import RayExecutor
+    from hf_controller.executors.tracing import TracedCall, TracedResult, TracingExecutor
     from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture
 
 __all__ = [
@@ -38,6 +39,9 @@ __all__ = [
     "Span",
     "SubSpan",
     "Trace",
+    "TracedCall",
+    "TracedResult",
+    "TracingExecutor",
     "Worker",
     "WorkerContext",
     "WorkerGroup",
@@ -59,6 +63,9 @@ _LAZY = {
     "MetricsFuture": "hf_controller.futures",
     "ObjectFuture": "hf_controller.futures",
     "RayExecutor": "hf_controller.executors.ray",
+    "TracedCall": "hf_controller.executors.tracing",
+    "TracedResult": "hf_controller.executors.tracing",
+    "TracingExecutor": "hf_controller.executors.tracing",
 }
 
 

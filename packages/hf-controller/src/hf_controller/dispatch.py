@@ -9,9 +9,10 @@ from functools import lru_cache
 from inspect import signature
 from typing import Any, NamedTuple
 
+from hf_controller.columns import CallColumns, columns_of, find_columns
 from hf_controller.expressions import Expression, Extent, choose_columns
 from hf_controller.futures import STAYS_HERE, BatchFuture, CallFuture, ListFuture, MetricsFuture, ObjectFuture
-from hf_controller.pruning import prune
+from hf_controller.pruning import know_columns, prune
 from hf_protocols import ALL_TO_ALL, BatchError, MethodSpec, PerRank, ProtocolError, Topology, TransferProtocol
 
 __all__ = ["BatchArgument", "Call", "StoredArgument", "build_calls", "check_rows", "compute_called_ranks"]
@@ -48,6 +49,7 @@ class Call(NamedTuple):
         submit_s: when the controller made the call, in wall-clock seconds.
         timeout_s: how long a rank waits for its turn, and for inputs that did not come with the call.
         labels: what the controller said the call belongs to; the trace shows it.
+        columns: what it reads and writes, where its arguments declare columns; None: as registered.
     """
 
     call_id: int
@@ -59,6 +61,7 @@ class Call(NamedTuple):
     submit_s: float
     timeout_s: float
     labels: Mapping[str, Any]
+    columns: CallColumns | None = None
 
 
 def compute_called_ranks(protocol: TransferProtocol, topology: Topology) -> tuple[int, ...]:
@@ -80,71 +83,91 @@ def build_calls(
 
     Raises:
         ProtocolError: for a listed result, or PerRank, elsewhere than with ALL_TO_ALL, or the other way round; for
-            metrics as an argument; for the wrong number of items.
+            metrics as an argument; for the wrong number of items; for an argument that declares columns wrongly.
         BatchError: for known columns that do not exist or collide.
     """
     what = f"{call.role}.{call.method}"
-    args = tuple(_replace(value, spec, what, ranks, put) for value in call.args)
-    kwargs = {name: _replace(value, spec, what, ranks, put) for name, value in call.kwargs.items()}
+    args = tuple(_list_items(value, spec, what, ranks) for value in call.args)
+    kwargs = {name: _list_items(value, spec, what, ranks) for name, value in call.kwargs.items()}
     if spec.protocol != ALL_TO_ALL:
-        return dict.fromkeys(ranks, call._replace(args=args, kwargs=kwargs))
-    return {
+        return dict.fromkeys(ranks, _build_call(call._replace(args=args, kwargs=kwargs), spec, what, put, whole=False))
+    given = {
         rank: call._replace(
             args=tuple(_item_for(value, rank) for value in args),
             kwargs={name: _item_for(value, rank) for name, value in kwargs.items()},
         )
         for rank in ranks
     }
+    return {rank: _build_call(each, spec, what, put, whole=True) for rank, each in given.items()}
 
 
 def _item_for(value: Any, rank: int) -> Any:
     return value.items[rank] if isinstance(value, PerRank) else value
 
 
-def _replace(value: Any, spec: MethodSpec, what: str, ranks: Sequence[int], put: Callable[[Any], BatchFuture]) -> Any:
-    per_rank = spec.protocol == ALL_TO_ALL
+def _list_items(value: Any, spec: MethodSpec, what: str, ranks: Sequence[int]) -> Any:
+    """Returns a listed result as its items, and any other argument as it is, where the protocol takes them."""
     if isinstance(value, ListFuture):
         value = PerRank(value.items)
-    if isinstance(value, PerRank):
-        if not per_rank:
-            raise ProtocolError(
-                f"{what} distributes by {spec.protocol.name}: a listed result or PerRank feeds only ALL_TO_ALL"
-            )
-        if len(value.items) != len(ranks):
-            raise ProtocolError(
-                f"{what} has {len(ranks)} ranks and got PerRank of {len(value.items)} items: give one for each rank, "
-                "or change the sizes of the group's topology"
-            )
-        return PerRank([_replace_one(item, spec, what, put, whole=True) for item in value.items])
-    replaced = _replace_one(value, spec, what, put, whole=False)
-    if per_rank and isinstance(replaced, BatchArgument):
-        raise ProtocolError(f"{what} is registered with ALL_TO_ALL: give PerRank([...]), one item for each rank")
-    return replaced
+    if not isinstance(value, PerRank):
+        if spec.protocol == ALL_TO_ALL and (isinstance(value, BatchFuture) or _is_tensordict(value)):
+            raise ProtocolError(f"{what} is registered with ALL_TO_ALL: give PerRank([...]), one item for each rank")
+        return value
+    if spec.protocol != ALL_TO_ALL:
+        raise ProtocolError(
+            f"{what} distributes by {spec.protocol.name}: a listed result or PerRank feeds only ALL_TO_ALL"
+        )
+    if len(value.items) != len(ranks):
+        raise ProtocolError(
+            f"{what} has {len(ranks)} ranks and got PerRank of {len(value.items)} items: give one for each rank, "
+            "or change the sizes of the group's topology"
+        )
+    return value
 
 
-def _prune(expression: Expression, spec: MethodSpec, what: str) -> Expression:
-    """What the method reads of a batch: the call waits for nothing else."""
-    if spec.reads is None:
-        return expression
-    try:
-        return prune(expression, spec.reads)
-    except BatchError as error:
-        raise BatchError(f"{what}: {error}") from error
+def _build_call(call: Call, spec: MethodSpec, what: str, put: Callable[[Any], BatchFuture], *, whole: bool) -> Call:
+    """The call as one rank gets it: futures and batches replaced, and its columns known."""
+    call = call._replace(columns=find_columns(spec, (*call.args, *call.kwargs.values()), what))
+    columns = columns_of(call, spec)
+    return call._replace(
+        args=tuple(_replace(value, columns, what, put, whole=whole) for value in call.args),
+        kwargs={name: _replace(value, columns, what, put, whole=whole) for name, value in call.kwargs.items()},
+    )
 
 
-def _replace_one(value: Any, spec: MethodSpec, what: str, put: Callable[[Any], BatchFuture], *, whole: bool) -> Any:
+def _replace(value: Any, columns: CallColumns, what: str, put: Callable[[Any], BatchFuture], *, whole: bool) -> Any:
     if isinstance(value, MetricsFuture):
         raise ProtocolError("metrics are no argument of a call: give their .result()")
     if isinstance(value, ObjectFuture):
         return StoredArgument(value.handle)
     if isinstance(value, BatchFuture):
-        return BatchArgument(_prune(value.expression, spec, what), whole)
+        return BatchArgument(_narrow(value.expression, columns, what), whole)
     _refuse_nested(value)
-    # A TensorDict is recognised without importing tensordict, which takes seconds.
+    return BatchArgument(_narrow(put(value).expression, columns, what), whole) if _is_tensordict(value) else value
+
+
+def _is_tensordict(value: Any) -> bool:
+    # Recognised without importing tensordict, which takes seconds.
     tensordict = sys.modules.get("tensordict")
-    if tensordict is not None and isinstance(value, tensordict.TensorDictBase):
-        return BatchArgument(put(value).expression, whole)
-    return value
+    return tensordict is not None and isinstance(value, tensordict.TensorDictBase)
+
+
+def _narrow(expression: Expression, columns: CallColumns, what: str) -> Expression:
+    """What the call reads of a batch: it waits for nothing else. Columns that are known to be missing are refused."""
+    if columns.reads is None and not columns.readers:
+        return expression
+    try:
+        known = know_columns(expression)
+        existing = known[id(expression)]
+        if existing is not None:
+            columns.check(existing, expression)
+    except BatchError as error:
+        raise BatchError(f"{what}: {error}") from error
+    if columns.reads is None:
+        return expression
+    if existing is not None:
+        choose_columns(columns.reads, existing, what)
+    return prune(expression, columns.reads, known)
 
 
 def _refuse_nested(value: Any) -> None:
@@ -248,8 +271,6 @@ def check_rows(call: Call, spec: MethodSpec, topology: Topology, function: Calla
         if any(source.call is not None for source in sources):
             continue
         extents = {s: Extent(sum(shard.num_rows for shard in s.shards), tuple(s.shards[0].columns)) for s in sources}
-        if spec.reads is not None:
-            choose_columns(spec.reads, value.expression.columns(extents), f"{call.role}.{call.method}")
         try:
             spec.protocol.distribute(topology, value.expression.num_rows(extents))
         except (BatchError, ProtocolError) as error:

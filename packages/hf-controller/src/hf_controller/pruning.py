@@ -55,7 +55,7 @@ class _Cut(NamedTuple):
     build: Callable[[Sequence[Expression]], Expression]
 
 
-def prune(expression: Expression, reads: Collection[str]) -> Expression:
+def prune(expression: Expression, reads: Collection[str], known: Mapping[int, Known] | None = None) -> Expression:
     """An expression with the same rows, and of its columns at least those that a call reads.
 
     A name that ends in ``?`` is one that the call can do without, so that it is not looked for where it is not.
@@ -63,12 +63,17 @@ def prune(expression: Expression, reads: Collection[str]) -> Expression:
     One side of a union goes where the other has all that is wanted; that both sides have equally many rows is then
     checked by the call that reads both. Columns are chosen and renamed whole where it is not known whether they exist.
 
+    Args:
+        expression: the batch.
+        reads: the columns that a call reads.
+        known: what :func:`know_columns` answers for ``expression``; None: it is asked here.
+
     Raises:
         BatchError: for known columns that are chosen, renamed or joined and do not fit.
     """
     if isinstance(expression, Leaf):
         return expression
-    known = know_columns(expression)
+    known = know_columns(expression) if known is None else known
     there = known[id(expression)]
     absent = set() if there is None else {name for name in reads if name.endswith("?") and name[:-1] not in there}
     first = _Task(expression, _bare([name for name in reads if name not in absent]))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hf_controller.algebra import Select
+from hf_controller.columns import CallColumns, columns_of
 from hf_controller.dispatch import BatchArgument, Call, StoredArgument, compute_called_ranks
 from hf_controller.failures import Failure, UpstreamFailure
 from hf_controller.gather import BatchReader
@@ -132,10 +133,10 @@ class RankHost:
                 self._store.wait(list(call.after), call.timeout_s)
             except WorkerTimeoutError as error:
                 raise WorkerTimeoutError(f"{call.role}.{call.method}: {error}") from error
-        method = getattr(worker, call.method)
+        method, columns = getattr(worker, call.method), columns_of(call, spec)
         if any(isinstance(value, BatchArgument | StoredArgument) for value in (*call.args, *call.kwargs.values())):
             try:
-                inputs = self._read_inputs(call, spec, takes_pieces(method), progress)
+                inputs = self._read_inputs(call, spec, columns, takes_pieces(method), progress)
             except (BatchError, ProtocolError) as error:
                 raise type(error)(f"{call.role}.{call.method}: {error}") from error
         else:
@@ -152,9 +153,19 @@ class RankHost:
             return None
         self._enter(call, "storing its result")
         what = f"{call.role}.{call.method}"
-        return publish(returned, spec, self._store, what=what, selection=inputs.selection, input_rows=inputs.num_rows)
+        return publish(
+            returned,
+            spec,
+            columns,
+            self._store,
+            what=what,
+            selection=inputs.selection,
+            input_rows=inputs.num_rows,
+        )
 
-    def _read_inputs(self, call: Call, spec: MethodSpec, in_pieces: bool, progress: _Progress) -> _Inputs:
+    def _read_inputs(
+        self, call: Call, spec: MethodSpec, columns: CallColumns, in_pieces: bool, progress: _Progress
+    ) -> _Inputs:
         """Wait for what other calls left, and read this rank's rows of it."""
         self._enter(call, "waiting for its inputs")
         reader = BatchReader(self._store, call.timeout_s)
@@ -169,7 +180,11 @@ class RankHost:
             read = reader.read_pieces if in_pieces else reader.read
             for position, value in enumerate(given):
                 if isinstance(value, BatchArgument):
-                    expression = value.expression if spec.reads is None else Select(value.expression, spec.reads)
+                    expression = value.expression
+                    if columns.readers:
+                        columns.check(expression.columns(reader.extents), expression)
+                    if columns.reads is not None:
+                        expression = Select(expression, columns.reads)
                     values[position] = read(expression, selections[id(value)], expression.columns(reader.extents))
         finally:
             progress.bytes_read, progress.bytes_from_afar = reader.bytes_read, reader.bytes_from_afar

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_controller.columns import CallColumns
 from hf_controller.failures import Failure
 from hf_controller.transport import ObjectStore, Shard, encode_batch
 from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection, merge_metrics
@@ -33,13 +34,21 @@ Outcome = Shard | Metrics | Value | Failure | None
 
 
 def publish(
-    returned: Any, spec: MethodSpec, store: ObjectStore, *, what: str, selection: RowSelection | None, input_rows: int
+    returned: Any,
+    spec: MethodSpec,
+    columns: CallColumns,
+    store: ObjectStore,
+    *,
+    what: str,
+    selection: RowSelection | None,
+    input_rows: int,
 ) -> Shard | Metrics | Value:
     """Store a method's result.
 
     Args:
         returned: what the method returned.
         spec: its registration.
+        columns: of the call.
         store: takes the columns.
         what: role.method, for messages.
         selection: the input rows that the method was given, None without a batch argument.
@@ -60,11 +69,11 @@ def publish(
             f"{what} is registered with returns='batch' and returned a {type(returned).__name__}: "
             "return a TensorDict, or register it with returns='metrics' or returns='object'"
         )
-    if spec.writes is not None and set(returned.keys()) != set(spec.writes):
-        raise BatchError(
-            f"{what} is registered with writes={list(spec.writes)} and returned the columns "
-            f"{sorted(map(str, returned.keys()))}: make both agree"
-        )
+    if columns.writes is not None and set(returned.keys()) != set(columns.writes):
+        said = f"is registered with writes={list(columns.writes)}"
+        if columns.writer is not None:
+            said = f"got {columns.writer}.writes={list(columns.writes)}"
+        raise BatchError(f"{what} {said} and returned the columns {sorted(map(str, returned.keys()))}: make both agree")
     follows = selection if spec.rows != "unknown" else None
     shard = encode_batch(returned, store, selection=follows, input_rows=input_rows if follows is not None else 0)
     if follows is not None:

@@ -28,7 +28,7 @@ from hf_protocols.machine import MachineLimits, read_machine_limits
 from hf_protocols.metrics import merge_metrics
 from hf_protocols.models import ModelShape
 from hf_protocols.plan import SCHEMA_VERSION, MachinePlan, MappingPlan, ModelPlan, PoolPlan
-from hf_protocols.remote import MethodSpec, method_spec, register, registered_methods
+from hf_protocols.remote import FROM_ARGUMENT, MethodSpec, method_spec, register, registered_methods
 from hf_protocols.selection import RowSelection, split_rows
 from hf_protocols.standard import (
     ALL_TO_ALL,
@@ -55,6 +55,7 @@ from hf_protocols.transition import TransitionCost, compute_transition_cost
 __all__ = [
     "ALL_TO_ALL",
     "DP",
+    "FROM_ARGUMENT",
     "ONE_TO_ALL",
     "RANK_ZERO",
     "SCHEMA_VERSION",

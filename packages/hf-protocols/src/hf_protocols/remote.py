@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from enum import Enum
+from inspect import Parameter, signature
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from hf_protocols.arguments import check_columns, show
 from hf_protocols.dataflow import CallKind
 from hf_protocols.errors import ProtocolError
 from hf_protocols.transfer import TransferProtocol
 
-__all__ = ["MethodSpec", "Returns", "Rows", "method_spec", "register", "registered_methods"]
+__all__ = [
+    "FROM_ARGUMENT",
+    "FromArgument",
+    "MethodSpec",
+    "Returns",
+    "Rows",
+    "method_spec",
+    "register",
+    "registered_methods",
+]
 
 Rows = Literal["same", "times", "unknown"]
 Returns = Literal["batch", "metrics", "object"]
@@ -19,6 +30,19 @@ Returns = Literal["batch", "metrics", "object"]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _ATTRIBUTE = "__hybridflow_method__"
+
+
+class FromArgument(Enum):
+    """Type of `FROM_ARGUMENT`."""
+
+    FROM_ARGUMENT = "from argument"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+FROM_ARGUMENT: Final = FromArgument.FROM_ARGUMENT
+"""Says in ``@register(writes=FROM_ARGUMENT)`` that an argument of each call declares the columns of the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +53,7 @@ class MethodSpec:
     rows: Rows
     returns: Returns
     reads: tuple[str, ...] | None
-    writes: tuple[str, ...] | None
+    writes: tuple[str, ...] | FromArgument | None
     kind: CallKind = "function"
 
 
@@ -39,12 +63,16 @@ def register(
     rows: Rows = "same",
     returns: Returns = "batch",
     reads: Sequence[str] | None = None,
-    writes: Sequence[str] | None = None,
+    writes: Sequence[str] | FromArgument | None = None,
     kind: CallKind = "function",
 ) -> Callable[[Method], Method]:
     """Mark a worker's method as callable through its group.
 
     Every batch argument is distributed by ``protocol``; other arguments reach every rank as they are.
+
+    An argument may declare columns itself, for example a loss or an estimator of a user's own. Where it has an
+    attribute ``reads``, a tuple of names, a call with it reads these columns in addition to the method's. With
+    ``writes=FROM_ARGUMENT`` exactly one argument has an attribute ``writes``, and the call returns those columns.
 
     Args:
         protocol: how rows reach the ranks and results come back.
@@ -54,12 +82,13 @@ def register(
             ranks (`merge_metrics`) and divided once; ``"object"``, any small picklable value (of several collected
             ranks, their list).
         reads: columns that travel to the method; None for all. A name that ends in ``?`` travels if it is there.
-        writes: columns that the method returns; None if it does not say.
+        writes: columns that the method returns; None if it does not say; `FROM_ARGUMENT` if an argument says.
         kind: the work behind it, for those who plan: ``"generation"``, ``"inference"`` or ``"training"`` of a model,
             or a ``"function"`` without one.
 
     Raises:
-        ProtocolError: for a value of another kind.
+        ProtocolError: for a value of another kind, or ``writes=FROM_ARGUMENT`` of a method that returns no batch or
+            takes no argument.
     """
     if not isinstance(protocol, TransferProtocol):
         raise ProtocolError(f"protocol={show(protocol)} is no TransferProtocol: give one of hf_protocols, or your own")
@@ -69,12 +98,16 @@ def register(
         raise ProtocolError(f"returns={show(returns)}: give one of {', '.join(get_args(Returns))}")
     if kind not in get_args(CallKind):
         raise ProtocolError(f"kind={show(kind)}: give one of {', '.join(get_args(CallKind))}")
+    if writes is FROM_ARGUMENT and returns != "batch":
+        raise ProtocolError(
+            f"writes=FROM_ARGUMENT: returns={show(returns)} has no columns. Leave writes out, or give returns='batch'"
+        )
     spec = MethodSpec(
         protocol=protocol,
         rows=rows,
         returns=returns,
         reads=None if reads is None else check_columns(ProtocolError, "reads", reads, may_lack=True),
-        writes=None if writes is None else check_columns(ProtocolError, "writes", writes, may_lack=False),
+        writes=_check_writes(writes),
         kind=kind,
     )
 
@@ -82,10 +115,31 @@ def register(
         given: Any = method
         if not callable(given) or isinstance(given, type):
             raise ProtocolError(f"@register marks a method, got {show(given)}: put it right above a `def`")
+        if spec.writes is FROM_ARGUMENT and not _takes_arguments(method):
+            name = getattr(method, "__name__", show(method))
+            raise ProtocolError(
+                f"writes=FROM_ARGUMENT: {name} takes no argument that could declare columns. Add a parameter, or name "
+                "the columns in writes"
+            )
         setattr(method, _ATTRIBUTE, spec)
         return method
 
     return mark
+
+
+def _check_writes(writes: object) -> tuple[str, ...] | FromArgument | None:
+    if writes is None or isinstance(writes, FromArgument):
+        return writes
+    return check_columns(ProtocolError, "writes", writes, may_lack=False)
+
+
+def _takes_arguments(method: Callable[..., Any]) -> bool:
+    """True for a method with a parameter after the worker, and for one whose parameters Python does not know."""
+    try:
+        parameters = list(signature(method).parameters.values())
+    except ValueError:
+        return True
+    return len(parameters) > 1 or any(each.kind is Parameter.VAR_POSITIONAL for each in parameters)
 
 
 def method_spec(method: Callable[..., Any]) -> MethodSpec | None:

@@ -1,4 +1,4 @@
-"""Where calls run: on a Ray cluster, or in this process."""
+"""Where calls run: on a Ray cluster, in this process, or nowhere, where they are only written down."""
 
 from __future__ import annotations
 

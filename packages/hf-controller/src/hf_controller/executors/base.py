@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from hf_controller.columns import CallColumns, columns_of
 from hf_controller.dispatch import Call, build_calls, check_rows, compute_called_ranks
 from hf_controller.expressions import Leaf, Source
 from hf_controller.failures import CLOSED, LostResultError
@@ -171,22 +172,31 @@ class Executor(ABC):
         calls = build_calls(call, spec, ranks, self.put)
         check_rows(calls[ranks[0]], spec, group.topology, getattr(group.spec.worker, method))
         self.trace.note_place(call.call_id, _find_caller())
-        return self._wrap(group, method, self._launch(group, spec, calls))
+        columns = {rank: columns_of(made, spec) for rank, made in calls.items()}
+        return self._wrap(group, method, self._launch(group, spec, calls), columns)
 
-    def _wrap(self, group: WorkerGroup, method: str, call: PendingCall) -> Any:
+    def _wrap(self, group: WorkerGroup, method: str, call: PendingCall, columns: Mapping[int, CallColumns]) -> Any:
         spec, maker = group.methods[method], f"{group.role}.{method}"
         if spec.returns == "metrics":
-            return MetricsFuture(call, self._store, maker)
-        listed = spec.protocol.collect(group.topology).combine == "list"
+            return self._metrics_future(call, maker)
+        collection = spec.protocol.collect(group.topology)
+        writes = [columns[rank].writes for rank in collection.ranks]
+        listed = collection.combine == "list"
         if not listed and (spec.returns == "batch" or len(call.handles) == 1):
-            return self._wrap_one(spec, maker, call)
+            return self._wrap_one(spec, maker, call, writes[0])
         parts = [_Part(call, index) for index in range(len(call.handles))]
-        return ListFuture(call, self._store, maker, [self._wrap_one(spec, maker, part) for part in parts])
+        items = [self._wrap_one(spec, maker, part, written) for part, written in zip(parts, writes, strict=True)]
+        return ListFuture(call, self._store, maker, items)
 
-    def _wrap_one(self, spec: MethodSpec, maker: str, call: PendingCall) -> BatchFuture | ObjectFuture:
+    def _wrap_one(
+        self, spec: MethodSpec, maker: str, call: PendingCall, writes: tuple[str, ...] | None
+    ) -> BatchFuture | ObjectFuture:
         if spec.returns == "object":
             return ObjectFuture(call, self._store, maker)
-        return self._batch_future(Source(call.handles, call, spec.writes, maker))
+        return self._batch_future(Source(call.handles, call, writes, maker))
+
+    def _metrics_future(self, call: PendingCall, maker: str) -> MetricsFuture:
+        return MetricsFuture(call, self._store, maker)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from hf_controller.futures import BatchFuture
+from hf_controller.testing._declared import DECLARED_COLUMNS
 from hf_controller.testing._expectations import build_batch, require, require_batch, require_raises, sum_tokens
 from hf_controller.testing._mistakes import (
     a_failed_input_is_passed_on_as_the_first_failure,
@@ -350,6 +351,7 @@ _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
     a_token_balanced_split_is_placement_and_no_reorder,
     unknown_rows_follow_in_collected_order,
     only_asked_columns_travel,
+    *DECLARED_COLUMNS,
     two_batches_are_split_alike,
     a_method_may_take_its_rows_in_pieces,
     listed_results_feed_all_to_all,

@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 from hf_controller.executors.base import Executor
 from hf_controller.resource_pool import ResourcePool
+from hf_controller.testing._declared import DeclaringWorker
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec, as_pieces
 from hf_protocols import (
     ALL_TO_ALL,
@@ -82,7 +83,7 @@ class _MuteError(Exception):
         raise RuntimeError("no words")
 
 
-class ProbeWorker(Worker):
+class ProbeWorker(DeclaringWorker):
     """Answers what it was given, so that a check sees where rows went."""
 
     def __init__(self, context: WorkerContext, *, scale: float = 1.0) -> None:

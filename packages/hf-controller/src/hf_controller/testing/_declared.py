@@ -1,0 +1,132 @@
+"""Arguments that declare columns, a worker that takes them, and the checks of such calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+
+from hf_controller.testing._expectations import build_batch, require, require_batch, require_raises
+from hf_controller.worker import Worker
+from hf_protocols import ALL_TO_ALL, DP, FROM_ARGUMENT, BatchError, PerRank, ProtocolError, register
+
+if TYPE_CHECKING:
+    from hf_controller.testing._workers import Stage
+
+__all__ = ["DECLARED_COLUMNS", "DeclaringWorker"]
+
+
+@dataclass(frozen=True)
+class Total:
+    """Adds up the columns that it reads; what it writes is named by its user."""
+
+    reads: Any
+    writes: Any = ("total",)
+    returned: tuple[str, ...] | None = None
+    """What it returns, where that is another thing than it says."""
+
+    def __call__(self, batch: TensorDict) -> dict[str, torch.Tensor]:
+        """Returns the sum [B] under each name."""
+        wanted = [name.removesuffix("?") for name in self.reads]
+        columns = [batch[name] for name in wanted if name in batch.keys()]  # noqa: SIM118 - it iterates its rows
+        total = sum(columns, torch.zeros(len(batch)))
+        return {name: total.clone() for name in self.returned or self.writes}
+
+
+class DeclaringWorker(Worker):
+    """Knows one column, ``row``; its arguments know others."""
+
+    @register(protocol=DP, reads=("row",), writes=FROM_ARGUMENT)
+    def apply(self, batch: TensorDict, total: Total) -> TensorDict:
+        """What ``total`` makes of the batch."""
+        return TensorDict(total(batch), batch_size=batch.batch_size)
+
+    @register(protocol=ALL_TO_ALL, reads=("row",), writes=FROM_ARGUMENT)
+    def apply_own(self, batch: TensorDict, total: Total) -> TensorDict:
+        """What this rank's ``total`` makes of this rank's batch."""
+        return self.apply(batch, total)
+
+    @register(protocol=DP, returns="metrics", reads=("row",))
+    def list_columns(self, batch: TensorDict, *totals: Total) -> dict[str, tuple[float, float]]:
+        """The columns that arrived."""
+        return {str(name): (1.0, 1.0) for name, _ in batch.items()}
+
+
+def arguments_declare_columns(stage: Stage) -> None:
+    batch = build_batch(7)
+    for given in (batch, stage.two.echo(batch), stage.executor.put(batch)):
+        result = stage.three.apply(given, Total(reads=("x", "row", "nothing?"))).result()
+        require_batch(result, TensorDict({"total": batch["x"] + batch["row"]}, batch_size=[7]))
+        result = stage.three.apply(given, total=Total(reads=["byte"], writes=["a", "b"])).result()
+        require_batch(result, TensorDict(dict.fromkeys(("a", "b"), batch["byte"].float()), batch_size=[7]))
+    total = stage.three.apply(stage.two.echo(batch), Total(reads=("x",)))
+    doubled = stage.two.apply(total.union(stage.two.echo(batch)), Total(reads=("total", "x"), writes=("twice",)))
+    require_batch(doubled.result(), TensorDict({"twice": batch["x"] * 2}, batch_size=[7]))
+
+
+def only_columns_that_are_named_travel(stage: Stage) -> None:
+    batch = build_batch(4)
+    for given in (batch, stage.two.echo(batch)):
+        arrived = stage.two.list_columns(given, Total(reads=("x", "flag?", "nothing?")), Total(reads=("byte",)))
+        require(sorted(arrived.result()), ["byte", "flag", "row", "x"], "columns that arrived")
+        require(sorted(stage.two.list_columns(given).result()), ["row"], "columns without an argument")
+
+
+def each_rank_has_arguments_of_its_own(stage: Stage) -> None:
+    batch = build_batch(3)
+    parts = [stage.three.echo(batch).select(["row", name]) for name in ("x", "byte")]
+    totals = PerRank([Total(reads=("x",), writes=("of_x",)), Total(reads=("byte",), writes=("of_byte",))])
+    own = stage.two.apply_own(PerRank(parts), totals)
+    for name, result in zip(("x", "byte"), own.result(), strict=True):
+        require_batch(result, TensorDict({f"of_{name}": batch[name].float()}, batch_size=[3]))
+    again = stage.solo.apply(own.items[0].union(parts[0]), Total(reads=("of_x",))).result()
+    require_batch(again, TensorDict({"total": batch["x"]}, batch_size=[3]))
+
+
+def a_declared_column_that_nobody_wrote_is_named(stage: Stage) -> None:
+    total = Total(reads=("nothing", "x", "never"))
+    start = "solo.apply: Total reads never, nothing; the batch has "
+    known = stage.two.step(build_batch(4)).union(stage.two.apply(build_batch(4), Total(reads=("x",), writes=("row",))))
+    stage.executor.trace.drain()
+    for given in (known, build_batch(4).select("row", "x")):
+        error = str(require_raises(BatchError, partial(stage.solo.apply, given, total)))
+        require(error.startswith(start), True, f"names method, class, column and what there is: {error}")
+        require(" row," in error, True, f"names the columns that are there: {error}")
+    require([span for span in stage.executor.trace.drain() if span.role == "solo"], [], "spans of refused calls")
+    error = str(require_raises(BatchError, stage.solo.apply(stage.two.echo(build_batch(4)), total).result))
+    require(error.startswith(start), True, f"names them where the columns were unknown before: {error}")
+    require("made by two.echo" in error, True, f"names what made the batch: {error}")
+
+
+def results_are_held_to_what_arguments_declare(stage: Stage) -> None:
+    wrong = stage.two.apply(build_batch(4), Total(reads=(), returned=("other",)))
+    error = str(require_raises(BatchError, wrong.result))
+    require("two.apply got Total.writes=['total'] and returned the columns ['other']" in error, True, error)
+
+
+def declarations_that_are_no_column_names_are_refused(stage: Stage) -> None:
+    for total, message in (
+        (Total(reads="x"), "two.apply: Total.reads='x' is one string: give a list of column names, ['x']"),
+        (Total(reads=(1, 2)), "two.apply: Total.reads=(1, 2): give a list of column names"),
+        (Total(reads=None), "two.apply: Total.reads=None: give a tuple of column names"),
+        (Total(reads=(), writes=("a?",)), "two.apply: Total.writes=('a?',): 'a?' ends in ?, which"),
+        (Total(reads=(), writes=()), "two.apply: Total.writes=() names no column"),
+        (object(), "two.apply returns the columns that an argument declares, and no argument declares `writes`"),
+    ):
+        error = str(require_raises(ProtocolError, partial(stage.two.apply, build_batch(4), total)))
+        require(error.startswith(message), True, error)
+
+
+DECLARED_COLUMNS: tuple[Callable[[Stage], None], ...] = (
+    arguments_declare_columns,
+    only_columns_that_are_named_travel,
+    each_rank_has_arguments_of_its_own,
+    a_declared_column_that_nobody_wrote_is_named,
+    results_are_held_to_what_arguments_declare,
+    declarations_that_are_no_column_names_are_refused,
+)
+"""The checks of this module."""
