@@ -14,9 +14,9 @@ from hf_protocols import ONE_TO_ALL, register
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from hf_algorithms.losses import Loss
     from hf_algorithms.workers._setup import RoleSetup
     from hf_engine import TrainBackend
-    from hf_engine.backends import LossFunction
 
 __all__ = ["SEQUENCE", "Metrics", "ModelWorker", "on_device"]
 
@@ -117,10 +117,15 @@ class ModelWorker(Worker):
         if self._offload:
             self._train.offload(weights=True)
 
-    def _update(self, batch: TensorDict, loss: LossFunction, *, temperature: float = 1.0) -> Metrics:
-        """One optimizer step; the loss is a mean over the trained tokens of all ranks. Without any there is no step."""
-        (tokens,) = self._train.sum_over_data([float(pad_rows(batch["response_mask"]).sum())])
-        if not tokens:
+    def _update(self, batch: TensorDict, loss: Loss, *, temperature: float = 1.0) -> Metrics:
+        """One optimizer step on the loss of all ranks' rows. Without a trained token there is no step."""
+        tokens, count = self._train.sum_over_data(
+            [
+                float(pad_rows(batch["response_mask"]).sum()),
+                loss.count({str(name): batch[name] for name, _ in batch.items()}),
+            ]
+        )
+        if not tokens or not count:
             return {f"{self.context.role}/skipped_steps": (1.0, 1.0)}
-        metrics = self._train.train_step(batch, loss, tokens, temperature=temperature)
+        metrics = self._train.train_step(batch, loss, count, temperature=temperature)
         return {name if "/" in name else f"{self.context.role}/{name}": pair for name, pair in metrics.items()}

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
+    from hf_algorithms.losses import Loss
     from hf_algorithms.workers._setup import RoleSetup
     from hf_controller import WorkerContext
     from hf_engine import TrainConfig
-    from hf_engine.backends import LossFunction
 
 __all__ = ["ActorWorker"]
 
@@ -125,12 +125,14 @@ class ActorWorker(ModelWorker):
     @register(
         protocol=THREE_D,
         returns="metrics",
-        reads=(*SEQUENCE, "old_logprobs?", "ref_logprobs?", "advantages?", "weight_version?"),
+        reads=(*SEQUENCE, "weight_version?"),
         kind="training",
     )
     @on_device
-    def update_actor(self, batch: TensorDict, loss: LossFunction, *, temperature: float = 1.0) -> Metrics:
-        """One optimizer step on ``loss``; none, and ``actor/skipped_steps``, where no rank has a trained token.
+    def update_actor(self, batch: TensorDict, loss: Loss, *, temperature: float = 1.0) -> Metrics:
+        """One optimizer step on `loss`, which names the columns it reads.
+
+        There is no step, and `actor/skipped_steps` is reported, where no rank has a trained token.
 
         The first step after a generation reports ``actor/weights_unchanged``: on how many ranks the weights were those
         of the generation before, although a step with a gradient and a learning rate above zero lay in between.

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
 
 from hf_algorithms.jagged import pad_rows, unpad_rows
 from hf_algorithms.workers._model import Metrics
 from hf_controller import Worker
-from hf_protocols import RANK_ZERO, register
+from hf_protocols import FROM_ARGUMENT, RANK_ZERO, BatchError, register
+from hf_protocols.arguments import describe_names
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-__all__ = ["AdvantageWorker"]
+__all__ = ["AdvantageWorker", "Estimator"]
 
-Estimator = Callable[[Mapping[str, "torch.Tensor"]], dict[str, "torch.Tensor"]]
+TRUNCATED = 1
+"""`finish_reason` of a response that was cut by its length."""
+
+
+class Estimator(Protocol):
+    """A frozen object that travels with a call, and computes columns of a whole batch."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns that it needs; one whose name ends in `?` may be absent."""
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Columns that it returns."""
+
+    def __call__(self, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the columns of `writes`, [B, T], 0 where `response_mask` is False."""
 
 
 class AdvantageWorker(Worker):
@@ -24,27 +41,64 @@ class AdvantageWorker(Worker):
 
     needs_process_group = False
 
-    @register(
-        protocol=RANK_ZERO,
-        reads=("response_mask", "scores", "old_logprobs", "ref_logprobs?", "values?"),
-        writes=("advantages", "returns"),
-    )
+    @register(protocol=RANK_ZERO, reads=("response_mask",), writes=FROM_ARGUMENT)
     def compute_advantages(self, batch: TensorDict, estimator: Estimator) -> TensorDict:
-        """What ``estimator`` makes of the padded columns: ``advantages`` and ``returns``, jagged [B, T]."""
+        """Returns the columns that `estimator.writes` names, computed from those that `estimator.reads` names.
+
+        The estimator gets padded columns [B, T], or [B] where a column has one value a row. The result is jagged.
+
+        Raises:
+            BatchError: if the estimator returns other columns than it declares.
+        """
         from tensordict import TensorDict
 
         padded = {str(name): pad_rows(batch[name]) for name, _ in batch.items()}
         padded["response_mask"] = padded["response_mask"].bool()
-        columns = {name: unpad_rows(value, batch["response_mask"]) for name, value in estimator(padded).items()}
+        found = estimator(padded)
+        if set(found) != set(estimator.writes):
+            raise BatchError(
+                f"estimator {type(estimator).__name__}: it returned {describe_names(sorted(found))} and declares "
+                f"{describe_names(sorted(estimator.writes))}. Return what writes names"
+            )
+        columns = {name: unpad_rows(value, batch["response_mask"]) for name, value in found.items()}
         return TensorDict(columns, batch_size=batch.batch_size)
+
+    @register(protocol=RANK_ZERO, reads=("response_mask", "group_id"), writes=("group_tokens",))
+    def count_group_tokens(self, batch: TensorDict) -> TensorDict:
+        """Returns `group_tokens` float64 [B]: the trained tokens of each row's whole group."""
+        from tensordict import TensorDict
+
+        from hf_algorithms.losses import count_group_tokens
+
+        tokens = count_group_tokens(pad_rows(batch["response_mask"]).bool(), batch["group_id"])
+        return TensorDict({"group_tokens": tokens}, batch_size=batch.batch_size)
+
+    @register(protocol=RANK_ZERO, returns="object", reads=("scores", "group_id"))
+    def select_groups(self, batch: TensorDict) -> list[int]:
+        """Returns the ids of the groups whose scores differ, ascending; see `hf_algorithms.advantages.filters`."""
+        from hf_algorithms.advantages import select_groups
+
+        kept: list[int] = select_groups(batch["scores"], batch["group_id"]).tolist()
+        return kept
 
     @register(
         protocol=RANK_ZERO,
         returns="metrics",
-        reads=("response_mask", "scores", "old_logprobs", "ref_logprobs", "rollout_logprobs"),
+        reads=(
+            "response_mask",
+            "scores",
+            "group_id?",
+            "finish_reason?",
+            "old_logprobs?",
+            "ref_logprobs?",
+            "rollout_logprobs?",
+        ),
     )
     def compute_metrics(self, batch: TensorDict, *, compares_sampler: bool = True) -> Metrics:
         """Means over responses: score, divergence from the reference, tokens; and the sampler's mismatch.
+
+        What needs a column that is absent is left out. `response/truncated` is the share of responses that were cut by
+        their length; for scores and groups see `hf_algorithms.advantages.compute_score_metrics`.
 
         ``kl/k1``, ``kl/k2`` and ``kl/k3`` estimate the KL to the reference in nats per trained token (see
         `estimate_kl`); ``kl_sequence/k1`` and ``kl_sequence/k3`` are sums over the trained tokens of a response.
@@ -55,25 +109,25 @@ class AdvantageWorker(Worker):
         were taken as old ones: then there is nothing to compare before the update. Means over tokens are left out where
         there is no trained token.
         """
+        from hf_algorithms.advantages import compute_score_metrics
         from hf_algorithms.kl import estimate_kl
         from hf_algorithms.losses import GAP_BOUND
 
         rows = float(len(batch))
         mask = pad_rows(batch["response_mask"]).bool()
-        old, reference, sampled = (
-            pad_rows(batch[name])[mask] for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")
-        )
-        tokens = float(len(old))
-        sums = {name: float(each.sum()) for name, each in estimate_kl(old, reference).items()}
-        metrics = {
-            "reward/mean": (float(batch["scores"].sum()), rows),
-            "response/tokens": (tokens, rows),
-            **{f"kl_sequence/{name}": (sums[name], rows) for name in ("k1", "k3")},
-        }
-        if not tokens:
-            return metrics
-        metrics |= {f"kl/{name}": (each, tokens) for name, each in sums.items()}
-        if compares_sampler:
+        names = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
+        old, reference, sampled = (pad_rows(batch[name])[mask] if name in batch else None for name in names)
+        tokens = float(mask.sum())
+        metrics: Metrics = {"response/tokens": (tokens, rows)}
+        metrics |= compute_score_metrics({name: batch[name] for name in ("scores", "group_id") if name in batch})
+        if "finish_reason" in batch:
+            metrics["response/truncated"] = (float((batch["finish_reason"] == TRUNCATED).sum()), rows)
+        if old is not None and reference is not None:
+            sums = {name: float(each.sum()) for name, each in estimate_kl(old, reference).items()}
+            metrics |= {f"kl_sequence/{name}": (sums[name], rows) for name in ("k1", "k3")}
+            if tokens:
+                metrics |= {f"kl/{name}": (each, tokens) for name, each in sums.items()}
+        if compares_sampler and tokens and old is not None and sampled is not None:
             gaps = (sampled - old).abs()
             metrics["rollout/logprob_gap"] = (float(gaps.sum()), tokens)
             metrics["rollout/logprob_gap_max"] = (float(gaps.max()), 1.0)

@@ -10,7 +10,7 @@ from hf_protocols import THREE_D, register
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from hf_engine.backends import LossFunction
+    from hf_algorithms.losses import Loss
 
 __all__ = ["CriticWorker"]
 
@@ -27,8 +27,8 @@ class CriticWorker(ModelWorker):
         """``values``, jagged [B, T]: the value before each response token was drawn."""
         return self._train.compute_values(batch)
 
-    @register(protocol=THREE_D, returns="metrics", reads=(*SEQUENCE, "values", "returns"), kind="training")
+    @register(protocol=THREE_D, returns="metrics", reads=SEQUENCE, kind="training")
     @on_device
-    def update_critic(self, batch: TensorDict, loss: LossFunction) -> Metrics:
+    def update_critic(self, batch: TensorDict, loss: Loss) -> Metrics:
         """One optimizer step on ``loss``."""
         return self._update(batch, loss)
