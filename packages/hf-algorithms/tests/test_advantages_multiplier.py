@@ -89,7 +89,7 @@ def test_bandit_reaches_its_fixed_point(
 def test_a_loose_constraint_leaves_the_policy_alone() -> None:
     beta, cost = 0.5, 0.6986
     multiplier = Multiplier(space="projected", window=1, limit=0.8)
-    found, state = ascend_bandit(multiplier, beta, rounds=150, rate=4.0)
+    found, state = ascend_bandit(multiplier, beta, rounds=300, rate=4.0)
     assert state["value"] == 0.0
     np.testing.assert_allclose(found, best_policy(0.0, beta), atol=1e-6)
     assert float(found @ COSTS) == pytest.approx(cost, abs=5.1e-5)
