@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 
 from hf_algorithms.kl import estimate_kl
-from hf_algorithms.losses import Clip, PolicyLoss, SupervisedLoss, ValueLoss
+from hf_algorithms.losses import (
+    DPPOTV,
+    Aggregation,
+    Clip,
+    Correction,
+    KLTerm,
+    PolicyLoss,
+    PreferenceLoss,
+    SupervisedLoss,
+    ValueLoss,
+)
 
 MASK = torch.tensor([[True, True, True], [True, False, False]])
 
@@ -178,3 +190,38 @@ def test_losses_take_masks_of_numbers(dtype: torch.dtype) -> None:
         wanted, _ = loss(outputs, {**columns, "response_mask": MASK})
         found, _ = loss(outputs, {**columns, "response_mask": MASK.to(dtype)})
         torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        PolicyLoss(
+            surrogate=DPPOTV(),
+            aggregation=Aggregation(mode="prompt-mean", overlong_filter=True),
+            correction=Correction(kind="sequence_mask", high=9.0),
+            kl=KLTerm(coefficient=0.1),
+        ),
+        ValueLoss(clip=0.1, aggregation=Aggregation(mode="constant", constant=3)),
+        SupervisedLoss(),
+        PreferenceLoss(),
+    ],
+)
+def test_losses_travel_and_take_what_an_engine_gives(loss: Any) -> None:
+    """A copy from a pickle, called with TensorDicts of exactly the columns that the loss reads, in float32."""
+    copy = pickle.loads(pickle.dumps(loss))
+    assert copy == loss
+    names = [name.removesuffix("?") for name in loss.reads]
+    columns = random_columns(*names, seed=3) | {"response_mask": MASK}
+    of_rows = {"group_tokens": torch.tensor([3.0, 1.0]), "finish_reason": torch.tensor([0, 1])}
+    of_rows |= {"preference": torch.tensor([1.0, -1.0]), "partner_logratio": torch.zeros(2)}
+    columns |= {name: column for name, column in of_rows.items() if name in names}
+    outputs = {name: column.requires_grad_() for name, column in random_columns("logprobs", "values", seed=4).items()}
+    wanted, wanted_metrics = loss(outputs, columns)
+    batch = TensorDict(columns, batch_size=[2])
+    found, metrics = copy(TensorDict(outputs, batch_size=[2]), batch)
+    found.backward()
+    assert metrics == wanted_metrics
+    assert float(found.detach()) == float(wanted.detach())
+    assert found.dtype == torch.float32
+    assert copy.count(batch) == loss.count(columns) > 0
+    assert all(type(number) is float for pair in metrics.values() for number in pair)

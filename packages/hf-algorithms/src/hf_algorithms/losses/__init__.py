@@ -13,6 +13,7 @@ from hf_algorithms.losses._correction import Correction
 from hf_algorithms.losses._kl_term import KLTerm
 from hf_algorithms.losses._loss import Loss
 from hf_algorithms.losses._policy import GAP_BOUND, PolicyLoss
+from hf_algorithms.losses._preference import PreferenceLoss, label_pairs
 from hf_algorithms.losses._supervised import SupervisedLoss
 from hf_algorithms.losses._surrogates import (
     CISPO,
@@ -40,6 +41,7 @@ __all__ = [
     "KLTerm",
     "Loss",
     "PolicyLoss",
+    "PreferenceLoss",
     "Reinforce",
     "SequenceClip",
     "SequenceProductClip",
@@ -49,4 +51,5 @@ __all__ = [
     "ValueLoss",
     "compute_explained_variance",
     "count_group_tokens",
+    "label_pairs",
 ]
