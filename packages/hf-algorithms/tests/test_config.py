@@ -267,7 +267,7 @@ def test_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:
     [
         ("run.itertions", "run.iterations"),
         ("rollout.learning_rate", "warm_start.learning_rate"),
-        ("algorithm.clip_rang", "algorithm.clip_range"),
+        ("algorithm.clip_hig", "algorithm.clip_high"),
         ("rolout", "rollout"),
         ("seed", "run.seed"),
         ("RUN", "run"),
@@ -287,7 +287,7 @@ def test_an_unknown_key_names_the_nearest_known_one(key: str, nearest: str) -> N
         ("run.resume", r"unknown key 'run.resume'. \[run\] has output_dir, seed, iterations, eval_every, executor$"),
         (
             "algorithm.lr",
-            r"unknown key 'algorithm.lr'. \[algorithm\] has name, recipe, epochs, mini_batches, kl_coefficient, ",
+            r"unknown key 'algorithm.lr'. \[algorithm\] has name, recipe, epochs, mini_batches, old_loppoobs, ",
         ),
         ("wandb", r"unknown key 'wandb'. The sections are run, data, model, "),
     ],
@@ -328,8 +328,8 @@ def test_a_key_far_from_all_gets_no_misleading_hint(key: str, says: str) -> None
         ({**MINIMAL, "optimizer": {"betas": 0.5}}, r"^optimizer\.betas = 0\.5: must be a list$"),
         ({**MINIMAL, "model": {"path": 3}}, r"^model\.path = 3: must be a string, in quotes$"),
         (
-            {**MINIMAL, "algorithm": {"name": "grpo"}},
-            r"^algorithm\.name = 'grpo': there is no such algorithm\. Choose one of ppo",
+            {**MINIMAL, "algorithm": {"name": "ppoo"}},
+            r"^algorithm\.name = 'ppoo': there is no such algorithm\. did you mean 'ppo'",
         ),
         ({**MINIMAL, "x" * 10_000: 1}, r"^unknown key 'x{76}\.\.\."),
     ],
@@ -379,7 +379,7 @@ def test_written_config_with_a_model_path_reads_back() -> None:
         ('run.seed="1"', "run.seed = '1': must be a whole number"),
         ("run.iterations=1.0", "run.iterations = 1.0: must be a whole number"),
         ("optimizer.betas=[0.9, 1]", "optimizer.betas.1 = 1: must be below 1.0"),
-        ("algorithm.clip_range=1e300", "algorithm.clip_range = 1e+300: must be at most 1000000"),
+        ("algorithm.clip_low=1e300", "algorithm.clip_low = 1e+300: must be at most 1000000"),
         ("algorithm.kl_coefficient=1e39", "algorithm.kl_coefficient = 1e+39: must be at most 1000000"),
         ("optimizer.actor_learning_rate=1e39", "optimizer.actor_learning_rate = 1e+39: must be at most 1e+30"),
         ("cluster.machines=9007199254740992", "cluster.machines = 9007199254740992: must be at most 65536"),

@@ -95,7 +95,7 @@ def test_value_loss_takes_the_worse_of_clipped_and_unclipped() -> None:
     clipped = np.clip(values, old - 0.2, old + 0.2)
     expected = 0.5 * np.maximum((values - returns) ** 2, (clipped - returns) ** 2).sum()
     np.testing.assert_allclose(float(loss), expected, rtol=1e-5)
-    np.testing.assert_allclose(metrics["critic/squared_error"][0], ((values - returns) ** 2).sum(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["squared_error"][0], ((values - returns) ** 2).sum(), rtol=1e-5)
 
 
 def test_supervised_loss_is_the_cross_entropy_of_the_response() -> None:

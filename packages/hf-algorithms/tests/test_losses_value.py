@@ -34,7 +34,7 @@ def test_value_loss_follows_its_formula(clip: float | None, mode: str) -> None:
             squared = max(squared, (min(max(v, old - clip), old + clip) - g) ** 2)
         wanted += 0.5 * squared / (mask[i].sum() if mode == "seq-mean-token-mean" else 1)
     assert float(found) == pytest.approx(wanted, rel=1e-12)
-    assert metrics["critic/value_loss"] == (float(found), loss.count(batch))
+    assert metrics["value_loss"] == (float(found), loss.count(batch))
     assert ("values" in loss.reads) == (clip is not None)
 
 

@@ -61,6 +61,7 @@ class Sampling:
     n = 2
     temperature = 1.0
     step = 3
+    max_new_tokens = 8
 
 
 def build_context() -> StepContext:
@@ -68,7 +69,14 @@ def build_context() -> StepContext:
         raise AssertionError("the step draws no more rows")
 
     sampling: Any = Sampling()
-    return StepContext(sampling=sampling, iteration=3, state={}, draw_prompts=refuse, draw_pretraining=refuse)
+    return StepContext(
+        sampling=sampling,
+        iteration=3,
+        state={},
+        draw_prompts=refuse,
+        draw_pretraining=refuse,
+        count_prompts_left=lambda: 0,
+    )
 
 
 def record(config: PPOConfig, num_prompts: int) -> list[tuple[str, str, int]]:

@@ -96,6 +96,7 @@ def build_tracing_context(executor: TracingExecutor, sampling: SamplingParams) -
         state={},
         draw_prompts=lambda num_prompts: executor.put_columns(PROMPT_COLUMNS, num_prompts),
         draw_pretraining=lambda num_rows: executor.put_columns((*PROMPT_COLUMNS, *_RESPONSE), num_rows),
+        count_prompts_left=lambda: 0,
     )
 
 
@@ -138,6 +139,8 @@ def _name_columns(nodes: Sequence[_Node], prompts: Sequence[str]) -> dict[_Colum
     for node in nodes:
         for name, columns in node.origins.items():
             for column in columns:
+                if column[0] is None:  # of a batch that the step was given beside its prompts
+                    names.setdefault(column, column[1])
                 aliases.setdefault(column, []).append(name)
     taken = set(prompts)
     for node in nodes:

@@ -106,6 +106,13 @@ def read_role_model(
     """
     files = _read_given(path, backends, label=label, on_cpu=on_cpu)
     _check_vocabulary(main.tokenizer, files, label=label)
+    if any((files.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        own = load_tokenizer(str(files.path), label=label)
+        if own.get_vocab() != main.tokenizer.get_vocab():
+            raise ModelError(
+                f"{label}: its tokenizer has another vocabulary than the run's. All roles read the same token ids. "
+                "Give a model of the same tokenizer"
+            )
     found = _find(path)
     return replace(main, path=found, shape=replace(files.require_shape(), name=Path(found).name))
 

@@ -72,6 +72,17 @@ def check_batches(config: Config) -> None:
             f"algorithm.mini_batches = {algorithm.mini_batches} must divide rollout.batch_size * "
             f"rollout.samples_per_prompt = {samples}. Change one of the three"
         )
+    each = rollout.samples_per_prompt
+    compares = getattr(algorithm, "group_of_one", "error") == "error"
+    if compares and each < algorithm.least_samples:
+        problems.append(
+            f"rollout.samples_per_prompt = {each}: {algorithm.name} compares the responses to one prompt and needs at "
+            f"least {algorithm.least_samples}. Raise it"
+        )
+    if algorithm.most_samples is not None and each > algorithm.most_samples:
+        problems.append(
+            f"rollout.samples_per_prompt = {each}: {algorithm.name} takes at most {algorithm.most_samples}. Lower it"
+        )
     if warm_start.max_steps and warm_start.stop_at is not None and warm_start.stop_at > warm_start.fail_above:
         problems.append(
             f"warm_start.stop_at = {warm_start.stop_at} is above warm_start.fail_above = {warm_start.fail_above}: "

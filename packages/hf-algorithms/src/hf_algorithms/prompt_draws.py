@@ -36,6 +36,11 @@ class PromptDraws:
         """The prompts that the iteration begins with; see `PromptDataset.prompts`."""
         return self._number(self._rows, self._epochs)
 
+    @property
+    def num_left(self) -> int:
+        """Rows that the iteration has not drawn yet."""
+        return len(self._data) - len(set(self._rows))
+
     def more(self, num_prompts: int) -> TensorDict:
         """Prompts of rows that the iteration has not drawn yet.
 

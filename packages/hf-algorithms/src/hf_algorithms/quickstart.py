@@ -56,7 +56,7 @@ def prepare_quickstart(
             "data": {"train": str(files.train), "validation": str(files.validation), "test": str(files.test)},
             "model": {"tokenizer": "characters", "max_positions": 16},
             "warm_start": {"max_steps": 1000, "learning_rate": 1e-3, "stop_at": 0.35, "fail_above": 0.5},
-            "algorithm": {"name": "ppo", "kl_coefficient": 0.02, "gamma": 1.0, "gae_lambda": 0.95, "clip_range": 0.2},
+            "algorithm": {"name": "ppo", "kl_coefficient": 0.02, "gamma": 1.0, "gae_lambda": 0.95, "clip_low": 0.2},
             "optimizer": {"actor_learning_rate": 5e-5, "critic_learning_rate": 1e-3, "warmup_steps": 20},
             "rollout": {"backend": rollout, "batch_size": 128, "max_new_tokens": 5},
             "training": {"shard": "root"},

@@ -24,6 +24,11 @@ class Roles:
     def __init__(self, groups: Mapping[str, WorkerGroup]) -> None:
         self._groups = dict(groups)
 
+    @property
+    def groups(self) -> Mapping[str, WorkerGroup]:
+        """The worker groups by role."""
+        return dict(self._groups)
+
     def having(self, method: str) -> WorkerGroup:
         """Returns the first group whose worker registers this method.
 

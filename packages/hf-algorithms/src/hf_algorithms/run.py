@@ -170,9 +170,10 @@ class _Run:
         warm = self._export("warm_model")
         policy = self._roles.having("generate_sequences").role
         start = self._inputs.models[policy].path
-        for role, model in self._inputs.models.items():
-            if model.path == start:
-                getattr(self._roles, role).load_model(str(warm)).result()
+        for role, group in self._roles.groups.items():
+            model = self._inputs.models.get(role)
+            if model is not None and model.path == start:
+                group.load_model(str(warm)).result()
 
     def _iterate(self, iteration: int) -> None:
         """One step of the recipe, its metrics, and an evaluation every now and then."""
@@ -185,19 +186,20 @@ class _Run:
             iteration=iteration,
             state=self._state,
             draw_prompts=lambda num_prompts: self._executor.put(draws.more(num_prompts)),
+            count_prompts_left=lambda: draws.num_left,
             draw_pretraining=lambda num_rows: self._executor.put(
                 draws.pretraining(num_rows, max_response_tokens=config.rollout.max_new_tokens)
             ),
         )
         with self._executor.trace.label(iteration=iteration):
             futures = config.recipe.step(self._roles, prompts, config.algorithm, context)
-            metrics = _average([future.result() for future in futures])
+            metrics = _average([each if isinstance(each, Mapping) else each.result() for each in futures])
         elapsed_s = time.perf_counter() - start_s
         if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
             metrics[f"eval/validation/{self._metric}"] = self._evaluate_validation()
             self._commit_model(iteration)
         samples = config.rollout.batch_size * config.rollout.samples_per_prompt
-        tokens = samples * metrics["response/tokens"]
+        tokens = samples * metrics.get("response/tokens", 0.0)
         self._busy_s += elapsed_s
         self._num_tokens += tokens
         metrics["perf/samples_per_s"] = samples / elapsed_s
@@ -274,4 +276,16 @@ def _build_executor(config: Config, plan: MappingPlan) -> Executor:
 def _average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Mean of every metric over the calls that reported it, of a `_max` the largest; names sorted."""
     merged = merge_metrics({name: (value, 1.0) for name, value in part.items()} for part in parts)
-    return {name: value / count for name, (value, count) in sorted(merged.items())}
+    return dict(sorted(_explain_variance({name: value / count for name, (value, count) in merged.items()}).items()))
+
+
+def _explain_variance(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics with the explained variance of every critic in place of the moments that it is formed of."""
+    from hf_algorithms.losses import VALUE_MOMENTS, compute_explained_variance
+
+    roles = [name.removesuffix(f"/{VALUE_MOMENTS[0]}") for name in metrics if name.endswith(f"/{VALUE_MOMENTS[0]}")]
+    for role in roles:
+        found = compute_explained_variance({moment: metrics.pop(f"{role}/{moment}") for moment in VALUE_MOMENTS})
+        if found is not None:
+            metrics[f"{role}/explained_variance"] = found
+    return metrics

@@ -12,7 +12,9 @@ from hf_protocols.errors import BatchError, ConfigError
 
 __all__ = ["check_bound", "check_choice", "check_ddof", "check_finite", "check_share", "read_columns", "split_groups"]
 
-_PER_TOKEN = frozenset({"response_mask", "old_logprobs", "ref_logprobs", "rollout_logprobs", "values", "cost_values"})
+_PER_TOKEN = frozenset(
+    {"response_mask", "old_logprobs", "ref_logprobs", "teacher_logprobs", "rollout_logprobs", "values", "cost_values"}
+)
 _WHOLE_NUMBERS = frozenset({"group_id", "finish_reason"})
 
 

@@ -6,6 +6,7 @@ from hf_algorithms.config._reading import config_keys, format_toml, load_config,
 from hf_algorithms.config._sections import (
     ClusterConfig,
     Config,
+    CostConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
@@ -20,6 +21,7 @@ from hf_algorithms.config._sections import (
 __all__ = [
     "ClusterConfig",
     "Config",
+    "CostConfig",
     "DataConfig",
     "ModelConfig",
     "OptimizerConfig",

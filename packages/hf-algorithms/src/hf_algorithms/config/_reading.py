@@ -63,7 +63,7 @@ def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = ()) ->
         raise ConfigError("\n".join(map(describe_problem, error.errors()))) from None
     if config.algorithm.recipe is not None:
         config._own_recipe = recipe
-    _check_roles(config)
+    _check_meaning(config)
     return config
 
 
@@ -118,17 +118,37 @@ def _check_role_names(section: object, recipe: Recipe) -> None:
             raise ConfigError(f"[roles.{shorten(str(name))}]: {error}") from None
 
 
-def _check_roles(config: Config) -> None:
-    """Refuse overrides that their role cannot have."""
-    problems: list[str] = []
+def _check_meaning(config: Config) -> None:
+    """Refuse keys that contradict one another, overrides that their role cannot have, and keys that are missing."""
+    name = show(config.algorithm.name)
+    problems = [
+        *config.algorithm.find_contradictions(),
+        *_find_overrides_without_model(config),
+        *(
+            f"{key} is missing: algorithm.name = {name} needs it"
+            for key in config.algorithm.needs_keys
+            if _value_of(config, key) is None
+        ),
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _find_overrides_without_model(config: Config) -> Iterator[str]:
     for name, overrides in config.roles.items():
         if not config.recipe.role(name).has_model:
-            problems += (
+            yield from (
                 f"roles.{name}.{key}: the role {name} of {config.recipe.name} holds no model. Remove the key"
                 for key in overrides.model_fields_set
             )
-    if problems:
-        raise ConfigError("\n".join(problems))
+
+
+def _value_of(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    if section == "roles":
+        role, _, name = name.partition(".")
+        return getattr(config.role(role), name)
+    return getattr(getattr(config, section), name)
 
 
 def format_toml(config: Config) -> str:

@@ -24,6 +24,7 @@ from hf_protocols.paths import expand_path
 __all__ = [
     "ClusterConfig",
     "Config",
+    "CostConfig",
     "DataConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -196,6 +197,13 @@ class RewardConfig(_Section):
     """What evaluation counts: 1 for a right response, 0 for another."""
 
 
+class CostConfig(_Section):
+    """`[cost]`: what a constrained algorithm keeps below a limit."""
+
+    function: str | None = None
+    """Python function `module:function` like a reward's; above 0 for what is unwanted."""
+
+
 class TrainingConfig(_Section):
     """``[training]``: the backend of actor, critic and reference."""
 
@@ -247,6 +255,7 @@ class Config(_Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    cost: CostConfig = CostConfig()
     training: TrainingConfig = TrainingConfig()
     cluster: ClusterConfig = ClusterConfig()
 

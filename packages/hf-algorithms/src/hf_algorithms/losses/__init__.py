@@ -13,7 +13,7 @@ from hf_algorithms.losses._correction import Correction
 from hf_algorithms.losses._kl_term import KLTerm
 from hf_algorithms.losses._loss import Loss
 from hf_algorithms.losses._policy import GAP_BOUND, PolicyLoss
-from hf_algorithms.losses._preference import PreferenceLoss, label_pairs
+from hf_algorithms.losses._preference import PreferenceLoss, PreferencePairs, label_pairs
 from hf_algorithms.losses._supervised import SupervisedLoss
 from hf_algorithms.losses._surrogates import (
     CISPO,
@@ -27,7 +27,7 @@ from hf_algorithms.losses._surrogates import (
     Surrogate,
     Tokens,
 )
-from hf_algorithms.losses._value import ValueLoss, compute_explained_variance
+from hf_algorithms.losses._value import VALUE_MOMENTS, ValueLoss, compute_explained_variance
 
 __all__ = [
     "CISPO",
@@ -35,6 +35,7 @@ __all__ = [
     "GAP_BOUND",
     "GMPO",
     "SAPO",
+    "VALUE_MOMENTS",
     "Aggregation",
     "Clip",
     "Correction",
@@ -42,6 +43,7 @@ __all__ = [
     "Loss",
     "PolicyLoss",
     "PreferenceLoss",
+    "PreferencePairs",
     "Reinforce",
     "SequenceClip",
     "SequenceProductClip",

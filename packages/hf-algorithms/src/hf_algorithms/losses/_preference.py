@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -13,7 +13,7 @@ from hf_algorithms.losses._loss import Metrics
 from hf_protocols import BatchError, ConfigError
 from hf_protocols.arguments import check_number, show
 
-__all__ = ["PreferenceLoss", "label_pairs"]
+__all__ = ["PreferenceLoss", "PreferencePairs", "label_pairs"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,18 @@ class PreferenceLoss:
             moved = (logprobs.detach() - micro_batch["old_logprobs"].masked_fill(~mask, 0.0)).sum(1).abs()
             metrics["preference/stale_max"] = (float(moved[is_paired].max()), 1.0) if rows else (0.0, 0.0)
         return loss, metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferencePairs:
+    """`label_pairs` as an estimator: what `compute_advantages` of the advantage worker takes."""
+
+    reads: ClassVar[tuple[str, ...]] = ("response_mask", "scores", "group_id", "old_logprobs", "ref_logprobs")
+    writes: ClassVar[tuple[str, ...]] = ("preference", "partner_logratio")
+
+    def __call__(self, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the columns of `label_pairs`."""
+        return label_pairs(columns)
 
 
 def label_pairs(columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

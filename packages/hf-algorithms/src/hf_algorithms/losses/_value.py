@@ -13,7 +13,10 @@ from hf_algorithms.losses._loss import Metrics
 from hf_protocols import ConfigError
 from hf_protocols.arguments import check_number
 
-__all__ = ["ValueLoss", "compute_explained_variance"]
+__all__ = ["VALUE_MOMENTS", "ValueLoss", "compute_explained_variance"]
+
+VALUE_MOMENTS = ("returns_mean", "returns_square", "error_mean", "squared_error")
+"""Metrics of `ValueLoss` that `compute_explained_variance` reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +48,9 @@ class ValueLoss:
     def __call__(
         self, outputs: Mapping[str, torch.Tensor], micro_batch: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, Metrics]:
-        """Returns the weighted sum of the token losses and metrics.
+        """Returns the weighted sum of the token losses and metrics; the worker puts the role's name before theirs.
 
-        `critic/value_loss` is aggregated. The moments `critic/returns_mean`, `critic/returns_square`,
-        `critic/error_mean` and `critic/squared_error` are of G and G - V over trained tokens, of the values before the
+        `value_loss` is aggregated. `VALUE_MOMENTS` are of G and G - V over trained tokens, of the values before the
         step. `compute_explained_variance` needs all four, reduced over micro-batches and ranks.
 
         Args:
@@ -70,17 +72,17 @@ class ValueLoss:
             wanted = returns[mask].double()
             error = wanted - values[mask].double()
             metrics = {
-                "critic/value_loss": (float(loss), self.aggregation.count(micro_batch)),
-                "critic/returns_mean": (float(wanted.sum()), count),
-                "critic/returns_square": (float(wanted.square().sum()), count),
-                "critic/error_mean": (float(error.sum()), count),
-                "critic/squared_error": (float(error.square().sum()), count),
+                "value_loss": (float(loss), self.aggregation.count(micro_batch)),
+                "returns_mean": (float(wanted.sum()), count),
+                "returns_square": (float(wanted.square().sum()), count),
+                "error_mean": (float(error.sum()), count),
+                "squared_error": (float(error.square().sum()), count),
             }
         return loss, metrics
 
 
 def compute_explained_variance(metrics: Mapping[str, float]) -> float | None:
-    """Returns `critic/explained_variance`, 1 - Var(G - V) / Var(G) over all trained tokens.
+    """Returns the explained variance, 1 - Var(G - V) / Var(G) over all trained tokens.
 
     A ratio of variances is not a mean over micro-batches, ranks or updates. It is formed once, from the means of the
     moments that `ValueLoss` reports: Var(x) = mean(x^2) - mean(x)^2.
@@ -91,9 +93,9 @@ def compute_explained_variance(metrics: Mapping[str, float]) -> float | None:
     Returns:
         1 for a perfect critic, 0 for one as good as the mean, below 0 for a worse one; None where returns do not vary.
     """
-    returns_square, squared_error = metrics["critic/returns_square"], metrics["critic/squared_error"]
-    variance = returns_square - metrics["critic/returns_mean"] ** 2
+    returns_square, squared_error = metrics["returns_square"], metrics["squared_error"]
+    variance = returns_square - metrics["returns_mean"] ** 2
     # The difference of two equal float64 numbers leaves rounding errors of this size.
     if not math.isfinite(variance) or variance <= 1e-12 * returns_square:
         return None
-    return 1 - (squared_error - metrics["critic/error_mean"] ** 2) / variance
+    return 1 - (squared_error - metrics["error_mean"] ** 2) / variance

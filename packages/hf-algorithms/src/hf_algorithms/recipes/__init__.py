@@ -6,27 +6,95 @@ Your own is a `Recipe` object, which `[algorithm] recipe = "module:RECIPE"` name
 
 from __future__ import annotations
 
-from hf_algorithms.recipes._config import AlgorithmConfig
+from hf_algorithms.recipes._config import (
+    AlgorithmConfig,
+    ClipKeys,
+    CriticKeys,
+    GroupKeys,
+    PolicyConfig,
+    StdKeys,
+    WhitenKeys,
+)
 from hf_algorithms.recipes._load import load_recipe
 from hf_algorithms.recipes._recipe import Recipe, Role, StepContext, mini_batch_rows
-from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, CRITIC, REFERENCE, REWARD
+from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, CRITIC, POLICY_ROLES, REFERENCE, REWARD
+from hf_algorithms.recipes._steps import (
+    add_old_logprobs,
+    add_ref_logprobs,
+    build_clip,
+    generate,
+    generate_scored,
+    train_by_scores,
+    update_policy,
+)
+from hf_algorithms.recipes.cispo import CISPO
+from hf_algorithms.recipes.dapo import DAPO
+from hf_algorithms.recipes.distillation import DISTILLATION
+from hf_algorithms.recipes.dppo_tv import DPPO_TV
+from hf_algorithms.recipes.dr_grpo import DR_GRPO
+from hf_algorithms.recipes.gmpo import GMPO
+from hf_algorithms.recipes.grpo import GRPO
+from hf_algorithms.recipes.gspo import GSPO
+from hf_algorithms.recipes.maxrl import MAXRL
+from hf_algorithms.recipes.online_dpo import ONLINE_DPO
+from hf_algorithms.recipes.opo import OPO
 from hf_algorithms.recipes.ppo import PPO, PPOConfig
+from hf_algorithms.recipes.reinforce_pp import REINFORCE_PP
+from hf_algorithms.recipes.reinforce_pp_baseline import REINFORCE_PP_BASELINE
+from hf_algorithms.recipes.remax import REMAX
+from hf_algorithms.recipes.rloo import RLOO
+from hf_algorithms.recipes.safe_rlhf import SAFE_RLHF
+from hf_algorithms.recipes.sapo import SAPO
 
 __all__ = [
     "ACTOR",
     "ADVANTAGE",
     "CRITIC",
+    "POLICY_ROLES",
     "RECIPES",
     "REFERENCE",
     "REWARD",
     "AlgorithmConfig",
+    "ClipKeys",
+    "CriticKeys",
+    "GroupKeys",
     "PPOConfig",
+    "PolicyConfig",
     "Recipe",
     "Role",
+    "StdKeys",
     "StepContext",
+    "WhitenKeys",
+    "add_old_logprobs",
+    "add_ref_logprobs",
+    "build_clip",
+    "generate",
+    "generate_scored",
     "load_recipe",
     "mini_batch_rows",
+    "train_by_scores",
+    "update_policy",
 ]
 
-RECIPES = {recipe.name: recipe for recipe in (PPO,)}
+_SHIPPED = (
+    PPO,
+    REMAX,
+    SAFE_RLHF,
+    GRPO,
+    DR_GRPO,
+    RLOO,
+    REINFORCE_PP,
+    REINFORCE_PP_BASELINE,
+    DAPO,
+    GSPO,
+    CISPO,
+    SAPO,
+    GMPO,
+    MAXRL,
+    OPO,
+    DPPO_TV,
+    DISTILLATION,
+    ONLINE_DPO,
+)
+RECIPES = {recipe.name: recipe for recipe in _SHIPPED}
 """The shipped recipes by the name that `[algorithm] name` gives."""

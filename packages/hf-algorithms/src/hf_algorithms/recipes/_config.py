@@ -1,25 +1,49 @@
-"""Base of every algorithm's section of the configuration."""
+"""Keys of `[algorithm]`, in groups that recipes put together: an algorithm has those that mean something for it."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["AlgorithmConfig", "Coefficient", "Discount", "Range"]
+__all__ = [
+    "AggregationMode",
+    "AlgorithmConfig",
+    "ClipKeys",
+    "Coefficient",
+    "CriticKeys",
+    "GroupKeys",
+    "LengthKeys",
+    "PolicyConfig",
+    "Range",
+    "RewardKeys",
+    "Share",
+    "StdKeys",
+    "WhitenKeys",
+]
 
 _LARGEST = 1e6
 """More is a mistake, and overflows where it is squared in float32."""
 
 Coefficient = Annotated[float, Field(ge=0, le=_LARGEST)]
 Range = Annotated[float, Field(gt=0, le=_LARGEST)]
-Discount = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "prompt-mean"]
+Degrees = Annotated[int, Field(ge=0, le=1)]
 
 
 class AlgorithmConfig(BaseModel):
     """Keys of `[algorithm]` that every algorithm has; a recipe's own configuration adds to them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    least_samples: ClassVar[int] = 1
+    """Responses to a prompt that the algorithm needs; see `rollout.samples_per_prompt`."""
+    most_samples: ClassVar[int | None] = None
+    """Responses to a prompt that the algorithm takes at most."""
+    needs_keys: ClassVar[tuple[str, ...]] = ()
+    """Keys of other sections that must have a value, such as `roles.teacher.path`."""
 
     name: str
     """A recipe of `RECIPES`, or the name of your own."""
@@ -29,3 +53,165 @@ class AlgorithmConfig(BaseModel):
     """Passes over the batch of one iteration."""
     mini_batches: Annotated[int, Field(ge=1)] = 1
     """Updates per pass; each takes a global, seeded share of the rows."""
+
+    def find_contradictions(self) -> Iterator[str]:
+        """Yields one line for every pair of keys that cannot go together; the first word names a key."""
+        yield from ()
+
+
+class PolicyConfig(AlgorithmConfig):
+    """Keys of algorithms that update a policy: old log-probs, the KL penalty, the correction, the aggregation."""
+
+    old_logprobs: Literal["auto", "current", "recomputed", "sampled"] = "auto"
+    """`current`: from the update itself, exact for one update per iteration. `recomputed`: one more forward pass.
+    `sampled`: those of the rollout backend, and ratios are cut at 2. `auto`: `current` where it is exact and nothing
+    before the update reads them, else `recomputed`.
+    """
+    log_ratio_clamp: Range | None = 20.0
+    """Largest size of the logarithm of a ratio."""
+    kl_coefficient: Coefficient = 0.0
+    """Weight of the divergence from the reference. 0: there is no reference."""
+    kl_place: Literal["reward", "loss", "none"] = "loss"
+    """Where the penalty enters: in the token rewards, or as a term of the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_gradient: Literal["value", "unbiased"] = "unbiased"
+    """`unbiased`: the term in the loss has the gradient of KL(policy || reference), by a score-function weight."""
+    correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
+    """Weights for the difference between the sampler's log-probs and the trainer's."""
+    correction_low: Coefficient | None = None
+    """Smallest weight; by default 0 (`tis`), 0.5 (`icepop`), 0.999 (`sequence_mask`)."""
+    correction_high: Range | None = None
+    """Largest weight; by default 2 (`tis`), 5 (`icepop`), 1.002 (`sequence_mask`)."""
+    aggregation: AggregationMode = "token-mean"
+    """How token losses become one number."""
+    loss_denominator: Range | None = None
+    """Tokens by which `aggregation = "constant"` divides each response's sum."""
+    overlong_filter: bool = False
+    """Trains no token of a response that was cut by its length."""
+
+    @property
+    def penalises_rewards(self) -> bool:
+        """Whether the KL penalty is in the token rewards."""
+        return self.kl_place == "reward" and self.kl_coefficient > 0
+
+    @property
+    def reward_kl_coefficient(self) -> float:
+        """Weight of the KL penalty in the token rewards."""
+        return self.kl_coefficient if self.kl_place == "reward" else 0.0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether some term reads the reference's log-probs."""
+        return self.kl_place != "none" and self.kl_coefficient > 0
+
+    @property
+    def old_source(self) -> Literal["current", "recomputed", "sampled"]:
+        """Where old log-probs come from, with `auto` resolved."""
+        if self.old_logprobs != "auto":
+            return self.old_logprobs
+        one_update = self.epochs * self.mini_batches == 1
+        return "current" if one_update and not self.penalises_rewards else "recomputed"
+
+    def find_contradictions(self) -> Iterator[str]:
+        """Yields one line for every pair of keys that cannot go together."""
+        yield from super().find_contradictions()
+        if self.old_logprobs == "current":
+            for key in ("epochs", "mini_batches"):
+                if (value := getattr(self, key)) > 1:
+                    yield (
+                        f"algorithm.old_logprobs = 'current': with algorithm.{key} = {value} the policy changes "
+                        "between updates. Use 'recomputed'"
+                    )
+            if self.penalises_rewards:
+                yield (
+                    "algorithm.old_logprobs = 'current': algorithm.kl_place = 'reward' reads them before the update. "
+                    "Use 'recomputed'"
+                )
+        if self.old_logprobs == "sampled" and self.correction != "none":
+            yield (
+                f"algorithm.correction = '{self.correction}': with algorithm.old_logprobs = 'sampled' the ratio holds "
+                "the sampler's difference already. Use 'recomputed', or correction = 'none'"
+            )
+        if self.correction == "none" and (self.correction_low, self.correction_high) != (None, None):
+            yield "algorithm.correction_low, correction_high: algorithm.correction = 'none' has no bounds. Remove them"
+        if self.aggregation != "constant" and self.loss_denominator is not None:
+            yield (
+                f"algorithm.loss_denominator = {self.loss_denominator}: algorithm.aggregation = '{self.aggregation}' "
+                "divides by no constant. Remove it"
+            )
+        is_in_loss = self.kl_place == "loss" and self.kl_coefficient > 0
+        if is_in_loss and (self.kl_estimator, self.kl_gradient) == ("k2", "unbiased"):
+            yield (
+                "algorithm.kl_gradient = 'unbiased': algorithm.kl_estimator = 'k2' has the right gradient as it is. "
+                "Use 'value'"
+            )
+
+
+class ClipKeys(AlgorithmConfig):
+    """Keys of a clipped ratio."""
+
+    clip_low: Coefficient = 0.2
+    """The policy's ratio is clipped to 1 - clip_low ... 1 + clip_high."""
+    clip_high: Coefficient = 0.2
+    dual_clip: Annotated[float, Field(gt=1, le=_LARGEST)] | None = None
+    """Where the advantage is negative the loss is at most that many times its size."""
+
+
+class GroupKeys(AlgorithmConfig):
+    """Keys of algorithms that compare the responses to one prompt."""
+
+    least_samples: ClassVar[int] = 2
+
+    group_of_one: Literal["error", "raw", "zero"] = "error"
+    """For a prompt with one response: refuse it, pass its score as it is, or give it advantage 0."""
+
+
+class StdKeys(GroupKeys):
+    """Keys of algorithms that divide by the standard deviation of a group's scores."""
+
+    std_ddof: Degrees = 1
+    """Divisor of the variance: n - std_ddof."""
+    std_eps: Coefficient = 1e-6
+    """Is added to the standard deviation."""
+
+
+class WhitenKeys(AlgorithmConfig):
+    """Keys of advantages that are whitened over all trained tokens of the batch."""
+
+    whiten: bool = True
+    """Advantages get mean 0 and variance 1."""
+    std_ddof: Degrees = 0
+    std_eps: Coefficient = 1e-8
+    """Is added to the variance, inside the root."""
+
+
+class CriticKeys(AlgorithmConfig):
+    """Keys of algorithms with a critic."""
+
+    gamma: Share = 1.0
+    """Discount per token."""
+    gae_lambda: Share = 0.95
+    bootstrap: Literal["zero", "value"] = "zero"
+    """What follows a response that was cut by its length: 0, or the critic's last value."""
+    value_clip: Range | None = 0.2
+    """Values are clipped to this distance from the old ones."""
+    critic_warmup: Annotated[int, Field(ge=0)] = 0
+    """First iterations in which the critic alone is trained."""
+
+
+class RewardKeys(AlgorithmConfig):
+    """Keys that change scores before advantages are computed."""
+
+    reward_clip: Range | None = None
+    """Scores are cut at plus and minus this size."""
+    missing_eos_penalty: Coefficient | None = None
+    """Is subtracted from the score of a response that was cut by its length."""
+
+
+class LengthKeys(AlgorithmConfig):
+    """Keys of DAPO's length term and of dynamic sampling."""
+
+    overlong_buffer: Annotated[int, Field(ge=0)] = 0
+    """Tokens before `rollout.max_new_tokens` over which the length term falls to -1; 0: no term."""
+    max_refills: Annotated[int, Field(ge=0)] = 3
+    """How often an iteration draws more prompts for groups that were dropped because their scores are all equal."""

@@ -15,7 +15,7 @@ from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
-    from hf_controller import BatchFuture, MetricsFuture, Worker
+    from hf_controller import BatchFuture, MetricsFuture, ObjectFuture, Worker
     from hf_engine import SamplingParams
 
 __all__ = ["Recipe", "Role", "StepContext", "mini_batch_rows"]
@@ -69,6 +69,7 @@ class StepContext:
         state: values that live as long as the run, such as a multiplier; written by the step.
         draw_prompts: behind `more_prompts`.
         draw_pretraining: behind `pretrain_rows`.
+        count_prompts_left: rows of the training set that the iteration has not drawn yet.
     """
 
     sampling: SamplingParams
@@ -76,6 +77,16 @@ class StepContext:
     state: dict[str, Any]
     draw_prompts: Callable[[int], BatchFuture]
     draw_pretraining: Callable[[int], BatchFuture]
+    count_prompts_left: Callable[[], int]
+
+    @property
+    def num_prompts_left(self) -> int:
+        """Rows of the training set that the iteration has not drawn yet; 0 while a dataflow is derived."""
+        return self.count_prompts_left()
+
+    def read(self, future: ObjectFuture, *, while_tracing: Any) -> Any:
+        """Returns the object of a future; `while_tracing` while a dataflow is derived, where there are no values."""
+        return while_tracing if self.iteration == 0 else future.result()
 
     def more_prompts(self, num_prompts: int) -> BatchFuture:
         """Returns prompts that this iteration has not drawn yet, with group ids of their own.
@@ -94,8 +105,8 @@ class StepContext:
 class Recipe:
     """An algorithm: its configuration, its roles, and the program of one iteration.
 
-    `step(roles, prompts, config, context)` calls the roles and returns the futures of its metrics. The mapper plans
-    for the calls of the step (`derive_dataflow`).
+    `step(roles, prompts, config, context)` calls the roles and returns its metrics, futures or numbers. The mapper
+    plans for the calls of the step (`derive_dataflow`).
 
     Attributes:
         name: of the algorithm; equal to the default of `config.name`.
@@ -110,7 +121,7 @@ class Recipe:
     name: str
     config: type[AlgorithmConfig]
     roles: tuple[Role, ...]
-    step: Callable[[Roles, BatchFuture, Any, StepContext], Sequence[MetricsFuture]]
+    step: Callable[[Roles, BatchFuture, Any, StepContext], Sequence[MetricsFuture | Mapping[str, float]]]
 
     def __post_init__(self) -> None:
         names = [role.name for role in self.roles]

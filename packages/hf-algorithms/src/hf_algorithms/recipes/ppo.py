@@ -2,8 +2,9 @@
 
 Deviations from Schulman et al. (2017) and from the paper's figure:
 
-- the reward is a Python function of the texts; a KL penalty against the reference enters as a token reward;
-- old log-probs are recomputed by the training engine; with ``old_logprobs = "sampled"`` the sampler's are trusted, and
+- the reward is a Python function of the texts; a KL penalty against the reference enters as a token reward, or as a
+  term of the loss (`kl_place`);
+- old log-probs are recomputed by the training engine; with `old_logprobs = "sampled"` the sampler's are trusted, and
   the policy's ratio, which then holds the difference of the two engines as well, is truncated;
 - advantages are whitened over the whole batch; the value loss is clipped like the policy's;
 - the logarithm of the policy's ratio is cut at -20 and 20;
@@ -12,12 +13,31 @@ Deviations from Schulman et al. (2017) and from the paper's figure:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from hf_algorithms.recipes._config import AlgorithmConfig, Coefficient, Discount, Range
-from hf_algorithms.recipes._recipe import Recipe, StepContext, mini_batch_rows
+from pydantic import Field
+
+from hf_algorithms.recipes._config import (
+    ClipKeys,
+    Coefficient,
+    CriticKeys,
+    PolicyConfig,
+    Range,
+    RewardKeys,
+    Share,
+    WhitenKeys,
+)
+from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, CRITIC, REFERENCE, REWARD
+from hf_algorithms.recipes._steps import (
+    add_old_logprobs,
+    add_ref_logprobs,
+    build_clip,
+    build_policy_loss,
+    generate,
+    mini_batches,
+)
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
@@ -26,53 +46,83 @@ if TYPE_CHECKING:
 __all__ = ["PPO", "PPOConfig", "step"]
 
 
-_RATIO_CAP = 2.0
-"""Where truncated importance sampling cuts a ratio."""
-
-
-class PPOConfig(AlgorithmConfig):
+class PPOConfig(CriticKeys, RewardKeys, WhitenKeys, ClipKeys, PolicyConfig):
     """`[algorithm]` with `name = "ppo"`."""
 
     name: Literal["ppo"] = "ppo"
     kl_coefficient: Coefficient = 0.02
-    """Weight of the KL penalty against the reference in the token rewards."""
-    gamma: Discount = 1.0
-    gae_lambda: Discount = 0.95
-    clip_range: Range = 0.2
-    """The policy's ratio is clipped to 1 - clip_range ... 1 + clip_range."""
-    value_clip_range: Range = 0.2
-    """Values are clipped to this distance from the old ones."""
-    old_logprobs: Literal["recomputed", "sampled"] = "recomputed"
-    """`sampled` saves a forward pass: the rollout backend's log-probs are taken, and ratios truncated at 2."""
+    kl_place: Literal["reward", "loss", "none"] = "reward"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_target: Range | None = None
+    """Nats per response: the coefficient is moved so that the divergence comes to it (Ziegler et al. 2019)."""
+    kl_horizon: Annotated[int, Field(ge=1)] = 10_000
+    """Responses over which the coefficient may change by a fifth."""
+    kl_stop: Range | None = None
+    """Nats per token: an iteration makes no further update of the actor once one has moved it further than this."""
+    value_lambda: Share | None = None
+    """The lambda of the critic's returns; by default `gae_lambda`."""
+
+    def find_contradictions(self) -> Iterator[str]:
+        """Yields one line for every pair of keys that cannot go together."""
+        yield from super().find_contradictions()
+        if self.kl_target is not None and not (self.needs_reference and self.old_source != "current"):
+            yield (
+                f"algorithm.kl_target = {self.kl_target}: the divergence is not known before the update. Set "
+                "algorithm.kl_place = 'reward', or algorithm.old_logprobs = 'recomputed'"
+            )
 
 
 def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, context: StepContext) -> Sequence[MetricsFuture]:
     """One iteration; every line returns at once, and the data flows from worker to worker."""
     from hf_algorithms.advantages import GAE
-    from hf_algorithms.losses import Clip, PolicyLoss, ValueLoss
+    from hf_algorithms.losses import ValueLoss
 
-    gae = GAE(gamma=config.gamma, gae_lambda=config.gae_lambda, kl_coefficient=config.kl_coefficient)
-    trusts_sampler = config.old_logprobs == "sampled"
-    clip = Clip(low=config.clip_range, high=config.clip_range, ratio_cap=_RATIO_CAP if trusts_sampler else None)
-    policy_loss = PolicyLoss(surrogate=clip)
-    value_loss = ValueLoss(clip=config.value_clip_range)
-
+    coefficient = context.state.get("kl_coefficient", config.kl_coefficient)
+    gae = GAE(
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+        value_lambda=config.value_lambda,
+        kl_coefficient=coefficient if config.penalises_rewards else 0.0,
+        kl_estimator=config.kl_estimator,
+        bootstrap=config.bootstrap,
+        whiten=config.whiten,
+        whiten_ddof=config.std_ddof,
+        whiten_eps=config.std_eps,
+        reward_clip=config.reward_clip,
+        missing_eos_penalty=config.missing_eos_penalty,
+    )
     sampling = context.sampling
-    batch = prompts.repeat(sampling.n).union(roles.actor.generate_sequences(prompts, sampling))
-    if trusts_sampler:
-        batch = batch.union(batch.select(["rollout_logprobs"]).rename({"rollout_logprobs": "old_logprobs"}))
-    else:
-        batch = batch.union(roles.actor.compute_logprobs(batch, temperature=sampling.temperature))
+    policy_loss = build_policy_loss(
+        config, build_clip(config), max_new_tokens=sampling.max_new_tokens, kl_coefficient=coefficient
+    )
+    value_loss = ValueLoss(clip=config.value_clip)
+
+    batch = add_old_logprobs(roles, generate(roles, prompts, context), config, context)
     batch = batch.union(roles.critic.compute_values(batch))
-    batch = batch.union(roles.reference.compute_ref_logprobs(batch, temperature=sampling.temperature))
+    batch = add_ref_logprobs(roles, batch, config, context)
     batch = batch.union(roles.reward.compute_reward(batch))
     batch = batch.union(roles.advantage.compute_advantages(batch, gae))
-    metrics = [roles.advantage.compute_metrics(batch, compares_sampler=not trusts_sampler)]
-    num_rows = prompts.num_rows * sampling.n
-    for rows in mini_batch_rows(num_rows, config.mini_batches, epochs=config.epochs, seed=sampling.step):
-        metrics.append(roles.critic.update_critic(batch.rows(rows), value_loss))
-        metrics.append(roles.actor.update_actor(batch.rows(rows), policy_loss, temperature=sampling.temperature))
+    if config.aggregation == "prompt-mean":
+        batch = batch.union(roles.advantage.count_group_tokens(batch, overlong_filter=config.overlong_filter))
+    metrics = [roles.advantage.compute_metrics(batch, compares_sampler=config.old_source != "sampled")]
+    trains_actor = not 0 < context.iteration <= config.critic_warmup
+    for rows in mini_batches(batch, config, context):
+        metrics.append(roles.critic.update_critic(rows, value_loss))
+        if trains_actor:
+            metrics.append(roles.actor.update_actor(rows, policy_loss, temperature=sampling.temperature))
+            if config.kl_stop is not None and metrics[-1].result().get("actor/update_kl", 0.0) > config.kl_stop:
+                trains_actor = False
+    if config.kl_target is not None:
+        context.state["kl_coefficient"] = _adapt(coefficient, config, metrics[0], prompts.num_rows * sampling.n)
     return metrics
+
+
+def _adapt(coefficient: float, config: PPOConfig, metrics: MetricsFuture, num_samples: int) -> float:
+    from hf_algorithms.kl import AdaptiveKL
+
+    assert config.kl_target is not None
+    controller = AdaptiveKL(target=config.kl_target, horizon=config.kl_horizon)
+    return controller.update(coefficient, float(metrics.result()["kl_sequence/k1"]), num_samples)
 
 
 PPO = Recipe(name="ppo", config=PPOConfig, roles=(ACTOR, CRITIC, REFERENCE, REWARD, ADVANTAGE), step=step)

@@ -42,7 +42,7 @@ def answers_checked_by(check: Callable[[str], object]) -> Callable[[Function], F
 
 
 def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_path: Sequence[str] = ()) -> None:
-    """Load ``reward.function`` and ``reward.metric``, and let them look at the answers of all rows.
+    """Load `reward.function`, `reward.metric` and `cost.function`, and let them look at the answers of all rows.
 
     Args:
         config: names the functions and the files.
@@ -54,6 +54,8 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
         DataError: naming file and line, for an answer that a function cannot read.
     """
     names = {config.reward.metric: "reward.metric", config.reward.function: "reward.function"}
+    if config.cost.function is not None:
+        names = {config.cost.function: "cost.function", **names}
     for name, key in reversed(names.items()):
         try:
             function = get_users_function(load_function(name, search_path=search_path))

@@ -13,15 +13,21 @@ from hf_protocols.errors import RewardError
 
 __all__ = ["RewardFunction", "compute_scores"]
 
-RewardFunction = Callable[[list[str], list[str], list[str]], Sequence[float]]
+RewardFunction = Callable[[list[str], list[str], list[str]], Sequence[float | None]]
 
 
 def compute_scores(
-    function: RewardFunction, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]
+    function: RewardFunction,
+    prompts: Sequence[str],
+    responses: Sequence[str],
+    answers: Sequence[str],
+    *,
+    may_be_unscorable: bool = False,
 ) -> list[float]:
-    """Call ``function`` on one batch and check that it answers one finite number per response.
+    """Calls `function` on one batch and checks that it answers one finite number per response.
 
-    The function gets lists of its own. It may answer a list, a tuple, an array or a tensor; true counts as 1.
+    The function gets lists of its own. It may answer a list, a tuple, an array or a tensor; true counts as 1. With
+    `may_be_unscorable` it may also answer None or NaN for a response that it cannot score, which is NaN here.
 
     Raises:
         RewardError: when the function raises, with the place in its own code; when its answer has another length;
@@ -35,7 +41,7 @@ def compute_scores(
         given = "no list" if scores is None else f"{len(scores)} scores"
         raise RewardError(f"{_name(function)} answered {given} for {len(responses)} responses: one score per response")
     return [
-        _checked(score, index, sample, function)
+        math.nan if may_be_unscorable and _is_unscorable(score) else _checked(score, index, sample, function)
         for index, (score, sample) in enumerate(zip(scores, zip(prompts, responses, answers, strict=True), strict=True))
     ]
 
@@ -47,6 +53,10 @@ def _as_list(answer: Any) -> list[Any] | None:
     if not isinstance(values, list):  # an array without dimensions
         return None
     return [value.item() if hasattr(value, "item") and value.ndim == 0 else value for value in values]
+
+
+def _is_unscorable(score: Any) -> bool:
+    return score is None or (isinstance(score, float) and math.isnan(score))
 
 
 def _checked(score: Any, index: int, sample: tuple[str, str, str], function: RewardFunction) -> float:

@@ -7,15 +7,17 @@ from hf_algorithms.workers._setup import RoleSetup
 from hf_algorithms.workers.actor import ActorWorker
 from hf_algorithms.workers.advantage import AdvantageWorker
 from hf_algorithms.workers.critic import CriticWorker
-from hf_algorithms.workers.reference import ReferenceWorker
-from hf_algorithms.workers.reward import RewardWorker
+from hf_algorithms.workers.reference import ReferenceWorker, TeacherWorker
+from hf_algorithms.workers.reward import CostWorker, RewardWorker
 
 __all__ = [
     "SEQUENCE",
     "ActorWorker",
     "AdvantageWorker",
+    "CostWorker",
     "CriticWorker",
     "ReferenceWorker",
     "RewardWorker",
     "RoleSetup",
+    "TeacherWorker",
 ]

@@ -82,6 +82,7 @@ class ModelWorker(Worker):
     ) -> None:
         super().__init__(context)
         self._offload = offload
+        self._pretraining: TensorDict | None = None
         self._train: TrainBackend = load_train_backend(backend).build(
             model,
             topology=context.topology,
@@ -117,15 +118,29 @@ class ModelWorker(Worker):
         if self._offload:
             self._train.offload(weights=True)
 
-    def _update(self, batch: TensorDict, loss: Loss, *, temperature: float = 1.0) -> Metrics:
+    def _update(
+        self, batch: TensorDict, loss: Loss, *, temperature: float = 1.0, pretrain_weight: float = 0.0
+    ) -> Metrics:
         """One optimizer step on the loss of all ranks' rows. Without a trained token there is no step."""
-        tokens, count = self._train.sum_over_data(
-            [
-                float(pad_rows(batch["response_mask"]).sum()),
-                loss.count({str(name): batch[name] for name, _ in batch.items()}),
-            ]
+        held, self._pretraining = self._pretraining, None
+        tokens, count, learned = self._train.sum_over_data(
+            [_count_tokens(batch), _count(loss, batch), 0.0 if held is None else _count_tokens(held)]
         )
         if not tokens or not count:
             return {f"{self.context.role}/skipped_steps": (1.0, 1.0)}
+        if held is not None and learned:
+            from hf_algorithms.workers._pretraining import join_pretraining
+
+            batch, loss = join_pretraining(batch, loss, held, weight=pretrain_weight * count / learned)
         metrics = self._train.train_step(batch, loss, count, temperature=temperature)
         return {name if "/" in name else f"{self.context.role}/{name}": pair for name, pair in metrics.items()}
+
+
+def _count_tokens(batch: TensorDict) -> float:
+    return float(pad_rows(batch["response_mask"]).sum())
+
+
+def _count(loss: Loss, batch: TensorDict) -> float:
+    """This rank's share of the loss's denominator; of a loss without `count`, its trained tokens."""
+    count = getattr(loss, "count", None)
+    return _count_tokens(batch) if count is None else count({str(name): batch[name] for name, _ in batch.items()})

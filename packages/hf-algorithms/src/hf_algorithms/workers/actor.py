@@ -129,15 +129,25 @@ class ActorWorker(ModelWorker):
         kind="training",
     )
     @on_device
-    def update_actor(self, batch: TensorDict, loss: Loss, *, temperature: float = 1.0) -> Metrics:
+    def update_actor(
+        self,
+        batch: TensorDict,
+        loss: Loss,
+        *,
+        temperature: float = 1.0,
+        pretrain_weight: float = 0.0,
+    ) -> Metrics:
         """One optimizer step on `loss`, which names the columns it reads.
+
+        Rows of `hold_pretraining` are learned in the same step: `pretrain_weight` times the mean of -log-prob over all
+        their trained tokens is added to the loss (Ouyang et al. 2022, eq. 2), with logits divided by `temperature` too.
 
         There is no step, and `actor/skipped_steps` is reported, where no rank has a trained token.
 
         The first step after a generation reports ``actor/weights_unchanged``: on how many ranks the weights were those
         of the generation before, although a step with a gradient and a learning rate above zero lay in between.
         """
-        metrics = self._update(batch, loss, temperature=temperature)
+        metrics = self._update(batch, loss, temperature=temperature, pretrain_weight=pretrain_weight)
         norm, rate = (
             metrics.get(f"{self.context.role}/{name}", (0.0, 1.0))[0] for name in ("grad_norm", "learning_rate")
         )
@@ -146,6 +156,11 @@ class ActorWorker(ModelWorker):
             metrics["actor/weights_unchanged"] = (self._engine.sum_over_ranks(self._num_unchanged), 1.0)
             self._num_unchanged = None
         return metrics
+
+    @register(protocol=THREE_D, returns="object", reads=SEQUENCE)
+    def hold_pretraining(self, batch: TensorDict) -> None:
+        """Keeps this rank's rows for the next `update_actor`, which learns them beside its own and lets them go."""
+        self._pretraining = batch
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def load_model(self, directory: str) -> None:

@@ -33,7 +33,7 @@ class Estimator(Protocol):
         """Columns that it returns."""
 
     def __call__(self, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the columns of `writes`, [B, T], 0 where `response_mask` is False."""
+        """Returns the columns of `writes`: [B], or [B, T] and 0 where `response_mask` is False."""
 
 
 class AdvantageWorker(Worker):
@@ -60,18 +60,39 @@ class AdvantageWorker(Worker):
                 f"estimator {type(estimator).__name__}: it returned {describe_names(sorted(found))} and declares "
                 f"{describe_names(sorted(estimator.writes))}. Return what writes names"
             )
-        columns = {name: unpad_rows(value, batch["response_mask"]) for name, value in found.items()}
+        columns = {
+            name: value if value.dim() == 1 else unpad_rows(value, batch["response_mask"])
+            for name, value in found.items()
+        }
         return TensorDict(columns, batch_size=batch.batch_size)
 
-    @register(protocol=RANK_ZERO, reads=("response_mask", "group_id"), writes=("group_tokens",))
-    def count_group_tokens(self, batch: TensorDict) -> TensorDict:
-        """Returns `group_tokens` float64 [B]: the trained tokens of each row's whole group."""
+    @register(protocol=RANK_ZERO, reads=("response_mask", "group_id", "finish_reason"), writes=("group_tokens",))
+    def count_group_tokens(self, batch: TensorDict, *, overlong_filter: bool = False) -> TensorDict:
+        """Returns `group_tokens` float64 [B]: the trained tokens of each row's whole group.
+
+        With `overlong_filter` those of responses that were cut by their length do not count.
+        """
         from tensordict import TensorDict
 
         from hf_algorithms.losses import count_group_tokens
 
-        tokens = count_group_tokens(pad_rows(batch["response_mask"]).bool(), batch["group_id"])
+        mask = pad_rows(batch["response_mask"]).bool()
+        if overlong_filter:
+            mask &= (batch["finish_reason"] != TRUNCATED)[:, None]
+        tokens = count_group_tokens(mask, batch["group_id"])
         return TensorDict({"group_tokens": tokens}, batch_size=batch.batch_size)
+
+    @register(protocol=RANK_ZERO, reads=("response_mask", "scores"), writes=("scores",))
+    def add_length_term(self, batch: TensorDict, *, max_tokens: int, buffer: int) -> TensorDict:
+        """Returns `scores` [B] plus DAPO's length term; see `hf_algorithms.advantages.add_length_term`."""
+        import torch
+        from tensordict import TensorDict
+
+        from hf_algorithms.advantages import add_length_term
+
+        lengths = torch.tensor([len(row) for row in batch["response_mask"].unbind()])
+        scores = add_length_term(batch["scores"], lengths, max_tokens=max_tokens, buffer=buffer)
+        return TensorDict({"scores": scores}, batch_size=batch.batch_size)
 
     @register(protocol=RANK_ZERO, returns="object", reads=("scores", "group_id"))
     def select_groups(self, batch: TensorDict) -> list[int]:

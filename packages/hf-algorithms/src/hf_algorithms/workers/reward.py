@@ -1,4 +1,4 @@
-"""The reward: a role whose worker calls Python functions on texts."""
+"""Rewards and costs: roles whose workers call Python functions on texts."""
 
 from __future__ import annotations
 
@@ -17,29 +17,64 @@ if TYPE_CHECKING:
 
     from hf_algorithms.workers._setup import RoleSetup
 
-__all__ = ["RewardWorker"]
+__all__ = ["CostWorker", "RewardWorker"]
 
 _READS = ("prompt_ids", "response_ids", "answer")
 
 
-class RewardWorker(Worker):
-    """One rank of the reward; it needs no model and no process group.
+class TextFunctionWorker(Worker):
+    """One rank of a role that calls a function of texts; it needs no model and no process group.
 
     Args:
         tokenizer: directory or hub name, to read texts from token ids.
-        function: ``module:function`` that scores responses.
-        metric: ``module:function`` that scores responses in evaluations.
+        function: `module:function` that scores responses.
         search_path: folders where the functions' modules are looked for first.
     """
 
     needs_process_group = False
 
-    def __init__(
-        self, context: WorkerContext, *, tokenizer: str, function: str, metric: str, search_path: Sequence[str]
-    ) -> None:
+    def __init__(self, context: WorkerContext, *, tokenizer: str, function: str, search_path: Sequence[str]) -> None:
         super().__init__(context)
         self._tokenizer = load_tokenizer(tokenizer)
         self._function = load_function(function, search_path=search_path)
+
+    def _score(
+        self,
+        function: RewardFunction,
+        batch: TensorDict,
+        column: str,
+        dtype: torch.dtype,
+        *,
+        may_be_unscorable: bool = False,
+    ) -> TensorDict:
+        import torch
+        from tensordict import TensorDict
+
+        found = compute_scores(function, *self._texts(batch), may_be_unscorable=may_be_unscorable)
+        return TensorDict({column: torch.tensor(found, dtype=dtype)}, batch_size=batch.batch_size)
+
+    def _texts(self, batch: TensorDict) -> tuple[list[str], list[str], list[str]]:
+        prompts, responses = (
+            self._tokenizer.batch_decode([row.tolist() for row in batch[name].unbind()], skip_special_tokens=True)
+            for name in ("prompt_ids", "response_ids")
+        )
+        return prompts, responses, decode_text(batch["answer"])
+
+
+class RewardWorker(TextFunctionWorker):
+    """One rank of the reward.
+
+    Args:
+        tokenizer: directory or hub name, to read texts from token ids.
+        function: `module:function` that scores responses.
+        metric: `module:function` that scores responses in evaluations.
+        search_path: folders where the functions' modules are looked for first.
+    """
+
+    def __init__(
+        self, context: WorkerContext, *, tokenizer: str, function: str, metric: str, search_path: Sequence[str]
+    ) -> None:
+        super().__init__(context, tokenizer=tokenizer, function=function, search_path=search_path)
         self._metric = load_function(metric, search_path=search_path)
 
     @classmethod
@@ -55,14 +90,14 @@ class RewardWorker(Worker):
 
     @register(protocol=DP, reads=_READS, writes=("scores",))
     def compute_reward(self, batch: TensorDict) -> TensorDict:
-        """``scores`` float32 [B], one for each response.
+        """`scores` float32 [B], one for each response; NaN where the function answers None or NaN.
 
         Raises:
-            RewardError: if the function raises, or does not answer one finite number for each response.
+            RewardError: if the function raises, or does not answer one number, NaN or None for each response.
         """
         import torch
 
-        return self._score(self._function, batch, "scores", torch.float32)
+        return self._score(self._function, batch, "scores", torch.float32, may_be_unscorable=True)
 
     @register(protocol=DP, reads=_READS, writes=("metric_scores",))
     def compute_metric(self, batch: TensorDict) -> TensorDict:
@@ -83,16 +118,32 @@ class RewardWorker(Worker):
         rows = zip(prompts, responses, answers, scores, strict=True)
         return [dict(zip(("prompt", "response", "answer", "score"), row, strict=True)) for row in rows]
 
-    def _score(self, function: RewardFunction, batch: TensorDict, column: str, dtype: torch.dtype) -> TensorDict:
+
+class CostWorker(TextFunctionWorker):
+    """One rank of the cost of a constraint; see `TextFunctionWorker`."""
+
+    @classmethod
+    def configure(cls, setup: RoleSetup) -> dict[str, Any]:
+        """Returns the constructor's arguments for a role of a run."""
+        return {
+            "tokenizer": setup.model.tokenizer_path,
+            "function": setup.config.cost.function,
+            "search_path": list(setup.search_path),
+        }
+
+    @register(protocol=DP, reads=_READS, writes=("costs",))
+    def compute_cost(self, batch: TensorDict) -> TensorDict:
+        """`costs` float32 [B], one for each response, above 0 for what is unwanted; NaN where it is not known.
+
+        Raises:
+            RewardError: if the function raises, or does not answer one number for each response.
+        """
         import torch
-        from tensordict import TensorDict
 
-        scores = torch.tensor(compute_scores(function, *self._texts(batch)), dtype=dtype)
-        return TensorDict({column: scores}, batch_size=batch.batch_size)
+        return self._score(self._function, batch, "costs", torch.float32, may_be_unscorable=True)
 
-    def _texts(self, batch: TensorDict) -> tuple[list[str], list[str], list[str]]:
-        prompts, responses = (
-            self._tokenizer.batch_decode([row.tolist() for row in batch[name].unbind()], skip_special_tokens=True)
-            for name in ("prompt_ids", "response_ids")
-        )
-        return prompts, responses, decode_text(batch["answer"])
+    @register(protocol=RANK_ZERO, returns="object", reads=("costs",))
+    def list_costs(self, batch: TensorDict) -> list[float]:
+        """Returns the costs as numbers, for a multiplier on the controller."""
+        costs: list[float] = batch["costs"].tolist()
+        return costs

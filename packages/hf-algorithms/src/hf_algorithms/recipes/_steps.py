@@ -1,0 +1,146 @@
+"""What the steps of several recipes share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hf_algorithms.recipes._recipe import StepContext, mini_batch_rows
+
+if TYPE_CHECKING:
+    from hf_algorithms.losses import Clip, Correction, PolicyLoss, Surrogate
+    from hf_algorithms.recipes._config import AlgorithmConfig, PolicyConfig
+    from hf_algorithms.roles import Roles
+    from hf_algorithms.workers.advantage import Estimator
+    from hf_controller import BatchFuture, MetricsFuture
+
+__all__ = [
+    "add_old_logprobs",
+    "add_ref_logprobs",
+    "build_clip",
+    "build_policy_loss",
+    "generate",
+    "generate_scored",
+    "mini_batches",
+    "train_by_scores",
+    "update_policy",
+]
+
+_RATIO_CAP = 2.0
+"""Where ratios to a sampler's log-probs are cut: truncated importance sampling."""
+
+_CORRECTION_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "sequence_mask": (0.999, 1.002)}
+
+
+def generate(roles: Roles, prompts: BatchFuture, context: StepContext) -> BatchFuture:
+    """Returns the responses to every prompt beside the prompt's columns."""
+    return prompts.repeat(context.sampling.n).union(roles.actor.generate_sequences(prompts, context.sampling))
+
+
+def generate_scored(roles: Roles, prompts: BatchFuture, context: StepContext) -> BatchFuture:
+    """Returns the responses to every prompt beside the prompt's columns, with their scores."""
+    batch = generate(roles, prompts, context)
+    return batch.union(roles.reward.compute_reward(batch))
+
+
+def add_old_logprobs(roles: Roles, batch: BatchFuture, config: PolicyConfig, context: StepContext) -> BatchFuture:
+    """Returns the batch with `old_logprobs`, unless they are taken from the update itself."""
+    if config.old_source == "recomputed":
+        return batch.union(roles.actor.compute_logprobs(batch, temperature=context.sampling.temperature))
+    if config.old_source == "sampled":
+        return batch.union(batch.select(["rollout_logprobs"]).rename({"rollout_logprobs": "old_logprobs"}))
+    return batch
+
+
+def add_ref_logprobs(roles: Roles, batch: BatchFuture, config: PolicyConfig, context: StepContext) -> BatchFuture:
+    """Returns the batch with `ref_logprobs`, if there is a KL penalty."""
+    if not config.needs_reference:
+        return batch
+    return batch.union(roles.reference.compute_ref_logprobs(batch, temperature=context.sampling.temperature))
+
+
+def build_policy_loss(
+    config: PolicyConfig, surrogate: Surrogate, *, max_new_tokens: int, kl_coefficient: float | None = None
+) -> PolicyLoss:
+    """Returns the loss that the configuration describes, around `surrogate`.
+
+    Args:
+        config: of the algorithm.
+        surrogate: the loss of one token.
+        max_new_tokens: stands in for `loss_denominator` where it is absent.
+        kl_coefficient: in place of the configured one.
+    """
+    from hf_algorithms.losses import Aggregation, KLTerm, PolicyLoss
+
+    coefficient = config.kl_coefficient if kl_coefficient is None else kl_coefficient
+    constant = config.loss_denominator or float(max_new_tokens)
+    return PolicyLoss(
+        surrogate=surrogate,
+        aggregation=Aggregation(
+            mode=config.aggregation,
+            constant=constant if config.aggregation == "constant" else None,
+            overlong_filter=config.overlong_filter,
+        ),
+        correction=_build_correction(config),
+        kl=KLTerm(coefficient=coefficient, estimator=config.kl_estimator, gradient=config.kl_gradient)
+        if config.needs_reference and config.kl_place == "loss"
+        else None,
+        old="current" if config.old_source == "current" else "column",
+        log_ratio_clamp=config.log_ratio_clamp,
+    )
+
+
+def build_clip(config: Any) -> Clip:
+    """Returns PPO's clip with the configured ranges; ratios to a sampler's log-probs are cut as well."""
+    from hf_algorithms.losses import Clip
+
+    cap = _RATIO_CAP if config.old_source == "sampled" else None
+    return Clip(low=config.clip_low, high=config.clip_high, dual=config.dual_clip, ratio_cap=cap)
+
+
+def _build_correction(config: PolicyConfig) -> Correction | None:
+    from hf_algorithms.losses import Correction
+
+    if config.correction == "none":
+        return None
+    low, high = _CORRECTION_BOUNDS[config.correction]
+    low = low if config.correction_low is None else config.correction_low
+    return Correction(kind=config.correction, low=low, high=config.correction_high or high)
+
+
+def mini_batches(batch: BatchFuture, config: AlgorithmConfig, context: StepContext) -> Iterator[BatchFuture]:
+    """Yields the rows of every update of an iteration."""
+    num_rows = batch.num_rows
+    parts = min(config.mini_batches, num_rows)
+    for rows in mini_batch_rows(num_rows, parts, epochs=config.epochs, seed=context.sampling.step):
+        yield batch.rows(rows)
+
+
+def update_policy(
+    roles: Roles, batch: BatchFuture, config: PolicyConfig, context: StepContext, surrogate: Surrogate
+) -> list[MetricsFuture]:
+    """Updates the actor on every mini-batch; returns the metrics."""
+    sampling = context.sampling
+    loss = build_policy_loss(config, surrogate, max_new_tokens=sampling.max_new_tokens)
+    if config.aggregation == "prompt-mean":
+        batch = batch.union(roles.advantage.count_group_tokens(batch, overlong_filter=config.overlong_filter))
+    return [
+        roles.actor.update_actor(rows, loss, temperature=sampling.temperature)
+        for rows in mini_batches(batch, config, context)
+    ]
+
+
+def train_by_scores(
+    roles: Roles,
+    batch: BatchFuture,
+    config: PolicyConfig,
+    context: StepContext,
+    estimator: Estimator,
+    surrogate: Surrogate,
+) -> Sequence[MetricsFuture]:
+    """Trains the actor on scored responses: log-probs, advantages of `estimator`, updates on `surrogate`."""
+    batch = add_old_logprobs(roles, batch, config, context)
+    batch = add_ref_logprobs(roles, batch, config, context)
+    batch = batch.union(roles.advantage.compute_advantages(batch, estimator))
+    metrics = roles.advantage.compute_metrics(batch, compares_sampler=config.old_source != "sampled")
+    return [metrics, *update_policy(roles, batch, config, context, surrogate)]

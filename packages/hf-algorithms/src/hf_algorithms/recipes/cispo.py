@@ -1,0 +1,49 @@
+"""CISPO: every token keeps its gradient, weighted by a clipped ratio (MiniMax 2025, eq. 4).
+
+Deviations from the paper: the lower bound is 0, so that only `clip_high` acts; the standard deviation divides by n - 1,
+and 1e-6 is added to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from hf_algorithms.recipes._config import Coefficient, PolicyConfig, StdKeys
+from hf_algorithms.recipes._recipe import Recipe, StepContext
+from hf_algorithms.recipes._roles import POLICY_ROLES
+from hf_algorithms.recipes._steps import generate_scored, train_by_scores
+
+if TYPE_CHECKING:
+    from hf_algorithms.roles import Roles
+    from hf_controller import BatchFuture, MetricsFuture
+
+__all__ = ["CISPO", "CISPOConfig", "step"]
+
+
+class CISPOConfig(StdKeys, PolicyConfig):
+    """`[algorithm]` with `name = "cispo"`."""
+
+    name: Literal["cispo"] = "cispo"
+    clip_low: Coefficient = 1.0
+    """The weight is clipped to 1 - clip_low ... 1 + clip_high."""
+    clip_high: Coefficient = 4.0
+
+
+def step(roles: Roles, prompts: BatchFuture, config: CISPOConfig, context: StepContext) -> Sequence[MetricsFuture]:
+    """One iteration; every line returns at once, and the data flows from worker to worker."""
+    from hf_algorithms.advantages import GroupAdvantage
+    from hf_algorithms.losses import CISPO
+
+    batch = generate_scored(roles, prompts, context)
+    estimator = GroupAdvantage(
+        std_ddof=config.std_ddof,
+        std_eps=config.std_eps,
+        group_of_one=config.group_of_one,
+        kl_coefficient=config.reward_kl_coefficient,
+        kl_estimator=config.kl_estimator,
+    )
+    return train_by_scores(roles, batch, config, context, estimator, CISPO(low=config.clip_low, high=config.clip_high))
+
+
+CISPO = Recipe(name="cispo", config=CISPOConfig, roles=POLICY_ROLES, step=step)

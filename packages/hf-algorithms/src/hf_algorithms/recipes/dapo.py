@@ -1,0 +1,101 @@
+"""DAPO: GRPO with a higher upper clip, dynamic sampling, token-mean and a length term (Yu et al. 2025).
+
+An iteration drops the groups whose scores are all equal and draws more prompts in their place, at most `max_refills`
+times. Surplus groups are dropped and counted. After the last refill it trains on what there is; without any group it
+trains on nothing. Then the metrics have `group/filtered`, `group/refills` and `actor/skipped_steps`.
+
+Deviations from the paper:
+
+- `aggregation = "token-mean"` is what its code does; its equation 8 divides by the tokens of each prompt's group, which
+  `prompt-mean` does;
+- the standard deviation divides by n - 1, and 1e-6 is added to it;
+- the metric of dynamic sampling is the score itself, before the length term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from hf_algorithms.recipes._config import ClipKeys, Coefficient, LengthKeys, PolicyConfig, StdKeys
+from hf_algorithms.recipes._recipe import Recipe, StepContext
+from hf_algorithms.recipes._roles import POLICY_ROLES
+from hf_algorithms.recipes._steps import build_clip, generate_scored, train_by_scores
+
+if TYPE_CHECKING:
+    from hf_algorithms.roles import Roles
+    from hf_controller import BatchFuture, MetricsFuture
+
+__all__ = ["DAPO", "DAPOConfig", "step"]
+
+
+class DAPOConfig(LengthKeys, StdKeys, ClipKeys, PolicyConfig):
+    """`[algorithm]` with `name = "dapo"`."""
+
+    name: Literal["dapo"] = "dapo"
+    clip_high: Coefficient = 0.28
+
+    def find_contradictions(self) -> Iterator[str]:
+        """Yields one line for every pair of keys that cannot go together."""
+        yield from super().find_contradictions()
+        if self.group_of_one != "error":
+            yield "algorithm.group_of_one: dynamic sampling drops groups of one. Remove it"
+
+
+def step(
+    roles: Roles, prompts: BatchFuture, config: DAPOConfig, context: StepContext
+) -> Sequence[MetricsFuture | Mapping[str, float]]:
+    """One iteration: it asks for the groups that are worth training on, and refills."""
+    from hf_algorithms.advantages import GroupAdvantage
+
+    batch, counts = fill(roles, prompts, config, context)
+    if batch is None:
+        return [counts | {"actor/skipped_steps": 1.0}]
+    if config.overlong_buffer:
+        limit = context.sampling.max_new_tokens
+        batch = batch.union(roles.advantage.add_length_term(batch, max_tokens=limit, buffer=config.overlong_buffer))
+    estimator = GroupAdvantage(
+        std_ddof=config.std_ddof,
+        std_eps=config.std_eps,
+        kl_coefficient=config.reward_kl_coefficient,
+        kl_estimator=config.kl_estimator,
+    )
+    metrics = train_by_scores(roles, batch, config, context, estimator, build_clip(config))
+    return [*metrics, counts]
+
+
+def fill(
+    roles: Roles, prompts: BatchFuture, config: DAPOConfig, context: StepContext
+) -> tuple[BatchFuture | None, dict[str, float]]:
+    """Returns the responses of groups whose scores differ, as many groups as there are prompts, and the counts.
+
+    None stands for no group at all. While a dataflow is traced all groups are kept.
+    """
+    samples, wanted = context.sampling.n, prompts.num_rows
+    found: BatchFuture | None = None
+    num_kept = num_drawn = refills = 0
+    fresh = prompts
+    while True:
+        batch = generate_scored(roles, fresh, context)
+        groups = range(num_drawn, num_drawn + fresh.num_rows)
+        kept = set(context.read(roles.advantage.select_groups(batch), while_tracing=list(groups)))
+        rows = [
+            number * samples + sample
+            for number, group in enumerate(groups)
+            if group in kept
+            for sample in range(samples)
+        ]
+        rows = rows[: (wanted - num_kept) * samples]
+        num_drawn += len(groups)
+        num_kept += len(rows) // samples
+        if rows:
+            found = batch.rows(rows) if found is None else found.concat(batch.rows(rows))
+        missing = wanted - num_kept
+        if not missing or refills == config.max_refills or context.num_prompts_left < missing:
+            break
+        refills += 1
+        fresh = context.more_prompts(missing)
+    return found, {"group/filtered": float(num_drawn - num_kept), "group/refills": float(refills)}
+
+
+DAPO = Recipe(name="dapo", config=DAPOConfig, roles=POLICY_ROLES, step=step)

@@ -1,0 +1,54 @@
+"""DPPO-TV: a token trains while its probability stays within a distance of the sampler's.
+
+The distance is the total variation of the token against all others, |p - q|.
+
+Deviation from the paper: the ratio that weighs a token is taken to the old log-probs; `old_logprobs = "sampled"` takes
+it to the sampler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from hf_algorithms.recipes._config import PolicyConfig, Range, StdKeys
+from hf_algorithms.recipes._recipe import Recipe, StepContext
+from hf_algorithms.recipes._roles import POLICY_ROLES
+from hf_algorithms.recipes._steps import generate_scored, train_by_scores
+
+if TYPE_CHECKING:
+    from hf_algorithms.roles import Roles
+    from hf_controller import BatchFuture, MetricsFuture
+
+__all__ = ["DPPO_TV", "DPPOConfig", "step"]
+
+
+class DPPOConfig(StdKeys, PolicyConfig):
+    """`[algorithm]` with `name = "dppo_tv"`."""
+
+    name: Literal["dppo_tv"] = "dppo_tv"
+    threshold: Range = 0.2
+    """Largest |p - q| of a token that is pushed away from the sampler."""
+    ratio_cap: Range = 20.0
+    """Largest weight of a token."""
+
+
+def step(roles: Roles, prompts: BatchFuture, config: DPPOConfig, context: StepContext) -> Sequence[MetricsFuture]:
+    """One iteration; every line returns at once, and the data flows from worker to worker."""
+    from hf_algorithms.advantages import GroupAdvantage
+    from hf_algorithms.losses import DPPOTV
+
+    batch = generate_scored(roles, prompts, context)
+    estimator = GroupAdvantage(
+        std_ddof=config.std_ddof,
+        std_eps=config.std_eps,
+        group_of_one=config.group_of_one,
+        kl_coefficient=config.reward_kl_coefficient,
+        kl_estimator=config.kl_estimator,
+    )
+    return train_by_scores(
+        roles, batch, config, context, estimator, DPPOTV(threshold=config.threshold, ratio_cap=config.ratio_cap)
+    )
+
+
+DPPO_TV = Recipe(name="dppo_tv", config=DPPOConfig, roles=POLICY_ROLES, step=step)

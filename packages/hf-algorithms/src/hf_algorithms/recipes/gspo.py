@@ -1,0 +1,52 @@
+"""GSPO: GRPO with the ratio of whole sequences, normalised by their length (Zheng et al. 2025, eq. 5).
+
+Deviations from the paper: the standard deviation divides by n - 1, and 1e-6 is added to it; the logarithm of the ratio
+is cut at -20 and 20.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from hf_algorithms.recipes._config import AggregationMode, Coefficient, PolicyConfig, StdKeys
+from hf_algorithms.recipes._recipe import Recipe, StepContext
+from hf_algorithms.recipes._roles import POLICY_ROLES
+from hf_algorithms.recipes._steps import generate_scored, train_by_scores
+
+if TYPE_CHECKING:
+    from hf_algorithms.roles import Roles
+    from hf_controller import BatchFuture, MetricsFuture
+
+__all__ = ["GSPO", "GSPOConfig", "step"]
+
+
+class GSPOConfig(StdKeys, PolicyConfig):
+    """`[algorithm]` with `name = "gspo"`."""
+
+    name: Literal["gspo"] = "gspo"
+    clip_low: Coefficient = 3e-4
+    """The sequence's ratio is clipped to 1 - clip_low ... 1 + clip_high."""
+    clip_high: Coefficient = 4e-4
+    aggregation: AggregationMode = "seq-mean-token-mean"
+
+
+def step(roles: Roles, prompts: BatchFuture, config: GSPOConfig, context: StepContext) -> Sequence[MetricsFuture]:
+    """One iteration; every line returns at once, and the data flows from worker to worker."""
+    from hf_algorithms.advantages import GroupAdvantage
+    from hf_algorithms.losses import SequenceClip
+
+    batch = generate_scored(roles, prompts, context)
+    estimator = GroupAdvantage(
+        std_ddof=config.std_ddof,
+        std_eps=config.std_eps,
+        group_of_one=config.group_of_one,
+        kl_coefficient=config.reward_kl_coefficient,
+        kl_estimator=config.kl_estimator,
+    )
+    return train_by_scores(
+        roles, batch, config, context, estimator, SequenceClip(low=config.clip_low, high=config.clip_high)
+    )
+
+
+GSPO = Recipe(name="gspo", config=GSPOConfig, roles=POLICY_ROLES, step=step)

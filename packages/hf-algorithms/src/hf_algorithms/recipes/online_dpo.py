@@ -1,0 +1,60 @@
+"""Online DPO: two responses to a prompt, of which the better scored one is preferred (Guo et al. 2024).
+
+Deviations from the paper: scores come from the reward, not from a judge; a pair whose scores are equal is skipped and
+counted in `preference/skipped`; log-probs of a response are summed, not averaged. Log-probs are computed anew before
+every update, for a pair's rows see each other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from hf_algorithms.recipes._config import AlgorithmConfig, Range
+from hf_algorithms.recipes._recipe import Recipe, StepContext, mini_batch_rows
+from hf_algorithms.recipes._roles import POLICY_ROLES
+from hf_algorithms.recipes._steps import generate_scored
+
+if TYPE_CHECKING:
+    from hf_algorithms.roles import Roles
+    from hf_controller import BatchFuture, MetricsFuture
+
+__all__ = ["ONLINE_DPO", "OnlineDPOConfig", "step"]
+
+
+class OnlineDPOConfig(AlgorithmConfig):
+    """`[algorithm]` with `name = "online_dpo"`."""
+
+    least_samples: ClassVar[int] = 2
+    most_samples: ClassVar[int | None] = 2
+
+    name: Literal["online_dpo"] = "online_dpo"
+    beta: Range = 0.1
+    """Strength of the tie to the reference."""
+    preference_loss: Literal["dpo", "ipo"] = "dpo"
+
+
+def step(roles: Roles, prompts: BatchFuture, config: OnlineDPOConfig, context: StepContext) -> Sequence[MetricsFuture]:
+    """One iteration; every line returns at once, and the data flows from worker to worker."""
+    from hf_algorithms.losses import PreferenceLoss, PreferencePairs
+
+    temperature = context.sampling.temperature
+    batch = generate_scored(roles, prompts, context)
+    batch = batch.union(roles.reference.compute_ref_logprobs(batch, temperature=temperature))
+    loss = PreferenceLoss(beta=config.beta, kind=config.preference_loss)
+    metrics = [roles.advantage.compute_metrics(batch)]
+    for rows in _pairs(prompts.num_rows, config, context):
+        pairs = batch.rows(rows)
+        pairs = pairs.union(roles.actor.compute_logprobs(pairs, temperature=temperature))
+        pairs = pairs.union(roles.advantage.compute_advantages(pairs, PreferencePairs()))
+        metrics.append(roles.actor.update_actor(pairs, loss, temperature=temperature))
+    return metrics
+
+
+def _pairs(num_prompts: int, config: OnlineDPOConfig, context: StepContext) -> Iterator[list[int]]:
+    parts = min(config.mini_batches, num_prompts)
+    for groups in mini_batch_rows(num_prompts, parts, epochs=config.epochs, seed=context.sampling.step):
+        yield [2 * group + sample for group in groups for sample in (0, 1)]
+
+
+ONLINE_DPO = Recipe(name="online_dpo", config=OnlineDPOConfig, roles=POLICY_ROLES, step=step)

@@ -1,0 +1,52 @@
+"""REINFORCE++: discounted returns with a KL penalty per token, whitened over the batch (Hu 2025).
+
+Deviation from the paper: the variance divides by the number of tokens; `std_ddof = 1` subtracts one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from hf_algorithms.recipes._config import ClipKeys, Coefficient, PolicyConfig, Share, WhitenKeys
+from hf_algorithms.recipes._recipe import Recipe, StepContext
+from hf_algorithms.recipes._roles import POLICY_ROLES
+from hf_algorithms.recipes._steps import build_clip, generate_scored, train_by_scores
+
+if TYPE_CHECKING:
+    from hf_algorithms.roles import Roles
+    from hf_controller import BatchFuture, MetricsFuture
+
+__all__ = ["REINFORCE_PP", "ReinforcePPConfig", "step"]
+
+
+class ReinforcePPConfig(WhitenKeys, ClipKeys, PolicyConfig):
+    """`[algorithm]` with `name = "reinforce_pp"`."""
+
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+    gamma: Share = 1.0
+    """Discount per token."""
+    kl_coefficient: Coefficient = 0.01
+    kl_place: Literal["reward", "loss", "none"] = "reward"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+
+
+def step(
+    roles: Roles, prompts: BatchFuture, config: ReinforcePPConfig, context: StepContext
+) -> Sequence[MetricsFuture]:
+    """One iteration; every line returns at once, and the data flows from worker to worker."""
+    from hf_algorithms.advantages import ReinforceAdvantage
+
+    batch = generate_scored(roles, prompts, context)
+    estimator = ReinforceAdvantage(
+        gamma=config.gamma,
+        whiten=config.whiten,
+        whiten_ddof=config.std_ddof,
+        whiten_eps=config.std_eps,
+        kl_coefficient=config.reward_kl_coefficient,
+        kl_estimator=config.kl_estimator,
+    )
+    return train_by_scores(roles, batch, config, context, estimator, build_clip(config))
+
+
+REINFORCE_PP = Recipe(name="reinforce_pp", config=ReinforcePPConfig, roles=POLICY_ROLES, step=step)

@@ -1,0 +1,148 @@
+"""Safe-RLHF, or PPO-Lagrangian: as helpful as possible while the expected cost stays below a limit (Dai et al. 2023).
+
+Two critics estimate rewards and costs. A multiplier lambda weighs the advantages, (A_r - lambda A_c) / (1 + lambda),
+and moves with the mean cost of the last responses, before the actor's updates. The KL penalty is in both signals, so
+that its net weight does not depend on lambda. With `ptx_coefficient` the language-model loss on rows of `data.train`
+enters the actor's own optimizer step.
+
+Deviations from the authors' code:
+
+- costs come from a Python function, `[cost] function`, above 0 for what is unwanted;
+- lambda is updated once an iteration by the costs of the whole batch, not once a micro-batch and rank;
+- both critics start from the actor, not from a reward model and a cost model;
+- the values' clip is PPO's; the authors clip values to a distance of 5, which is `value_clip = 5.0`.
+
+`constraint/infeasible` is 1 where lambda grows although the cost stays above the limit: the constraint cannot be met
+under this KL penalty, which is not a divergence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from hf_algorithms.recipes._config import AggregationMode, ClipKeys, Coefficient, CriticKeys, PolicyConfig, Range
+from hf_algorithms.recipes._recipe import Recipe, Role, StepContext
+from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, CRITIC, REFERENCE, REWARD
+from hf_algorithms.recipes._steps import (
+    add_old_logprobs,
+    add_ref_logprobs,
+    build_clip,
+    build_policy_loss,
+    generate,
+    mini_batches,
+)
+
+if TYPE_CHECKING:
+    from hf_algorithms.advantages import Multiplier
+    from hf_algorithms.roles import Roles
+    from hf_controller import BatchFuture, MetricsFuture
+
+__all__ = ["COST", "COST_CRITIC", "SAFE_RLHF", "SafeRLHFConfig", "step"]
+
+COST = Role(name="cost", worker="hf_algorithms.workers:CostWorker")
+COST_CRITIC = Role(name="cost_critic", worker=CRITIC.worker, has_model=True, starts_from="actor")
+
+_SEQUENCE = ("prompt_ids", "response_ids", "response_mask")
+_OF_COSTS = {"cost_values": "values", "cost_returns": "returns"}
+
+
+class SafeRLHFConfig(CriticKeys, ClipKeys, PolicyConfig):
+    """`[algorithm]` with `name = "safe_rlhf"`."""
+
+    needs_keys: ClassVar[tuple[str, ...]] = ("cost.function",)
+
+    name: Literal["safe_rlhf"] = "safe_rlhf"
+    kl_coefficient: Coefficient = 0.02
+    kl_place: Literal["reward"] = "reward"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    aggregation: AggregationMode = "seq-mean-token-mean"
+    cost_limit: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
+    """Expected cost of a response that is allowed."""
+    cost_window: Annotated[int, Field(ge=1)] = 128
+    """Responses over which the cost is averaged."""
+    lambda_space: Literal["log", "projected"] = "log"
+    """Whether the logarithm of lambda moves, or lambda itself, cut at 0."""
+    lambda_init: Range = 1.0
+    lambda_learning_rate: Coefficient = 0.1
+    lambda_max: Range | None = None
+    """Largest lambda; by default a million."""
+    ptx_coefficient: Coefficient = 0.0
+    """Weight of the language-model loss on as many rows of `data.train` as there are responses."""
+
+
+def step(roles: Roles, prompts: BatchFuture, config: SafeRLHFConfig, context: StepContext) -> Sequence[Any]:
+    """One iteration; it waits for the costs, which move the multiplier, and for nothing else."""
+    from hf_algorithms.advantages import LagrangianAdvantage, Multiplier
+    from hf_algorithms.losses import ValueLoss
+
+    batch = add_old_logprobs(roles, generate(roles, prompts, context), config, context)
+    batch = batch.union(roles.critic.compute_values(batch))
+    batch = batch.union(roles.cost_critic.compute_values(batch).rename({"values": "cost_values"}))
+    batch = add_ref_logprobs(roles, batch, config, context)
+    batch = batch.union(roles.reward.compute_reward(batch)).union(roles.cost.compute_cost(batch))
+    multiplier = Multiplier(
+        space=config.lambda_space,
+        init=config.lambda_init,
+        learning_rate=config.lambda_learning_rate,
+        limit=config.cost_limit,
+        window=config.cost_window,
+        maximum=config.lambda_max,
+    )
+    state = multiplier.update(
+        context.state.get("multiplier", multiplier.start()),
+        context.read(roles.cost.list_costs(batch), while_tracing=[]),
+    )
+    context.state["multiplier"] = state
+    estimator = LagrangianAdvantage(
+        multiplier=state["value"],
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+        kl_coefficient=config.kl_coefficient,
+        kl_estimator=config.kl_estimator,
+        bootstrap=config.bootstrap,
+    )
+    batch = batch.union(roles.advantage.compute_advantages(batch, estimator))
+    metrics: list[Any] = [roles.advantage.compute_metrics(batch), _describe(multiplier, state)]
+    return [*metrics, *_update(roles, batch, config, context, ValueLoss(clip=config.value_clip))]
+
+
+def _update(
+    roles: Roles, batch: BatchFuture, config: SafeRLHFConfig, context: StepContext, value_loss: Any
+) -> list[MetricsFuture]:
+    """Updates both critics and the actor on every mini-batch."""
+    sampling, metrics = context.sampling, []
+    policy_loss = build_policy_loss(config, build_clip(config), max_new_tokens=sampling.max_new_tokens)
+    trains_actor = not 0 < context.iteration <= config.critic_warmup
+    for rows in mini_batches(batch, config, context):
+        metrics.append(roles.critic.update_critic(rows, value_loss))
+        of_costs = rows.select([*_SEQUENCE, *_OF_COSTS]).rename(_OF_COSTS)
+        metrics.append(roles.cost_critic.update_critic(of_costs, value_loss))
+        if not trains_actor:
+            continue
+        if config.ptx_coefficient:
+            roles.actor.hold_pretraining(context.pretrain_rows(rows.num_rows))
+        metrics.append(
+            roles.actor.update_actor(
+                rows, policy_loss, temperature=sampling.temperature, pretrain_weight=config.ptx_coefficient
+            )
+        )
+    return metrics
+
+
+def _describe(multiplier: Multiplier, state: dict[str, Any]) -> dict[str, float]:
+    found = {
+        "constraint/lambda": float(state["value"]),
+        "constraint/infeasible": float(multiplier.is_infeasible(state)),
+    }
+    return found if state["cost"] is None else found | {"constraint/cost": float(state["cost"])}
+
+
+SAFE_RLHF = Recipe(
+    name="safe_rlhf",
+    config=SafeRLHFConfig,
+    roles=(ACTOR, CRITIC, COST_CRITIC, REFERENCE, REWARD, COST, ADVANTAGE),
+    step=step,
+)
