@@ -19,6 +19,8 @@ from hf_algorithms.preflight import check_run
 from hf_algorithms.quickstart import prepare_quickstart
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.walk import walk_calls
+from hf_algorithms.wiring import build_roles, build_sampling
+from hf_controller import TracingExecutor
 from hf_protocols import (
     BackendError,
     ConfigError,
@@ -343,3 +345,38 @@ def test_a_quickstart_of_any_ranks_can_run(quickstart: tuple[Config, RunInputs],
     check_plan(config, plan, shapes)
     check_calls(config, plan, walk_calls(config, plan, inputs), is_given=False)
     assert sum(plan.pool(name).num_slots for name in {plan.models[r].pool for r in config.recipe.model_roles}) <= ranks
+
+
+def test_a_schedule_leaves_no_room_for_a_warm_start(build: Callable[..., Config]) -> None:
+    config = build(training={"learning_rate_schedule": "cosine"})
+    assert str(refusal(config)).startswith("training.learning_rate_schedule = 'cosine': the warm start of")
+
+
+def test_the_keys_of_training_and_rollout_reach_the_workers(build: Callable[..., Config], tmp_path: Path) -> None:
+    config = build(
+        run={"iterations": 7},
+        warm_start={"max_steps": 0},
+        algorithm={"mini_batches": 2, "epochs": 3},
+        optimizer={"actor_learning_rate": 0.5},
+        roles={"critic": {"dtype": "bfloat16"}, "reference": {"learning_rate": 0.25}},
+        rollout={"stop": ["="], "min_new_tokens": 2, "bucket_bytes": 4096},
+        training={
+            "learning_rate_schedule": "cosine",
+            "activation_checkpointing": True,
+            "compile": True,
+            "balance_tokens": True,
+        },
+    )
+    inputs = load_inputs(config, tmp_path / "model")
+    executor = TracingExecutor()
+    groups = build_roles(executor, config, plan_of(2), inputs, ()).groups
+    actor, critic, reference = (groups[role].spec for role in ("actor", "critic", "reference"))
+    training = actor.kwargs["training"]
+    assert (training.schedule, training.total_steps) == ("cosine", 42)
+    assert training.activation_checkpointing and training.compile and actor.balance_tokens
+    assert actor.kwargs["bucket_bytes"] == 4096
+    assert [each.kwargs["training"].dtype for each in (actor, critic)] == ["float32", "bfloat16"]
+    assert [each.kwargs["training"].learning_rate for each in (actor, reference)] == [0.5, 0.25]
+    assert not groups["reward"].spec.balance_tokens
+    sampling = build_sampling(config, end_token_id=1, step=0)
+    assert (sampling.stop_strings, sampling.min_new_tokens) == (("=",), 2)

@@ -83,6 +83,12 @@ def check_batches(config: Config) -> None:
         problems.append(
             f"rollout.samples_per_prompt = {each}: {algorithm.name} takes at most {algorithm.most_samples}. Lower it"
         )
+    schedule = config.training.learning_rate_schedule
+    if warm_start.max_steps and schedule != "constant":
+        problems.append(
+            f"training.learning_rate_schedule = {show(schedule)}: the warm start of warm_start.max_steps = "
+            f"{warm_start.max_steps} would use up its steps. Use 'constant', or start from a model without a warm start"
+        )
     if warm_start.max_steps and warm_start.stop_at is not None and warm_start.stop_at > warm_start.fail_above:
         problems.append(
             f"warm_start.stop_at = {warm_start.stop_at} is above warm_start.fail_above = {warm_start.fail_above}: "
@@ -182,7 +188,7 @@ def compute_workload(config: Config, *, prompt_tokens: int) -> dict[str, Any]:
         "mini_batches": config.algorithm.mini_batches,
         "dtype": config.training.dtype,
         "micro_batch_tokens": config.training.micro_batch_tokens,
-        "recompute": "none",  # workers keep all activations
+        "recompute": "full" if config.training.activation_checkpointing else "none",
     }
 
 

@@ -45,6 +45,8 @@ def build_sampling(config: Config, *, end_token_id: int, step: int) -> SamplingP
     rollout = config.rollout
     return SamplingParams(
         max_new_tokens=rollout.max_new_tokens,
+        min_new_tokens=rollout.min_new_tokens,
+        stop_strings=rollout.stop,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
@@ -65,4 +67,5 @@ def _build_spec(
     configure = getattr(worker, "configure", None)
     kwargs = {**(configure(setup) if configure else {}), **declared.kwargs}
     topology = Topology(placed.train or ParallelSpec(), placed.generation)
-    return WorkerSpec(worker=worker, topology=topology, kwargs=kwargs, seed=config.run.seed)
+    balances = declared.has_model and config.training.balance_tokens
+    return WorkerSpec(worker=worker, topology=topology, kwargs=kwargs, seed=config.run.seed, balance_tokens=balances)

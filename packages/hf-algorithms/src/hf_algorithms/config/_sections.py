@@ -170,6 +170,12 @@ class RolloutConfig(_Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0)] = 0
     """0: all tokens."""
+    min_new_tokens: Annotated[int, Field(ge=0)] = 0
+    """No response ends before this many tokens."""
+    stop: tuple[str, ...] = Field(default=(), strict=False)
+    """Texts that end a response; the token that completes one is kept."""
+    bucket_bytes: Annotated[int, Field(ge=1, le=1 << 53)] | None = None
+    """Bound on the buffers in which weights travel to the rollout backend; by default the engine's own."""
     options: dict[str, Any] = {}
     """More of what the backend's ``build`` takes: ``cache_bytes`` or ``cache_fraction`` for keys and values."""
 
@@ -214,6 +220,15 @@ class TrainingConfig(_Section):
     shard: Literal["root", "layer"] = "layer"
     """FSDP units: the whole model (small models), or each decoder layer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype of the computation; trained weights and the optimizer's state are float32."""
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How learning rates go on after `optimizer.warmup_steps`: as they are, or down to 0 at the last update."""
+    activation_checkpointing: bool = False
+    """Recomputes each decoder layer in the backward pass: less memory, more time."""
+    balance_tokens: bool = False
+    """Gives ranks rows of equal token sums. Results stay in the batch's order."""
+    compile: bool = False
+    """Compiles decoder layers; takes minutes at first, and needs a C++ compiler."""
 
 
 class ClusterConfig(_Section):
@@ -265,6 +280,10 @@ class Config(_Section):
     def recipe(self) -> Recipe:
         """The algorithm: a shipped one by its name, or the user's own."""
         return self._own_recipe or RECIPES[self.algorithm.name]
+
+    def count_updates(self) -> int:
+        """Optimizer steps of a role in the whole run, the warm start left out."""
+        return self.run.iterations * self.algorithm.epochs * self.algorithm.mini_batches
 
     def role(self, name: str) -> RoleConfig:
         """What `[roles.NAME]` overrides; nothing without such a section."""

@@ -72,7 +72,11 @@ class ModelWorker(Worker):
                 max_grad_norm=config.optimizer.max_grad_norm,
                 warmup_steps=config.optimizer.warmup_steps,
                 micro_batch_tokens=setup.placed.micro_batch_tokens,
+                schedule=config.training.learning_rate_schedule,
+                total_steps=config.count_updates(),
                 dtype=overrides.dtype or config.training.dtype,
+                activation_checkpointing=config.training.activation_checkpointing,
+                compile=config.training.compile,
                 shard=config.training.shard,
             ),
         }

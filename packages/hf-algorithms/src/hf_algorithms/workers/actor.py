@@ -37,7 +37,8 @@ class ActorWorker(ModelWorker):
 
     Args:
         rollout: name of a ``hf_engine.rollout_backends`` entry point.
-        rollout_options: more of what its ``build`` takes, such as the size of the KV cache.
+        rollout_options: more of what its `build` takes, such as the size of the KV cache.
+        bucket_bytes: bound on the buffers in which weights travel to it; None: the engine's own.
     """
 
     def __init__(
@@ -49,13 +50,15 @@ class ActorWorker(ModelWorker):
         training: TrainConfig,
         rollout: str,
         rollout_options: Mapping[str, Any] = MappingProxyType({}),
+        bucket_bytes: int | None = None,
         offload: bool = False,
     ) -> None:
         super().__init__(context, model=model, backend=backend, training=training, offload=offload)
         build = load_rollout_backend(rollout).build
         generator = build(model, topology=context.topology, seed=context.seed, **rollout_options)
         self._train.reload()  # the engine looks at the weights
-        self._engine = HybridEngine(self._train, generator, context.topology)
+        bound: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
+        self._engine = HybridEngine(self._train, generator, context.topology, **bound)
         self._rest()
         # The dtype by whose bounds an engine is judged whose memory cannot be read.
         self._judged_dtype = None if isinstance(generator, SupportsWeightBuffers) else self._coarser_dtype()
@@ -68,7 +71,11 @@ class ActorWorker(ModelWorker):
     def configure(cls, setup: RoleSetup) -> dict[str, Any]:
         """Returns the constructor's arguments for a role of a run."""
         rollout = setup.config.rollout
-        return super().configure(setup) | {"rollout": rollout.backend, "rollout_options": rollout.options}
+        return super().configure(setup) | {
+            "rollout": rollout.backend,
+            "rollout_options": rollout.options,
+            "bucket_bytes": rollout.bucket_bytes,
+        }
 
     @register(
         protocol=THREE_D_ALL_MICRO_DP,
