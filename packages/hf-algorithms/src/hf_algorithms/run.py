@@ -122,6 +122,7 @@ class _Run:
         self._busy_s = 0.0
         self._num_tokens = 0.0
         self._summary: dict[str, Any] = {
+            "algorithm": config.algorithm.name,
             "iterations": 0,
             "metric": self._metric,
             "versions": {name: version(name) for name in _PACKAGES},
@@ -206,6 +207,8 @@ class _Run:
         metrics["perf/tokens_per_s"] = tokens / elapsed_s
         metrics["time/iteration_s"] = elapsed_s
         self._summary["iterations"] = iteration
+        if "constraint/infeasible" in metrics:
+            self._summary["infeasible"] = bool(metrics["constraint/infeasible"])
         if unchanged := metrics.get("actor/weights_unchanged"):
             self._display.note(
                 f"warning: in iteration {iteration} the actor's last steps had left its weights as they were "

@@ -8,21 +8,20 @@ from html import escape
 from hf_algorithms.report._numbers import format_bytes, format_milliseconds, round_ticks
 from hf_algorithms.report._timeline import Call, Part, Row, Timeline
 
-__all__ = ["render_gantt"]
+__all__ = ["choose_colours", "render_gantt"]
 
 # Bars are placed in percent, so that the chart takes the width of the page and its text keeps its size.
 _ROW_PX, _BAR_PX, _PART_PX = 36, 20, 5
 _NUM_COLOURS = 8
 # A bar narrower than this share of the chart has no room for its name; its number in the table has.
 _SMALLEST_LABELLED = 0.012
-_KNOWN_ROLES = ("actor", "critic", "reference", "reward", "advantage")
 
 
 def render_gantt(timeline: Timeline) -> str:
     """The chart, its legend, and a table of the calls with their times."""
     scale = _Scale(timeline)
     numbers = {key: number for number, key in enumerate(dict.fromkeys(call.key for call in timeline.calls), start=1)}
-    colours = _choose_colours(call.role for call in timeline.calls)
+    colours = choose_colours(call.role for call in timeline.calls)
     lanes = [_lane(row, timeline.calls, scale, numbers, colours) for row in timeline.rows]
     legend = "".join(f'<span class="c{colour}"><i></i>{escape(role)}</span>' for role, colour in colours.items())
     return (
@@ -47,12 +46,9 @@ class _Scale:
         return f'x="{left:.3f}%" width="{max(width, 0.08):.3f}%"'
 
 
-def _choose_colours(roles: Iterable[str]) -> dict[str, int]:
-    """A colour per role: the known ones always have the same, others follow."""
-    found = dict.fromkeys(roles)
-    order = [*(role for role in _KNOWN_ROLES if role in found), *(role for role in found if role not in _KNOWN_ROLES)]
-    spare = iter(range(len(_KNOWN_ROLES), len(_KNOWN_ROLES) + len(order)))
-    return {role: (_KNOWN_ROLES.index(role) if role in _KNOWN_ROLES else next(spare)) % _NUM_COLOURS for role in order}
+def choose_colours(names: Iterable[str]) -> dict[str, int]:
+    """A colour for each name, by the order of their first appearance."""
+    return {name: number % _NUM_COLOURS for number, name in enumerate(dict.fromkeys(names))}
 
 
 def _lane(

@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from hf_algorithms.report._curves import Curve, Point, render_curve
 from hf_algorithms.report._files import RunFiles
-from hf_algorithms.report._gantt import render_gantt
+from hf_algorithms.report._gantt import choose_colours, render_gantt
 from hf_algorithms.report._numbers import format_bytes, format_duration, format_number
 from hf_algorithms.report._samples import render_samples
 from hf_algorithms.report._timeline import choose_iteration, read_timeline
@@ -19,9 +19,6 @@ __all__ = ["render_page"]
 # Below the evaluations; losses follow, everything else is folded away.
 _TITLES = {"reward/mean": "Reward", "kl_sequence/k3": "KL to the reference"}
 _EVALUATION = "eval/"
-# By the first part of a metric's name; roles have the colours of the Gantt chart.
-_COLOURS = {"actor": 0, "critic": 1, "kl": 2, "kl_sequence": 2, "reference": 2, "reward": 3, "advantage": 4, "eval": 6}
-_OTHER_COLOUR = 7
 
 
 def render_page(run: RunFiles) -> str:
@@ -137,6 +134,7 @@ def _curves(run: RunFiles) -> str:
 
 def _read_curves(run: RunFiles) -> dict[str, Curve]:
     series = _series(run.metrics)
+    colours = choose_colours(metric.partition("/")[0] for metric in series)
     iterations = [x for points in series.values() for x, _ in points]
     return {
         metric: Curve(
@@ -145,7 +143,7 @@ def _read_curves(run: RunFiles) -> dict[str, Curve]:
             points=points,
             iterations=(min(iterations), max(iterations)),
             guides=_guides(run, metric),
-            colour=_COLOURS.get(metric.partition("/")[0], _OTHER_COLOUR),
+            colour=colours[metric.partition("/")[0]],
         )
         for metric, points in series.items()
     }
