@@ -2,7 +2,8 @@
 
 An iteration drops the groups whose scores are all equal and draws more prompts in their place, at most `max_refills`
 times. Surplus groups are dropped and counted. After the last refill it trains on what there is; without any group it
-trains on nothing. Then the metrics have `group/filtered`, `group/refills` and `actor/skipped_steps`.
+trains on nothing, as with fewer responses than there are ranks to share them. Metrics: `group/filtered`,
+`group/refills`, and `actor/skipped_steps` for an iteration without an update.
 
 Deviations from the paper:
 
@@ -47,10 +48,13 @@ def step(
 ) -> Sequence[MetricsFuture | Mapping[str, float]]:
     """One iteration: it asks for the groups that are worth training on, and refills."""
     from hf_algorithms.advantages import GroupAdvantage
+    from hf_algorithms.roles import least_rows
 
     batch, counts = fill(roles, prompts, config, context)
-    if batch is None:
+    least = least_rows(roles.actor, "update_actor")
+    if batch is None or batch.num_rows < least:
         return [counts | {"actor/skipped_steps": 1.0}]
+    config = config.model_copy(update={"mini_batches": min(config.mini_batches, batch.num_rows // least)})
     if config.overlong_buffer:
         limit = context.sampling.max_new_tokens
         batch = batch.union(roles.advantage.add_length_term(batch, max_tokens=limit, buffer=config.overlong_buffer))
