@@ -134,7 +134,7 @@ def safe_rlhf(roles: Any, prompts: Any, config: Any, sampling: Any) -> Sequence[
 
 
 def test_a_recipe_of_ones_own_with_one_more_model() -> None:
-    assert_is(derive(safe_rlhf), "safe-rlhf")
+    assert_is(derive(safe_rlhf), "safe_rlhf")
 
 
 def remax(roles: Any, prompts: Any, config: Any, sampling: Any) -> Sequence[Any]:

@@ -165,7 +165,7 @@ def test_calibration_finds_the_device_again_and_predicts_another_size(tmp_path: 
         assert error.error == pytest.approx(error.predicted_s / error.measured_s - 1)
 
 
-@pytest.mark.parametrize(("preset", "times"), [("remax", 2), ("grpo", 1), ("safe-rlhf", 1)])
+@pytest.mark.parametrize(("preset", "times"), [("remax", 2), ("grpo", 1), ("safe_rlhf", 1)])
 def test_a_stage_counts_as_often_as_the_recipe_calls_it(tmp_path: Path, preset: str, times: int) -> None:
     """ReMax generates twice in an iteration, once greedily; the trace has the sum."""
     trace = write_run(tmp_path / "run", MEASURED)

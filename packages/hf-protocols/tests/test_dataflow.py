@@ -43,10 +43,10 @@ def test_remax_generates_and_scores_twice_and_has_no_critic() -> None:
 
 
 def test_safe_rlhf_adds_a_cost_model_to_ppo() -> None:
-    ppo, safe = Dataflow.preset("ppo"), Dataflow.preset("safe-rlhf")
+    ppo, safe = Dataflow.preset("ppo"), Dataflow.preset("safe_rlhf")
     assert set(safe.roles) - set(ppo.roles) == {"cost"}
     assert len(safe.calls) == len(ppo.calls) + 1
-    assert "cost.compute_cost" in stages("safe-rlhf")[1]
+    assert "cost.compute_cost" in stages("safe_rlhf")[1]
 
 
 def test_grpo_has_no_critic_and_groups_by_prompt() -> None:
@@ -57,7 +57,7 @@ def test_grpo_has_no_critic_and_groups_by_prompt() -> None:
     assert len(grpo.stages()) == 4
 
 
-@pytest.mark.parametrize("name", ["ppo", "remax", "safe-rlhf", "grpo"])
+@pytest.mark.parametrize("name", ["ppo", "remax", "safe_rlhf", "grpo"])
 def test_presets_read_only_what_the_data_or_an_earlier_call_gives(name: str) -> None:
     flow = Dataflow.preset(name)
     known = {"row_id", "prompt_ids", "answer"}
@@ -97,13 +97,13 @@ def test_a_column_is_not_read_before_it_is_written() -> None:
 
 
 def test_unknown_words_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"dataflow preset 'safe_rlhf' is unknown: give safe-rlhf"):
-        Dataflow.preset("safe_rlhf")
-    with pytest.raises(ConfigError, match=r"unknown: give ppo or remax or safe-rlhf or grpo"):
+    with pytest.raises(ConfigError, match=r"dataflow preset 'safe-rlhf' is unknown: give safe_rlhf"):
+        Dataflow.preset("safe-rlhf")
+    with pytest.raises(ConfigError, match=r"unknown: give ppo or remax or safe_rlhf or grpo"):
         Dataflow.preset("xyz")
     with pytest.raises(ConfigError, match=r"dataflow preset 'ppoo' is unknown: give ppo\b"):
         Dataflow.preset("ppoo")
-    with pytest.raises(ConfigError, match=r"^dataflow preset=3: give one of ppo, remax, safe-rlhf, grpo$"):
+    with pytest.raises(ConfigError, match=r"^dataflow preset=3: give one of ppo, remax, safe_rlhf, grpo$"):
         Dataflow.preset(3)
     with pytest.raises(ConfigError, match=r"actor\.run: kind='forward': one of generation, inference"):
         ModelCall(role="actor", method="run", kind="forward", reads=())

@@ -2,7 +2,7 @@
 
 ::
 
-    dataflow = "ppo"                    # ppo, remax, safe-rlhf or grpo
+    dataflow = "ppo"                    # ppo, remax, safe_rlhf or grpo
     backends = ["fsdp", "megatron"]     # optional
 
     [models]                            # a preset, a path to a config.json or its directory, or a table of sizes

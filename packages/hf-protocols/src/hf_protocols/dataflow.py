@@ -81,7 +81,7 @@ class Dataflow:
 
     @classmethod
     def preset(cls, name: str) -> Dataflow:
-        """``"ppo"``, ``"remax"``, ``"safe-rlhf"`` or ``"grpo"``.
+        """``"ppo"``, ``"remax"``, ``"safe_rlhf"`` or ``"grpo"``.
 
         Raises:
             ConfigError: for another name, with the nearest ones.
@@ -184,7 +184,7 @@ _PRESETS: dict[str, tuple[ModelCall, ...]] = {
         _advantages(("scores", "greedy_scores", "old_logprobs", "ref_logprobs"), ("advantages",)),
         _UPDATE_ACTOR,
     ),
-    "safe-rlhf": (
+    "safe_rlhf": (
         _generate(),
         _OLD_LOGPROBS,
         _VALUES,
