@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture, MetricsFuture
 
-__all__ = ["DAPO", "DAPOConfig", "step"]
+__all__ = ["DAPO", "DAPOConfig", "fill", "step"]
 
 
 class DAPOConfig(LengthKeys, StdKeys, ClipKeys, PolicyConfig):
