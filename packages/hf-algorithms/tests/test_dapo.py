@@ -83,16 +83,23 @@ def test_dropped_groups_are_refilled_until_there_are_enough() -> None:
     rows, counts, asked = run(lambda group: group % 2 == 0)
     assert rows is not None
     assert sorted({group for group, _ in rows}) == [0, 2, 4, 6]
-    assert asked == [2, 1]
-    assert counts == {"group/filtered": 3.0, "group/refills": 2.0}
+    assert asked == [4]
+    assert counts == {"group/filtered": 4.0, "group/refills": 1.0}
+
+
+def test_surplus_groups_are_dropped() -> None:
+    rows, counts, asked = run(lambda group: group > 0)
+    assert rows is not None
+    assert [group for group, sample in rows if sample == 0] == [1, 2, 3, 4]
+    assert (asked, counts["group/filtered"]) == ([4], 4.0)
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
 def test_after_the_last_refill_it_trains_on_what_there_is(limit: int) -> None:
     rows, counts, asked = run(lambda group: group == 1, max_refills=limit)
     assert rows == [(1, 0), (1, 1)]
-    assert asked == [3] * limit
-    assert counts == {"group/filtered": 3.0 + 3 * limit, "group/refills": float(limit)}
+    assert asked == [4] * limit
+    assert counts == {"group/filtered": 3.0 + 4 * limit, "group/refills": float(limit)}
 
 
 def test_without_any_group_there_is_nothing_to_train_on() -> None:
@@ -102,7 +109,7 @@ def test_without_any_group_there_is_nothing_to_train_on() -> None:
 
 
 def test_a_small_data_set_ends_the_refills() -> None:
-    rows, counts, asked = run(lambda group: group == 0, left=2)
+    rows, counts, asked = run(lambda group: group == 0, left=3)
     assert (rows, asked) == ([(0, 0), (0, 1)], [])
     assert counts["group/filtered"] == 3.0
 

@@ -1,7 +1,7 @@
 """DAPO: GRPO with a higher upper clip, dynamic sampling, token-mean and a length term (Yu et al. 2025).
 
-An iteration drops the groups whose scores are all equal and draws more prompts in their place, at most `max_refills`
-times. Surplus groups are dropped and counted. After the last refill it trains on what there is; without any group it
+An iteration drops the groups whose scores are all equal and draws as many prompts again, at most `max_refills` times
+and while the data set has so many that the iteration has not drawn. Surplus groups are dropped and counted. After the last refill it trains on what there is; without any group it
 trains on nothing, as with fewer responses than there are ranks to share them. Metrics: `group/filtered`,
 `group/refills`, and `actor/skipped_steps` for an iteration without an update.
 
@@ -94,11 +94,10 @@ def fill(
         num_kept += len(rows) // samples
         if rows:
             found = batch.rows(rows) if found is None else found.concat(batch.rows(rows))
-        missing = wanted - num_kept
-        if not missing or refills == config.max_refills or context.num_prompts_left < missing:
+        if num_kept == wanted or refills == config.max_refills or context.num_prompts_left < wanted:
             break
         refills += 1
-        fresh = context.more_prompts(missing)
+        fresh = context.more_prompts(wanted)
     return found, {"group/filtered": float(num_drawn - num_kept), "group/refills": float(refills)}
 
 
