@@ -1,9 +1,10 @@
 """DAPO: GRPO with a higher upper clip, dynamic sampling, token-mean and a length term (Yu et al. 2025).
 
 An iteration drops the groups whose scores are all equal and draws as many prompts again, at most `max_refills` times
-and while the data set has so many that the iteration has not drawn. Surplus groups are dropped and counted. After the last refill it trains on what there is; without any group it
-trains on nothing, as with fewer responses than there are ranks to share them. Metrics: `group/filtered`,
-`group/refills`, and `actor/skipped_steps` for an iteration without an update.
+and while the data set has as many rows that the iteration has not drawn. Surplus groups are dropped and counted. After
+the last refill it trains on what there is. Without any group it trains on nothing, as with fewer responses than there
+are ranks to share them. Metrics: `group/filtered`, `group/refills`, and `actor/skipped_steps` for an iteration without
+an update.
 
 Deviations from the paper:
 
