@@ -142,13 +142,18 @@ class FrozenPolicy(Worker):
 
 
 class TableCritic(Worker):
-    """Values of [states, positions], moved by half of what a mean square error asks for."""
+    """Values of [1, positions].
+
+    Args:
+        learning_rate: share of the way to the mean return that an update goes.
+    """
 
     needs_process_group = False
 
-    def __init__(self, context: Any, *, num_states: int = 1, num_positions: int = 1) -> None:
+    def __init__(self, context: Any, *, num_positions: int = 1, learning_rate: float = 0.5) -> None:
         super().__init__(context)
-        self._values = torch.zeros(num_states, num_positions, dtype=torch.float64).requires_grad_()
+        self._values = torch.zeros(1, num_positions, dtype=torch.float64).requires_grad_()
+        self._learning_rate = learning_rate
 
     @register(protocol=THREE_D, reads=SEQUENCE, writes=("values",), kind="inference")
     def compute_values(self, batch: TensorDict) -> TensorDict:
@@ -164,12 +169,12 @@ class TableCritic(Worker):
         mask = columns["response_mask"].double()
         visits.index_add_(0, _states(batch), torch.nn.functional.pad(mask, (0, visits.shape[1] - mask.shape[1])))
         with torch.no_grad():
-            self._values -= 0.5 * gradient / visits.clamp(min=1.0)
+            self._values -= self._learning_rate * gradient / visits.clamp(min=1.0)
         return {f"{self.context.role}/{name}": pair for name, pair in metrics.items() if "/" not in name}
 
     @register(protocol=RANK_ZERO, returns="object")
     def read_values(self) -> Any:
-        """Returns the values, [states, positions]."""
+        """Returns the values, [1, positions]."""
         return self._values.detach().numpy()
 
     def _look_up(self, batch: TensorDict) -> torch.Tensor:

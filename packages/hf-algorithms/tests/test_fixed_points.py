@@ -45,7 +45,7 @@ def solve_forward_kl(rewards: np.ndarray, beta: float) -> np.ndarray:
     return beta * REFERENCE / (beta + low - rewards)
 
 
-def train_bandit(name: str, *, iterations: int = 40, rate: float = 1.0, **algorithm: Any) -> Trained:
+def train_bandit(name: str, *, iterations: int = 18, rate: float = 1.2, **algorithm: Any) -> Trained:
     workers: dict[str, Any] = {
         "actor": (TablePolicy, {"table": START, "learning_rate": rate}),
         "reference": (FrozenPolicy, {"table": START}),
@@ -93,7 +93,7 @@ def test_k3_without_a_weight_ends_elsewhere() -> None:
 
 
 def test_k1_in_the_loss_penalises_nothing() -> None:
-    trained = train_bandit("rloo", kl_place="loss", kl_estimator="k1", kl_gradient="value")
+    trained = train_bandit("rloo", kl_place="loss", kl_estimator="k1", kl_gradient="value", iterations=16)
     assert trained.policies[-1][0, 0] > 0.99
 
 
@@ -106,7 +106,7 @@ def train_two_scales(name: str) -> np.ndarray:
         "reward": (TableReward, {"table": [REWARDS.tolist(), (10 * REWARDS).tolist()]}),
     }
     keys = {"kl_coefficient": 2.0, "kl_place": "loss"}
-    run = TableRun(recipe=RECIPES[name], algorithm=keys, workers=workers, iterations=40, prompts=(0, 1))
+    run = TableRun(recipe=RECIPES[name], algorithm=keys, workers=workers, iterations=20, prompts=(0, 1))
     return run.train().policy
 
 
@@ -129,7 +129,7 @@ def test_division_by_the_deviation_equalises_the_scales() -> None:
 def test_a_student_reaches_its_teachers_table() -> None:
     teacher = np.array([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]])
     workers: dict[str, Any] = {
-        "actor": (TablePolicy, {"table": [[0.0] * 4] * 2, "learning_rate": 0.5}),
+        "actor": (TablePolicy, {"table": [[0.0] * 4] * 2, "learning_rate": 0.7}),
         "teacher": (FrozenPolicy, {"table": np.log(teacher).tolist()}),
         "reward": (TableReward, {"table": [[0.0] * 4] * 2}),
     }
@@ -137,8 +137,8 @@ def test_a_student_reaches_its_teachers_table() -> None:
         recipe=RECIPES["distillation"],
         algorithm={},
         workers=workers,
-        iterations=20,
-        samples=64,
+        iterations=10,
+        samples=32,
         prompts=(0, 1),
         sampling=SamplingParams(max_new_tokens=2),
     )
@@ -147,12 +147,11 @@ def test_a_student_reaches_its_teachers_table() -> None:
     assert divergence.max() < 1e-3
 
 
-@pytest.mark.parametrize("beta", [0.5, 1.0])
-def test_online_dpo_tilts_by_what_the_labels_say(beta: float) -> None:
-    reference, rewards = np.array([0.3, 0.7]), np.array([1.0, 0.0])
+def test_online_dpo_tilts_by_what_the_labels_say() -> None:
+    beta, reference, rewards = 0.8, np.array([0.3, 0.7]), np.array([1.0, 0.0])
     start = [np.log(reference).tolist()]
     workers: dict[str, Any] = {
-        "actor": (TablePolicy, {"table": start, "learning_rate": 2.0}),
+        "actor": (TablePolicy, {"table": start, "learning_rate": 1.8}),
         "reference": (FrozenPolicy, {"table": start}),
         "reward": (BradleyTerryLabels, {"table": [rewards.tolist()]}),
     }
@@ -160,7 +159,7 @@ def test_online_dpo_tilts_by_what_the_labels_say(beta: float) -> None:
         recipe=RECIPES["online_dpo"],
         algorithm={"beta": beta},
         workers=workers,
-        iterations=60,
+        iterations=40,
         samples=2,
         prompts=(0,) * 128,
     )
@@ -223,8 +222,7 @@ def test_sampled_old_log_probs_count_the_difference_once() -> None:
 CUT, GOES_ON, DISCOUNT = 3, 0.75, 0.9
 
 
-@pytest.mark.parametrize("gae_lambda", [0.95, 1.0])
-@pytest.mark.parametrize("bootstrap", ["zero", "value"])
+@pytest.mark.parametrize(("bootstrap", "gae_lambda"), [("zero", 1.0), ("value", 1.0), ("value", 0.95)])
 def test_values_of_a_cut_chain_are_unbiased_by_bootstrap(bootstrap: str, gae_lambda: float) -> None:
     """At every token a response ends with probability 1/4, which pays 1; after three tokens it is cut."""
     decay = DISCOUNT * GOES_ON
@@ -232,7 +230,7 @@ def test_values_of_a_cut_chain_are_unbiased_by_bootstrap(bootstrap: str, gae_lam
     with_cut = np.array([(1 - GOES_ON) * (1 - decay**left) / (1 - decay) for left in range(CUT, 0, -1)])
     workers: dict[str, Any] = {
         "actor": (TablePolicy, {"table": [np.log([1 - GOES_ON, GOES_ON]).tolist()], "ends": True}),
-        "critic": (TableCritic, {"num_positions": CUT}),
+        "critic": (TableCritic, {"num_positions": CUT, "learning_rate": 1.0}),
         "reward": (TableReward, {"table": [[1.0, 0.0]]}),
     }
     keys = {
@@ -247,7 +245,7 @@ def test_values_of_a_cut_chain_are_unbiased_by_bootstrap(bootstrap: str, gae_lam
         recipe=RECIPES["ppo"],
         algorithm=keys,
         workers=workers,
-        iterations=40 if bootstrap == "value" else 16,
+        iterations=18 if bootstrap == "value" else 4,
         samples=4**CUT,  # hits every probability exactly
         sampling=SamplingParams(max_new_tokens=CUT),
     )

@@ -43,7 +43,7 @@ def find_multiplier(beta: float, limit: float = 0.0) -> float:
 
 def train(*, beta: float, iterations: int, **algorithm: Any) -> Trained:
     workers: dict[str, Any] = {
-        "actor": (TablePolicy, {"table": START, "learning_rate": 1.0 if beta > 0.3 else 2.0}),
+        "actor": (TablePolicy, {"table": START, "learning_rate": 0.6 / beta}),
         "reference": (FrozenPolicy, {"table": START}),
         "reward": (TableReward, {"table": [REWARDS.tolist()]}),
         "cost": (TableReward, {"table": [COSTS.tolist()]}),
@@ -67,9 +67,10 @@ def test_the_closed_form_is_that_of_the_reference(beta: float, multiplier: float
     assert policy @ REWARDS == pytest.approx(reward, abs=1e-4)
 
 
-@pytest.mark.parametrize(("beta", "iterations"), [(0.5, 60), (0.1, 90)])
-@pytest.mark.parametrize(("space", "rate"), [("log", 0.3), ("projected", 0.15)])
-def test_multiplier_and_policy_reach_the_closed_form(beta: float, iterations: int, space: str, rate: float) -> None:
+@pytest.mark.parametrize("space", ["log", "projected"])
+@pytest.mark.parametrize(("beta", "rate"), [(0.5, 0.3), (0.1, 0.2)])
+def test_multiplier_and_policy_reach_the_closed_form(beta: float, rate: float, space: str) -> None:
+    iterations = 36
     trained = train(beta=beta, iterations=iterations, lambda_space=space, lambda_learning_rate=rate)
     wanted = find_multiplier(beta)
     assert np.mean(multipliers(trained)[-iterations // 4 :]) == pytest.approx(wanted, abs=5e-3)
@@ -87,7 +88,7 @@ def test_a_constraint_that_the_kl_penalty_forbids_is_reported() -> None:
     nearest = REFERENCE * np.exp(-COSTS / beta)
     nearest /= nearest.sum()
     assert COSTS.min() < limit < nearest @ COSTS  # an arm is cheap enough, and no policy near the reference
-    trained = train(beta=beta, iterations=30, lambda_learning_rate=1.0, cost_limit=limit)
+    trained = train(beta=beta, iterations=20, lambda_learning_rate=1.0, cost_limit=limit)
     assert trained.metrics[-1]["constraint/infeasible"] == 1.0
     assert multipliers(trained)[-1] > 100
     np.testing.assert_allclose(trained.policies[-1][0], nearest, atol=5e-3)
@@ -95,6 +96,6 @@ def test_a_constraint_that_the_kl_penalty_forbids_is_reported() -> None:
 
 def test_a_constraint_without_effect_lets_the_multiplier_fall() -> None:
     beta = 0.5
-    trained = train(beta=beta, iterations=40, lambda_space="projected", lambda_learning_rate=0.5, cost_limit=2.0)
+    trained = train(beta=beta, iterations=20, lambda_space="projected", lambda_learning_rate=0.5, cost_limit=2.0)
     assert multipliers(trained)[-1] == 0.0
     np.testing.assert_allclose(trained.policy[0], find_policy(0.0, beta), atol=2e-3)
