@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,7 @@ def share_of_ones(prompts: Sequence[str], responses: Sequence[str], answers: Seq
 
 def share_of_doubles(prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> list[float]:
     """Costs of a "1" that follows a "1", 0 to 1: the most rewarded response is the most costly."""
-    return [
-        sum(pair == (_WANTED, _WANTED) for pair in zip(response, response[1:], strict=False)) / (_LENGTH - 1)
-        for response in responses
-    ]
+    return [sum(pair == (_WANTED, _WANTED) for pair in pairwise(response)) / (_LENGTH - 1) for response in responses]
 
 
 def shuffled_exact_match(prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> list[float]:
