@@ -10,7 +10,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help env quickstart test test-slow test-clusters test-ranks test-vllm test-sglang test-matrix check fmt docs
-.PHONY: bench bench-gpu wheels constraints clean
+.PHONY: bench bench-gpu bench-learning wheels constraints clean
 
 # Clusters wait more than they compute, so their tests run beside the others.
 CLUSTERS := packages/hf-controller packages/hf-mapper integration-tests
@@ -78,8 +78,11 @@ docs: env ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: env ## run every benchmark; results go to benchmarks/results; fails where one misses a target
-	@failed=; for file in benchmarks/bench_*.py; do echo "$$file"; $(BIN)/python "$$file" || failed+=" $$file"; done; \
+	@failed=; for file in $(filter-out benchmarks/bench_learning.py,$(wildcard benchmarks/bench_*.py)); do echo "$$file"; $(BIN)/python "$$file" || failed+=" $$file"; done; \
 		test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
+
+bench-learning: env ## train every algorithm from one warm start; goes on where it stopped; at most 90 minutes
+	$(BIN)/python benchmarks/bench_learning.py --write
 
 bench-gpu: env ## measure the transition of a 7B model on one GPU
 	$(BIN)/python benchmarks/gpu_transition.py
