@@ -109,6 +109,45 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
 
 @cli.command()
+@click.argument("config", type=_UserPath(), required=False)
+@click.option("--algorithm", metavar="NAME", help="A name that `hybridflow algorithms` lists, or file.py:RECIPE.")
+@click.option("--model", metavar="DIR", help="Directory or hub name: model.path.")
+@click.option("--data", metavar="FILE", help="Training rows: data.train.")
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key; repeatable.")
+def config(
+    config: Path | None, algorithm: str | None, model: str | None, data: str | None, overrides: tuple[str, ...]
+) -> None:
+    """Print CONFIG with every key, its value and what it means; without CONFIG, a file to start from."""
+    from hf_algorithms.config import format_commented, resolve_config
+
+    path = _search_path(config) if config else (os.getcwd(),)
+    settings = resolve_config(
+        config, algorithm=algorithm, model=model, data=data, overrides=overrides, search_path=path
+    )
+    click.echo(format_commented(settings), nl=False)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Print names, summaries and roles as JSON.")
+def algorithms(as_json: bool) -> None:
+    """List the algorithms that `[algorithm] name` takes."""
+    import json
+
+    from hf_algorithms.recipes import RECIPES
+
+    if as_json:
+        found = [
+            {"name": name, "summary": recipe.summary, "roles": [role.name for role in recipe.roles]}
+            for name, recipe in RECIPES.items()
+        ]
+        click.echo(json.dumps(found, indent=2))
+        return
+    width = max(map(len, RECIPES))
+    for name, recipe in RECIPES.items():
+        click.echo(f"{name:{width}}  {recipe.summary}")
+
+
+@cli.command()
 def doctor() -> None:
     """Show versions, devices, memory and which backends are there."""
     from hf_algorithms.display import build_console

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hf_algorithms.config._comments import describe_keys, format_commented, resolve_config
 from hf_algorithms.config._reading import config_keys, format_toml, load_config, parse_config
 from hf_algorithms.config._sections import (
     ClusterConfig,
@@ -32,7 +33,10 @@ __all__ = [
     "TrainingConfig",
     "WarmStartConfig",
     "config_keys",
+    "describe_keys",
+    "format_commented",
     "format_toml",
     "load_config",
     "parse_config",
+    "resolve_config",
 ]

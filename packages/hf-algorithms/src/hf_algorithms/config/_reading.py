@@ -36,7 +36,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, search_path: Seque
     """
     body = read_toml(path)
     for override in overrides:
-        _apply_override(body, override)
+        apply_override(body, override)
     return parse_config(body, search_path=search_path)
 
 
@@ -47,13 +47,13 @@ def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = ()) ->
         ConfigError: one line for every problem, among them values that `format_toml` could not write so that they
             read back as they are.
     """
-    recipe = _find_recipe(body.get("algorithm"), search_path)
+    recipe = find_recipe(body.get("algorithm"), search_path)
     _check_role_names(body.get("roles"), recipe)
     known = config_keys(recipe)
     unknown = [key for key in _flatten(body) if key not in known]
     if unknown:
         raise ConfigError("\n".join(shorten_list([f"unknown key {show(key)}{_hint(key, known)}" for key in unknown])))
-    unwritable = find_unwritable(_without_none(body))
+    unwritable = find_unwritable(without_none(body))
     if unwritable is not None:
         key, value, reason = unwritable
         raise ConfigError(f"{shorten(key)} = {show(value)}: {reason}")
@@ -85,7 +85,7 @@ def _model_of(algorithm: type[AlgorithmConfig]) -> type[Config]:
     return create_model("Config", __base__=Config, algorithm=(algorithm, ...))
 
 
-def _find_recipe(section: object, search_path: Sequence[str]) -> Recipe:
+def find_recipe(section: object, search_path: Sequence[str]) -> Recipe:
     """The recipe that an `[algorithm]` section names; PPO by default."""
     named = section if isinstance(section, Mapping) else {}
     name, reference = named.get("name"), named.get("recipe")
@@ -154,7 +154,7 @@ def _value_of(config: Config, key: str) -> Any:
 def format_toml(config: Config) -> str:
     """The resolved configuration as TOML text, every key present that has a value."""
     lines: list[str] = []
-    sections = _without_none(config.model_dump())
+    sections = without_none(config.model_dump())
     roles = sections.pop("roles")
     sections |= {f"roles.{name}": body for name, body in roles.items() if body}
     for section, body in sections.items():
@@ -162,16 +162,16 @@ def format_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _without_none(body: Mapping[str, Any]) -> dict[str, Any]:
+def without_none(body: Mapping[str, Any]) -> dict[str, Any]:
     """The keys that have a value; to leave one out is the same as None. Options of a backend stay as they are."""
     return {
-        key: _without_none(value) if isinstance(value, Mapping) and key != "options" else value
+        key: without_none(value) if isinstance(value, Mapping) and key != "options" else value
         for key, value in body.items()
         if value is not None
     }
 
 
-def _apply_override(body: dict[str, Any], override: str) -> None:
+def apply_override(body: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     *tables, last = key.strip().split(".")
     if not (equals and tables and last):

@@ -49,19 +49,19 @@ Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 UserPath = Annotated[str, AfterValidator(expand_path)]
-"""``~`` is expanded; a hub name stays as it is."""
+"""`~` is expanded; a hub name stays as it is."""
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "max_positions")
-"""Of a fresh model, in ``[model]``; a model in ``path`` has its own."""
+"""Of a fresh model, in `[model]`; a model in `path` has its own."""
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class RunConfig(_Section):
-    """``[run]``: what is run, and where its files go."""
+    """`[run]`: what is run, and where its files go."""
 
     output_dir: UserPath = "runs/run"
     """Directory of the run's files; must be new or empty."""
@@ -70,18 +70,18 @@ class RunConfig(_Section):
     iterations: Count = 100
     """Iterations of the algorithm."""
     eval_every: Count = 10
-    """Iterations between two greedy evaluations on the validation rows; each commits ``model/``."""
+    """Iterations between two greedy evaluations on the validation rows; each commits `model/`."""
     executor: Literal["ray", "in_process"] = "ray"
-    """``in_process`` runs one rank in the program itself, for debuggers."""
+    """`in_process` runs one rank in the program itself, for debuggers."""
 
 
 class DataConfig(_Section):
-    """``[data]``: JSONL files, one object a line."""
+    """`[data]`: JSONL files, one object a line."""
 
     train: UserPath
     """Path of the training rows."""
     validation: UserPath | None = None
-    """Path of the rows that are evaluated during a run; None: the first rows of ``train``."""
+    """Path of the rows that are evaluated during a run; None: the first rows of `train`."""
     test: UserPath | None = None
     """Path of the held-out rows that are evaluated before and after; None: the validation rows."""
     prompt_field: str = "prompt"
@@ -92,30 +92,34 @@ class DataConfig(_Section):
     """Rows of validation and test that are used, from the first."""
 
     def key_of(self, rows: str) -> str:
-        """The key that names the file of ``train``, ``validation`` or ``test``: its own, or the one that stands in."""
+        """The key that names the file of `train`, `validation` or `test`: its own, or the one that stands in."""
         if rows == "test" and self.test is None:
             rows = "validation"
         return "train" if rows == "validation" and self.validation is None else rows
 
     def path_of(self, rows: str) -> str:
-        """The file of ``train``, ``validation`` or ``test``."""
+        """The file of `train`, `validation` or `test`."""
         path: str = getattr(self, self.key_of(rows))
         return path
 
 
 class ModelConfig(_Section):
-    """``[model]``: a model that transformers loads, or the sizes of a fresh Llama."""
+    """`[model]`: a model that transformers loads, or the sizes of a fresh Llama."""
 
     path: UserPath | None = None
     """Local directory or hub name; None: a fresh model of the sizes below. Beside a path other sizes are refused."""
     tokenizer: UserPath | None = None
-    """``characters`` or ``bpe`` (made from the training rows), a directory or a hub name; None: the one of ``path``."""
+    """`characters` or `bpe` (made from the training rows), a directory or a hub name; None: the one of `path`."""
     vocab_size: Count = 2048
     """Size of a tokenizer that is trained."""
     hidden_size: Count = 160
+    """Width of a fresh model; a multiple of `num_heads`."""
     intermediate_size: Count = 448
+    """Width of a fresh model's feed-forward layers."""
     num_layers: Count = 3
+    """Decoder layers of a fresh model."""
     num_heads: Count = 5
+    """Attention heads of a fresh model."""
     max_positions: Count = 32
     """Context length of a fresh model: prompt and response together."""
 
@@ -125,17 +129,19 @@ class ModelConfig(_Section):
 
     @model_serializer(mode="wrap")
     def _leave_out_sizes_beside_a_path(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves the sizes out next to a ``path``, so that the written file reads back: they are a fresh model's."""
+        """Leaves the sizes out next to a `path`, so that the written file reads back: they are a fresh model's."""
         return {key: value for key, value in write(self).items() if self.path is None or key not in _SIZES}
 
 
 class WarmStartConfig(_Section):
-    """``[warm_start]``: supervised training before the algorithm starts."""
+    """`[warm_start]`: supervised training before the algorithm starts."""
 
     max_steps: Annotated[int, Field(ge=0)] = 0
     """Steps at most; 0: no warm start."""
     batch_size: Count = 256
+    """Rows of one step."""
     learning_rate: Positive = 1e-3
+    """Of AdamW, constant."""
     eval_every: Count = 10
     """Steps between two evaluations on the validation rows."""
     stop_at: Share | None = None
@@ -145,31 +151,41 @@ class WarmStartConfig(_Section):
 
 
 class OptimizerConfig(_Section):
-    """``[optimizer]``: AdamW of actor and critic."""
+    """`[optimizer]`: AdamW of actor and critic."""
 
     actor_learning_rate: Positive = 1e-6
+    """Of the actor, after `warmup_steps`."""
     critic_learning_rate: Positive = 1e-5
+    """Of every critic, after `warmup_steps`."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
+    """Decays of AdamW's averages of the gradient and of its square."""
     weight_decay: Annotated[float, Field(ge=0, le=1e30)] = 0.0
+    """Of AdamW, decoupled from the gradient."""
     max_grad_norm: Positive = 1.0
+    """Gradients of a larger norm, over all ranks, are scaled to this one."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Updates in which the learning rate grows to its value; Adam's first steps are as long as any and all noise."""
+    """Updates in which the learning rate grows to its value. Adam's first steps have full size but are dominated by
+    noise.
+    """
 
 
 class RolloutConfig(_Section):
-    """``[rollout]``: generation."""
+    """`[rollout]`: generation."""
 
     backend: str = "transformers"
-    """Name of a ``hf_engine.rollout_backends`` entry point."""
+    """Name of a `hf_engine.rollout_backends` entry point."""
     batch_size: Annotated[int, Field(ge=1, le=_MOST_SAMPLES)] = 128
-    """Prompts of one iteration, over all ranks; with ``samples_per_prompt`` at most 2**20 samples."""
+    """Prompts of one iteration, over all ranks; with `samples_per_prompt` at most 2**20 samples."""
     samples_per_prompt: Annotated[int, Field(ge=1, le=_MOST_SAMPLES)] = 1
+    """Responses to each prompt; algorithms that compare them need at least 2."""
     max_new_tokens: Count = 256
+    """Tokens of a response at most, its end token included."""
     temperature: Annotated[float, Field(ge=1e-6, allow_inf_nan=False)] = 1.0
-    """``top_k = 1`` draws the likeliest token."""
+    """Divides the logits; `top_k = 1` draws the likeliest token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draws among the likeliest tokens that together have this probability; 1: all tokens."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """0: all tokens."""
+    """Draws among that many of the likeliest tokens; 0: all tokens."""
     min_new_tokens: Annotated[int, Field(ge=0)] = 0
     """No response ends before this many tokens."""
     stop: tuple[str, ...] = Field(default=(), strict=False)
@@ -177,7 +193,7 @@ class RolloutConfig(_Section):
     bucket_bytes: Annotated[int, Field(ge=1, le=1 << 53)] | None = None
     """Bound on the buffers in which weights travel to the rollout backend; by default the engine's own."""
     options: dict[str, Any] = {}
-    """More of what the backend's ``build`` takes: ``cache_bytes`` or ``cache_fraction`` for keys and values."""
+    """More of what the backend's `build` takes: `cache_bytes` or `cache_fraction` for keys and values."""
 
     @field_validator("options")
     @classmethod
@@ -196,9 +212,10 @@ class RolloutConfig(_Section):
 
 
 class RewardConfig(_Section):
-    """``[reward]``: Python functions ``module:function`` of (prompts, responses, answers), one number a response."""
+    """`[reward]`: Python functions `module:function` of (prompts, responses, answers), one number a response."""
 
     function: str = "hf_algorithms.rewards:exact_match"
+    """What training maximises."""
     metric: str = "hf_algorithms.rewards:exact_match"
     """What evaluation counts: 1 for a right response, 0 for another."""
 
@@ -211,10 +228,10 @@ class CostConfig(_Section):
 
 
 class TrainingConfig(_Section):
-    """``[training]``: the backend of actor, critic and reference."""
+    """`[training]`: the backend of actor, critic and reference."""
 
     backend: str = "fsdp"
-    """Name of a ``hf_engine.train_backends`` entry point."""
+    """Name of a `hf_engine.train_backends` entry point."""
     micro_batch_tokens: Tokens = 8192
     """Tokens, padding included, of one forward pass."""
     shard: Literal["root", "layer"] = "layer"
@@ -232,17 +249,18 @@ class TrainingConfig(_Section):
 
 
 class ClusterConfig(_Section):
-    """``[cluster]``: the machines that the mapper plans for."""
+    """`[cluster]`: the machines that the mapper plans for."""
 
     gpu: str = "cpu"
-    """Kind of the catalogue of hf-mapper; ``cpu``: host processes."""
+    """Kind of the catalogue of hf-mapper; `cpu`: host processes."""
     machines: Slots = 1
+    """Machines of the cluster, all alike."""
     gpus_per_machine: Slots = 2
     """Ranks per machine."""
     inter_bandwidth_bytes_per_s: Positive = 25e9
     """Between machines, one way; used where there is more than one."""
     address: Annotated[str, Field(min_length=1)] = "local"
-    """Address of a running Ray cluster; ``local``: one of the run's own on this machine."""
+    """Address of a running Ray cluster; `local`: one of the run's own on this machine."""
     call_timeout_s: Positive = 600.0
     """Deadline of one call to a worker group; and, at least 120 s, of its start, which loads models and engines, and of
     its collectives, in which ranks whose responses are short wait for the others.
@@ -253,9 +271,11 @@ class RoleConfig(_Section):
     """`[roles.NAME]`: overrides what the recipe declares for one of its roles; keys left out stay as declared."""
 
     path: UserPath | None = None
-    """Model directory or hub name of a role that holds a model."""
+    """Model directory or hub name; None: what the recipe declares, in most cases the actor's."""
     learning_rate: Positive | None = None
+    """None: that of `[optimizer]`."""
     dtype: Literal["float32", "bfloat16"] | None = None
+    """None: `training.dtype`."""
 
 
 class Config(_Section):

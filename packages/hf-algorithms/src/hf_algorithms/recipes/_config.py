@@ -36,7 +36,7 @@ Degrees = Annotated[int, Field(ge=0, le=1)]
 class AlgorithmConfig(BaseModel):
     """Keys of `[algorithm]` that every algorithm has; a recipe's own configuration adds to them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     least_samples: ClassVar[int] = 1
     """Responses to a prompt that the algorithm needs; see `rollout.samples_per_prompt`."""
@@ -74,8 +74,11 @@ class PolicyConfig(AlgorithmConfig):
     kl_place: Literal["reward", "loss", "none"] = "loss"
     """Where the penalty enters: in the token rewards, or as a term of the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of the penalty, with d = logprob - ref_logprob: d, d^2 / 2, or exp(-d) - 1 + d."""
     kl_gradient: Literal["value", "unbiased"] = "unbiased"
-    """`unbiased`: the term in the loss has the gradient of KL(policy || reference), by a score-function weight."""
+    """`unbiased`: the term in the loss has the gradient of KL(policy || reference), by a score-function weight.
+    `value`: that of the estimator as it is.
+    """
     correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
     """Weights for the difference between the sampler's log-probs and the trainer's."""
     correction_low: Coefficient | None = None
@@ -153,8 +156,9 @@ class ClipKeys(AlgorithmConfig):
     clip_low: Coefficient = 0.2
     """The policy's ratio is clipped to 1 - clip_low ... 1 + clip_high."""
     clip_high: Coefficient = 0.2
+    """See `clip_low`."""
     dual_clip: Annotated[float, Field(gt=1, le=_LARGEST)] | None = None
-    """Where the advantage is negative the loss is at most that many times its size."""
+    """Where the advantage is negative, the largest ratio that counts."""
 
 
 class GroupKeys(AlgorithmConfig):
@@ -170,7 +174,7 @@ class StdKeys(GroupKeys):
     """Keys of algorithms that divide by the standard deviation of a group's scores."""
 
     std_ddof: Degrees = 1
-    """Divisor of the variance: n - std_ddof."""
+    """Divisor of the variance of a group of n scores: n - std_ddof."""
     std_eps: Coefficient = 1e-6
     """Is added to the standard deviation."""
 
@@ -181,6 +185,7 @@ class WhitenKeys(AlgorithmConfig):
     whiten: bool = True
     """Advantages get mean 0 and variance 1."""
     std_ddof: Degrees = 0
+    """Divisor of the variance: the number of tokens - std_ddof."""
     std_eps: Coefficient = 1e-8
     """Is added to the variance, inside the root."""
 
@@ -191,6 +196,7 @@ class CriticKeys(AlgorithmConfig):
     gamma: Share = 1.0
     """Discount per token."""
     gae_lambda: Share = 0.95
+    """Lambda of generalised advantage estimation: 0 trusts the critic, 1 the rewards."""
     bootstrap: Literal["zero", "value"] = "zero"
     """What follows a response that was cut by its length: 0, or the critic's last value."""
     value_clip: Range | None = 0.2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -152,6 +153,12 @@ class Recipe:
                 return role
         names = ", ".join(role.name for role in self.roles)
         raise ConfigError(f"recipe {show(self.name)} has no role {show(name)}: its roles are {names}")
+
+    @property
+    def summary(self) -> str:
+        """The first paragraph of the docstring of the step's module; empty where there is none."""
+        module = sys.modules.get(self.step.__module__)
+        return " ".join((getattr(module, "__doc__", None) or "").partition("\n\n")[0].split())
 
     @property
     def model_roles(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ class CISPOConfig(StdKeys, PolicyConfig):
     clip_low: Coefficient = 1.0
     """The weight is clipped to 1 - clip_low ... 1 + clip_high."""
     clip_high: Coefficient = 4.0
+    """See `clip_low`."""
 
 
 def step(roles: Roles, prompts: BatchFuture, config: CISPOConfig, context: StepContext) -> Sequence[MetricsFuture]:

@@ -27,6 +27,7 @@ class GMPOConfig(StdKeys, PolicyConfig):
     clip_low: Coefficient = 0.4
     """The logarithm of a token's ratio is clipped to -clip_low ... clip_high."""
     clip_high: Coefficient = 0.4
+    """See `clip_low`."""
     aggregation: AggregationMode = "seq-mean-token-mean"
 
 

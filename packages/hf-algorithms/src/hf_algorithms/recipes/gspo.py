@@ -28,6 +28,7 @@ class GSPOConfig(StdKeys, PolicyConfig):
     clip_low: Coefficient = 3e-4
     """The sequence's ratio is clipped to 1 - clip_low ... 1 + clip_high."""
     clip_high: Coefficient = 4e-4
+    """See `clip_low`."""
     aggregation: AggregationMode = "seq-mean-token-mean"
 
 

@@ -32,6 +32,7 @@ class OnlineDPOConfig(AlgorithmConfig):
     beta: Range = 0.1
     """Strength of the tie to the reference."""
     preference_loss: Literal["dpo", "ipo"] = "dpo"
+    """`dpo`: the logistic loss of the margin. `ipo`: its squared distance from 1 / (2 beta)."""
 
 
 def step(roles: Roles, prompts: BatchFuture, config: OnlineDPOConfig, context: StepContext) -> Sequence[MetricsFuture]:

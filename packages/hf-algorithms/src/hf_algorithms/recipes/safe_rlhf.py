@@ -66,7 +66,9 @@ class SafeRLHFConfig(CriticKeys, ClipKeys, PolicyConfig):
     lambda_space: Literal["log", "projected"] = "log"
     """Whether the logarithm of lambda moves, or lambda itself, cut at 0."""
     lambda_init: Range = 1.0
+    """Lambda before the first update."""
     lambda_learning_rate: Coefficient = 0.1
+    """`projected`: lambda moves by this times (cost - limit). `log`: its logarithm moves by lambda times that."""
     lambda_max: Range | None = None
     """Largest lambda; by default a million."""
     ptx_coefficient: Coefficient = 0.0

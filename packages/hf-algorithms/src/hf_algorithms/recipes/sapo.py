@@ -27,6 +27,7 @@ class SAPOConfig(StdKeys, PolicyConfig):
     tau_positive: Range = 1.0
     """Steepness of the gate where the advantage is positive."""
     tau_negative: Range = 1.05
+    """Steepness of the gate where the advantage is negative."""
     aggregation: AggregationMode = "seq-mean-token-mean"
 
 
