@@ -192,7 +192,7 @@ class _Run:
             ),
         )
         with self._executor.trace.label(iteration=iteration):
-            futures = config.recipe.step(self._roles, prompts, config.algorithm, context)
+            futures = config.recipe.run_step(self._roles, prompts, config.algorithm, context)
             metrics = _average([_count_one(each) if isinstance(each, Mapping) else each.sums() for each in futures])
         elapsed_s = time.perf_counter() - start_s
         if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
