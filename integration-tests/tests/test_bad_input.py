@@ -21,7 +21,7 @@ def raises(prompts, responses, answers):
     return [1 / 0 for _ in prompts]
 
 def not_a_number(prompts, responses, answers):
-    return [math.nan] * len(prompts)
+    return [math.inf] * len(prompts)
 
 def exits(prompts, responses, answers):
     raise SystemExit(3)
@@ -235,7 +235,7 @@ def test_weights_that_are_damaged(small_config: Path, hybridflow: Callable[..., 
     ("function", "parts"),
     [
         ("raises", ("ZeroDivisionError", "my_rewards.py")),
-        ("not_a_number", ("nan",)),
+        ("not_a_number", ("inf, not a finite number",)),
         ("too_few", ("1 ", "8 ")),
         ("exits", ("SystemExit", "my_rewards.py")),
     ],

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 
 from hf_algorithms import PPOConfig, Recipe, Role, derive_dataflow
+from hf_algorithms.advantages import ReinforceAdvantage
+from hf_algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
 from hf_algorithms.recipes import RECIPES, mini_batch_rows
 from hf_controller import Worker
 from hf_engine import SamplingParams
@@ -19,6 +22,18 @@ from hf_protocols import DP, FROM_ARGUMENT, THREE_D, BatchError, ConfigError, Da
 SEQUENCE = ("prompt_ids", "response_ids", "response_mask")
 SAMPLING = SamplingParams(max_new_tokens=8, n=2)
 Step = Callable[..., Sequence[Any]]
+GREEDY = {
+    f"{column}_2": f"greedy_{column}"
+    for column in (
+        "response_ids", "response_mask", "rollout_logprobs", "finish_reason", "weight_version", "sample_id",
+    )
+}  # fmt: skip
+PRESETS: dict[str, dict[str, str]] = {
+    "ppo": {},
+    "remax": {**GREEDY, "baseline_scores": "greedy_scores"},
+    "grpo": {"group_id": "row_id"},
+}
+"""Presets of a recipe's name, and what columns of the recipe are called in the preset."""
 
 
 class CostWorker(Worker):
@@ -34,11 +49,11 @@ class CostWorker(Worker):
 
 
 class OwnAdvantageWorker(Worker):
-    """Takes scores and costs, or scores of greedy responses."""
+    """Takes scores and costs."""
 
     @register(
         protocol=DP,
-        reads=("response_mask", "scores", "costs?", "greedy_scores?", "old_logprobs", "ref_logprobs", "values?"),
+        reads=("response_mask", "scores", "costs?", "old_logprobs", "ref_logprobs", "values?"),
         writes=("advantages", "returns"),
     )
     def compute_advantages(self, batch: object, weight: object = None) -> None:
@@ -61,38 +76,35 @@ def derive(step: Step, config: Any = None, own: Sequence[Role] = OWN) -> Dataflo
     return derive_dataflow(recipe, config, SAMPLING, num_prompts=8)
 
 
-def edges(flow: Dataflow, *, like: Dataflow | None = None) -> list[tuple[str, str, frozenset[tuple[int, str]]]]:
-    """Every call and what it reads of earlier calls, by number and column; only what ``like`` reads too."""
-    writer = {column: number for number, call in enumerate(flow.calls) for column in call.writes}
-    allowed = [set(call.reads) for call in (like or flow).calls]
-    return [
-        (
-            call.role,
-            call.method,
-            frozenset((writer[column], column) for column in call.reads if column in writer and column in wanted),
-        )
-        for call, wanted in zip(flow.calls, allowed, strict=True)
-    ]
-
-
 def names(stages: tuple[tuple[ModelCall, ...], ...]) -> list[list[str]]:
-    return [[f"{call.role}.{call.method}" for call in stage] for stage in stages]
+    """The calls of every stage; their order in a stage means nothing."""
+    return [sorted(f"{call.role}.{call.method}" for call in stage) for stage in stages]
 
 
-def assert_is(flow: Dataflow, preset: str) -> None:
+def assert_is(flow: Dataflow, preset: str, *, renamed: Mapping[str, str] = MappingProxyType({})) -> None:
     """The calls, stages, kinds and columns of the preset. Optional columns that happen to be there may be read too."""
     published = with_reward_function(Dataflow.preset(preset))
     assert names(flow.stages()) == names(published.stages())
-    assert edges(flow, like=published) == edges(published)
-    for found, wanted in zip(flow.calls, published.calls, strict=True):
-        assert set(wanted.reads) <= set(found.reads), wanted.method
-        assert (found.kind, found.writes) == (wanted.kind, wanted.writes)
+    called = {(call.role, call.method, _rename(call.writes, renamed)): call for call in flow.calls}
+    wanted = {(call.role, call.method, frozenset(call.writes)): call for call in published.calls}
+    assert called.keys() == wanted.keys()
+    for key, call in wanted.items():
+        assert set(call.reads) <= _rename(called[key].reads, renamed), key
+        assert called[key].kind == call.kind, key
+
+
+def _rename(columns: Iterable[str], renamed: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(renamed.get(column, column) for column in columns)
 
 
 def with_reward_function(flow: Dataflow) -> Dataflow:
     """The shipped reward is a Python function of texts; the published one is a model, which reads the mask too."""
-    texts = ("prompt_ids", "response_ids", "answer")
-    calls = [replace(call, kind="function", reads=texts) if call.role == "reward" else call for call in flow.calls]
+    calls = [
+        replace(call, kind="function", reads=tuple(name for name in call.reads if not name.endswith("response_mask")))
+        if call.role == "reward"
+        else call
+        for call in flow.calls
+    ]
     return Dataflow(name=flow.name, calls=tuple(calls))
 
 
@@ -101,8 +113,27 @@ def respond(roles: Any, prompts: Any, **options: Any) -> Any:
 
 
 def test_every_shipped_recipe_has_the_dataflow_of_its_preset() -> None:
-    for name, recipe in RECIPES.items():
-        assert_is(derive_dataflow(recipe, recipe.config(), SAMPLING, num_prompts=8), name)
+    for name, renamed in PRESETS.items():
+        recipe = RECIPES[name]
+        config = recipe.config.model_validate({"name": name, "old_logprobs": "recomputed"})
+        assert_is(derive_dataflow(recipe, config, SAMPLING, num_prompts=8), name, renamed=renamed)
+
+
+def test_taking_old_log_probs_from_the_update_saves_a_call() -> None:
+    recipe = RECIPES["grpo"]
+    flow = derive_dataflow(recipe, recipe.config.model_validate({"name": "grpo"}), SAMPLING, num_prompts=8)
+    published = [call.method for call in Dataflow.preset("grpo").calls if call.method != "compute_logprobs"]
+    assert sorted(call.method for call in flow.calls) == sorted(published)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_shipped_recipe_ends_in_updates_of_a_model(name: str) -> None:
+    recipe = RECIPES[name]
+    flow = derive_dataflow(recipe, recipe.config.model_validate({"name": name}), SAMPLING, num_prompts=8)
+    assert flow.name == name
+    assert flow.stages()[0][0].kind == "generation"
+    assert {call.kind for call in flow.stages()[-1]} == {"training"}
+    assert set(flow.roles) <= {role.name for role in recipe.roles}
 
 
 @pytest.mark.parametrize(("epochs", "mini_batches"), [(1, 4), (3, 2), (2, 16)])
@@ -127,8 +158,8 @@ def safe_rlhf(roles: Any, prompts: Any, config: Any, sampling: Any) -> Sequence[
     metrics = []
     for rows in mini_batch_rows(batch.num_rows, 4, epochs=2, seed=0):
         metrics += [
-            roles.critic.update_critic(batch.rows(rows), None),
-            roles.actor.update_actor(batch.rows(rows), None),
+            roles.critic.update_critic(batch.rows(rows), ValueLoss(clip=0.2)),
+            roles.actor.update_actor(batch.rows(rows), PolicyLoss()),
         ]
     return metrics
 
@@ -141,23 +172,15 @@ def remax(roles: Any, prompts: Any, config: Any, sampling: Any) -> Sequence[Any]
     sampled, greedy = respond(roles, prompts), respond(roles, prompts)
     batch = sampled.union(roles.actor.compute_logprobs(sampled))
     batch = batch.union(roles.reference.compute_ref_logprobs(batch)).union(roles.reward.compute_reward(batch))
-    baseline = roles.reward.compute_reward(greedy).rename({"scores": "greedy_scores"})
+    baseline = roles.reward.compute_reward(greedy).rename({"scores": "baseline_scores"})
     batch = batch.union(baseline)
-    batch = batch.union(roles.advantage.compute_advantages(batch))
-    return [roles.actor.update_actor(batch, None)]
+    estimator = ReinforceAdvantage(baseline="greedy", kl_coefficient=1.0)
+    batch = batch.union(roles.advantage.compute_advantages(batch, estimator))
+    return [roles.actor.update_actor(batch, PolicyLoss())]
 
 
 def test_two_generations_of_the_same_prompts_are_two_calls() -> None:
-    flow, published = derive(remax), Dataflow.preset("remax")
-    assert names(flow.stages()) == names(published.stages())
-    number = {column: index for index, call in enumerate(flow.calls) for column in call.writes}
-    by_method = [(call.role, call.method, {number[c] for c in call.reads if c in number}) for call in flow.calls]
-    wanted = {column: index for index, call in enumerate(published.calls) for column in call.writes}
-    expected = [(call.role, call.method, {wanted[c] for c in call.reads if c in wanted}) for call in published.calls]
-    expected[-1][2].add(3)  # the update may take the reference's log-probs, and they are in the batch
-    assert by_method == expected
-    (advantages,) = (call for call in flow.calls if call.role == "advantage")
-    assert {"scores", "greedy_scores"} <= set(advantages.reads)
+    assert_is(derive(remax, own=()), "remax", renamed=PRESETS["remax"])
 
 
 def in_parts(roles: Any, prompts: Any, config: Any, sampling: Any) -> Sequence[Any]:
@@ -172,7 +195,7 @@ def in_parts(roles: Any, prompts: Any, config: Any, sampling: Any) -> Sequence[A
     batch = batch.union(ordered).union(roles.reference.compute_ref_logprobs(batch))
     batch = batch.union(roles.reward.compute_reward(batch))
     batch = batch.union(roles.advantage.compute_advantages(batch))
-    return [roles.critic.update_critic(batch, None), roles.actor.update_actor(batch, None)]
+    return [roles.critic.update_critic(batch, ValueLoss(clip=0.2)), roles.actor.update_actor(batch, PolicyLoss())]
 
 
 def test_parts_of_a_batch_are_one_call() -> None:
@@ -186,7 +209,7 @@ def test_an_object_that_is_handed_on_is_a_dependency() -> None:
         batch = batch.union(roles.reward.compute_reward(batch))
         costs = batch.union(roles.cost.compute_cost(batch))
         batch = batch.union(roles.advantage.compute_advantages(batch, roles.cost.choose_weight(costs)))
-        return [roles.actor.update_actor(batch, None)]
+        return [roles.actor.update_actor(batch, PolicyLoss())]
 
     stages = names(derive(step).stages())
     assert stages[2:] == [["cost.choose_weight"], ["advantage.compute_advantages"], ["actor.update_actor"]]
@@ -195,8 +218,10 @@ def test_an_object_that_is_handed_on_is_a_dependency() -> None:
 def test_a_step_may_branch_on_metrics() -> None:
     def step(roles: Any, prompts: Any, config: Any, context: Any) -> Sequence[Any]:
         batch = respond(roles, prompts)
-        metrics = roles.actor.update_actor(batch, None)
-        return [roles.critic.compute_values(batch), metrics] if metrics.result()["loss"] < 1 else []
+        metrics = roles.actor.update_actor(batch, SupervisedLoss())
+        if metrics.result()["loss"] < 1:
+            roles.critic.compute_values(batch)
+        return [metrics]
 
     flow = derive(step)
     assert [call.method for call in flow.calls] == ["generate_sequences", "update_actor", "compute_values"]
@@ -253,8 +278,8 @@ def test_a_declared_column_that_nobody_writes_is_named() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(BatchError, match=r"critic\.update_critic asks for returns, values"):
-        derive(lambda roles, prompts, config, sampling: [roles.critic.update_critic(respond(roles, prompts), None)])
+    with pytest.raises(BatchError, match=r"^critic\.update_critic: ValueLoss reads returns"):
+        derive(lambda roles, prompts, *rest: [roles.critic.update_critic(respond(roles, prompts), ValueLoss(clip=0.2))])
     with pytest.raises(ConfigError, match=r"no role 'judge'"):
         derive(lambda roles, prompts, config, sampling: [roles.judge.compute(prompts)])
     with pytest.raises(ConfigError, match=r"critic\.compute_values does not say which columns it returns"):

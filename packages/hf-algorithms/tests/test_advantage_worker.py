@@ -54,6 +54,8 @@ def test_metrics_count_trained_tokens_only() -> None:
         "kl_sequence/k3": k3.sum() / 2,
         "response/tokens": 1.0,
         "reward/mean": 0.5,
+        "reward/std": 0.5**0.5,
+        "reward/unscorable": 0.0,
         "rollout/logprob_gap": 0.25,
         "rollout/logprob_gap_max": 0.5,
         "rollout/logprob_gap_share": 0.5,
@@ -65,7 +67,14 @@ def test_metrics_without_a_trained_token_are_numbers() -> None:
     batch = batch_with_observations()
     batch["response_mask"] = jagged([0, 0, 0], [0, 0], dtype=torch.bool)
     found = run_worker("compute_metrics", batch)
-    assert found == {"kl_sequence/k1": 0.0, "kl_sequence/k3": 0.0, "response/tokens": 0.0, "reward/mean": 0.5}
+    assert found == {
+        "kl_sequence/k1": 0.0,
+        "kl_sequence/k3": 0.0,
+        "response/tokens": 0.0,
+        "reward/mean": 0.5,
+        "reward/std": 0.5**0.5,
+        "reward/unscorable": 0.0,
+    }
 
 
 def test_advantages_keep_the_rows_of_the_mask() -> None:

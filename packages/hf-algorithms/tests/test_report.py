@@ -139,7 +139,7 @@ def write_run(directory, *, iterations=120, long=False):
     }
     (directory / "summary.json").write_text(json.dumps(summary))
     (directory / "trace.json").write_text(json.dumps({"traceEvents": _events(iterations)}))
-    (directory / "config.toml").write_text('[run]\nseed = 0\n\n[algorithm]\nname = "ppo"\nclip_range = 0.2\n')
+    (directory / "config.toml").write_text('[run]\nseed = 0\n\n[algorithm]\nname = "ppo"\nclip_low = 0.2\n')
     (directory / "samples.json").write_text(json.dumps(_samples(long)))
     return directory
 

@@ -1,10 +1,12 @@
-"""What a run asks of its executor."""
+"""What a run asks of its executor, and how it averages metrics."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hf_algorithms import run
@@ -28,3 +30,33 @@ def test_workers_may_start_and_wait_for_each_other_as_long_as_a_call_may_take(
         "start_timeout_s": longest_s,
         "collective_timeout_s": longest_s,
     }
+
+
+def pair(*values: float) -> tuple[float, float]:
+    return sum(values), float(len(values))
+
+
+def test_unequal_mini_batches_average_over_all_of_their_tokens() -> None:
+    parts = [
+        {"actor/entropy": pair(1.0), "gap_max": (3.0, 1.0)},
+        {"actor/entropy": pair(4.0, 4.0, 4.0), "gap_max": (2.0, 1.0)},
+    ]
+    found = run._average([*parts, {"group/refills": (2.0, 1.0), "nothing": (0.0, 0.0)}])
+    assert found == {"actor/entropy": 13 / 4, "gap_max": 3.0, "group/refills": 2.0}
+
+
+@pytest.mark.parametrize("sizes", [(6,), (1, 5), (2, 1, 3)])
+def test_explained_variance_is_that_of_all_tokens(sizes: tuple[int, ...]) -> None:
+    returns, values = np.random.default_rng(0).normal(size=(2, 6))
+    bounds = np.cumsum([0, *sizes])
+    parts = [
+        {
+            "critic/returns_mean": pair(*returns[start:end]),
+            "critic/returns_square": pair(*returns[start:end] ** 2),
+            "critic/error_mean": pair(*(returns - values)[start:end]),
+            "critic/squared_error": pair(*((returns - values)[start:end] ** 2)),
+        }
+        for start, end in pairwise(bounds)
+    ]
+    wanted = 1 - (returns - values).var() / returns.var()
+    assert run._average(parts) == pytest.approx({"critic/explained_variance": wanted}, rel=1e-12)

@@ -193,8 +193,8 @@ class _Run:
             ),
         )
         with self._executor.trace.label(iteration=iteration):
-            futures = config.recipe.step(self._roles, prompts, config.algorithm, context)
-            metrics = _average([each if isinstance(each, Mapping) else each.result() for each in futures])
+            futures = config.recipe.run_step(self._roles, prompts, config.algorithm, context)
+            metrics = _average([_count_one(each) if isinstance(each, Mapping) else each.sums() for each in futures])
         elapsed_s = time.perf_counter() - start_s
         if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
             metrics[f"eval/validation/{self._metric}"] = self._evaluate_validation()
@@ -276,10 +276,17 @@ def _build_executor(config: Config, plan: MappingPlan) -> Executor:
     )
 
 
-def _average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of every metric over the calls that reported it, of a `_max` the largest; names sorted."""
-    merged = merge_metrics({name: (value, 1.0) for name, value in part.items()} for part in parts)
-    return dict(sorted(_explain_variance({name: value / count for name, (value, count) in merged.items()}).items()))
+def _count_one(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    return {name: (value, 1.0) for name, value in metrics.items()}
+
+
+def _average(parts: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """Mean of every metric over what its calls counted, of a `_max` the largest; names sorted.
+
+    An update with more tokens counts for more. A metric of which nothing was counted is left out.
+    """
+    means = {name: value / count for name, (value, count) in merge_metrics(parts).items() if count}
+    return dict(sorted(_explain_variance(means).items()))
 
 
 def _explain_variance(metrics: dict[str, float]) -> dict[str, float]:

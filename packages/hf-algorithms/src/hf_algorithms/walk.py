@@ -87,7 +87,7 @@ def _list_phases(
         yield "warm start", learned, partial(_learn, roles, batch)
     recipe = config.recipe
     batch, context = prompts(config.rollout.batch_size), build_tracing_context(executor, sampling)
-    yield "iterations", train, partial(recipe.step, roles, batch, config.algorithm, context)
+    yield "iterations", train, partial(recipe.run_step, roles, batch, config.algorithm, context)
     for tokens in (validation, test):
         yield "evaluation", tokens, partial(request_scores, roles, prompts(len(tokens.prompts)), sampling)
     few = min(NUM_SAMPLES, len(test.prompts))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hf_controller.algebra import Chunk, Concat, Rename, Repeat, Rows, Select, Union
 from hf_controller.expressions import Expression, Extent, Source
 from hf_controller.failures import LostResultError, UpstreamFailure
-from hf_protocols import BatchError, ConfigError, HybridFlowError, ProtocolError, RowSelection
+from hf_protocols import BatchError, ConfigError, HybridFlowError, ProtocolError, RowSelection, merge_metrics
 from hf_protocols.arguments import check_columns, check_count, check_seconds, show
 
 if TYPE_CHECKING:
@@ -242,9 +242,17 @@ class MetricsFuture(CallFuture):
 
     def result(self, timeout_s: float | None = None) -> dict[str, float]:
         """Each metric's sum over its count; nan where the count is zero. Raises what :meth:`wait` raises."""
-        from hf_controller.results import Metrics, reduce_metrics
+        return {name: value / count if count else float("nan") for name, (value, count) in self.sums(timeout_s).items()}
 
-        return reduce_metrics([each for each in self._wait_for_outcomes(timeout_s) if isinstance(each, Metrics)])
+    def sums(self, timeout_s: float | None = None) -> dict[str, tuple[float, float]]:
+        """Each metric's (sum, count), to be merged with those of other calls by `hf_protocols.merge_metrics`.
+
+        A mean over several calls is the sum of their sums over the sum of their counts: calls that saw more count for
+        more. Raises what :meth:`wait` raises.
+        """
+        from hf_controller.results import Metrics
+
+        return merge_metrics(each.sums for each in self._wait_for_outcomes(timeout_s) if isinstance(each, Metrics))
 
 
 class ObjectFuture(CallFuture):

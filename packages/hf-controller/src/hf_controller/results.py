@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hf_controller.columns import CallColumns
 from hf_controller.failures import Failure
 from hf_controller.transport import ObjectStore, Shard, encode_batch
-from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection, merge_metrics
+from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection
 from hf_protocols.arguments import show
 
-__all__ = ["Metrics", "Outcome", "Value", "publish", "reduce_metrics"]
+__all__ = ["Metrics", "Outcome", "Value", "publish"]
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,6 @@ def publish(
     if follows is not None:
         _check_rows(shard.num_rows, len(follows), spec, what)
     return shard
-
-
-def reduce_metrics(per_rank: Sequence[Metrics]) -> dict[str, float]:
-    """Sums over counts, each merged over ranks; a metric whose count is zero is nan."""
-    totals = merge_metrics(metrics.sums for metrics in per_rank)
-    return {name: value / count if count else float("nan") for name, (value, count) in totals.items()}
 
 
 def _check_metrics(returned: Any, what: str) -> dict[str, tuple[float, float]]:

@@ -16,7 +16,7 @@ from hf_algorithms.recipes._config import (
     WhitenKeys,
 )
 from hf_algorithms.recipes._load import load_recipe
-from hf_algorithms.recipes._recipe import Recipe, Role, StepContext, mini_batch_rows
+from hf_algorithms.recipes._recipe import Recipe, Role, StepContext, StepError, mini_batch_rows
 from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, CRITIC, POLICY_ROLES, REFERENCE, REWARD
 from hf_algorithms.recipes._steps import (
     add_old_logprobs,
@@ -64,6 +64,7 @@ __all__ = [
     "Role",
     "StdKeys",
     "StepContext",
+    "StepError",
     "WhitenKeys",
     "add_old_logprobs",
     "add_ref_logprobs",

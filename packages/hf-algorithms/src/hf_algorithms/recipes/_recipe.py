@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.recipes._config import AlgorithmConfig
-from hf_protocols import ConfigError
+from hf_protocols import ConfigError, HybridFlowError
 from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
@@ -19,7 +21,11 @@ if TYPE_CHECKING:
     from hf_controller import BatchFuture, MetricsFuture, ObjectFuture, Worker
     from hf_engine import SamplingParams
 
-__all__ = ["Recipe", "Role", "StepContext", "mini_batch_rows"]
+__all__ = ["Recipe", "Role", "StepContext", "StepError", "mini_batch_rows"]
+
+
+class StepError(HybridFlowError):
+    """The step of a recipe raised something else than an error of this project, or did not return metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +160,35 @@ class Recipe:
         names = ", ".join(role.name for role in self.roles)
         raise ConfigError(f"recipe {show(self.name)} has no role {show(name)}: its roles are {names}")
 
+    def run_step(
+        self, roles: Roles, prompts: BatchFuture, config: Any, context: StepContext
+    ) -> list[MetricsFuture | Mapping[str, float]]:
+        """Runs `step`, which may be anybody's code, and checks what it returns.
+
+        Raises:
+            StepError: if the step raises, with the place in its code, or returns something else than metrics.
+            ConfigError: for the same while a dataflow is derived: nothing has started then.
+            HybridFlowError: what calls to the roles raise.
+        """
+        fails = StepError if context.iteration else ConfigError
+        label = f"step of recipe {show(self.name)}"
+        try:
+            found = self.step(roles, prompts, config, context)
+            metrics = list(found) if isinstance(found, Iterable) and not isinstance(found, str | Mapping) else [found]
+        except HybridFlowError:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            text = "".join(traceback.format_exception_only(error)).strip()
+            raise fails(f"{label} raised {text}\n  at {frame.filename}:{frame.lineno}, in {frame.name}") from error
+        for each in metrics:
+            if not hasattr(each, "sums") and not _are_numbers(each):
+                raise fails(
+                    f"{label} returned {show(each)}, which is not metrics. Return a list of what calls to update_actor "
+                    "and its like return, and of mappings of a name to a number"
+                )
+        return metrics
+
     @property
     def summary(self) -> str:
         """The first paragraph of the docstring of the step's module; empty where there is none."""
@@ -164,6 +199,10 @@ class Recipe:
     def model_roles(self) -> tuple[str, ...]:
         """Names of the roles that hold a model."""
         return tuple(role.name for role in self.roles if role.has_model)
+
+
+def _are_numbers(metrics: object) -> bool:
+    return isinstance(metrics, Mapping) and all(isinstance(value, Real) for value in metrics.values())
 
 
 def mini_batch_rows(num_rows: int, num_mini_batches: int, *, epochs: int, seed: int) -> Iterator[list[int]]:

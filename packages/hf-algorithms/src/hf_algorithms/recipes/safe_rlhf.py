@@ -18,7 +18,7 @@ under this KL penalty, which is not a divergence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -73,6 +73,15 @@ class SafeRLHFConfig(CriticKeys, ClipKeys, PolicyConfig):
     """Largest lambda; by default a million."""
     ptx_coefficient: Coefficient = 0.0
     """Weight of the language-model loss on as many rows of `data.train` as there are responses."""
+
+    def find_contradictions(self) -> Iterator[str]:
+        """Yields one line for every pair of keys that cannot go together."""
+        yield from super().find_contradictions()
+        if self.lambda_max is not None and self.lambda_init > self.lambda_max:
+            yield (
+                f"algorithm.lambda_init = {self.lambda_init}: algorithm.lambda_max = {self.lambda_max} is below it. "
+                "Lower the first, or raise the second"
+            )
 
 
 def step(roles: Roles, prompts: BatchFuture, config: SafeRLHFConfig, context: StepContext) -> Sequence[Any]:

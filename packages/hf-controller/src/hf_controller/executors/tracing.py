@@ -217,11 +217,15 @@ class _TracedMetrics(MetricsFuture):
         self.wait(timeout_s)
         return _Zeros()
 
+    def sums(self, timeout_s: float | None = None) -> dict[str, tuple[float, float]]:
+        self.wait(timeout_s)
+        return _ZeroSums()
 
-class _Zeros(dict[str, float]):
+
+class _Zeros(dict[str, Any]):
     """Answers 0.0 for any name. Which names there are is not known, so it has none to iterate over."""
 
-    def __missing__(self, name: str) -> float:
+    def __missing__(self, name: str) -> Any:
         return 0.0
 
     def __contains__(self, name: object) -> bool:
@@ -230,17 +234,24 @@ class _Zeros(dict[str, float]):
     def __bool__(self) -> bool:
         return True
 
-    def __or__(self, other: Mapping[str, float]) -> _Zeros:  # type: ignore[override]
-        return _Zeros({**self, **other})
+    def __or__(self, other: Mapping[str, Any]) -> _Zeros:  # type: ignore[override]
+        return type(self)({**self, **other})
 
-    def __ror__(self, other: Mapping[str, float]) -> _Zeros:  # type: ignore[override]
-        return _Zeros({**other, **self})
+    def __ror__(self, other: Mapping[str, Any]) -> _Zeros:  # type: ignore[override]
+        return type(self)({**other, **self})
 
-    def get(self, name: str, default: Any = None) -> float:
+    def get(self, name: str, default: Any = None) -> Any:
         return self[name]
 
     def copy(self) -> _Zeros:
-        return _Zeros(self)
+        return type(self)(self)
+
+
+class _ZeroSums(_Zeros):
+    """The same as (sum, count)."""
+
+    def __missing__(self, name: str) -> Any:
+        return 0.0, 1.0
 
 
 class _TracedAnswer:

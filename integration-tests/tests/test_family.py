@@ -1,0 +1,83 @@
+"""Every shipped algorithm runs and is placed, and two ranks on Ray do what one rank in this process does."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from algorithm_agreement import Sampled, build_body, compare, make_teacher, run_once
+
+from hf_algorithms.config import format_toml, parse_config
+from hf_algorithms.recipes import RECIPES
+from small_runs import Outcome
+
+ON_RAY = ("ppo", "grpo", "dapo", "safe_rlhf")
+"""A critic, groups, refills, and two critics with a multiplier; the others are `slow` on Ray."""
+
+
+@pytest.fixture(scope="module")
+def teacher(addition_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_teacher(tmp_path_factory.mktemp("teacher"), addition_data)
+
+
+@pytest.fixture(scope="module")
+def in_process(
+    addition_data: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Sampled]:
+    """What one rank in this process draws and measures; each algorithm runs once."""
+    found: dict[str, Sampled] = {}
+
+    def run(name: str) -> Sampled:
+        if name not in found:
+            output = tmp_path_factory.mktemp(name) / "run"
+            found[name] = run_once(build_body(name, addition_data, output, teacher=teacher, on_ray=False))
+        return found[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_algorithm_trains_in_process(name: str, in_process: Callable[[str], Sampled]) -> None:
+    found = in_process(name)
+    assert all(math.isfinite(value) for value in found.metrics.values()), found.metrics
+    assert found.metrics["actor/grad_norm"] > 0
+    num_rows = 8 * RECIPES[name].config.least_samples
+    assert len(found.tokens[0]) == num_rows
+    assert {"reward/mean", "response/tokens", "response/truncated"} <= found.metrics.keys()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ON_RAY else [pytest.mark.slow]) for name in RECIPES]
+)
+@pytest.mark.usefixtures("quick_workers")
+def test_two_ranks_on_ray_agree_with_one_in_process(
+    name: str, in_process: Callable[[str], Sampled], addition_data: Path, teacher: Path, tmp_path: Path
+) -> None:
+    body = build_body(name, addition_data, tmp_path / "run", teacher=teacher, on_ray=True)
+    compare(in_process(name), run_once(body))
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert {
+        plan["models"][role]["train"]["dp_size"] for role in RECIPES[name].model_roles if role in plan["models"]
+    } == {2}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_mapper_places_an_algorithm(
+    name: str, hybridflow: Callable[..., Outcome], addition_data: Path, teacher: Path, tmp_path: Path
+) -> None:
+    body = build_body(name, addition_data, tmp_path / "run", teacher=teacher, on_ray=True)
+    path = tmp_path / "config.toml"
+    path.write_text(format_toml(parse_config(body)))
+    outcome = hybridflow("plan", path, "--json")
+    assert outcome.exit_code == 0, outcome.errors
+    plan = json.loads(outcome.output)
+    slots = sum(machine["slots"] for pool in plan["pools"] for machine in pool["machines"] if _holds_model(plan, pool))
+    assert 1 <= slots <= 2
+    assert set(plan["models"]) <= {role.name for role in RECIPES[name].roles}
+
+
+def _holds_model(plan: dict[str, dict[str, dict[str, object]]], pool: dict[str, str]) -> bool:
+    return any(model["train"] is not None for model in plan["models"].values() if model["pool"] == pool["name"])
