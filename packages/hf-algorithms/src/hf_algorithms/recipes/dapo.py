@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from hf_algorithms.recipes._config import ClipKeys, Coefficient, LengthKeys, PolicyConfig, StdKeys
 from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import POLICY_ROLES
-from hf_algorithms.recipes._steps import build_clip, generate_scored, train_by_scores
+from hf_algorithms.recipes._steps import build_clip, build_group_advantage, generate_scored, train_by_scores
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
@@ -46,20 +46,13 @@ def step(
     roles: Roles, prompts: BatchFuture, config: DAPOConfig, context: StepContext
 ) -> Sequence[MetricsFuture | Mapping[str, float]]:
     """One iteration: it asks for the groups that are worth training on, and refills."""
-    from hf_algorithms.advantages import GroupAdvantage
-
     batch, counts = fill(roles, prompts, config, context)
     if batch is None:
         return [counts | {"actor/skipped_steps": 1.0}]
     if config.overlong_buffer:
         limit = context.sampling.max_new_tokens
         batch = batch.union(roles.advantage.add_length_term(batch, max_tokens=limit, buffer=config.overlong_buffer))
-    estimator = GroupAdvantage(
-        std_ddof=config.std_ddof,
-        std_eps=config.std_eps,
-        kl_coefficient=config.reward_kl_coefficient,
-        kl_estimator=config.kl_estimator,
-    )
+    estimator = build_group_advantage(config)
     metrics = train_by_scores(roles, batch, config, context, estimator, build_clip(config))
     return [*metrics, counts]
 
