@@ -148,8 +148,8 @@ def _compare_rloo(comparison: Comparison, seed: int) -> None:
         batch["advantages"] = ours
         comparison.compare_losses(
             case,
-            lambda logprobs, parts=parts, batch=batch: parts.aggregate(logprobs, batch),  # type: ignore[misc]
-            lambda logprobs, peer=peer, inputs=inputs: peer.compute(logprobs, inputs),  # type: ignore[misc]
+            lambda logprobs, parts=parts, batch=batch: parts.aggregate(logprobs, batch),
+            lambda logprobs, peer=peer, inputs=inputs: peer.compute(logprobs, inputs),
             batch["logprobs"],
             mask,
         )
@@ -163,7 +163,7 @@ def _build_peer(trainer: type[Any], config: type[Any], batch: dict[str, Any], **
     lengths = batch["lengths"].tolist()
     is_rloo = trainer.__name__ == "RLOOTrainer"
 
-    class Peer(trainer):  # type: ignore[misc]
+    class Peer(trainer):
         def __init__(self) -> None:
             folder = tempfile.gettempdir()
             self.args = config(

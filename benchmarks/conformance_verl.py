@@ -232,14 +232,14 @@ def _compare_kl(comparison: Comparison, seed: int) -> None:
 
     batch = draw_batch(seed, width=WIDTH)
     for estimator, name in (("k1", "k1"), ("k2", "k2"), ("k3", _actor_config().kl_loss_type)):
-        term = KLTerm(coefficient=1.0, estimator=estimator, gradient="value")  # type: ignore[arg-type]
+        term = KLTerm(coefficient=1.0, estimator=estimator, gradient="value")
         for case, reference in ((estimator, batch["ref_logprobs"]), (f"{estimator} above 10", batch["logprobs"] + 4)):
             if "above" in case and estimator != "k3":
                 continue
             comparison.compare_losses(
                 case,
-                lambda logprobs, term=term, reference=reference: term(logprobs, reference).sum(),  # type: ignore[misc]
-                lambda logprobs, name=name, reference=reference: core_algos.kl_penalty(  # type: ignore[misc]
+                lambda logprobs, term=term, reference=reference: term(logprobs, reference).sum(),
+                lambda logprobs, name=name, reference=reference: core_algos.kl_penalty(
                     logprobs, reference, name
                 ).sum(),
                 batch["logprobs"],
