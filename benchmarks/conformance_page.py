@@ -1,6 +1,6 @@
 """The tables of docs/reference/conformance.md: what the words of `algorithm.conventions` set, and what agrees.
 
-    conformance_page.py    writes them again from results/conformance_trl.json and results/conformance_verl.json
+conformance_page.py    writes them again from results/conformance_trl.json and results/conformance_verl.json
 """
 
 from __future__ import annotations

@@ -239,9 +239,7 @@ def _compare_kl(comparison: Comparison, seed: int) -> None:
             comparison.compare_losses(
                 case,
                 lambda logprobs, term=term, reference=reference: term(logprobs, reference).sum(),
-                lambda logprobs, name=name, reference=reference: core_algos.kl_penalty(
-                    logprobs, reference, name
-                ).sum(),
+                lambda logprobs, name=name, reference=reference: core_algos.kl_penalty(logprobs, reference, name).sum(),
                 batch["logprobs"],
                 torch.ones_like(batch["response_mask"]),
             )

@@ -239,7 +239,9 @@ def declaring_step(estimator: object) -> Step:
 
 
 def test_columns_that_arguments_declare_are_in_the_dataflow() -> None:
-    flow = derive(declaring_step(OwnEstimator()), own=[*OWN[:1], Role(name="advantage", worker=DeclaringAdvantageWorker)])
+    flow = derive(
+        declaring_step(OwnEstimator()), own=[*OWN[:1], Role(name="advantage", worker=DeclaringAdvantageWorker)]
+    )
     advantages, update = flow.calls[-2:]
     assert (set(advantages.reads), advantages.writes) == ({"response_mask", "scores", "costs"}, ("own_advantages",))
     assert "own_advantages" in update.reads
