@@ -287,7 +287,7 @@ def test_an_unknown_key_names_the_nearest_known_one(key: str, nearest: str) -> N
         ("run.resume", r"unknown key 'run.resume'. \[run\] has output_dir, seed, iterations, eval_every, executor$"),
         (
             "algorithm.lr",
-            r"unknown key 'algorithm.lr'. \[algorithm\] has name, recipe, epochs, mini_batches, old_logprobs, ",
+            r"unknown key 'algorithm.lr'. \[algorithm\] has name, recipe, conventions, epochs, mini_batches, ",
         ),
         ("wandb", r"unknown key 'wandb'. The sections are run, data, model, "),
     ],

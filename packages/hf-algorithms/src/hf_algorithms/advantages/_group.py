@@ -20,7 +20,7 @@ from hf_algorithms.advantages._returns import KLEstimator, compute_penalty, spre
 from hf_protocols.arguments import show
 from hf_protocols.errors import BatchError, ConfigError
 
-__all__ = ["GroupAdvantage", "refuse_group_of_one"]
+__all__ = ["GroupAdvantage", "GroupOfOne", "refuse_group_of_one"]
 
 Baseline = Literal["mean", "leave_one_out", "length", "none"]
 Scale = Literal["std", "mean", "none"]

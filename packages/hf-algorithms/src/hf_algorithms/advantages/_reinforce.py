@@ -16,7 +16,7 @@ from hf_algorithms.advantages._columns import (
     read_columns,
     split_groups,
 )
-from hf_algorithms.advantages._group import refuse_group_of_one
+from hf_algorithms.advantages._group import GroupOfOne, refuse_group_of_one
 from hf_algorithms.advantages._returns import KLEstimator, KLReturn, compute_penalty, spread_scores, whiten
 from hf_algorithms.advantages.shaping import clip_scores
 
@@ -44,6 +44,8 @@ class ReinforceAdvantage:
     """Discount per trained token."""
     baseline: ReinforceBaseline = "none"
     """0; the mean score of the rows of equal `group_id`, itself included; or `baseline_scores`."""
+    group_of_one: GroupOfOne = "error"
+    """For a prompt with one response and `baseline="group"`: refuse it, subtract nothing, or give it advantage 0."""
     whiten: bool = False
     """Gives advantages mean 0 and variance 1 over all trained tokens of the batch, so long responses weigh more."""
     whiten_ddof: int = 0
@@ -64,6 +66,7 @@ class ReinforceAdvantage:
     def __post_init__(self) -> None:
         check_share("gamma", self.gamma)
         check_choice("baseline", self.baseline, get_args(ReinforceBaseline))
+        check_choice("group_of_one", self.group_of_one, get_args(GroupOfOne))
         check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
         check_choice("kl_return", self.kl_return, get_args(KLReturn))
         check_ddof("whiten_ddof", self.whiten_ddof)
@@ -86,7 +89,7 @@ class ReinforceAdvantage:
                 `old_logprobs`, `ref_logprobs`, `response_mask` [B, T].
 
         Raises:
-            BatchError: a group has one row; or a column is missing or does not fit.
+            BatchError: a group has one row and `group_of_one` is `error`; or a column is missing or does not fit.
         """
         given = read_columns(columns, self.reads, "ReinforceAdvantage")
         mask = given["response_mask"]
@@ -111,7 +114,9 @@ class ReinforceAdvantage:
         baseline = torch.zeros_like(scores)
         if self.baseline == "group":
             for rows in split_groups(given["group_id"]):
-                if len(rows) == 1:
+                if len(rows) == 1 and self.group_of_one == "raw":
+                    continue
+                if len(rows) == 1 and self.group_of_one == "error":
                     refuse_group_of_one("ReinforceAdvantage", given["group_id"][rows[0]])
                 baseline[rows] = scores[rows].double().nanmean().to(scores.dtype)
         return baseline

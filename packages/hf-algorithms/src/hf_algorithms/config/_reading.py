@@ -6,13 +6,14 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError, create_model
 
 from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._sections import Config, RoleConfig
 from hf_algorithms.recipes import RECIPES, AlgorithmConfig, Recipe, load_recipe
+from hf_algorithms.recipes.conventions import expand_conventions
 from hf_protocols import ConfigError
 from hf_protocols.arguments import shorten, shorten_list, show
 from hf_protocols.similar_names import find_similar
@@ -48,6 +49,7 @@ def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = ()) ->
             read back as they are.
     """
     recipe = find_recipe(body.get("algorithm"), search_path)
+    body = _expand_conventions(body, recipe)
     _check_role_names(body.get("roles"), recipe)
     known = config_keys(recipe)
     unknown = [key for key in _flatten(body) if key not in known]
@@ -65,6 +67,20 @@ def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = ()) ->
         config._own_recipe = recipe
     _check_meaning(config)
     return config
+
+
+def _expand_conventions(body: Mapping[str, Any], recipe: Recipe) -> Mapping[str, Any]:
+    """The body with the keys that `algorithm.conventions` stands for, and `"none"` as None; what is written wins."""
+    section = body.get("algorithm")
+    if not isinstance(section, Mapping):
+        return body
+    given = {key: None if value == "none" and _may_be_none(recipe, key) else value for key, value in section.items()}
+    return {**body, "algorithm": {**expand_conventions(given.get("conventions", "ours"), recipe.name), **given}}
+
+
+def _may_be_none(recipe: Recipe, key: str) -> bool:
+    field = recipe.config.model_fields.get(key)
+    return field is not None and type(None) in get_args(field.annotation)
 
 
 def config_keys(recipe: Recipe = RECIPES["ppo"]) -> tuple[str, ...]:
@@ -152,14 +168,26 @@ def _value_of(config: Config, key: str) -> Any:
 
 
 def format_toml(config: Config) -> str:
-    """The resolved configuration as TOML text, every key present that has a value."""
+    """The resolved configuration as TOML text, every key present that has a value.
+
+    A key of `[algorithm]` that is None reads `"none"` where to leave it out would give it a value.
+    """
     lines: list[str] = []
     sections = without_none(config.model_dump())
+    sections["algorithm"] |= dict.fromkeys(_find_switched_off(config), "none")
     roles = sections.pop("roles")
     sections |= {f"roles.{name}": body for name, body in roles.items() if body}
     for section, body in sections.items():
         lines += [f"[{section}]", *(f"{key} = {format_toml_value(value)}" for key, value in body.items()), ""]
     return "\n".join(lines)
+
+
+def _find_switched_off(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    usual = expand_conventions(algorithm.conventions, config.recipe.name)
+    for key, field in type(algorithm).model_fields.items():
+        if getattr(algorithm, key) is None and usual.get(key, field.get_default(call_default_factory=True)) is not None:
+            yield key
 
 
 def without_none(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,32 +27,38 @@ class KLTerm:
     - k3 with `value`: that of KL(reference || policy), the other direction.
     - k2 with `unbiased`: that of E[d^2 / 2], which is refused.
 
+    `ratio` multiplies by the policy's ratio exp(lp - old lp) in its place. On the first update of an iteration that is
+    `unbiased`. On later ones it also weighs samples of the old policy as the current one would draw them.
+
     Raises:
         ConfigError: for an unknown name, a coefficient below 0, or k2 with `unbiased`.
     """
 
     coefficient: float
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    gradient: Literal["value", "unbiased"] = "unbiased"
+    gradient: Literal["value", "unbiased", "ratio"] = "unbiased"
 
     def __post_init__(self) -> None:
         check_number(ConfigError, "kl_coefficient", self.coefficient, may_be_zero=True)
         if self.estimator not in ("k1", "k2", "k3"):
             raise ConfigError(f"kl_estimator={show(self.estimator)}: is not a known estimator. Use k1, k2 or k3")
-        if self.gradient not in ("value", "unbiased"):
-            raise ConfigError(f"kl_gradient={show(self.gradient)}: is not known. Use 'value' or 'unbiased'")
-        if (self.estimator, self.gradient) == ("k2", "unbiased"):
+        if self.gradient not in ("value", "unbiased", "ratio"):
+            raise ConfigError(f"kl_gradient={show(self.gradient)}: is not known. Use 'value', 'unbiased' or 'ratio'")
+        if self.estimator == "k2" and self.gradient != "value":
             raise ConfigError(
-                "kl_gradient='unbiased': k2 has the gradient of the KL as it is, and another one with the weight. "
-                "Use kl_gradient='value'"
+                f"kl_gradient={show(self.gradient)}: k2 has the gradient of the KL as it is, and another one with "
+                "the weight. Use kl_gradient='value'"
             )
 
-    def __call__(self, logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, logprobs: torch.Tensor, ref_logprobs: torch.Tensor, ratio: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Returns the term of every token, [b, T].
 
         Args:
             logprobs: the policy's, finite, with the gradient.
             ref_logprobs: the reference's, finite.
+            ratio: exp(lp - old lp) with the gradient, which the gradient `ratio` needs.
         """
         difference = logprobs - ref_logprobs
         if self.estimator == "k1":
@@ -64,4 +70,7 @@ class KLTerm:
             term = torch.expm1(exponent) - exponent
         if self.gradient == "unbiased":
             term = term * (logprobs - logprobs.detach()).exp()
+        elif self.gradient == "ratio":
+            assert ratio is not None
+            term = term * ratio
         return self.coefficient * term

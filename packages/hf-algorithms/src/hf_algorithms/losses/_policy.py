@@ -58,6 +58,8 @@ class PolicyLoss:
         needed = set(self.surrogate.reads)
         if self.correction is not None:
             needed |= {"old_logprobs", "rollout_logprobs"}
+        if self.kl is not None and self.kl.gradient == "ratio":
+            needed.add("old_logprobs")
         optional = {"old_logprobs"} if self.old == "column" else {"rollout_logprobs"}
         if self.old == "current":
             needed.discard("old_logprobs")
@@ -115,7 +117,8 @@ class PolicyLoss:
         if rollout is not None and (self.correction is not None or self.old == "current"):
             metrics |= measure_mismatch(tokens.old_logprobs, rollout, mask, correction)
         if self.kl is not None:
-            loss = loss + (weights * self.kl(logprobs, columns["ref_logprobs"])).sum()
+            ratio = tokens.compute_ratio() if self.kl.gradient == "ratio" else None
+            loss = loss + (weights * self.kl(logprobs, columns["ref_logprobs"], ratio)).sum()
             metrics |= _measure_kl(logprobs, columns["ref_logprobs"], mask)
         return loss, metrics
 

@@ -49,6 +49,8 @@ class AlgorithmConfig(BaseModel):
     """A recipe of `RECIPES`, or the name of your own."""
     recipe: str | None = None
     """Your own recipe, as `module:RECIPE` or `file.py:RECIPE`."""
+    conventions: Literal["ours", "trl", "verl", "openrlhf", "nemo"] = "ours"
+    """Whose defaults the keys below take where they are left out; what is written wins."""
     epochs: Annotated[int, Field(ge=1)] = 1
     """Passes over the batch of one iteration."""
     mini_batches: Annotated[int, Field(ge=1)] = 1
@@ -75,8 +77,9 @@ class PolicyConfig(AlgorithmConfig):
     """Where the penalty enters: in the token rewards, or as a term of the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Of the penalty, with d = logprob - ref_logprob: d, d^2 / 2, or exp(-d) - 1 + d."""
-    kl_gradient: Literal["value", "unbiased"] = "unbiased"
-    """`unbiased`: the term in the loss has the gradient of KL(policy || reference), by a score-function weight.
+    kl_gradient: Literal["value", "unbiased", "ratio"] = "unbiased"
+    """`unbiased`: the term in the loss has the gradient of KL(policy || reference), by a score-function weight of 1.
+    `ratio`: the weight is the policy's ratio, which is the same in an iteration's first update.
     `value`: that of the estimator as it is.
     """
     correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
@@ -143,10 +146,10 @@ class PolicyConfig(AlgorithmConfig):
                 "divides by no constant. Remove it"
             )
         is_in_loss = self.kl_place == "loss" and self.kl_coefficient > 0
-        if is_in_loss and (self.kl_estimator, self.kl_gradient) == ("k2", "unbiased"):
+        if is_in_loss and self.kl_estimator == "k2" and self.kl_gradient != "value":
             yield (
-                "algorithm.kl_gradient = 'unbiased': algorithm.kl_estimator = 'k2' has the right gradient as it is. "
-                "Use 'value'"
+                f"algorithm.kl_gradient = '{self.kl_gradient}': algorithm.kl_estimator = 'k2' has the right "
+                "gradient as it is. Use 'value'"
             )
 
 
@@ -176,7 +179,20 @@ class StdKeys(GroupKeys):
     std_ddof: Degrees = 1
     """Divisor of the variance of a group of n scores: n - std_ddof."""
     std_eps: Coefficient = 1e-6
-    """Is added to the standard deviation."""
+    """Keeps the divisor from 0; see `std_on`."""
+    std_on: Literal["s+eps", "max", "positive"] = "s+eps"
+    """Divisor: s + std_eps; the larger of both (`max`); or s + std_eps where s > 0 and 1 elsewhere (`positive`)."""
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """`mean`: mean and standard deviation of the group. `leave_one_out`: those of the other responses."""
+
+    def find_contradictions(self) -> Iterator[str]:
+        """Yields one line for every pair of keys that cannot go together."""
+        yield from super().find_contradictions()
+        if self.baseline == "leave_one_out" and self.std_on != "positive":
+            yield (
+                f"algorithm.std_on = '{self.std_on}': with algorithm.baseline = 'leave_one_out' the other responses "
+                "may be equal where this one differs. Use 'positive'"
+            )
 
 
 class WhitenKeys(AlgorithmConfig):

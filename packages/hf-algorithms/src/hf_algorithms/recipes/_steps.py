@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.recipes._recipe import StepContext, mini_batch_rows
 
 if TYPE_CHECKING:
+    from hf_algorithms.advantages import GroupAdvantage
     from hf_algorithms.losses import Clip, Correction, PolicyLoss, Surrogate
     from hf_algorithms.recipes._config import AlgorithmConfig, PolicyConfig
     from hf_algorithms.roles import Roles
@@ -18,6 +19,7 @@ __all__ = [
     "add_old_logprobs",
     "add_ref_logprobs",
     "build_clip",
+    "build_group_advantage",
     "build_policy_loss",
     "generate",
     "generate_scored",
@@ -96,6 +98,22 @@ def build_clip(config: Any) -> Clip:
 
     cap = _RATIO_CAP if config.old_source == "sampled" else None
     return Clip(low=config.clip_low, high=config.clip_high, dual=config.dual_clip, ratio_cap=cap)
+
+
+def build_group_advantage(config: Any) -> GroupAdvantage:
+    """Returns the estimator that `StdKeys` describe: scores against those of their group, divided by a spread."""
+    from hf_algorithms.advantages import GroupAdvantage
+
+    return GroupAdvantage(
+        baseline=config.baseline,
+        std_ddof=config.std_ddof,
+        std_eps=config.std_eps,
+        std_on=config.std_on,
+        std_over="others" if config.baseline == "leave_one_out" else "group",
+        group_of_one=config.group_of_one,
+        kl_coefficient=config.reward_kl_coefficient,
+        kl_estimator=config.kl_estimator,
+    )
 
 
 def _build_correction(config: PolicyConfig) -> Correction | None:

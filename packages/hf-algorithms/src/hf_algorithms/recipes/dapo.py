@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from hf_algorithms.recipes._config import ClipKeys, Coefficient, LengthKeys, PolicyConfig, StdKeys
 from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import POLICY_ROLES
-from hf_algorithms.recipes._steps import build_clip, generate_scored, train_by_scores
+from hf_algorithms.recipes._steps import build_clip, build_group_advantage, generate_scored, train_by_scores
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
@@ -48,7 +48,6 @@ def step(
     roles: Roles, prompts: BatchFuture, config: DAPOConfig, context: StepContext
 ) -> Sequence[MetricsFuture | Mapping[str, float]]:
     """One iteration: it asks for the groups that are worth training on, and refills."""
-    from hf_algorithms.advantages import GroupAdvantage
     from hf_algorithms.roles import least_rows
 
     batch, counts = fill(roles, prompts, config, context)
@@ -59,12 +58,7 @@ def step(
     if config.overlong_buffer:
         limit = context.sampling.max_new_tokens
         batch = batch.union(roles.advantage.add_length_term(batch, max_tokens=limit, buffer=config.overlong_buffer))
-    estimator = GroupAdvantage(
-        std_ddof=config.std_ddof,
-        std_eps=config.std_eps,
-        kl_coefficient=config.reward_kl_coefficient,
-        kl_estimator=config.kl_estimator,
-    )
+    estimator = build_group_advantage(config)
     metrics = train_by_scores(roles, batch, config, context, estimator, build_clip(config))
     return [*metrics, counts]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from hf_algorithms.recipes._config import AggregationMode, Coefficient, PolicyConfig, StdKeys
 from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import POLICY_ROLES
-from hf_algorithms.recipes._steps import generate_scored, train_by_scores
+from hf_algorithms.recipes._steps import build_group_advantage, generate_scored, train_by_scores
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
@@ -33,17 +33,10 @@ class GMPOConfig(StdKeys, PolicyConfig):
 
 def step(roles: Roles, prompts: BatchFuture, config: GMPOConfig, context: StepContext) -> Sequence[MetricsFuture]:
     """One iteration; every line returns at once, and the data flows from worker to worker."""
-    from hf_algorithms.advantages import GroupAdvantage
     from hf_algorithms.losses import GMPO
 
     batch = generate_scored(roles, prompts, context)
-    estimator = GroupAdvantage(
-        std_ddof=config.std_ddof,
-        std_eps=config.std_eps,
-        group_of_one=config.group_of_one,
-        kl_coefficient=config.reward_kl_coefficient,
-        kl_estimator=config.kl_estimator,
-    )
+    estimator = build_group_advantage(config)
     return train_by_scores(roles, batch, config, context, estimator, GMPO(low=config.clip_low, high=config.clip_high))
 
 

@@ -29,6 +29,8 @@ class ReinforcePPConfig(WhitenKeys, ClipKeys, PolicyConfig):
     kl_coefficient: Coefficient = 0.01
     kl_place: Literal["reward", "loss", "none"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_return: Literal["token", "cumulative"] = "cumulative"
+    """`token`: a token pays its own KL; `cumulative`: that of all that follow."""
 
 
 def step(
@@ -45,6 +47,7 @@ def step(
         whiten_eps=config.std_eps,
         kl_coefficient=config.reward_kl_coefficient,
         kl_estimator=config.kl_estimator,
+        kl_return=config.kl_return,
     )
     return train_by_scores(roles, batch, config, context, estimator, build_clip(config))
 

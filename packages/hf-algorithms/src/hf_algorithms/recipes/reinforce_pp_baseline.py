@@ -29,6 +29,8 @@ class ReinforcePPBaselineConfig(GroupKeys, WhitenKeys, ClipKeys, PolicyConfig):
     kl_coefficient: Coefficient = 0.01
     kl_place: Literal["reward", "loss", "none"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_return: Literal["token", "cumulative"] = "cumulative"
+    """`token`: a token pays its own KL; `cumulative`: that of all that follow."""
 
 
 def step(
@@ -40,11 +42,13 @@ def step(
     batch = generate_scored(roles, prompts, context)
     estimator = ReinforceAdvantage(
         baseline="group",
+        group_of_one=config.group_of_one,
         whiten=config.whiten,
         whiten_ddof=config.std_ddof,
         whiten_eps=config.std_eps,
         kl_coefficient=config.reward_kl_coefficient,
         kl_estimator=config.kl_estimator,
+        kl_return=config.kl_return,
     )
     return train_by_scores(roles, batch, config, context, estimator, build_clip(config))
 

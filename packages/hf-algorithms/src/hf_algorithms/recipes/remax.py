@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from hf_algorithms.recipes._config import Coefficient, PolicyConfig, Range, Share
+from hf_algorithms.recipes._config import ClipKeys, Coefficient, PolicyConfig, Range, Share
 from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import POLICY_ROLES
-from hf_algorithms.recipes._steps import generate_scored, train_by_scores
+from hf_algorithms.recipes._steps import build_clip, generate_scored, train_by_scores
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["REMAX", "ReMaxConfig", "step"]
 
 
-class ReMaxConfig(PolicyConfig):
+class ReMaxConfig(ClipKeys, PolicyConfig):
     """`[algorithm]` with `name = "remax"`."""
 
     name: Literal["remax"] = "remax"
@@ -43,6 +43,8 @@ class ReMaxConfig(PolicyConfig):
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     kl_return: Literal["token", "cumulative"] = "token"
     """`token`: a token pays its own KL (the authors' code); `cumulative`: that of all that follow (the gradient)."""
+    ratio: Literal["none", "token"] = "none"
+    """`none`: plain REINFORCE, for one update per iteration; `token`: PPO's clipped ratio (verl)."""
 
 
 def step(roles: Roles, prompts: BatchFuture, config: ReMaxConfig, context: StepContext) -> Sequence[MetricsFuture]:
@@ -63,7 +65,9 @@ def step(roles: Roles, prompts: BatchFuture, config: ReMaxConfig, context: StepC
         kl_estimator=config.kl_estimator,
         kl_return=config.kl_return,
     )
-    return train_by_scores(roles, batch, config, context, estimator, Reinforce())
+    return train_by_scores(
+        roles, batch, config, context, estimator, Reinforce() if config.ratio == "none" else build_clip(config)
+    )
 
 
 REMAX = Recipe(name="remax", config=ReMaxConfig, roles=POLICY_ROLES, step=step)

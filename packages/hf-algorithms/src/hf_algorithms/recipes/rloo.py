@@ -8,7 +8,7 @@ Deviations from the paper:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from hf_algorithms.recipes._config import AggregationMode, ClipKeys, Coefficient, GroupKeys, PolicyConfig
@@ -30,12 +30,28 @@ class RLOOConfig(GroupKeys, ClipKeys, PolicyConfig):
     kl_coefficient: Coefficient = 0.05
     kl_place: Literal["reward", "loss", "none"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_return: Literal["token", "cumulative", "sequence"] = "cumulative"
+    """A token pays its own KL, or that of all that follow; `sequence`: the score pays it, before the baseline."""
+    ratio: Literal["token", "sequence"] = "token"
+    """What is clipped: the ratio of each token, or of the whole response, their product."""
     aggregation: AggregationMode = "seq-mean-token-sum"
+
+    def find_contradictions(self) -> Iterator[str]:
+        """Yields one line for every pair of keys that cannot go together."""
+        yield from super().find_contradictions()
+        if self.ratio == "sequence" and self.dual_clip is not None:
+            yield "algorithm.dual_clip: algorithm.ratio = 'sequence' has no dual clip. Remove it"
+        if self.ratio == "sequence" and self.aggregation != "seq-mean-token-sum":
+            yield (
+                f"algorithm.ratio = 'sequence': with algorithm.aggregation = '{self.aggregation}' it is not the loss "
+                "of whole responses. Use 'seq-mean-token-sum'"
+            )
 
 
 def step(roles: Roles, prompts: BatchFuture, config: RLOOConfig, context: StepContext) -> Sequence[MetricsFuture]:
     """One iteration; every line returns at once, and the data flows from worker to worker."""
     from hf_algorithms.advantages import GroupAdvantage
+    from hf_algorithms.losses import SequenceProductClip
 
     batch = generate_scored(roles, prompts, context)
     estimator = GroupAdvantage(
@@ -44,8 +60,11 @@ def step(roles: Roles, prompts: BatchFuture, config: RLOOConfig, context: StepCo
         group_of_one=config.group_of_one,
         kl_coefficient=config.reward_kl_coefficient,
         kl_estimator=config.kl_estimator,
+        kl_return=config.kl_return,
     )
-    return train_by_scores(roles, batch, config, context, estimator, build_clip(config))
+    whole = SequenceProductClip(low=config.clip_low, high=config.clip_high)
+    surrogate = build_clip(config) if config.ratio == "token" else whole
+    return train_by_scores(roles, batch, config, context, estimator, surrogate)
 
 
 RLOO = Recipe(name="rloo", config=RLOOConfig, roles=POLICY_ROLES, step=step)
