@@ -51,10 +51,12 @@ def step(
     from hf_algorithms.roles import least_rows
 
     batch, counts = fill(roles, prompts, config, context)
-    least = least_rows(roles.actor, "update_actor")
-    if batch is None or batch.num_rows < least:
+    if batch is not None and batch.num_rows < prompts.num_rows * context.sampling.n:
+        parts = min(config.mini_batches, batch.num_rows // least_rows(roles.actor, "update_actor"))
+        batch = batch if parts else None
+        config = config.model_copy(update={"mini_batches": parts})
+    if batch is None:
         return [counts | {"actor/skipped_steps": 1.0}]
-    config = config.model_copy(update={"mini_batches": min(config.mini_batches, batch.num_rows // least)})
     if config.overlong_buffer:
         limit = context.sampling.max_new_tokens
         batch = batch.union(roles.advantage.add_length_term(batch, max_tokens=limit, buffer=config.overlong_buffer))
