@@ -29,9 +29,9 @@ PASSED_ON = {"response_mask", "weight_version", "finish_reason", "sample_id"}
 INDEX = """# Algorithms
 
 After this page you know which algorithms `[algorithm] name` takes, and what the pages of this section show.
-`hybridflow algorithms` lists the names; `hybridflow config --algorithm NAME` prints a file to start from. Each algorithm
-is one file of `hf_algorithms.recipes`: a configuration, roles and a `step`. Lines are the non-blank lines of that file,
-its docstring included.
+`hybridflow algorithms` lists the names; `hybridflow config --algorithm NAME` prints a file to start from. Each
+algorithm is one file of `hf_algorithms.recipes`: a configuration, roles and a `step`. Lines are the non-blank lines of
+that file, its docstring included.
 
 """
 SYMBOLS = """

@@ -20,10 +20,10 @@ from small_runs import Outcome, read_metrics, without_times
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "write-an-algorithm.md").read_text()
 BLOCKS = [
     (re.findall(r"`(\w+\.(?:py|toml))`", before)[-1], block)
-    for before, block in re.findall(r"^([^\n]+)\n\n```(?:python|toml)\n(.*?)^```$", PAGE, re.M | re.S)
+    for before, block in re.findall(r"^([^\n]+)\n\n```(?:python|toml)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 ]
 """Each file that the page names, with a part of it."""
-COMMANDS = "".join(re.findall(r"^```sh\n(.*?)^```$", PAGE, re.M | re.S)).splitlines()
+COMMANDS = "".join(re.findall(r"^```sh\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)).splitlines()
 
 
 @pytest.fixture

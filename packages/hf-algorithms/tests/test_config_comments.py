@@ -119,6 +119,13 @@ def test_a_file_is_resolved_with_its_overrides(hybridflow: Command, tmp_path: Pa
     assert parse_config(tomllib.loads(with_options)).rollout.options == {"a b": [1, {"c": True}]}
 
 
+def test_the_algorithm_of_a_file_is_replaced(hybridflow: Command, tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[data]\ntrain = "a.jsonl"\n[algorithm]\nrecipe = "absent:MINE"\nepochs = 2\n')
+    body = tomllib.loads(printed(hybridflow, file, "--algorithm", "remax", "--data", "b.jsonl"))
+    assert (body["algorithm"]["name"], body["algorithm"]["epochs"], body["data"]["train"]) == ("remax", 2, "b.jsonl")
+
+
 def test_without_a_file_there_is_one_to_start_from(hybridflow: Command) -> None:
     config = parse_config(tomllib.loads(printed(hybridflow)))
     assert (config.algorithm.name, config.data.train, config.model.tokenizer) == ("ppo", "train.jsonl", "bpe")

@@ -18,6 +18,9 @@ __all__ = ["describe_keys", "format_commented", "resolve_config"]
 _WIDTH = 110
 _SAMPLES = 8
 """Responses to a prompt in a starting file of an algorithm that compares them."""
+_CONTEXT = 512
+"""Of a fresh model: the default of `rollout.max_new_tokens`, and as many tokens for the prompt."""
+_NAMING = ("name", "recipe")
 _PLACEHOLDERS = {"cost.function": "my_costs:cost", "roles.teacher.path": "path/to/teacher"}
 """What a starting file names where the algorithm needs a key that has no default."""
 
@@ -50,6 +53,8 @@ def resolve_config(
         body = _build_new(named, model, data, search_path)
     else:
         body = read_toml(path)
+        if named and isinstance(body.get("algorithm"), dict):
+            body["algorithm"] = {key: value for key, value in body["algorithm"].items() if key not in _NAMING}
         given = {f"algorithm.{key}": value for key, value in named.items()}
         given |= {key: value for key, value in (("model.path", model), ("data.train", data)) if value is not None}
         for key, value in given.items():
@@ -65,7 +70,7 @@ def _build_new(
     algorithm = find_recipe(named, search_path).config
     body: dict[str, Any] = {
         "data": {"train": "train.jsonl" if data is None else data},
-        "model": {"tokenizer": "bpe"} if model is None else {"path": model},
+        "model": {"tokenizer": "bpe", "max_positions": _CONTEXT} if model is None else {"path": model},
         "algorithm": named,
     }
     if algorithm.least_samples > 1:

@@ -81,9 +81,9 @@ class DataConfig(_Section):
     train: UserPath
     """Path of the training rows."""
     validation: UserPath | None = None
-    """Path of the rows that are evaluated during a run; None: the first rows of `train`."""
+    """Path of the rows that are evaluated during a run; left out: the first rows of `train`."""
     test: UserPath | None = None
-    """Path of the held-out rows that are evaluated before and after; None: the validation rows."""
+    """Path of the held-out rows that are evaluated before and after; left out: the validation rows."""
     prompt_field: str = "prompt"
     """Name of the field that holds the prompt."""
     answer_field: str = "answer"
@@ -107,9 +107,9 @@ class ModelConfig(_Section):
     """`[model]`: a model that transformers loads, or the sizes of a fresh Llama."""
 
     path: UserPath | None = None
-    """Local directory or hub name; None: a fresh model of the sizes below. Beside a path other sizes are refused."""
+    """Local directory or hub name; left out: a fresh model of the sizes below. Beside a path other sizes are refused."""
     tokenizer: UserPath | None = None
-    """`characters` or `bpe` (made from the training rows), a directory or a hub name; None: the one of `path`."""
+    """`characters` or `bpe` (made from the training rows), a directory or a hub name; left out: the one of `path`."""
     vocab_size: Count = 2048
     """Size of a tokenizer that is trained."""
     hidden_size: Count = 160
@@ -145,7 +145,7 @@ class WarmStartConfig(_Section):
     eval_every: Count = 10
     """Steps between two evaluations on the validation rows."""
     stop_at: Share | None = None
-    """Stop at the first evaluation that reaches this; an error if none does. None: run all steps."""
+    """Stop at the first evaluation that reaches this; an error if none does. Left out: run all steps."""
     fail_above: Share = 1.0
     """An error if the evaluation that stops is above this."""
 
@@ -271,11 +271,11 @@ class RoleConfig(_Section):
     """`[roles.NAME]`: overrides what the recipe declares for one of its roles; keys left out stay as declared."""
 
     path: UserPath | None = None
-    """Model directory or hub name; None: what the recipe declares, in most cases the actor's."""
+    """Model directory or hub name; left out: what the recipe declares, in most cases the actor's."""
     learning_rate: Positive | None = None
-    """None: that of `[optimizer]`."""
+    """Left out: that of `[optimizer]`."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """None: `training.dtype`."""
+    """Left out: `training.dtype`."""
 
 
 class Config(_Section):
