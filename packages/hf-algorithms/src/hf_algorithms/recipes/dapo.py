@@ -48,7 +48,7 @@ def step(
     """One iteration: it asks for the groups that are worth training on, and refills."""
     from hf_algorithms.advantages import GroupAdvantage
 
-    batch, counts = fill(roles, prompts, config, context)
+    batch, counts = _fill(roles, prompts, config, context)
     if batch is None:
         return [counts | {"actor/skipped_steps": 1.0}]
     if config.overlong_buffer:
@@ -64,7 +64,7 @@ def step(
     return [*metrics, counts]
 
 
-def fill(
+def _fill(
     roles: Roles, prompts: BatchFuture, config: DAPOConfig, context: StepContext
 ) -> tuple[BatchFuture | None, dict[str, float]]:
     """Returns the responses of groups whose scores differ, as many groups as there are prompts, and the counts.
