@@ -60,6 +60,12 @@ class _Batch:
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
 
+    def repeat(self, times: int) -> _Batch:
+        return _Batch(self.num_rows * times)
+
+    def rows(self, index: Sequence[int]) -> _Batch:
+        return _Batch(len(index))
+
     def __getattr__(self, name: str) -> Callable[..., _Batch]:
         return lambda *args, **kwargs: self
 

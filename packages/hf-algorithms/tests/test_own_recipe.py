@@ -87,6 +87,7 @@ def test_a_recipe_of_ones_own_has_its_own_keys(module: Path, form: str) -> None:
     assert config.algorithm.model_dump() == {
         "name": "mine",
         "recipe": reference,
+        "conventions": "ours",
         "epochs": 1,
         "mini_batches": 1,
         "sharpness": 3.0,

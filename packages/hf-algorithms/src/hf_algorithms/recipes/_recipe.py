@@ -173,7 +173,7 @@ class Recipe:
         fails = StepError if context.iteration else ConfigError
         label = f"step of recipe {show(self.name)}"
         try:
-            found = self.step(roles, prompts, config, context)
+            found: Any = self.step(roles, prompts, config, context)
             metrics = list(found) if isinstance(found, Iterable) and not isinstance(found, str | Mapping) else [found]
         except HybridFlowError:
             raise

@@ -22,7 +22,7 @@ __all__ = ["CostWorker", "RewardWorker", "TextFunctionWorker"]
 _READS = ("prompt_ids", "response_ids", "answer")
 
 
-class TextFunctionWorker(Worker):
+class _TextFunctionWorker(Worker):
     """One rank of a role that calls a function of texts; it needs no model and no process group.
 
     Args:
@@ -61,7 +61,7 @@ class TextFunctionWorker(Worker):
         return prompts, responses, decode_text(batch["answer"])
 
 
-class RewardWorker(TextFunctionWorker):
+class RewardWorker(_TextFunctionWorker):
     """One rank of the reward.
 
     Args:
@@ -119,8 +119,8 @@ class RewardWorker(TextFunctionWorker):
         return [dict(zip(("prompt", "response", "answer", "score"), row, strict=True)) for row in rows]
 
 
-class CostWorker(TextFunctionWorker):
-    """One rank of the cost of a constraint; see `TextFunctionWorker`."""
+class CostWorker(_TextFunctionWorker):
+    """One rank of the cost of a constraint."""
 
     @classmethod
     def configure(cls, setup: RoleSetup) -> dict[str, Any]:
