@@ -107,7 +107,7 @@ class ModelConfig(_Section):
     """`[model]`: a model that transformers loads, or the sizes of a fresh Llama."""
 
     path: UserPath | None = None
-    """Local directory or hub name; left out: a fresh model of the sizes below. Beside a path other sizes are refused."""
+    """Local directory or hub name; left out: a fresh model of the sizes below. With a path other sizes are refused."""
     tokenizer: UserPath | None = None
     """`characters` or `bpe` (made from the training rows), a directory or a hub name; left out: the one of `path`."""
     vocab_size: Count = 2048

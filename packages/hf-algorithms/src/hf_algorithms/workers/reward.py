@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from hf_algorithms.workers._setup import RoleSetup
 
-__all__ = ["CostWorker", "RewardWorker", "TextFunctionWorker"]
+__all__ = ["CostWorker", "RewardWorker"]
 
 _READS = ("prompt_ids", "response_ids", "answer")
 
