@@ -9,12 +9,13 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 # An engine's environment is compiled by its first import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env quickstart test test-slow test-clusters test-ranks test-vllm test-sglang test-matrix check fmt docs
+# Two parts are tested at a time: clusters wait more than they compute. The longest come first.
+PARTS := hf-engine hf-controller hf-mapper integration-tests hf-algorithms hf-protocols
+SLOW_PARTS := integration-tests hf-engine hf-controller hf-mapper
+
+.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) test-vllm test-sglang test-matrix check fmt docs
 .PHONY: bench bench-gpu bench-learning wheels constraints clean
 
-# Clusters wait more than they compute, so their tests run beside the others.
-CLUSTERS := packages/hf-controller packages/hf-mapper integration-tests
-RANKS := packages/hf-protocols packages/hf-engine packages/hf-algorithms
 ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test_rollout_dtype.py \
 	packages/hf-engine/tests/test_matrix.py packages/hf-engine/tests/test_replica_failures.py \
 	integration-tests/tests/test_engine_run.py integration-tests/tests/test_server_run.py
@@ -34,19 +35,15 @@ env: ## set up .venv, as every other target does first
 quickstart: env ## train a small model with PPO on this machine and leave a report in runs/quickstart
 	$(BIN)/hybridflow quickstart
 
-test: env ## run the tests of the base environment, in two halves side by side
-	@$(MAKE) --no-print-directory --jobs 2 test-clusters test-ranks
+test: env ## run the tests of the base environment
+	@$(MAKE) --no-print-directory --jobs 2 $(PARTS:%=test-%)
 
-test-slow: env ## run the tests that take minutes or many processes, in two halves side by side
-	@$(MAKE) --no-print-directory --jobs 2 test-clusters test-ranks \
-		CLUSTERS=integration-tests RANKS="packages/hf-mapper $(RANKS) packages/hf-controller" \
+test-slow: env ## run the tests that take minutes or many processes
+	@$(MAKE) --no-print-directory --jobs 2 $(SLOW_PARTS:%=test-%) \
 		SELECT='-m "slow and not gpu and not vllm and not sglang" --timeout 900'
 
-test-clusters: env ## run the half that starts clusters or nothing; a program holds one of them
-	@$(call named,clusters,$(foreach part,$(CLUSTERS),$(BIN)/pytest $(part) $(SELECT) $(DURATIONS) &&) true)
-
-test-ranks: env ## run the half that starts ranks, or nothing
-	@$(call named,ranks,$(BIN)/pytest $(RANKS) $(SELECT) $(DURATIONS))
+$(PARTS:%=test-%): test-%: env # one package's tests, or those of all packages together
+	@$(call named,$*,$(BIN)/pytest $(wildcard packages/$* $*) $(SELECT) $(DURATIONS))
 
 test-vllm: env ## set up .venv-vllm and test the vLLM backend with a real engine
 	@$(call named,vllm,$(call engine-tests,vllm))
