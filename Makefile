@@ -14,7 +14,7 @@ PARTS := hf-engine hf-controller hf-mapper integration-tests hf-algorithms hf-pr
 SLOW_PARTS := integration-tests hf-engine hf-controller hf-mapper
 
 .PHONY: help env quickstart test test-slow $(PARTS:%=test-%) test-vllm test-sglang test-matrix check fmt docs
-.PHONY: bench bench-gpu bench-learning wheels constraints clean
+.PHONY: bench bench-learning bench-gpu wheels constraints clean
 
 ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test_rollout_dtype.py \
 	packages/hf-engine/tests/test_matrix.py packages/hf-engine/tests/test_replica_failures.py \
