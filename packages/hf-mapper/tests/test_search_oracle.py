@@ -223,6 +223,7 @@ def every_way(problem: Problem, role: str, kind: int, n: int) -> list[Way]:
 
 COLUMNS = {
     **dict.fromkeys(("row_id", "answer", "finish_reason", "weight_version", "scores", "costs"), ("row", 8)),
+    "sample_id": ("row", 0),  # names samples; the mapper counts no names
     "prompt_ids": ("prompt", 8),
     "response_ids": ("response", 8),
     "response_mask": ("response", 1),
