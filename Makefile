@@ -9,8 +9,8 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 # An engine's environment is compiled by its first import.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two parts are tested at a time: clusters wait more than they compute. The longest come first.
-PARTS := hf-engine hf-controller hf-mapper integration-tests hf-algorithms hf-protocols
+# Two parts are tested at a time, and in this order at most one of them starts clusters, which wait more than they compute.
+PARTS := hf-engine hf-controller integration-tests hf-mapper hf-algorithms hf-protocols
 SLOW_PARTS := integration-tests hf-engine hf-controller hf-mapper
 
 .PHONY: help env quickstart test test-slow $(PARTS:%=test-%) test-vllm test-sglang test-matrix check fmt docs

@@ -36,6 +36,8 @@ LAYOUTS = {
 class SquaredValues:
     """A loss of the critic: values against the returns."""
 
+    reads = ("returns",)
+
     def __call__(self, outputs: TensorDict, micro_batch: TensorDict) -> tuple[torch.Tensor, dict[str, Any]]:
         mask = micro_batch["response_mask"]
         error = (outputs["values"] - micro_batch["returns"]).masked_fill(~mask, 0.0)
