@@ -97,9 +97,12 @@ def _by_case(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _peer_versions(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    names = ("trl", "verl", "torch", "transformers", "accelerate", "tensordict")
+    names = ("trl", "trl (PPO)", "verl", "torch", "transformers", "accelerate", "tensordict")
     peer = result["subject"].removeprefix("conformance_")
-    asked = {"trl": ("trl", "torch", "transformers", "accelerate"), "verl": ("verl", "torch", "tensordict")}[peer]
+    asked = {
+        "trl": ("trl", "trl (PPO)", "torch", "transformers", "accelerate"),
+        "verl": ("verl", "torch", "tensordict"),
+    }[peer]
     yield from ((name, result["versions"][name]) for name in names if name in asked)
 
 

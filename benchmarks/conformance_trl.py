@@ -1,6 +1,6 @@
 """Whether `algorithm.conventions = "trl"` computes what TRL 1.16.0 computes: advantages, losses, gradients.
 
-    conformance_trl.py            runs in an environment of its own and writes results/conformance_trl.json
+    conformance_trl.py            runs in environments of its own and writes results/conformance_trl.json
     conformance_trl.py --inside   is that run
 
 TRL's trainers are subclassed: responses, rewards and log-probs are given, and what TRL makes of them is compared. Its
@@ -16,6 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import conformance_trl_ppo
 import torch
 from conformance import SEEDS, Comparison, answer, build_parts, draw_batch, namespace, run_in_environment
 
@@ -28,6 +29,8 @@ INSTALLS = (
 WIDTH = 11
 GROUPS, SAMPLES = 4, 4
 DIFFERENCES = {
+    "ppo on ragged rows": "TRL pays the score at the first token after the response, keeps the value there and trains "
+    "it; here the score is paid at the last token of the response",
     "gspo with a KL term": "TRL weighs the KL term of each token by the ratio of the whole sequence; here it is the "
     "token's own ratio",
     "gmpo with an empty row": "TRL takes the mean over all rows; a row without a trained token does not count here",
@@ -52,8 +55,10 @@ def main() -> int:
         return _run_inside()
     from conformance_page import publish
 
-    found = run_in_environment(Path(__file__).resolve(), "trl", INSTALLS)
-    return publish("trl", found, DIFFERENCES)
+    program = Path(__file__).resolve()
+    ppo = run_in_environment(program.with_name("conformance_trl_ppo.py"), "trl-ppo", conformance_trl_ppo.INSTALLS)
+    found = run_in_environment(program, "trl", INSTALLS)
+    return publish("trl", {key: ppo[key] | found[key] for key in found}, DIFFERENCES)
 
 
 def _run_inside() -> int:
