@@ -63,22 +63,13 @@ class Experiment:
         return body
 
 
-def _addition(algorithm: str, **changes: Mapping[str, Any]) -> Experiment:
-    faster = {"optimizer": {"actor_learning_rate": 1e-4, "critic_learning_rate": 1e-3, "warmup_steps": 20}}
-    return Experiment(name=algorithm, algorithm={"name": algorithm}, iterations=150, changes={**faster, **changes})
+def _addition(name: str, algorithm: str | None = None, **changes: Mapping[str, Any]) -> Experiment:
+    return Experiment(name=name, algorithm={"name": algorithm or name}, iterations=300, changes=changes)
 
 
 EXPERIMENTS = (
     *(_addition(name) for name in ("ppo", "grpo", "rloo", "remax", "reinforce_pp", "dapo")),
-    Experiment(
-        name="grpo_shuffled",
-        algorithm={"name": "grpo"},
-        iterations=150,
-        changes={
-            "optimizer": {"actor_learning_rate": 1e-4, "warmup_steps": 20},
-            "reward": {"function": "learning_tasks:shuffled_exact_match"},
-        },
-    ),
+    _addition("grpo_shuffled", "grpo", reward={"function": "learning_tasks:shuffled_exact_match"}),
     Experiment(
         name="safe_rlhf",
         algorithm={"name": "safe_rlhf", "cost_limit": COST_LIMIT, "lambda_learning_rate": 0.5},

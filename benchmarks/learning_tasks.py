@@ -46,7 +46,7 @@ def shuffled_exact_match(prompts: Sequence[str], responses: Sequence[str], answe
 
 
 def build_addition(data: Path, algorithm: Mapping[str, Any], *, seed: int, iterations: int) -> dict[str, Any]:
-    """Returns a configuration for addition by one rank in the program, 128 completions an iteration.
+    """Returns a configuration for addition by one rank in the program, 256 completions an iteration.
 
     Args:
         data: folder of `write_addition_data`.
@@ -54,12 +54,12 @@ def build_addition(data: Path, algorithm: Mapping[str, Any], *, seed: int, itera
         seed: of the run.
         iterations: of the algorithm.
     """
-    samples = 1 if algorithm["name"] in ("ppo", "remax", "reinforce_pp") else 4
+    samples = 1 if algorithm["name"] in ("ppo", "remax", "reinforce_pp") else 8
     return {
         **_build(data, ADDITION_MODEL, algorithm, seed=seed, iterations=iterations),
         "warm_start": {"max_steps": 1000, "learning_rate": 1e-3, "stop_at": 0.35, "fail_above": 0.5},
         "optimizer": {"actor_learning_rate": 5e-5, "critic_learning_rate": 1e-3, "warmup_steps": 20},
-        "rollout": {"batch_size": 128 // samples, "samples_per_prompt": samples, "max_new_tokens": _LENGTH},
+        "rollout": {"batch_size": 256 // samples, "samples_per_prompt": samples, "max_new_tokens": _LENGTH},
     }
 
 

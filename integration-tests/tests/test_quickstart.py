@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 
+import learning_tasks
+from hf_algorithms.config import parse_config
+from hf_algorithms.run import run_training
+from hf_algorithms.run_directory import RunDirectory
 from small_runs import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -83,6 +87,18 @@ def test_shuffled_rewards_lose_the_gain(home: Path, summary: dict[str, Any]) -> 
     assert control["score_before"] == summary["score_before"]
     gain = summary["score_after"] - summary["score_before"]
     assert control["score_after"] - control["score_before"] <= gain / 2
+
+
+def test_grpo_gains_ten_points_from_the_same_start(home: Path, summary: dict[str, Any]) -> None:
+    run, output = home / "runs" / "quickstart", home / "runs" / "grpo"
+    body = learning_tasks.build_addition(run / "data", {"name": "grpo"}, seed=0, iterations=120)
+    body |= {"model": {"path": str(run / "warm_model")}, "warm_start": {"max_steps": 0}}
+    body["run"] |= {"output_dir": str(output), "eval_every": 120}
+    directory = RunDirectory(output)
+    directory.begin()
+    found = run_training(parse_config(body), directory)
+    assert found["score_before"] == pytest.approx(summary["score_before"], abs=0.01)  # one rank, not two
+    assert found["score_after"] - found["score_before"] >= 0.1
 
 
 def test_every_iteration_shows_its_calls_on_their_ranks(home: Path, summary: dict[str, Any]) -> None:
