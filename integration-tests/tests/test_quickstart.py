@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import learning_tasks
 import pytest
 
-import learning_tasks
 from hf_algorithms.config import parse_config
 from hf_algorithms.run import run_training
 from hf_algorithms.run_directory import RunDirectory
