@@ -6,7 +6,10 @@ import pickle
 from collections.abc import Callable
 
 import pytest
+import torch
+from tensordict import TensorDict
 
+from hf_controller import InProcessExecutor
 from hf_controller.algebra import Chunk, Concat, Rename, Repeat, Rows, Select, Union
 from hf_controller.expressions import Expression, Extent, Leaf, Source
 from hf_controller.pruning import know_columns, prune
@@ -75,3 +78,27 @@ def test_no_rows_of_a_concatenation_are_no_rows_of_its_first_part() -> None:
     tree = Concat((leaf("first"), leaf("other")))
     (segment,) = tree.locate(RowSelection(), ["a"], extents_of(tree))["a"]
     assert (segment.source.shards[0], list(segment.rows)) == ("first", [])
+
+
+def test_rows_of_a_union_follow_from_its_left_side() -> None:
+    first, other = leaf("first"), leaf("other")
+    tree = Union(Repeat(Union(first, other), 2), other)
+    joined = Concat((Rows(tree, RowSelection.range(0, 3)), Rename(tree, ())))
+    leading = joined.leading()
+    assert leading.sources() == [first.source]
+    assert leading.num_rows(extents_of(leading)) == 3 + 8
+    assert first.leading() is first
+
+
+def test_nobody_waits_for_the_right_side_of_a_union_to_count_rows() -> None:
+    class Unfinished:
+        def wait(self, timeout_s: float | None) -> list[int]:
+            raise AssertionError("waited")
+
+    with InProcessExecutor() as executor:
+        put = executor.put(TensorDict({"a": torch.zeros(4)}, batch_size=[4]))
+        unfinished = Leaf(Source([None], call=Unfinished()))
+        joined = put.repeat(2).union(put._with(unfinished))
+        assert (joined.num_rows, joined.rows([1, 5]).num_rows) == (8, 2)
+        with pytest.raises(AssertionError, match="waited"):
+            joined.wait()

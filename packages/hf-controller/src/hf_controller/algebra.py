@@ -174,6 +174,9 @@ class Union(Expression):
     def children(self) -> tuple[Expression, ...]:
         return self.left, self.right
 
+    def _lead(self, below: Sequence[Expression]) -> Expression:
+        return below[0]
+
     def _num_rows(self, below: Sequence[int], extents: Extents) -> int:
         if below[0] != below[1]:
             sides = zip(below, self.children(), strict=True)

@@ -107,6 +107,10 @@ class Expression(ABC):
         """Number of rows."""
         return self._count_rows(extents)[id(self)]
 
+    def leading(self) -> Expression:
+        """Returns a tree of as many rows over fewer sources: of each union its left side stands for both."""
+        return self.fold(lambda node, below: node._lead(below))[id(self)]
+
     def columns(self, extents: Extents) -> tuple[str, ...]:
         """Column names, in order."""
         return self._name_columns(extents)[id(self)]
@@ -182,6 +186,11 @@ class Expression(ABC):
 
     def _name_columns(self, extents: Extents) -> dict[int, tuple[str, ...]]:
         return self.fold(lambda node, below: _name_makers(node, node._columns, below, extents))
+
+    def _lead(self, below: Sequence[Expression]) -> Expression:
+        """The node of `leading`, given the children's."""
+        is_same = all(new is old for new, old in zip(below, self.children(), strict=True))
+        return self if is_same else self.over(below, *self.parameters())
 
     @abstractmethod
     def _num_rows(self, below: Sequence[int], extents: Extents) -> int:
@@ -265,6 +274,10 @@ class Leaf(Expression):
     def num_rows(self, extents: Extents) -> int:
         """Number of rows."""
         return extents[self.source].num_rows
+
+    def leading(self) -> Expression:
+        """Returns a tree of as many rows over fewer sources: of each union its left side stands for both."""
+        return self.fold(lambda node, below: node._lead(below))[id(self)]
 
     def columns(self, extents: Extents) -> tuple[str, ...]:
         """Column names, in order."""

@@ -144,12 +144,17 @@ class BatchFuture:
             HybridFlowError: what a rank raised, of its own class where it is one of ours.
             WorkerTimeoutError: if the deadline passes.
         """
-        self._count_rows(timeout_s)
+        self._count_rows(self._expression, timeout_s)
 
     @property
     def num_rows(self) -> int:
-        """Number of rows. Waits until the calls behind it are done; moves no tensor."""
-        return self._expression.num_rows(self._count_rows(None))
+        """Number of rows. Waits for the calls that it follows from; moves no tensor.
+
+        Of a union those are the calls behind its left side: the right side has as many rows, or the union fails where
+        it is read.
+        """
+        leading = self._expression.leading()
+        return leading.num_rows(self._count_rows(leading, None))
 
     def result(self, timeout_s: float | None = None) -> TensorDict:
         """Fetch the batch to this process. The tensors may be views of memory that all readers of the batch share:
@@ -182,11 +187,11 @@ class BatchFuture:
         explained = next((death for call in calls if (death := call.explain_loss(error)) is not None), None)
         return explained or LostResultError(f"{error}; the batch comes from {self._expression.describe_makers()}")
 
-    def _count_rows(self, timeout_s: float | None) -> dict[Source, Extent]:
-        """Wait for every source; the columns of the answer are left out."""
+    def _count_rows(self, expression: Expression, timeout_s: float | None) -> dict[Source, Extent]:
+        """Waits for every source of `expression`; the columns of the answer are left out."""
         ends_s = self._deadline_s(timeout_s)
         extents = {}
-        for source in self._expression.sources():
+        for source in expression.sources():
             if source.call is None:
                 counts = [shard.num_rows for shard in source.shards]
             else:
