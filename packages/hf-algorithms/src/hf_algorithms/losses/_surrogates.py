@@ -36,7 +36,7 @@ _Answer = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What a surrogate sees of a micro-batch: [b, T] each, 0 where the mask is False."""
+    """Columns of a micro-batch that a surrogate reads: [b, T] each, 0 where the mask is False."""
 
     logprobs: torch.Tensor
     """With the gradient."""
@@ -77,14 +77,35 @@ class Surrogate(Protocol):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Which of `old_logprobs` and `rollout_logprobs` it uses."""
+        """Columns that it uses: `old_logprobs`, `rollout_logprobs`, both, or none."""
 
     def __call__(self, tokens: Tokens) -> _Answer:
         """Returns the loss, [b, T], and active clips by metric name, bool [b, T]."""
 
 
+class _OfRatio:
+    """A surrogate of the ratio to the old log-probs."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Columns that it uses."""
+        return ("old_logprobs",)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Clip:
+class _Ranged(_OfRatio):
+    """A surrogate that clips to a range below and above."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        check_number(ConfigError, "clip_low", self.low, may_be_zero=True)
+        check_number(ConfigError, "clip_high", self.high, may_be_zero=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip(_Ranged):
     """max(-A r, -A clip(r, 1 - low, 1 + high)) (PPO, Schulman et al. 2017, eq. 7; DAPO with high > low).
 
     Raises:
@@ -102,18 +123,13 @@ class Clip:
     """
 
     def __post_init__(self) -> None:
-        _check_range(self.low, self.high)
+        super().__post_init__()
         if self.dual is not None:
             check_number(ConfigError, "dual_clip", self.dual)
             if self.dual <= 1:
                 raise ConfigError(f"dual_clip={show(self.dual)}: must be above 1. Use about 3")
         if self.ratio_cap is not None:
             check_number(ConfigError, "ratio_cap", self.ratio_cap)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Columns that it uses."""
-        return ("old_logprobs",)
 
     def __call__(self, tokens: Tokens) -> _Answer:
         """Returns the loss and the clips, also `clip_dual` and `truncated_fraction` where these are on."""
@@ -130,7 +146,7 @@ class Clip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceClip:
+class SequenceClip(_Ranged):
     """The clip on the sequence's ratio s = exp(mean_t(lp - old lp)) (GSPO, Zheng et al. 2025, eq. 5).
 
     Token form, GSPO-token (eq. 13): the ratio of token t is sg(s) lp / sg(lp), as probabilities. The paper aggregates
@@ -140,14 +156,6 @@ class SequenceClip:
     low: float = 3e-4
     high: float = 4e-4
 
-    def __post_init__(self) -> None:
-        _check_range(self.low, self.high)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Columns that it uses."""
-        return ("old_logprobs",)
-
     def __call__(self, tokens: Tokens) -> _Answer:
         """Returns the loss and the clips."""
         log_ratio = tokens.sum_rows(tokens.log_ratio) / tokens.count_rows()
@@ -155,7 +163,7 @@ class SequenceClip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceProductClip:
+class SequenceProductClip(_Ranged):
     """The clip on the sequence's ratio s = exp(sum_t(lp - old lp)) (RLOO as TRL has it; Ahmadian et al. 2024).
 
     Token form: token t has the value of the loss over L, the row's trained tokens, and s times the gradient of its own
@@ -165,14 +173,6 @@ class SequenceProductClip:
     low: float = 0.2
     high: float = 0.2
 
-    def __post_init__(self) -> None:
-        _check_range(self.low, self.high)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Columns that it uses."""
-        return ("old_logprobs",)
-
     def __call__(self, tokens: Tokens) -> _Answer:
         """Returns the loss and the clips."""
         return _clip_sequences(
@@ -181,7 +181,7 @@ class SequenceProductClip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CISPO:
+class CISPO(_Ranged):
     """-sg(clip(r, 1 - low, 1 + high)) A lp: every token keeps a gradient (MiniMax-M1 2025, eq. 4).
 
     The default bounds are 0 and 5. A clip counts as active wherever r is outside of them.
@@ -189,14 +189,6 @@ class CISPO:
 
     low: float = 1.0
     high: float = 4.0
-
-    def __post_init__(self) -> None:
-        _check_range(self.low, self.high)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Columns that it uses."""
-        return ("old_logprobs",)
 
     def __call__(self, tokens: Tokens) -> _Answer:
         """Returns the loss and the clips."""
@@ -206,7 +198,7 @@ class CISPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SAPO:
+class SAPO(_OfRatio):
     """-(4 / tau) sigmoid(tau (r - 1)) A: a soft gate in place of the clip (Gao et al. 2025).
 
     tau is `tau_positive` where A > 0 and `tau_negative` elsewhere. No clip is ever active.
@@ -219,11 +211,6 @@ class SAPO:
         check_number(ConfigError, "tau_positive", self.tau_positive)
         check_number(ConfigError, "tau_negative", self.tau_negative)
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Columns that it uses."""
-        return ("old_logprobs",)
-
     def __call__(self, tokens: Tokens) -> _Answer:
         """Returns the loss, and no clips."""
         ratio = tokens.compute_ratio()
@@ -232,7 +219,7 @@ class SAPO:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GMPO:
+class GMPO(_Ranged):
     """-A exp(mean_t d), d = lp - old lp clipped to -low ... high (GMPO, Zhao et al. 2025, eq. 4).
 
     The clip is in log space and on the side that A's sign names: above where A > 0, below where A < 0. Token form: a
@@ -241,14 +228,6 @@ class GMPO:
 
     low: float = 0.4
     high: float = 0.4
-
-    def __post_init__(self) -> None:
-        _check_range(self.low, self.high)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Columns that it uses."""
-        return ("old_logprobs",)
 
     def __call__(self, tokens: Tokens) -> _Answer:
         """Returns the loss and the clips."""
@@ -307,11 +286,6 @@ class Reinforce:
     def __call__(self, tokens: Tokens) -> _Answer:
         """Returns the loss, and no clips."""
         return -tokens.advantages * tokens.logprobs, {}
-
-
-def _check_range(low: float, high: float) -> None:
-    check_number(ConfigError, "clip_low", low, may_be_zero=True)
-    check_number(ConfigError, "clip_high", high, may_be_zero=True)
 
 
 def _find_clips(values: torch.Tensor, advantages: torch.Tensor, least: float, most: float) -> dict[str, torch.Tensor]:
