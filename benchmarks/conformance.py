@@ -30,7 +30,7 @@ Columns = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a recipe's step hands to its workers."""
+    """Estimator and losses that a recipe's step passes to its workers."""
 
     estimator: Callable[[Columns], dict[str, torch.Tensor]]
     policy_loss: PolicyLoss
@@ -101,8 +101,8 @@ def build_parts(algorithm: str, conventions: str, *, max_new_tokens: int = 16, *
         sampling=_Sampling(n=2, max_new_tokens=max_new_tokens),
         iteration=0,
         state={},
-        draw_prompts=lambda num_prompts: batch,
-        draw_pretraining=lambda num_rows: batch,
+        more_prompts=lambda num_prompts: batch,
+        pretrain_rows=lambda num_rows: batch,
         count_prompts_left=lambda: 0,
     )
     RECIPES[algorithm].step(roles, batch, config.algorithm, context)

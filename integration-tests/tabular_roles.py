@@ -234,7 +234,7 @@ class BradleyTerryLabels(TableReward):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a training left: the policy after every iteration, the metrics, and the recipe's own state."""
+    """Result of a training: the policy after every iteration, the metrics, and the recipe's own state."""
 
     policies: list[np.ndarray]
     metrics: list[dict[str, float]]
@@ -309,8 +309,8 @@ def _build_context(sampling: SamplingParams, iteration: int, state: dict[str, An
         sampling=sampling,
         iteration=iteration,
         state=state,
-        draw_prompts=refuse,
-        draw_pretraining=refuse,
+        more_prompts=refuse,
+        pretrain_rows=refuse,
         count_prompts_left=lambda: 0,
     )
 

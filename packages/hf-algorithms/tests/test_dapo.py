@@ -63,8 +63,8 @@ def run(
         sampling=sampling,
         iteration=iteration,
         state={},
-        draw_prompts=more,
-        draw_pretraining=more,
+        more_prompts=more,
+        pretrain_rows=more,
         count_prompts_left=lambda: left - (drawn - wanted),
     )
     prompts: Any = Rows(list(range(wanted)))

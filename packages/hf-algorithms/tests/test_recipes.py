@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_algorithms import derive_dataflow
 from hf_algorithms.config import WarmStartConfig
 from hf_algorithms.recipes import RECIPES, PPOConfig, StepContext, mini_batch_rows
 from hf_algorithms.recipes.sft import WarmStartError, warm_start
 from hf_algorithms.roles import Roles
+from hf_engine import SamplingParams
 from hf_protocols import ConfigError, Dataflow
 
 
@@ -73,8 +75,8 @@ def build_context() -> StepContext:
         sampling=sampling,
         iteration=3,
         state={},
-        draw_prompts=refuse,
-        draw_pretraining=refuse,
+        more_prompts=refuse,
+        pretrain_rows=refuse,
         count_prompts_left=lambda: 0,
     )
 
@@ -151,3 +153,23 @@ def test_a_warm_start_that_jumps_over_the_mark_is_an_error() -> None:
 def test_a_warm_start_that_never_arrives_is_an_error() -> None:
     with pytest.raises(WarmStartError, match=r"stop_at=0\.35 within warm_start\.max_steps=10"):
         run_warm_start([0.1] * 5, stop_at=0.35)
+
+
+def test_every_algorithm_may_average_by_prompt() -> None:
+    """The column that it needs is made wherever mini-batches are."""
+    sampling = SamplingParams(max_new_tokens=8, n=2)
+    for name, recipe in RECIPES.items():
+        if "aggregation" not in recipe.config.model_fields:
+            continue
+        config = recipe.config(aggregation="prompt-mean")
+        flow = derive_dataflow(recipe, config, sampling, num_prompts=8)
+        (update,) = (call for call in flow.calls if call.method == "update_actor")
+        assert "group_tokens" in update.reads, name
+
+
+def test_what_reads_old_log_probs_before_the_update_has_them() -> None:
+    config = RECIPES["distillation"].config()
+    assert config.old_source == "recomputed"
+    problems = list(config.model_copy(update={"old_logprobs": "current"}).find_contradictions())
+    reason = "algorithm.name = 'distillation' reads them before the update. Use 'recomputed'"
+    assert problems == [f"algorithm.old_logprobs = 'current': {reason}"]

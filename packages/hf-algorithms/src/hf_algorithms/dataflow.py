@@ -89,13 +89,13 @@ def derive_dataflow(
 
 
 def build_tracing_context(executor: TracingExecutor, sampling: SamplingParams) -> StepContext:
-    """What a step is given while its calls are written down: more prompts are batches without values."""
+    """Returns the context of a traced step, whose further prompts are batches without values."""
     return StepContext(
         sampling=sampling,
         iteration=0,
         state={},
-        draw_prompts=lambda num_prompts: executor.put_columns(PROMPT_COLUMNS, num_prompts),
-        draw_pretraining=lambda num_rows: executor.put_columns((*PROMPT_COLUMNS, *_RESPONSE), num_rows),
+        more_prompts=lambda num_prompts: executor.put_columns(PROMPT_COLUMNS, num_prompts),
+        pretrain_rows=lambda num_rows: executor.put_columns((*PROMPT_COLUMNS, *_RESPONSE), num_rows),
         count_prompts_left=lambda: 0,
     )
 
@@ -139,7 +139,7 @@ def _name_columns(nodes: Sequence[_Node], prompts: Sequence[str]) -> dict[_Colum
     for node in nodes:
         for name, columns in node.origins.items():
             for column in columns:
-                if column[0] is None:  # of a batch that the step was given beside its prompts
+                if column[0] is None:  # of a further batch that the step was given
                     names.setdefault(column, column[1])
                 aliases.setdefault(column, []).append(name)
     taken = set(prompts)

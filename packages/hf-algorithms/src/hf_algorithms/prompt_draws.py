@@ -1,4 +1,4 @@
-"""Which rows an iteration draws: its first prompts, more of them, and rows to learn from."""
+"""Rows that an iteration draws: its first prompts, further prompts, and rows to learn from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PromptDraws"]
 
 
 class PromptDraws:
-    """The draws of one iteration. Equal arguments draw equal rows, whatever other iterations drew.
+    """The draws of one iteration. Equal arguments draw equal rows, independent of other iterations.
 
     Args:
         data: the training set.

@@ -169,11 +169,10 @@ class _Run:
             self._roles, self._supervised_batches(), self._evaluate_validation, config, metric=self._metric, note=note
         )
         warm = self._export("warm_model")
+        models = self._inputs.models
         policy = self._roles.having("generate_sequences").role
-        start = self._inputs.models[policy].path
         for role, group in self._roles.groups.items():
-            model = self._inputs.models.get(role)
-            if model is not None and model.path == start:
+            if role in models and models[role].path == models[policy].path:
                 group.load_model(str(warm)).result()
 
     def _iterate(self, iteration: int) -> None:
@@ -186,9 +185,9 @@ class _Run:
             sampling=self._sampling(iteration),
             iteration=iteration,
             state=self._state,
-            draw_prompts=lambda num_prompts: self._executor.put(draws.more(num_prompts)),
+            more_prompts=lambda num_prompts: self._executor.put(draws.more(num_prompts)),
             count_prompts_left=lambda: draws.num_left,
-            draw_pretraining=lambda num_rows: self._executor.put(
+            pretrain_rows=lambda num_rows: self._executor.put(
                 draws.pretraining(num_rows, max_response_tokens=config.rollout.max_new_tokens)
             ),
         )

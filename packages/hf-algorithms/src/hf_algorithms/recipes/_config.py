@@ -72,9 +72,9 @@ class PolicyConfig(AlgorithmConfig):
     log_ratio_clamp: Range | None = 20.0
     """Largest size of the logarithm of a ratio."""
     kl_coefficient: Coefficient = 0.0
-    """Weight of the divergence from the reference. 0: there is no reference."""
+    """Weight of the divergence from the reference model. With 0 no reference model is loaded."""
     kl_place: Literal["reward", "loss", "none"] = "loss"
-    """Where the penalty enters: in the token rewards, or as a term of the loss."""
+    """Place of the penalty: the token rewards, or a term of the loss."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Of the penalty, with d = logprob - ref_logprob: d, d^2 / 2, or exp(-d) - 1 + d."""
     kl_gradient: Literal["value", "unbiased", "ratio"] = "unbiased"
@@ -89,7 +89,7 @@ class PolicyConfig(AlgorithmConfig):
     correction_high: Range | None = None
     """Largest weight; by default 2 (`tis`), 5 (`icepop`), 1.002 (`sequence_mask`)."""
     aggregation: AggregationMode = "token-mean"
-    """How token losses become one number."""
+    """Reduction of token losses to one number."""
     loss_denominator: Range | None = None
     """Tokens by which `aggregation = "constant"` divides each response's sum."""
     overlong_filter: bool = False
@@ -97,7 +97,7 @@ class PolicyConfig(AlgorithmConfig):
 
     @property
     def penalises_rewards(self) -> bool:
-        """Whether the KL penalty is in the token rewards."""
+        """True if the KL penalty is in the token rewards."""
         return self.kl_place == "reward" and self.kl_coefficient > 0
 
     @property
@@ -107,16 +107,21 @@ class PolicyConfig(AlgorithmConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether some term reads the reference's log-probs."""
+        """True if some term reads the log-probs of the reference model."""
         return self.kl_place != "none" and self.kl_coefficient > 0
 
     @property
     def old_source(self) -> Literal["current", "recomputed", "sampled"]:
-        """Where old log-probs come from, with `auto` resolved."""
+        """Source of old log-probs, with `auto` resolved."""
         if self.old_logprobs != "auto":
             return self.old_logprobs
-        one_update = self.epochs * self.mini_batches == 1
-        return "current" if one_update and not self.penalises_rewards else "recomputed"
+        is_exact = self.epochs * self.mini_batches == 1 and self.reader_of_old_logprobs is None
+        return "current" if is_exact else "recomputed"
+
+    @property
+    def reader_of_old_logprobs(self) -> str | None:
+        """The setting that makes something read old log-probs before the update; None without one."""
+        return "algorithm.kl_place = 'reward'" if self.penalises_rewards else None
 
     def find_contradictions(self) -> Iterator[str]:
         """Yields one line for every pair of keys that cannot go together."""
@@ -128,9 +133,9 @@ class PolicyConfig(AlgorithmConfig):
                         f"algorithm.old_logprobs = 'current': with algorithm.{key} = {value} the policy changes "
                         "between updates. Use 'recomputed'"
                     )
-            if self.penalises_rewards:
+            if self.reader_of_old_logprobs is not None:
                 yield (
-                    "algorithm.old_logprobs = 'current': algorithm.kl_place = 'reward' reads them before the update. "
+                    f"algorithm.old_logprobs = 'current': {self.reader_of_old_logprobs} reads them before the update. "
                     "Use 'recomputed'"
                 )
         if self.old_logprobs == "sampled" and self.correction != "none":
@@ -214,7 +219,7 @@ class CriticKeys(AlgorithmConfig):
     gae_lambda: Share = 0.95
     """Lambda of generalised advantage estimation: 0 trusts the critic, 1 the rewards."""
     bootstrap: Literal["zero", "value"] = "zero"
-    """What follows a response that was cut by its length: 0, or the critic's last value."""
+    """Value after a response that was cut by its length: 0, or the critic's last value."""
     value_clip: Range | None = 0.2
     """Values are clipped to this distance from the old ones."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
@@ -236,4 +241,4 @@ class LengthKeys(AlgorithmConfig):
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
     """Tokens before `rollout.max_new_tokens` over which the length term falls to -1; 0: no term."""
     max_refills: Annotated[int, Field(ge=0)] = 3
-    """How often an iteration draws more prompts for groups that were dropped because their scores are all equal."""
+    """Largest number of times that an iteration draws prompts again because groups with equal scores were dropped."""

@@ -68,44 +68,29 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """What a step knows of the run beside its prompts.
+    """The run as a step sees it.
 
     Attributes:
         sampling: how responses are drawn in this iteration.
         iteration: from 1; 0 while a dataflow is derived.
         state: values that live as long as the run, such as a multiplier; written by the step.
-        draw_prompts: behind `more_prompts`.
-        draw_pretraining: behind `pretrain_rows`.
-        count_prompts_left: rows of the training set that the iteration has not drawn yet.
+        more_prompts: returns as many prompts that the iteration has not drawn yet, with group ids of their own. A
+            `DataError` says that fewer are left.
+        count_prompts_left: returns how many those are; 0 while a dataflow is derived.
+        pretrain_rows: returns as many rows of the training set with their answers as `response_ids`, for a supervised
+            term of the loss.
     """
 
     sampling: SamplingParams
     iteration: int
     state: dict[str, Any]
-    draw_prompts: Callable[[int], BatchFuture]
-    draw_pretraining: Callable[[int], BatchFuture]
+    more_prompts: Callable[[int], BatchFuture]
     count_prompts_left: Callable[[], int]
-
-    @property
-    def num_prompts_left(self) -> int:
-        """Rows of the training set that the iteration has not drawn yet; 0 while a dataflow is derived."""
-        return self.count_prompts_left()
+    pretrain_rows: Callable[[int], BatchFuture]
 
     def read(self, future: ObjectFuture, *, while_tracing: Any) -> Any:
         """Returns the object of a future; `while_tracing` while a dataflow is derived, where there are no values."""
         return while_tracing if self.iteration == 0 else future.result()
-
-    def more_prompts(self, num_prompts: int) -> BatchFuture:
-        """Returns prompts that this iteration has not drawn yet, with group ids of their own.
-
-        Raises:
-            DataError: if the training set has fewer rows left.
-        """
-        return self.draw_prompts(num_prompts)
-
-    def pretrain_rows(self, num_rows: int) -> BatchFuture:
-        """Returns rows of the training set with their answers as `response_ids`, for a supervised term of the loss."""
-        return self.draw_pretraining(num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +191,7 @@ def _are_numbers(metrics: object) -> bool:
 
 
 def mini_batch_rows(num_rows: int, num_mini_batches: int, *, epochs: int, seed: int) -> Iterator[list[int]]:
-    """Yields global seeded row sets: every row once an epoch, whatever the number of ranks.
+    """Yields global seeded row sets: every row once an epoch, independent of the number of ranks.
 
     There are `epochs * num_mini_batches` lists, whose sizes differ by at most one.
     """

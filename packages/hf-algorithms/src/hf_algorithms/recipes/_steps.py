@@ -1,4 +1,4 @@
-"""What the steps of several recipes share."""
+"""Parts of a step that several recipes share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_algorithms.recipes._recipe import StepContext, mini_batch_rows
 if TYPE_CHECKING:
     from hf_algorithms.advantages import GroupAdvantage
     from hf_algorithms.losses import Clip, Correction, PolicyLoss, Surrogate
-    from hf_algorithms.recipes._config import AlgorithmConfig, PolicyConfig
+    from hf_algorithms.recipes._config import PolicyConfig
     from hf_algorithms.roles import Roles
     from hf_algorithms.workers.advantage import Estimator
     from hf_controller import BatchFuture, MetricsFuture
@@ -29,18 +29,18 @@ __all__ = [
 ]
 
 _RATIO_CAP = 2.0
-"""Where ratios to a sampler's log-probs are cut: truncated importance sampling."""
+"""Largest ratio to a sampler's log-probs: truncated importance sampling."""
 
 _CORRECTION_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "sequence_mask": (0.999, 1.002)}
 
 
 def generate(roles: Roles, prompts: BatchFuture, context: StepContext) -> BatchFuture:
-    """Returns the responses to every prompt beside the prompt's columns."""
+    """Returns the responses to every prompt, with the prompt's columns."""
     return prompts.repeat(context.sampling.n).union(roles.actor.generate_sequences(prompts, context.sampling))
 
 
 def generate_scored(roles: Roles, prompts: BatchFuture, context: StepContext) -> BatchFuture:
-    """Returns the responses to every prompt beside the prompt's columns, with their scores."""
+    """Returns the responses to every prompt, with the prompt's columns and the scores."""
     batch = generate(roles, prompts, context)
     return batch.union(roles.reward.compute_reward(batch))
 
@@ -126,8 +126,10 @@ def _build_correction(config: PolicyConfig) -> Correction | None:
     return Correction(kind=config.correction, low=low, high=config.correction_high or high)
 
 
-def mini_batches(batch: BatchFuture, config: AlgorithmConfig, context: StepContext) -> Iterator[BatchFuture]:
-    """Yields the rows of every update of an iteration."""
+def mini_batches(roles: Roles, batch: BatchFuture, config: PolicyConfig, context: StepContext) -> Iterator[BatchFuture]:
+    """Yields the rows of every update of an iteration, with the columns that the aggregation reads."""
+    if config.aggregation == "prompt-mean":
+        batch = batch.union(roles.advantage.count_group_tokens(batch, overlong_filter=config.overlong_filter))
     num_rows = batch.num_rows
     parts = min(config.mini_batches, num_rows)
     for rows in mini_batch_rows(num_rows, parts, epochs=config.epochs, seed=context.sampling.step):
@@ -140,11 +142,9 @@ def update_policy(
     """Updates the actor on every mini-batch; returns the metrics."""
     sampling = context.sampling
     loss = build_policy_loss(config, surrogate, max_new_tokens=sampling.max_new_tokens)
-    if config.aggregation == "prompt-mean":
-        batch = batch.union(roles.advantage.count_group_tokens(batch, overlong_filter=config.overlong_filter))
     return [
         roles.actor.update_actor(rows, loss, temperature=sampling.temperature)
-        for rows in mini_batches(batch, config, context)
+        for rows in mini_batches(roles, batch, config, context)
     ]
 
 

@@ -91,7 +91,7 @@ def fill(
         num_kept += len(rows) // samples
         if rows:
             found = batch.rows(rows) if found is None else found.concat(batch.rows(rows))
-        if num_kept == wanted or refills == config.max_refills or context.num_prompts_left < wanted:
+        if num_kept == wanted or refills == config.max_refills or context.count_prompts_left() < wanted:
             break
         refills += 1
         fresh = context.more_prompts(wanted)

@@ -32,7 +32,11 @@ class DistillationConfig(ClipKeys, PolicyConfig):
     needs_keys: ClassVar[tuple[str, ...]] = ("roles.teacher.path",)
 
     name: Literal["distillation"] = "distillation"
-    old_logprobs: Literal["auto", "current", "recomputed", "sampled"] = "recomputed"
+
+    @property
+    def reader_of_old_logprobs(self) -> str | None:
+        """The setting that makes something read old log-probs before the update: advantages are taken to them."""
+        return "algorithm.name = 'distillation'"
 
 
 def step(

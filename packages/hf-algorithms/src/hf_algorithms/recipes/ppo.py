@@ -102,11 +102,9 @@ def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, context: StepCon
     batch = add_ref_logprobs(roles, batch, config, context)
     batch = batch.union(roles.reward.compute_reward(batch))
     batch = batch.union(roles.advantage.compute_advantages(batch, gae))
-    if config.aggregation == "prompt-mean":
-        batch = batch.union(roles.advantage.count_group_tokens(batch, overlong_filter=config.overlong_filter))
     metrics = [roles.advantage.compute_metrics(batch, compares_sampler=config.old_source != "sampled")]
     trains_actor = not 0 < context.iteration <= config.critic_warmup
-    for rows in mini_batches(batch, config, context):
+    for rows in mini_batches(roles, batch, config, context):
         metrics.append(roles.critic.update_critic(rows, value_loss))
         if trains_actor:
             metrics.append(roles.actor.update_actor(rows, policy_loss, temperature=sampling.temperature))

@@ -64,7 +64,7 @@ class SafeRLHFConfig(CriticKeys, ClipKeys, PolicyConfig):
     cost_window: Annotated[int, Field(ge=1)] = 128
     """Responses over which the cost is averaged."""
     lambda_space: Literal["log", "projected"] = "log"
-    """Whether the logarithm of lambda moves, or lambda itself, cut at 0."""
+    """Quantity that the update moves: the logarithm of lambda, or lambda itself, cut at 0."""
     lambda_init: Range = 1.0
     """Lambda before the first update."""
     lambda_learning_rate: Coefficient = 0.1
@@ -127,7 +127,7 @@ def _update(
     sampling, metrics = context.sampling, []
     policy_loss = build_policy_loss(config, build_clip(config), max_new_tokens=sampling.max_new_tokens)
     trains_actor = not 0 < context.iteration <= config.critic_warmup
-    for rows in mini_batches(batch, config, context):
+    for rows in mini_batches(roles, batch, config, context):
         metrics.append(roles.critic.update_critic(rows, value_loss))
         of_costs = rows.select([*_SEQUENCE, *_OF_COSTS]).rename(_OF_COSTS)
         metrics.append(roles.cost_critic.update_critic(of_costs, value_loss))
