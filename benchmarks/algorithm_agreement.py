@@ -44,7 +44,7 @@ NOT_COMPARED = ("time/", "perf/", "memory/")
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a run of one iteration drew, and what it measured."""
+    """Sampled tokens and metrics of a run of one iteration."""
 
     tokens: list[list[list[int]]]
     """Responses of every generation call of the first iteration, in order: evaluations are left out."""
@@ -53,7 +53,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two runs are apart."""
+    """Largest difference between two runs."""
 
     num_responses: int
     num_metrics: int

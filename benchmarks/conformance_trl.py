@@ -1,4 +1,4 @@
-"""Whether `algorithm.conventions = "trl"` computes what TRL 1.16.0 computes: advantages, losses, gradients.
+"""Compares `algorithm.conventions = "trl"` with TRL 1.16.0: advantages, losses, gradients.
 
     conformance_trl.py            runs in environments of its own and writes results/conformance_trl.json
     conformance_trl.py --inside   is that run
@@ -46,7 +46,7 @@ _LOSSES: dict[str, dict[str, Any]] = {
     "sapo": {"loss_type": "sapo"},
     "gmpo": {},
 }
-"""What selects each algorithm in `GRPOConfig`."""
+"""Options of `GRPOConfig` that select each algorithm."""
 
 
 def main() -> int:

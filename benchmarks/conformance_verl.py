@@ -1,4 +1,4 @@
-"""Whether `algorithm.conventions = "verl"` computes what verl 0.9.1 computes: advantages, losses, gradients.
+"""Compares `algorithm.conventions = "verl"` with verl 0.9.1: advantages, losses, gradients.
 
     conformance_verl.py            runs in an environment of its own and writes results/conformance_verl.json
     conformance_verl.py --inside   is that run
@@ -29,7 +29,7 @@ WIDTH = 11
 DIFFERENCES = {
     "gmpo with an empty row": "verl takes the mean over all rows; a row without a trained token does not count here",
     "dr_grpo in another width": "verl divides by the width of the padded batch unless `loss_scale_factor` is set; "
-    "ours is `rollout.max_new_tokens`, whatever the longest row is",
+    "ours is `rollout.max_new_tokens`, independent of the longest row",
     "k3 above 10": "verl cuts the value of k3 at 10, where its gradient ends",
 }
 _POLICIES = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "gmpo": "geo_mean", "dppo_tv": "dppo_tv"}

@@ -1,7 +1,7 @@
 """Write docs/algorithms from the recipes: a page for each, and the index; --check compares and exits with 1.
 
 The dataflow is derived from the recipe, the keys are those of its configuration, the deviations are in its module's
-docstring. The equations are in algorithm_equations.md beside this script.
+docstring. The equations are in algorithm_equations.md next to this script.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def split_docstring(text: str) -> tuple[str, str]:
 
 
 def describe_needs(recipe: Recipe) -> list[str]:
-    """What other sections must have."""
+    """Keys that other sections must have."""
     config = recipe.config
     needs = [f"- `{key}` must be given." for key in config.needs_keys]
     if config.most_samples is not None:

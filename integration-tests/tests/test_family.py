@@ -27,7 +27,7 @@ def teacher(addition_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def in_process(
     addition_data: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Sampled]:
-    """What one rank in this process draws and measures; each algorithm runs once."""
+    """Samples and metrics of one rank in this process; each algorithm runs once."""
     found: dict[str, Sampled] = {}
 
     def run(name: str) -> Sampled:

@@ -106,7 +106,7 @@ for step in (ask_a_judge, read_values, skip_advantages, divide, divide_later, gi
 
 @pytest.fixture
 def config(small_config: Path) -> Iterator[Path]:
-    """A small run of one iteration without a warm start; a recipe and rewards lie beside it."""
+    """A small run of one iteration without a warm start; a recipe and rewards are in its folder."""
     small_config.with_name("family_rewards.py").write_text(REWARDS)
     small_config.with_name("family_recipe.py").write_text(RECIPE)
     text = (

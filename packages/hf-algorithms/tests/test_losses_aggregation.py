@@ -130,7 +130,7 @@ def losses_of(mode: str) -> dict[str, Callable[[], Any]]:
 def run_split(
     loss: Any, columns: dict[str, torch.Tensor], output: torch.Tensor, parts: Sequence[Sequence[int]]
 ) -> tuple[float, np.ndarray, dict[str, tuple[float, float]]]:
-    """What an engine does: backward passes of micro-batches, divided by the sum of the ranks' counts."""
+    """Acts as an engine: backward passes of micro-batches, divided by the sum of the ranks' counts."""
     own = output.clone().requires_grad_()
     name = "values" if isinstance(loss, ValueLoss) else "logprobs"
     total = count = 0.0

@@ -1,4 +1,4 @@
-"""The rows of an iteration: numbered, never twice, and the same whatever happened before."""
+"""The rows of an iteration: numbered, never twice, and independent of earlier iterations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run asks of its executor, and how it averages metrics."""
+"""Settings that a run passes to its executor, and the averages of its metrics."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _is_tensordict(value: Any) -> bool:
 
 
 def _narrow(expression: Expression, columns: CallColumns, what: str) -> Expression:
-    """What the call reads of a batch: it waits for nothing else. Columns that are known to be missing are refused."""
+    """Reduces a batch to the columns that the call reads, and refuses columns that are known to be missing."""
     if columns.reads is None and not columns.readers:
         return expression
     try:

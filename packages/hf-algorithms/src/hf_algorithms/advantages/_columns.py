@@ -21,7 +21,7 @@ _WHOLE_NUMBERS = frozenset({"group_id", "finish_reason"})
 def read_columns(columns: Mapping[str, torch.Tensor], reads: Sequence[str], reader: str) -> dict[str, torch.Tensor]:
     """Returns the columns that `reads` names, checked, in float32 or wider.
 
-    `response_mask` becomes bool [B, T]. Per-token columns become 0 where the mask is False, whatever stood there. A NaN
+    `response_mask` becomes bool [B, T]. Per-token columns become 0 where the mask is False, also in place of NaN. A NaN
     is allowed per row (not scored); an infinite number is not.
 
     Args:

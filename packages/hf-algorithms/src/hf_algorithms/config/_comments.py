@@ -22,7 +22,7 @@ _CONTEXT = 512
 """Of a fresh model: the default of `rollout.max_new_tokens`, and as many tokens for the prompt."""
 _NAMING = ("name", "recipe")
 _PLACEHOLDERS = {"cost.function": "my_costs:cost", "roles.teacher.path": "path/to/teacher"}
-"""What a starting file names where the algorithm needs a key that has no default."""
+"""Values in a starting file for keys that an algorithm needs and that have no default."""
 
 
 def resolve_config(

@@ -215,9 +215,9 @@ class RewardConfig(_Section):
     """`[reward]`: Python functions `module:function` of (prompts, responses, answers), one number a response."""
 
     function: str = "hf_algorithms.rewards:exact_match"
-    """What training maximises."""
+    """Function that training maximises."""
     metric: str = "hf_algorithms.rewards:exact_match"
-    """What evaluation counts: 1 for a right response, 0 for another."""
+    """Function that evaluation averages: 1 for a correct response, 0 for an incorrect one."""
 
 
 class CostConfig(_Section):
@@ -239,7 +239,7 @@ class TrainingConfig(_Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the computation; trained weights and the optimizer's state are float32."""
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How learning rates go on after `optimizer.warmup_steps`: as they are, or down to 0 at the last update."""
+    """Course of learning rates after `optimizer.warmup_steps`: unchanged, or down to 0 at the last update."""
     activation_checkpointing: bool = False
     """Recomputes each decoder layer in the backward pass: less memory, more time."""
     balance_tokens: bool = False
@@ -306,7 +306,7 @@ class Config(_Section):
         return self.run.iterations * self.algorithm.epochs * self.algorithm.mini_batches
 
     def role(self, name: str) -> RoleConfig:
-        """What `[roles.NAME]` overrides; nothing without such a section."""
+        """Returns the overrides of `[roles.NAME]`; without such a section, none."""
         return self.roles.get(name, RoleConfig())
 
 

@@ -1,4 +1,4 @@
-"""How token losses become one number: weights of the tokens, and this rank's share of the denominator."""
+"""Aggregation of token losses to one number: weights of the tokens, and this rank's share of the denominator."""
 
 from __future__ import annotations
 

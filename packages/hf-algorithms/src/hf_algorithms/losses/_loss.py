@@ -1,4 +1,4 @@
-"""What every loss is."""
+"""Interface of a loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `algorithm.conventions` stands for: the switches that make an algorithm compute what another project computes.
+"""Conventions of other projects: the keys with which an algorithm computes the same numbers as theirs.
 
 The tables hold keys of `[algorithm]` whose value differs from our default or must not follow it. They mean what the
 releases do, read in their code: TRL 1.16.0 (its PPO: 1.12.0) and verl 0.9.1, and `docs/reference/conformance.md` shows

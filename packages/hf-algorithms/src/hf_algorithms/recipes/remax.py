@@ -35,7 +35,7 @@ class ReMaxConfig(ClipKeys, PolicyConfig):
     gamma: Share = 1.0
     """Discount per token."""
     discounts_last: bool = False
-    """Whether `gamma` also multiplies the score at the last token."""
+    """Multiplies the score at the last token by `gamma` too."""
     score_clip: Range | None = None
     """The difference of the two scores is cut at plus and minus this size."""
     kl_coefficient: Coefficient = 0.05

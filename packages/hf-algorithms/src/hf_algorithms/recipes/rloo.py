@@ -33,7 +33,7 @@ class RLOOConfig(GroupKeys, ClipKeys, PolicyConfig):
     kl_return: Literal["token", "cumulative", "sequence"] = "cumulative"
     """A token pays its own KL, or that of all that follow; `sequence`: the score pays it, before the baseline."""
     ratio: Literal["token", "sequence"] = "token"
-    """What is clipped: the ratio of each token, or of the whole response, their product."""
+    """Ratio that is clipped: of each token, or of the whole response, which is their product."""
     aggregation: AggregationMode = "seq-mean-token-sum"
 
     def find_contradictions(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What the worker of a role is built from."""
+"""Inputs from which the worker of a role is built."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class ActorWorker(ModelWorker):
 
     @register(protocol=THREE_D, returns="object", reads=SEQUENCE)
     def hold_pretraining(self, batch: TensorDict) -> None:
-        """Keeps this rank's rows for the next `update_actor`, which learns them beside its own and lets them go."""
+        """Keeps this rank's rows for the next `update_actor`, which learns them in its step and drops them."""
         self._pretraining = batch
 
     @register(protocol=ONE_TO_ALL, returns="object")

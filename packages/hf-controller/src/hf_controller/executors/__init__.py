@@ -1,4 +1,4 @@
-"""Where calls run: on a Ray cluster, in this process, or nowhere, where they are only written down."""
+"""Executors of calls: on a Ray cluster, in this process, or tracing, which only records the calls."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def _refuse(what: str) -> NoReturn:
 def _locate(
     what: str, reads: Sequence[str] | None, expressions: Sequence[Expression]
 ) -> tuple[dict[str, Sequence[Segment]], int]:
-    """Where each column that a method reads comes from, and the rows of its first batch."""
+    """Returns the origin of each column that a method reads, and the number of rows of its first batch."""
     found: dict[str, Sequence[Segment]] = {}
     num_rows = 0
     for number, expression in enumerate(expressions):

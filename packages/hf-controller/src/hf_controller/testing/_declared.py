@@ -27,7 +27,7 @@ class Total:
     reads: Any
     writes: Any = ("total",)
     returned: tuple[str, ...] | None = None
-    """What it returns, where that is another thing than it says."""
+    """Columns that it returns, if they differ from those it declares."""
 
     def __call__(self, batch: TensorDict) -> dict[str, torch.Tensor]:
         """Returns the sum [B] under each name."""
@@ -42,12 +42,12 @@ class DeclaringWorker(Worker):
 
     @register(protocol=DP, reads=("row",), writes=FROM_ARGUMENT)
     def apply(self, batch: TensorDict, total: Total) -> TensorDict:
-        """What ``total`` makes of the batch."""
+        """Returns the result of `total` on the batch."""
         return TensorDict(total(batch), batch_size=batch.batch_size)
 
     @register(protocol=ALL_TO_ALL, reads=("row",), writes=FROM_ARGUMENT)
     def apply_own(self, batch: TensorDict, total: Total) -> TensorDict:
-        """What this rank's ``total`` makes of this rank's batch."""
+        """Returns the result of this rank's `total` on this rank's batch."""
         return self.apply(batch, total)
 
     @register(protocol=DP, returns="metrics", reads=("row",))

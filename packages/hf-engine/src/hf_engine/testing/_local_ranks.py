@@ -181,7 +181,7 @@ def _serve(
             answer = pickle.dumps((True, _resolve(location, loaded)(*args)))
         except KeyboardInterrupt:
             raise
-        except BaseException:  # noqa: BLE001 - whatever happens is reported; what pytest raises is no Exception
+        except BaseException:  # noqa: BLE001 - pytest's failures do not derive from Exception
             answer = pickle.dumps((False, traceback.format_exc()))
         try:
             connection.send_bytes(answer)
