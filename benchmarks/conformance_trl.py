@@ -16,6 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import conformance_trl_dpo
 import conformance_trl_ppo
 import torch
 from conformance import SEEDS, Comparison, answer, build_parts, draw_batch, namespace, run_in_environment
@@ -29,6 +30,7 @@ INSTALLS = (
 WIDTH = 11
 GROUPS, SAMPLES = 4, 4
 DIFFERENCES = {
+    **conformance_trl_dpo.DIFFERENCES,
     "ppo on ragged rows": "TRL pays the score at the first token after the response, keeps the value there and trains "
     "it; here the score is paid at the last token of the response",
     "gspo with a KL term": "TRL weighs the KL term of each token by the ratio of the whole sequence; here it is the "
@@ -64,11 +66,15 @@ def main() -> int:
 def _run_inside() -> int:
     from importlib.metadata import version
 
+    # Lists of Python numbers become tensors of this type in TRL.
+    torch.set_default_dtype(torch.float64)
     comparison = Comparison()
     for seed in SEEDS:
         for algorithm, options in _LOSSES.items():
             _compare(comparison, algorithm, algorithm, seed, **options)
         _compare_variants(comparison, seed)
+        _compare_corrections(comparison, seed)
+        conformance_trl_dpo.compare(comparison, seed)
         _compare_rloo(comparison, seed)
     answer(comparison, {name: version(name) for name in ("trl", "transformers", "accelerate", "torch")})
     return 0
@@ -97,6 +103,21 @@ def _compare_variants(comparison: Comparison, seed: int) -> None:
     _compare(comparison, "grpo's loss type with an empty row", "grpo", seed, empties=True, **options)
 
 
+def _compare_corrections(comparison: Comparison, seed: int) -> None:
+    """TRL's corrections between vLLM and its trainer, with bounds that this batch exceeds, and its default."""
+    cases: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
+        ("token_truncate", "tis", {"low": 0.9, "high": 1.1}, {"clip_min": 0.9, "clip_max": 1.1}),
+        ("token_mask", "icepop", {"low": 0.9, "high": 1.1}, {"clip_min": 0.9, "clip_max": 1.1}),
+        ("sequence_mask", "sequence_mask", {"high": 1.1}, {"clip_max": 1.1}),
+    )
+    for mode, kind, bounds, options in cases:
+        keys = {"correction": kind, **{f"correction_{name}": value for name, value in bounds.items()}}
+        asked = {f"vllm_importance_sampling_{name}": value for name, value in {"mode": mode, **options}.items()}
+        _compare(comparison, f"grpo corrected by {mode}", "grpo", seed, keys=keys, from_vllm=True, **asked)
+    keys = {"correction": "sequence_mask", "kl_coefficient": 0.3}
+    _compare(comparison, "grpo corrected, with a KL term", "grpo", seed, keys=keys, from_vllm=True, beta=0.3)
+
+
 def _compare(
     comparison: Comparison,
     case: str,
@@ -105,6 +126,7 @@ def _compare(
     *,
     keys: dict[str, Any] | None = None,
     empties: bool = False,
+    from_vllm: bool = False,
     **options: Any,
 ) -> None:
     from trl import GRPOConfig, GRPOTrainer
@@ -117,11 +139,14 @@ def _compare(
     batch["scores"][5] = float("nan")
     batch["scores"][8:11] = float("nan")
     peer = _build_peer(trainer, config, batch, **options)
+    peer.use_vllm = from_vllm
     scored = peer._generate_and_score_completions([{"prompt": ""}] * len(batch["scores"]))
     mask = batch["response_mask"]
     parts = build_parts(algorithm, "trl", max_new_tokens=WIDTH + 3, mini_batches=2, **(keys or {}))
     ours = parts.estimator(batch)["advantages"]
     comparison.compare(f"{case}/advantages", ours, scored["advantages"][:, None].expand_as(ours), mask)
+    if from_vllm:
+        assert (scored["importance_sampling_ratio"] != 1).any()
     inputs = {**scored, "old_per_token_logps": batch["old_logprobs"], "ref_per_token_logps": batch["ref_logprobs"]}
     batch["advantages"] = ours
     comparison.compare_losses(
@@ -213,7 +238,10 @@ def _build_peer(trainer: type[Any], config: type[Any], batch: dict[str, Any], **
                 [int(each) for each in row[:length]]
                 for row, length in zip(batch["response_mask"].tolist(), lengths, strict=True)
             ]
-            return [[1]] * rows, ids, tool_mask, texts, None, {}, None, None
+            sampled = [
+                row[:length] for row, length in zip(batch["rollout_logprobs"].tolist(), lengths, strict=True)
+            ]
+            return [[1]] * rows, ids, tool_mask, texts, sampled, {}, None, None
 
         def _calculate_rewards(self, *arguments: Any) -> torch.Tensor:
             return batch["scores"][:, None].clone()

@@ -30,6 +30,8 @@ DIFFERENCES = {
     "gmpo with an empty row": "verl takes the mean over all rows; a row without a trained token does not count here",
     "dr_grpo in another width": "verl divides by the width of the padded batch unless `loss_scale_factor` is set; "
     "ours is `rollout.max_new_tokens`, independent of the longest row",
+    "grpo corrected by sequence_mask": "verl divides by the tokens of kept responses alone, which inflates them; here "
+    "the denominator stays",
     "k3 above 10": "verl cuts the value of k3 at 10, where its gradient ends",
 }
 _POLICIES = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "gmpo": "geo_mean", "dppo_tv": "dppo_tv"}
@@ -52,6 +54,7 @@ def _run_inside() -> int:
     for seed in SEEDS:
         _compare_advantages(comparison, seed)
         _compare_losses(comparison, seed)
+        _compare_corrections(comparison, seed)
         _compare_aggregations(comparison, seed)
         _compare_kl(comparison, seed)
     _compare_controllers(comparison)
@@ -197,6 +200,53 @@ def _compare_losses(comparison: Comparison, seed: int) -> None:
         batch["new_values"],
         mask,
     )
+
+
+def _compare_corrections(comparison: Comparison, seed: int) -> None:
+    """Weights of verl by token, at its default bound and at narrower ones; and its masks of whole responses."""
+    from verl.trainer.ppo import core_algos, rollout_corr_helper
+
+    batch = draw_batch(seed, width=WIDTH)
+    mask = batch["response_mask"]
+    batch["advantages"] = build_parts("grpo", "verl").estimator(batch)["advantages"]
+    cases: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+        ("tis", {"correction": "tis"}, {"rollout_is": "token"}),
+        (
+            "tis to 1.1",
+            {"correction": "tis", "correction_high": 1.1},
+            {"rollout_is": "token", "rollout_is_threshold": 1.1},
+        ),
+        (
+            "icepop",
+            {"correction": "icepop", "correction_low": 0.9, "correction_high": 1.1},
+            {"rollout_is": "token", "rollout_is_threshold": "0.9_1.1"},
+        ),
+        (
+            "sequence_mask",
+            {"correction": "sequence_mask", "correction_low": 0.97, "correction_high": 1.03},
+            {"rollout_is": "token", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.97_1.03"},
+        ),
+    )
+    for case, keys, options in cases:
+        found, kept, _ = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
+            batch["old_logprobs"], batch["rollout_logprobs"], mask.double(), **options
+        )
+        weights = found.batch["rollout_is_weights"]
+
+        def theirs(logprobs: torch.Tensor, weights: Any = weights, kept: Any = kept) -> torch.Tensor:
+            loss, _ = core_algos.get_policy_loss_fn("vanilla")(
+                old_log_prob=batch["old_logprobs"],
+                log_prob=logprobs,
+                advantages=batch["advantages"],
+                response_mask=kept,
+                loss_agg_mode=_actor_config().loss_agg_mode,
+                config=_actor_config(),
+                rollout_is_weights=weights,
+            )
+            return loss
+
+        parts = build_parts("grpo", "verl", mini_batches=2, **keys)
+        comparison.compare_losses(f"grpo corrected by {case}", _ours(parts, batch), theirs, batch["logprobs"], mask)
 
 
 def _value_clip() -> float:

@@ -173,3 +173,25 @@ def test_what_reads_old_log_probs_before_the_update_has_them() -> None:
     problems = list(config.model_copy(update={"old_logprobs": "current"}).find_contradictions())
     reason = "algorithm.name = 'distillation' reads them before the update. Use 'recomputed'"
     assert problems == [f"algorithm.old_logprobs = 'current': {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "bounds"),
+    [
+        ({"correction": "tis"}, (0.0, 2.0)),
+        ({"correction": "icepop"}, (0.5, 5.0)),
+        ({"correction": "icepop", "correction_low": 0.0, "correction_high": 9.0}, (0.0, 9.0)),
+        ({"correction": "sequence_mask"}, (0.999, 1.002)),
+        ({"correction": "sequence_mask", "correction_statistic": "product"}, (0.0, 3.0)),
+    ],
+)
+def test_a_correction_has_the_bounds_of_its_kind(keys: dict[str, Any], bounds: tuple[float, float]) -> None:
+    config = RECIPES["grpo"].config(**keys)
+    assert config.correction_bounds == bounds
+    assert not list(config.find_contradictions())
+
+
+def test_bounds_that_keep_no_weight_are_refused_by_their_keys() -> None:
+    config = RECIPES["grpo"].config(correction="tis", correction_low=3.0)
+    (problem,) = config.find_contradictions()
+    assert problem.startswith("algorithm.correction_low = 3.0: algorithm.correction_high = 2.0 is not above it. ")

@@ -32,6 +32,14 @@ Share = Annotated[float, Field(ge=0, le=1)]
 AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "prompt-mean"]
 Degrees = Annotated[int, Field(ge=0, le=1)]
 
+_CORRECTION_BOUNDS = {
+    "none": (0.0, 0.0),
+    "tis": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    "sequence_mask": (0.999, 1.002),
+    "sequence_mask by product": (0.0, 3.0),
+}
+
 
 class AlgorithmConfig(BaseModel):
     """Keys of `[algorithm]` that every algorithm has; a recipe's own configuration adds to them."""
@@ -84,10 +92,13 @@ class PolicyConfig(AlgorithmConfig):
     """
     correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
     """Weights for the difference between the sampler's log-probs and the trainer's."""
+    correction_statistic: Literal["geometric", "product"] = "geometric"
+    """Weight of a response that `sequence_mask` bounds: the geometric mean of its tokens' weights, or their product."""
     correction_low: Coefficient | None = None
-    """Smallest weight; by default 0 (`tis`), 0.5 (`icepop`), 0.999 (`sequence_mask`)."""
+    """Smallest weight; by default 0 (`tis`), 0.5 (`icepop`), 0.999 (`sequence_mask`), 0 (`sequence_mask` by product).
+    """
     correction_high: Range | None = None
-    """Largest weight; by default 2 (`tis`), 5 (`icepop`), 1.002 (`sequence_mask`)."""
+    """Largest weight; by default 2 (`tis`), 5 (`icepop`), 1.002 (`sequence_mask`), 3 (`sequence_mask` by product)."""
     aggregation: AggregationMode = "token-mean"
     """Reduction of token losses to one number."""
     loss_denominator: Range | None = None
@@ -123,9 +134,27 @@ class PolicyConfig(AlgorithmConfig):
         """The setting that makes something read old log-probs before the update; None without one."""
         return "algorithm.kl_place = 'reward'" if self.penalises_rewards else None
 
+    @property
+    def correction_bounds(self) -> tuple[float, float]:
+        """Smallest and largest weight of the correction, with defaults resolved."""
+        kind = self.correction
+        if kind == "sequence_mask" and self.correction_statistic == "product":
+            kind = "sequence_mask by product"
+        low, high = _CORRECTION_BOUNDS[kind]
+        return (
+            low if self.correction_low is None else self.correction_low,
+            high if self.correction_high is None else self.correction_high,
+        )
+
     def find_contradictions(self) -> Iterator[str]:
         """Yields one line for every pair of keys that cannot go together."""
         yield from super().find_contradictions()
+        low, high = self.correction_bounds
+        if self.correction != "none" and low >= high:
+            yield (
+                f"algorithm.correction_low = {low}: algorithm.correction_high = {high} is not above it. "
+                "Lower the first, or raise the second"
+            )
         if self.old_logprobs == "current":
             for key in ("epochs", "mini_batches"):
                 if (value := getattr(self, key)) > 1:

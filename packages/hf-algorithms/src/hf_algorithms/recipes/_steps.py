@@ -31,8 +31,6 @@ __all__ = [
 _RATIO_CAP = 2.0
 """Largest ratio to a sampler's log-probs: truncated importance sampling."""
 
-_CORRECTION_BOUNDS = {"tis": (0.0, 2.0), "icepop": (0.5, 5.0), "sequence_mask": (0.999, 1.002)}
-
 
 def generate(roles: Roles, prompts: BatchFuture, context: StepContext) -> BatchFuture:
     """Returns the responses to every prompt, with the prompt's columns."""
@@ -121,9 +119,8 @@ def _build_correction(config: PolicyConfig) -> Correction | None:
 
     if config.correction == "none":
         return None
-    low, high = _CORRECTION_BOUNDS[config.correction]
-    low = low if config.correction_low is None else config.correction_low
-    return Correction(kind=config.correction, low=low, high=config.correction_high or high)
+    low, high = config.correction_bounds
+    return Correction(kind=config.correction, low=low, high=high, statistic=config.correction_statistic)
 
 
 def mini_batches(roles: Roles, batch: BatchFuture, config: PolicyConfig, context: StepContext) -> Iterator[BatchFuture]:

@@ -28,7 +28,7 @@ _UNCLIPPED: Switches = {"dual_clip": None, "log_ratio_clamp": None}
 _CLIP: Switches = {"clip_low": 0.2, "clip_high": 0.2}
 _KL_OFF: Switches = {"kl_coefficient": 0.0, "kl_place": "loss", "kl_estimator": "k3"}
 
-_TRL_KL: Switches = {**_KL_OFF, "kl_gradient": "ratio"}
+_TRL_KL: Switches = {**_KL_OFF, "kl_gradient": "ratio", "correction_statistic": "product"}
 _TRL_GROUP: Switches = {
     **_TRL_KL,
     "std_ddof": 1,
