@@ -137,10 +137,10 @@ def get_error(outcome: Outcome, code: int) -> str:
     ("function", "says"),
     [
         ("too_long", "family_rewards:too_long answered 9 scores for 8 responses: one score per response"),
-        ("two_columns", "answered [1.0, 1.0] (list), no number, for sample 0"),
-        ("one_number", "answered no list for 8 responses"),
-        ("texts", "answered 'good' (str), no number, for sample 0"),
-        ("complex_numbers", "answered 1j (complex), no number, for sample 0"),
+        ("two_columns", "answered [1.0, 1.0] (list), which is not a number, for sample 0"),
+        ("one_number", "answered something else than a list for 8 responses"),
+        ("texts", "answered 'good' (str), which is not a number, for sample 0"),
+        ("complex_numbers", "answered 1j (complex), which is not a number, for sample 0"),
     ],
 )
 def test_a_reward_of_the_wrong_form_is_one_error(config: Path, hybridflow: Run, function: str, says: str) -> None:
@@ -163,12 +163,13 @@ def test_unscorable_responses_are_counted_and_left_out(config: Path, hybridflow:
     outcome = hybridflow("train", config, *settings(*keys))
     assert outcome.exit_code == 0, outcome.errors
     (row,) = read_metrics(config.parent / "run")
+    assert "reward/mean" not in row
     if name == "dapo":
         assert row["actor/skipped_steps"] == 1.0
         assert row["group/filtered"] >= 8
+        assert row["reward/unscorable"] == 2 * row["group/filtered"]
         return
     assert row["reward/unscorable"] == 16  # responses
-    assert "reward/mean" not in row
     assert row.get("actor/grad_norm", 0.0) < 1e-6  # no reference: the current policy is it
 
 
@@ -212,6 +213,28 @@ def test_a_group_of_one_is_refused(config: Path, hybridflow: Run, command: str, 
         (
             ("algorithm.old_logprobs=sampled", "algorithm.correction=tis"),
             "algorithm.correction = 'tis': with algorithm.old_logprobs = 'sampled'",
+        ),
+        (
+            ("algorithm.name=dapo", "algorithm.overlong_buffer=100", "rollout.samples_per_prompt=2"),
+            "algorithm.overlong_buffer = 100: is not between 1 and the ",
+        ),
+        (("algorithm.name=remax", "algorithm.epochs=2"), "algorithm.epochs = 2: algorithm.ratio = 'none' takes one"),
+        (
+            ("algorithm.name=remax", "algorithm.clip_low=0.1"),
+            "algorithm.clip_low = 0.1: algorithm.ratio = 'none' clips",
+        ),
+        (
+            ("algorithm.kl_place=loss", "algorithm.kl_estimator=k1", "algorithm.kl_gradient=value"),
+            "algorithm.kl_gradient = 'value': in the loss the expected gradient of algorithm.kl_estimator = 'k1' is 0",
+        ),
+        (
+            ("algorithm.kl_target=0.1", "algorithm.kl_coefficient=0"),
+            "algorithm.kl_coefficient = 0: algorithm.kl_target",
+        ),
+        (("algorithm.kl_horizon=5",), "algorithm.kl_horizon = 5: without algorithm.kl_target"),
+        (
+            ("algorithm.kl_stop=0.1", "algorithm.mini_batches=1"),
+            "algorithm.kl_stop = 0.1: an iteration makes one update",
         ),
         (("algorithm.name=safe_rlhf",), "cost.function is missing: algorithm.name = 'safe_rlhf' needs it"),
         (("algorithm.name=distillation",), "roles.teacher.path is missing: algorithm.name = 'distillation' needs it"),

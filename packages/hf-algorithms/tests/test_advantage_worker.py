@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from hf_algorithms.advantages import GAE
 from hf_algorithms.workers import AdvantageWorker
 from hf_controller import InProcessExecutor, ResourcePool, WorkerSpec
-from hf_protocols import ParallelSpec, Topology
+from hf_protocols import BatchError, ParallelSpec, Topology
 
 
 def jagged(*rows: list[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -106,3 +106,53 @@ def test_the_samplers_mismatch_is_shown_by_mean_maximum_and_share() -> None:
     np.testing.assert_allclose(found["rollout/logprob_gap_share"], (gaps > 0.1).mean())
     assert not [name for name in trusting if "gap" in name]
     assert trusting["response/tokens"] == 2.0
+
+
+class Given:
+    """An estimator of a user's own: returns what it is given, or what it computes from the columns."""
+
+    reads = ("response_mask",)
+    writes = ("advantages",)
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def __call__(self, columns: Any) -> Any:
+        return self.found(columns) if callable(self.found) else {"advantages": self.found}
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (
+            lambda columns: columns["values"],
+            r"(?s)Given raised KeyError: 'values'\n  at .*test_advantage_worker.py:\d+",
+        ),
+        (lambda columns: columns["values"], "(?s)its reads are 'response_mask'"),
+        (lambda columns: 1 / 0, "(?s)Given raised ZeroDivisionError: division by zero"),
+        (lambda columns: None, r"Given: it returned None\. Return a dict of tensors"),
+        (lambda columns: {}, r"Given: it returned no columns and declares advantages\. Return what writes names"),
+        (lambda columns: {1: 2}, "Given: it returned 1 and declares advantages"),
+        (np.zeros((2, 3)), r"(?s)advantages is .* \(ndarray\)\. Return a tensor"),
+        (torch.zeros(2, 1), r"advantages has the shape \(2, 1\)\. Return one value for each row, \(2,\), or for each"),
+        (torch.zeros(3), r"advantages has the shape \(3,\)"),
+        (torch.zeros(2, 3, dtype=torch.bool), "advantages has dtype torch.bool. Return real numbers"),
+        (torch.zeros(2, 3, dtype=torch.complex64), "advantages has dtype torch.complex64"),
+        (torch.tensor([1.0, float("inf")]), "advantages of row 1 is not finite"),
+        (torch.tensor([[1.0, 0.0, float("nan")]] * 2), "advantages of row 0 is not finite"),
+    ],
+)
+def test_an_estimator_that_goes_wrong_is_named(found: Any, message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        run_worker("compute_advantages", batch_with_observations(), Given(found))
+
+
+def test_values_of_untrained_tokens_may_be_anything() -> None:
+    values = torch.tensor([[1.0, float("nan"), 2.0], [float("inf")] * 3])
+    found = run_worker("compute_advantages", batch_with_observations(), Given(values))
+    assert found["advantages"].unbind()[0].tolist() == [1.0, 0.0, 2.0]
+
+
+def test_a_class_is_not_an_estimator() -> None:
+    with pytest.raises(BatchError, match=r"estimator Given: it is a class\. Pass an instance, Given\(\.\.\.\)"):
+        run_worker("compute_advantages", batch_with_observations(), Given)

@@ -8,7 +8,7 @@ import torch
 
 from hf_algorithms.advantages import (
     GroupAdvantage,
-    add_length_term,
+    LengthTerm,
     clip_scores,
     compute_score_metrics,
     select_groups,
@@ -24,23 +24,23 @@ def test_length_term_falls_over_the_buffer() -> None:
     """DAPO's numbers: 16384 tokens are free, and 4096 more lead to -1."""
     lengths = torch.tensor([1, 16384, 17408, 18432, 20480, 30000])
     scores = torch.ones(6, dtype=torch.float64)
-    found = add_length_term(scores, lengths, max_tokens=20480, buffer=4096)
+    found = LengthTerm(max_tokens=20480, buffer=4096)(scores, lengths)
     assert found.tolist() == [1.0, 1.0, 0.75, 0.5, 0.0, 0.0]
-    assert add_length_term(scores, lengths, max_tokens=20480, buffer=4096, factor=2.0).tolist()[2:4] == [0.5, 0.0]
+    assert LengthTerm(max_tokens=20480, buffer=4096, factor=2.0)(scores, lengths).tolist()[2:4] == [0.5, 0.0]
 
 
 def test_length_term_follows_the_papers_three_cases() -> None:
     lengths = torch.arange(0, 15)
-    found = add_length_term(torch.zeros(15, dtype=torch.float64), lengths, max_tokens=10, buffer=4, factor=0.5)
+    found = LengthTerm(max_tokens=10, buffer=4, factor=0.5)(torch.zeros(15, dtype=torch.float64), lengths)
     wanted = [0.0 if n <= 6 else 0.5 * (6 - n) / 4 if n <= 10 else -0.5 for n in range(15)]
     np.testing.assert_allclose(found, wanted)
 
 
 @pytest.mark.parametrize("buffer", [0, -1, 11])
 def test_length_term_refuses_a_buffer_out_of_range(buffer: int) -> None:
-    message = f"overlong_buffer={buffer} is not between 1 and the 10 tokens of a response"
+    message = f"algorithm.overlong_buffer = {buffer}: is not between 1 and the 10 tokens of a response"
     with pytest.raises(ConfigError, match=message):
-        add_length_term(SCORES, torch.ones(4), max_tokens=10, buffer=buffer)
+        LengthTerm(max_tokens=10, buffer=buffer)
 
 
 def test_clip_and_missing_eos_change_their_rows_only() -> None:

@@ -121,9 +121,11 @@ def test_a_file_is_resolved_with_its_overrides(hybridflow: Command, tmp_path: Pa
 
 def test_the_algorithm_of_a_file_is_replaced(hybridflow: Command, tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
-    file.write_text('[data]\ntrain = "a.jsonl"\n[algorithm]\nrecipe = "absent:MINE"\nepochs = 2\n')
+    file.write_text('[data]\ntrain = "a.jsonl"\n[algorithm]\nrecipe = "absent:MINE"\nkl_coefficient = 0.5\n')
     body = tomllib.loads(printed(hybridflow, file, "--algorithm", "remax", "--data", "b.jsonl"))
-    assert (body["algorithm"]["name"], body["algorithm"]["epochs"], body["data"]["train"]) == ("remax", 2, "b.jsonl")
+    assert (body["algorithm"]["name"], body["algorithm"]["kl_coefficient"], body["data"]["train"]) == (
+        *("remax", 0.5, "b.jsonl"),
+    )
 
 
 def test_without_a_file_there_is_one_to_start_from(hybridflow: Command) -> None:

@@ -56,7 +56,7 @@ def run(
     roles: Any = SimpleNamespace(
         actor=SimpleNamespace(generate_sequences=lambda prompts, sampling: prompts.repeat(sampling.n)),
         reward=SimpleNamespace(compute_reward=lambda batch: batch),
-        advantage=SimpleNamespace(select_groups=select),
+        advantage=SimpleNamespace(select_groups=select, compute_metrics=lambda batch: batch),
     )
     sampling: Any = SimpleNamespace(n=2)
     context = StepContext(
@@ -69,7 +69,7 @@ def run(
     )
     prompts: Any = Rows(list(range(wanted)))
     found: Any
-    found, counts = fill(roles, prompts, DAPOConfig(**keys), context)
+    found, (_, counts) = fill(roles, prompts, DAPOConfig(**keys), context)
     return (None if found is None else found.names), counts, asked
 
 

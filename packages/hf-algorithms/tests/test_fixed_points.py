@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hf_algorithms.recipes import RECIPES
+from hf_algorithms.config import parse_config
+from hf_algorithms.recipes import RECIPES, Recipe
 from hf_engine import SamplingParams
+from hf_protocols import ConfigError
 from tabular_roles import BradleyTerryLabels, FrozenPolicy, TableCritic, TablePolicy, TableReward, TableRun, Trained
 
 REFERENCE = np.array([0.4, 0.3, 0.2, 0.1])
@@ -45,7 +48,7 @@ def solve_forward_kl(rewards: np.ndarray, beta: float) -> np.ndarray:
     return beta * REFERENCE / (beta + low - rewards)
 
 
-def train_bandit(name: str, *, iterations: int = 18, rate: float = 1.2, **algorithm: Any) -> Trained:
+def train_bandit(name: str | Recipe, *, iterations: int = 18, rate: float = 1.2, **algorithm: Any) -> Trained:
     workers: dict[str, Any] = {
         "actor": (TablePolicy, {"table": START, "learning_rate": rate}),
         "reference": (FrozenPolicy, {"table": START}),
@@ -54,7 +57,8 @@ def train_bandit(name: str, *, iterations: int = 18, rate: float = 1.2, **algori
     if name == "ppo":
         workers["critic"] = (TableCritic, {})
     keys = {"kl_coefficient": BETA, **algorithm}
-    return TableRun(recipe=RECIPES[name], algorithm=keys, workers=workers, iterations=iterations).train()
+    recipe = RECIPES[name] if isinstance(name, str) else name
+    return TableRun(recipe=recipe, algorithm=keys, workers=workers, iterations=iterations).train()
 
 
 def test_the_two_divergences_have_fixed_points_of_their_own() -> None:
@@ -92,8 +96,24 @@ def test_k3_without_a_weight_ends_elsewhere() -> None:
     np.testing.assert_allclose(trained.policy[0], solve_forward_kl(REWARDS, BETA), atol=TOLERANCE)
 
 
-def test_k1_in_the_loss_penalises_nothing() -> None:
-    trained = train_bandit("rloo", kl_place="loss", kl_estimator="k1", kl_gradient="value", iterations=16)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"kl_place": "loss", "kl_estimator": "k1", "kl_gradient": "value"},
+        {"kl_place": "reward", "kl_estimator": "k2"},
+        {"kl_place": "reward", "kl_estimator": "k3"},
+    ],
+)
+def test_estimators_in_the_wrong_place_do_not_hold_the_policy(keys: dict[str, str]) -> None:
+    """So the configuration refuses them; a step that uses them ends at the best arm, far from the tilted reference."""
+    with pytest.raises(ConfigError, match=r"algorithm\.kl_(gradient|estimator) = "):
+        parse_config({"data": {"train": "rows.jsonl"}, "algorithm": {"name": "rloo", "kl_coefficient": BETA, **keys}})
+    usual = RECIPES["rloo"]
+
+    def step(roles: Any, prompts: Any, config: Any, context: Any) -> Any:
+        return usual.step(roles, prompts, config.model_copy(update=keys), context)
+
+    trained = train_bandit(replace(usual, step=step), iterations=16)
     assert trained.policies[-1][0, 0] > 0.99
 
 

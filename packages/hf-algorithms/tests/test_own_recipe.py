@@ -5,14 +5,31 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 
+from hf_algorithms import derive_dataflow
 from hf_algorithms.config import format_toml, load_config, parse_config
-from hf_algorithms.recipes import ACTOR, CRITIC, RECIPES, PPOConfig, Recipe, Role
+from hf_algorithms.recipes import (
+    ACTOR,
+    CRITIC,
+    RECIPES,
+    PPOConfig,
+    Recipe,
+    Role,
+    StepContext,
+    StepError,
+    generate_scored,
+)
+from hf_algorithms.roles import Roles
 from hf_algorithms.workers import ActorWorker, CriticWorker
+from hf_engine import SamplingParams
 from hf_protocols import ConfigError
 
 DATA = {"data": {"train": "rows.jsonl"}}
@@ -49,8 +66,14 @@ def module(tmp_path: Path) -> Iterator[Path]:
     sys.path[:] = [folder for folder in sys.path if folder != str(tmp_path)]
 
 
+class OwnConfig(PPOConfig):
+    """A section of one's own."""
+
+    name: Literal["own"] = "own"  # type: ignore[assignment]
+
+
 def make(*roles: Role, **changes: Any) -> Recipe:
-    return Recipe(**{"name": "own", "config": PPOConfig, "roles": roles, "step": lambda *given: []} | changes)
+    return Recipe(**{"name": "own", "config": OwnConfig, "roles": roles, "step": lambda *given: []} | changes)
 
 
 def test_a_worker_is_a_class_or_its_name() -> None:
@@ -71,7 +94,7 @@ def test_roles_that_contradict_one_another_are_refused() -> None:
         make(ACTOR, ACTOR)
     with pytest.raises(ConfigError, match=r"^recipe 'own': the role 'a b' is not a name of Python"):
         make(Role(name="a b", worker="x:Y"))
-    circle = [Role(name=name, worker="x:Y", starts_from=source) for name, source in ("ab", "bc", "ca")]
+    circle = [Role(name=name, worker="x:Y", has_model=True, starts_from=source) for name, source in ("ab", "bc", "ca")]
     with pytest.raises(ConfigError, match=r"^recipe 'own': the roles a, b, c start from one another"):
         make(*circle)
     with pytest.raises(ConfigError, match=r"^recipe 'own' has no role 'judge': its roles are actor, critic$"):
@@ -126,9 +149,9 @@ def test_a_recipe_that_cannot_be_had_is_one_line(module: Path, algorithm: dict[s
 @pytest.mark.parametrize(
     "source", ["raise RuntimeError('broken')", "import sys; sys.exit(3)", "def", "import nothing_here"]
 )
-def test_a_module_that_raises_is_one_line(module: Path, source: str) -> None:
+def test_a_module_that_raises_is_told_with_its_place(module: Path, source: str) -> None:
     module.write_text(source)
-    with pytest.raises(ConfigError, match=rf"^algorithm\.recipe = .*: its module raised .*{module.name}|No module"):
+    with pytest.raises(ConfigError, match=rf"(?s)^algorithm\.recipe = .*: its module raised .*{module.name}"):
         parse_config({**DATA, "algorithm": {"recipe": f"{module}:MINE"}})
 
 
@@ -156,3 +179,110 @@ def test_overrides_are_read_from_a_file_and_by_command(tmp_path: Path) -> None:
     assert (config.role("critic").learning_rate, config.role("critic").dtype) == (0.5, "bfloat16")
     assert "[roles.critic]\nlearning_rate = 0.5\ndtype = " in format_toml(config)
     assert RECIPES["ppo"] is config.recipe
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "other"}, r"OwnConfig has the name 'own'\. Write name: Literal\['other'\] = 'other' there"),
+        ({"name": 3}, "its name is not a text"),
+        ({"config": PPOConfig}, "PPOConfig has the name 'ppo'"),
+        ({"config": {}}, r"config is \{\}\. Give a subclass of AlgorithmConfig"),
+        ({"config": OwnConfig()}, "Give a subclass of AlgorithmConfig"),
+        ({"config": dict}, "Give a subclass of AlgorithmConfig"),
+        ({"roles": ACTOR}, r"Give a tuple of Role\(\.\.\.\)"),
+        ({"roles": ("actor",)}, r"Give a tuple of Role\(\.\.\.\)"),
+        ({"roles": (Role(name="groups", worker="x:Y"),)}, r"roles\.groups is a method\. Rename the role"),
+        ({"roles": (Role(name="class", worker="x:Y"),)}, "the role 'class' is not a name of Python"),
+        (
+            {"roles": (ACTOR, RECIPES["ppo"].role("reward"), replace(CRITIC, starts_from="reward"))},
+            "the role 'critic' starts from 'reward', which holds no model",
+        ),
+        ({"step": lambda roles: []}, r"step is not callable as step\(roles, prompts, config, context\): too many"),
+        ({"step": 3}, "step is not callable"),
+    ],
+)
+def test_a_recipe_of_wrong_parts_is_refused_where_it_is_made(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^recipe .*{message}"):
+        make(**{"roles": (ACTOR,), **changes})
+
+
+def run_step(step: Any, *, iteration: int = 1) -> list[Any]:
+    context = StepContext(
+        sampling=SamplingParams(max_new_tokens=4),
+        iteration=iteration,
+        state={},
+        more_prompts=lambda num_prompts: None,  # type: ignore[arg-type, return-value]
+        count_prompts_left=lambda: 0,
+        pretrain_rows=lambda num_rows: None,  # type: ignore[arg-type, return-value]
+    )
+    own: Any = make(ACTOR, step=step)
+    return own.run_step(Roles({}), None, OwnConfig(), context)
+
+
+def test_numbers_of_a_step_become_floats() -> None:
+    found = run_step(lambda *given: [{"a": np.float32(1.5), "b": True, "c": Fraction(1, 4)}])
+    assert found == [{"a": 1.5, "b": 1.0, "c": 0.25}]
+    assert {type(value) for value in found[0].values()} == {float}
+
+
+@pytest.mark.parametrize("iteration", [0, 1])
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda *given: [{1: 1.0}], r"returned \{1: 1\.0\}, which is not metrics"),
+        (lambda *given: [{"a": "b"}], "which is not metrics"),
+        (lambda *given: [{"iteration": 9.0}], "returned a metric named 'iteration', which the run writes"),
+        (lambda *given: sys.exit(3), f"(?s)raised SystemExit: 3\n  at {__file__}:"),
+        (lambda *given: [][1], f"(?s)raised IndexError: .*\n  at {__file__}:"),
+        (lambda roles, *given: roles.actr.run(), r"roles\.actr: the recipe has no role of that name, it has none"),
+    ],
+)
+def test_what_a_step_does_wrong_is_one_error(step: Any, message: str, iteration: int) -> None:
+    with pytest.raises(StepError if iteration and "roles" not in message else ConfigError, match=message):
+        run_step(step, iteration=iteration)
+
+
+def test_an_error_below_a_step_names_the_steps_own_line() -> None:
+    def step(roles: Any, prompts: Any, config: Any, context: Any) -> Any:
+        return [torch.zeros(2).reshape(3)]
+
+    with pytest.raises(StepError, match=rf"\n  at {__file__}:\d+, in step: return \[torch"):
+        run_step(step)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("find_contradictions = lambda self: 1 / 0", "find_contradictions raised ZeroDivisionError"),
+        ("find_contradictions = lambda self: None", "find_contradictions raised TypeError"),
+        ("find_contradictions = lambda self: [3]", r"find_contradictions gave \[3\]\. Let it yield texts"),
+        ('needs_keys = ("reward.nope",)', r"needs_keys: 'reward\.nope' is not a key of this configuration"),
+        ('sharp: int = "a"', r"algorithm\.sharp = 'a'"),
+        ("sharp: complex = 1j", r"algorithm\.sharp = 1j: is of type complex, which TOML does not have"),
+    ],
+)
+def test_a_section_that_cannot_be_checked_is_one_line(module: Path, config: str, message: str) -> None:
+    module.write_text(MODULE.replace("sharpness: float = 2.0", config))
+    with pytest.raises(ConfigError, match=message):
+        parse_config({**DATA, "algorithm": {"recipe": f"{module}:MINE"}})
+
+
+def test_a_step_that_trains_nothing_is_refused() -> None:
+    own: Any = make(ACTOR, step=lambda *given: [])
+    with pytest.raises(ConfigError, match="step of recipe 'own': it calls no role that has a model"):
+        derive_dataflow(own, OwnConfig(), SamplingParams(max_new_tokens=4), num_prompts=2)
+
+
+def test_a_role_that_only_measures_is_placed() -> None:
+    usual = RECIPES["grpo"]
+    stats = Role(name="stats", worker="hf_algorithms.workers:AdvantageWorker")
+
+    def step(roles: Any, prompts: Any, config: Any, context: Any) -> Any:
+        batch = generate_scored(roles, prompts, context)
+        return [*usual.step(roles, prompts, config, context), roles.stats.compute_metrics(batch)]
+
+    own = replace(usual, roles=(*usual.roles, stats), step=step)
+    flow = derive_dataflow(own, usual.config(), SamplingParams(max_new_tokens=4, n=2), num_prompts=2)
+    assert [call.method for call in flow.calls if call.role == "stats"] == ["compute_metrics"]
+    assert "compute_metrics" not in [call.method for call in flow.calls if call.role == "advantage"]

@@ -121,7 +121,7 @@ def test_mini_batches_partition_every_epoch(num_rows: int, parts: int, epochs: i
 
 
 def test_a_role_that_the_plan_lacks_is_named() -> None:
-    with pytest.raises(ConfigError, match="no role 'critic': the plan has actor"):
+    with pytest.raises(ConfigError, match=r"roles\.critic: the recipe has no role of that name, it has actor"):
         _ = Roles({"actor": RecordingGroup("actor", [])}).critic
 
 

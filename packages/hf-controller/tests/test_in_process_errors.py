@@ -306,3 +306,8 @@ def test_sigterm_in_a_method_ends_the_program_not_the_call(how):
         build(executor, Terminated).terminate(how)
     assert ended.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_arguments_that_a_constructor_does_not_take_are_refused_before_it_is_built():
+    with pytest.raises(ProtocolError, match=r"kwargs do not fit its constructor: got an unexpected keyword .*'zzz'"):
+        WorkerSpec(worker=Ending, topology=ONE, kwargs={"zzz": True})

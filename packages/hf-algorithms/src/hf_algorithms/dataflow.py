@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.recipes import Recipe, StepContext
 from hf_algorithms.roles import Roles
-from hf_protocols import Dataflow, ModelCall
+from hf_protocols import ConfigError, Dataflow, ModelCall
+from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     from hf_controller import TracedCall, TracedResult, TracingExecutor
@@ -61,8 +62,9 @@ def derive_dataflow(
     """Run ``recipe.step`` once with a `TracingExecutor` and say which calls it made, and what each reads and writes.
 
     A call that was made on parts of a batch is one call, and so are the updates on its mini-batches. A function that
-    no other call depends on (metrics) is left out. A column that is written again has the name that it is renamed to,
-    or a number. While the step runs every metric is 0.0: a step that branches on one takes the branch of 0.0.
+    no other call depends on (metrics) is left out, unless its role has nothing else to do. A column that is
+    written again has the name that it is renamed to, or a number. While the step runs every metric is 0.0: a step that
+    branches on one takes the branch of 0.0.
 
     Args:
         recipe: a shipped one or your own.
@@ -72,8 +74,8 @@ def derive_dataflow(
         columns: of the prompts.
 
     Raises:
-        ConfigError: for a step that asks for the result of a batch or an object, a role without a worker, a method
-            that does not say what it writes, or a step that does not end.
+        ConfigError: for a step that calls no model or asks for the result of a batch or an object, a role without a
+            worker, a method that does not say what it writes, or a step that does not end.
         BatchError: for a column that a call needs and nobody wrote, or rows that do not fit.
     """
     from hf_controller import TracingExecutor
@@ -85,7 +87,14 @@ def derive_dataflow(
     nodes = _merge([call for call in executor.calls if call.num_rows])
     names = _name_columns(nodes, columns)
     calls = [_describe(node, names) for node in nodes]
-    return Dataflow(name=recipe.name, calls=tuple(call for call in calls if call.writes or call.kind != "function"))
+    if not any(call.kind != "function" for call in calls):
+        raise ConfigError(
+            f"step of recipe {show(recipe.name)}: it calls no role that has a model, so there is nothing to train. "
+            "Call roles.actor.generate_sequences and its like"
+        )
+    working = {call.role for call in calls if call.writes or call.kind != "function"}
+    kept = (call for call in calls if call.writes or call.kind != "function" or call.role not in working)
+    return Dataflow(name=recipe.name, calls=tuple(kept))
 
 
 def build_tracing_context(executor: TracingExecutor, sampling: SamplingParams) -> StepContext:

@@ -35,7 +35,7 @@ def find_role_models(config: Config, model: InitialModel) -> dict[str, InitialMo
         elif source in waiting:
             waiting.append(name)
         else:
-            found[name] = _read(config, name, source, model, f"role {name} of {config.recipe.name}")
+            found[name] = _read(config, name, source, model, f"starts_from = {show(source)} of role {show(name)}")
     return found
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hf_protocols import ConfigError
 from hf_protocols.arguments import show
+from hf_protocols.similar_names import find_similar
 
 if TYPE_CHECKING:
     from hf_controller import WorkerGroup
@@ -18,7 +19,7 @@ class Roles:
     """``roles.actor.generate_sequences(...)``: every role of a recipe as an attribute.
 
     Raises:
-        ConfigError: when a recipe asks for a role that the plan does not have.
+        ConfigError: when a step asks for a role that the recipe does not have.
     """
 
     def __init__(self, groups: Mapping[str, WorkerGroup]) -> None:
@@ -49,7 +50,11 @@ class Roles:
     def __getattr__(self, role: str) -> WorkerGroup:
         groups = self.__dict__.get("_groups", {})
         if role not in groups:
-            raise ConfigError(f"there is no role {show(role)}: the plan has {', '.join(groups) or 'none'}")
+            near = find_similar(role, groups)
+            hint = f"Did you mean {show(near[0])}?" if near else "Add it to the recipe's roles"
+            raise ConfigError(
+                f"roles.{role}: the recipe has no role of that name, it has {', '.join(groups) or 'none'}. {hint}"
+            )
         group: WorkerGroup = groups[role]
         return group
 

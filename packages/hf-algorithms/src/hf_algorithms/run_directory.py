@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -115,9 +116,10 @@ class RunDirectory:
         self.write_text(name, json.dumps(body, indent=2) + "\n")
 
     def append_metrics(self, metrics: Mapping[str, float | int]) -> None:
-        """Add one object to ``metrics.jsonl`` and hand it to the operating system at once."""
+        """Adds one object to ``metrics.jsonl`` at once, NaN and infinity as null."""
         with self._reporting("metrics.jsonl"), (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(metrics) + "\n")
+            known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            file.write(json.dumps(known) + "\n")
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -138,7 +139,8 @@ class WorkerSpec:
             still differs by at most one, and results come back in their logical order.
 
     Raises:
-        ProtocolError: if ``worker`` is no subclass of Worker, or has no registered method; for a value of another kind.
+        ProtocolError: if ``worker`` is not a subclass of Worker, or has no registered method; for a value of another
+            kind, and for arguments that its constructor does not take.
     """
 
     worker: type[Worker]
@@ -151,12 +153,16 @@ class WorkerSpec:
     def __post_init__(self) -> None:
         worker: Any = self.worker
         if not (isinstance(worker, type) and issubclass(worker, Worker)):
-            raise ProtocolError(f"worker={show(worker)} is no subclass of hf_controller.Worker")
+            raise ProtocolError(f"worker={show(worker)} is not a subclass of hf_controller.Worker")
         if not registered_methods(worker):
             raise ProtocolError(f"{worker.__name__} has no method marked with hf_protocols.register")
         what = f"WorkerSpec of {worker.__name__}: "
         check_kind(ProtocolError, f"{what}topology", self.topology, Topology, "a Topology(ParallelSpec(...))")
         check_kind(ProtocolError, f"{what}kwargs", self.kwargs, Mapping, "a mapping of names to values")
+        try:
+            inspect.signature(worker).bind_partial(None, **self.kwargs)
+        except TypeError as error:
+            raise ProtocolError(f"{what}kwargs do not fit its constructor: {error}") from None
         check_kind(ProtocolError, f"{what}environment", self.environment, Mapping, "a mapping of names to strings")
         check_count(ProtocolError, f"{what}seed", self.seed, least=0)
         if self.seed >= 2**64:

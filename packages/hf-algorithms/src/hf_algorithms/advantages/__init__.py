@@ -15,17 +15,17 @@ from hf_algorithms.advantages._returns import compute_gae, compute_token_rewards
 from hf_algorithms.advantages._teacher import TeacherAdvantage
 from hf_algorithms.advantages.filters import select_groups
 from hf_algorithms.advantages.multiplier import Multiplier
-from hf_algorithms.advantages.shaping import add_length_term, clip_scores, subtract_missing_eos
+from hf_algorithms.advantages.shaping import LengthTerm, clip_scores, subtract_missing_eos
 from hf_algorithms.advantages.statistics import compute_score_metrics
 
 __all__ = [
     "GAE",
     "GroupAdvantage",
     "LagrangianAdvantage",
+    "LengthTerm",
     "Multiplier",
     "ReinforceAdvantage",
     "TeacherAdvantage",
-    "add_length_term",
     "clip_scores",
     "compute_gae",
     "compute_score_metrics",

@@ -14,6 +14,7 @@ from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._sections import Config, RoleConfig
 from hf_algorithms.recipes import RECIPES, AlgorithmConfig, Recipe, load_recipe
 from hf_algorithms.recipes.conventions import expand_conventions
+from hf_algorithms.users_code import describe_raised
 from hf_protocols import ConfigError
 from hf_protocols.arguments import shorten, shorten_list, show
 from hf_protocols.similar_names import find_similar
@@ -66,6 +67,10 @@ def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = ()) ->
     if config.algorithm.recipe is not None:
         config._own_recipe = recipe
     _check_meaning(config)
+    unwritable = find_unwritable({"algorithm": without_none(config.algorithm.model_dump())})
+    if unwritable is not None:
+        key, value, reason = unwritable
+        raise ConfigError(f"{shorten(key)} = {show(value)}: {reason}")
     return config
 
 
@@ -138,7 +143,7 @@ def _check_meaning(config: Config) -> None:
     """Refuse keys that contradict one another, overrides that their role cannot have, and keys that are missing."""
     name = show(config.algorithm.name)
     problems = [
-        *config.algorithm.find_contradictions(),
+        *_ask_for_contradictions(config.algorithm),
         *_find_overrides_without_model(config),
         *(
             f"{key} is missing: algorithm.name = {name} needs it"
@@ -148,6 +153,17 @@ def _check_meaning(config: Config) -> None:
     ]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _ask_for_contradictions(algorithm: AlgorithmConfig) -> list[str]:
+    label = f"{type(algorithm).__name__}.find_contradictions"
+    try:
+        found = list(algorithm.find_contradictions())
+    except Exception as error:  # it may be a user's
+        raise ConfigError(f"{label} raised {describe_raised(error)}") from error
+    if not all(isinstance(line, str) for line in found):
+        raise ConfigError(f"{label} gave {show(found)}. Let it yield texts")
+    return found
 
 
 def _find_overrides_without_model(config: Config) -> Iterator[str]:
@@ -161,6 +177,9 @@ def _find_overrides_without_model(config: Config) -> Iterator[str]:
 
 def _value_of(config: Config, key: str) -> Any:
     section, _, name = key.partition(".")
+    if key not in config_keys(config.recipe):
+        owner = type(config.algorithm).__name__
+        raise ConfigError(f"{owner}.needs_keys: {show(key)} is not a key of this configuration. Remove it")
     if section == "roles":
         role, _, name = name.partition(".")
         return getattr(config.role(role), name)

@@ -44,7 +44,9 @@ _CORRECTION_BOUNDS = {
 class AlgorithmConfig(BaseModel):
     """Keys of `[algorithm]` that every algorithm has; a recipe's own configuration adds to them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True
+    )
 
     least_samples: ClassVar[int] = 1
     """Responses to a prompt that the algorithm needs; see `rollout.samples_per_prompt`."""
@@ -64,6 +66,10 @@ class AlgorithmConfig(BaseModel):
     mini_batches: Annotated[int, Field(ge=1)] = 1
     """Updates per pass; each takes a global, seeded share of the rows."""
 
+    def changes(self, key: str) -> bool:
+        """True if `key` has another value than its default."""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
+
     def find_contradictions(self) -> Iterator[str]:
         """Yields one line for every pair of keys that cannot go together; the first word names a key."""
         yield from ()
@@ -74,8 +80,8 @@ class PolicyConfig(AlgorithmConfig):
 
     old_logprobs: Literal["auto", "current", "recomputed", "sampled"] = "auto"
     """`current`: from the update itself, exact for one update per iteration. `recomputed`: one more forward pass.
-    `sampled`: those of the rollout backend, and ratios are cut at 2. `auto`: `current` where it is exact and nothing
-    before the update reads them, else `recomputed`.
+    `sampled`: those of the rollout backend; the clip of PPO's kind then cuts ratios at 2. `auto`: `current` where it is
+    exact and nothing before the update reads them, else `recomputed`.
     """
     log_ratio_clamp: Range | None = 20.0
     """Largest size of the logarithm of a ratio."""
@@ -137,10 +143,8 @@ class PolicyConfig(AlgorithmConfig):
     @property
     def correction_bounds(self) -> tuple[float, float]:
         """Smallest and largest weight of the correction, with defaults resolved."""
-        kind = self.correction
-        if kind == "sequence_mask" and self.correction_statistic == "product":
-            kind = "sequence_mask by product"
-        low, high = _CORRECTION_BOUNDS[kind]
+        by_product = self.correction == "sequence_mask" and self.correction_statistic == "product"
+        low, high = _CORRECTION_BOUNDS["sequence_mask by product" if by_product else self.correction]
         return (
             low if self.correction_low is None else self.correction_low,
             high if self.correction_high is None else self.correction_high,
@@ -179,7 +183,17 @@ class PolicyConfig(AlgorithmConfig):
                 f"algorithm.loss_denominator = {self.loss_denominator}: algorithm.aggregation = '{self.aggregation}' "
                 "divides by no constant. Remove it"
             )
+        if self.penalises_rewards and self.kl_estimator != "k1":
+            yield (
+                f"algorithm.kl_estimator = '{self.kl_estimator}': with algorithm.kl_place = 'reward' it has another "
+                "gradient than the divergence, which may lead away from the reference. Use 'k1'"
+            )
         is_in_loss = self.kl_place == "loss" and self.kl_coefficient > 0
+        if is_in_loss and self.kl_estimator == "k1" and self.kl_gradient == "value":
+            yield (
+                "algorithm.kl_gradient = 'value': in the loss the expected gradient of algorithm.kl_estimator = 'k1' "
+                "is 0. Use 'unbiased', or algorithm.kl_place = 'reward'"
+            )
         if is_in_loss and self.kl_estimator == "k2" and self.kl_gradient != "value":
             yield (
                 f"algorithm.kl_gradient = '{self.kl_gradient}': algorithm.kl_estimator = 'k2' has the right "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_algorithms.recipes._recipe import Recipe
+from hf_algorithms.users_code import describe_raised
 from hf_protocols import ConfigError
 from hf_protocols.arguments import show
 from hf_protocols.similar_names import find_similar
@@ -48,9 +48,10 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
     if not isinstance(found, Recipe):
         recipes = [key for key, value in vars(module).items() if isinstance(value, Recipe)]
         what = "is not a Recipe" if hasattr(module, name) else "does not exist"
+        where = module.__file__ or f"the folder {place}, which is not a module"
         near = find_similar(name, recipes) or recipes
         hint = f"did you mean {', '.join(near)}?" if near else "Define one with Recipe(...)"
-        raise ConfigError(f"{label}: {name} {what} in {module.__file__}. {hint}")
+        raise ConfigError(f"{label}: {name} {what} in {where}. {hint}")
     return found
 
 
@@ -61,12 +62,6 @@ def _import(name: str, label: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             raise ConfigError(f"{label}: there is no module {show(error.name)} on Python's path") from None
-        raise ConfigError(_describe(label, error)) from error
+        raise ConfigError(f"{label}: its module raised {describe_raised(error)}") from error
     except (Exception, SystemExit) as error:  # a user's module may raise anything
-        raise ConfigError(_describe(label, error)) from error
-
-
-def _describe(label: str, error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f", {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
-    return f"{label}: its module raised {type(error).__name__}: {show(str(error))}{place}"
+        raise ConfigError(f"{label}: its module raised {describe_raised(error)}") from error

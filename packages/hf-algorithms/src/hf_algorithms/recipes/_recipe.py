@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import keyword
 import random
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -13,8 +14,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.recipes._config import AlgorithmConfig
+from hf_algorithms.users_code import describe_raised
 from hf_protocols import ConfigError, HybridFlowError
 from hf_protocols.arguments import show
+from hf_protocols.similar_names import find_similar
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
@@ -22,6 +25,12 @@ if TYPE_CHECKING:
     from hf_engine import SamplingParams
 
 __all__ = ["Recipe", "Role", "StepContext", "StepError", "mini_batch_rows"]
+
+
+_TAKEN = frozenset({"find", "groups", "having"})
+"""Names that `Roles` has for itself."""
+_COLUMNS = frozenset({"iteration"})
+"""Names in metrics.jsonl that are not metrics."""
 
 
 class StepError(HybridFlowError):
@@ -107,7 +116,8 @@ class Recipe:
         step: the program of one iteration.
 
     Raises:
-        ConfigError: for two roles of one name, or roles that start from one another.
+        ConfigError: for a field of another type, a name that is not that of `config`, two roles of one name, roles
+            that start from one another, or a step that does not take four arguments.
     """
 
     name: str
@@ -116,10 +126,13 @@ class Recipe:
     step: Callable[[Roles, BatchFuture, Any, StepContext], Sequence[MetricsFuture | Mapping[str, float]]]
 
     def __post_init__(self) -> None:
+        self._check_fields()
         names = [role.name for role in self.roles]
         for name in names:
-            if not name.isidentifier():
+            if not str(name).isidentifier() or keyword.iskeyword(name):
                 raise ConfigError(f"recipe {show(self.name)}: the role {show(name)} is not a name of Python. Rename it")
+            if name in _TAKEN:
+                raise ConfigError(f"recipe {show(self.name)}: roles.{name} is a method. Rename the role")
             if names.count(name) > 1:
                 raise ConfigError(f"recipe {show(self.name)}: it has two roles named {show(name)}. Rename one")
         for role in self.roles:
@@ -131,7 +144,33 @@ class Recipe:
                         f"recipe {show(self.name)}: the roles {', '.join(seen)} start from one another. "
                         "Let one of them start from a directory or from None"
                     )
+                if not role.has_model:
+                    raise ConfigError(
+                        f"recipe {show(self.name)}: the role {show(seen[-1])} starts from {show(role.name)}, which "
+                        "holds no model. Name a role with a model, or a directory"
+                    )
                 seen.append(role.name)
+
+    def _check_fields(self) -> None:
+        label, name = f"recipe {show(self.name)}", self.name
+        config: Any = self.config
+        roles: Any = self.roles
+        if not str(name).strip() or not str(name) == name:
+            raise ConfigError(f"{label}: its name is not a text. Give it one")
+        if not isinstance(config, type) or not issubclass(config, AlgorithmConfig):
+            raise ConfigError(f"{label}: config is {show(config)}. Give a subclass of AlgorithmConfig")
+        usual = config.model_fields["name"].default
+        if usual != name:
+            found = f"has the name {show(usual)}" if isinstance(usual, str) else "has no name"
+            raise ConfigError(f"{label}: {config.__name__} {found}. Write name: Literal[{name!r}] = {name!r} there")
+        if not isinstance(roles, tuple | list) or not all(isinstance(role, Role) for role in roles):
+            raise ConfigError(f"{label}: roles is {show(roles)}. Give a tuple of Role(...)")
+        try:
+            inspect.signature(self.step).bind("roles", "prompts", "config", "context")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{label}: step is not callable as step(roles, prompts, config, context): {error}"
+            ) from None
 
     def role(self, name: str) -> Role:
         """Returns the role of this name.
@@ -142,8 +181,10 @@ class Recipe:
         for role in self.roles:
             if role.name == name:
                 return role
-        names = ", ".join(role.name for role in self.roles)
-        raise ConfigError(f"recipe {show(self.name)} has no role {show(name)}: its roles are {names}")
+        names = [role.name for role in self.roles]
+        near = find_similar(name, names)
+        hint = f". Did you mean {show(near[0])}?" if near else ""
+        raise ConfigError(f"recipe {show(self.name)} has no role {show(name)}: its roles are {', '.join(names)}{hint}")
 
     def run_step(
         self, roles: Roles, prompts: BatchFuture, config: Any, context: StepContext
@@ -162,17 +203,20 @@ class Recipe:
             metrics = list(found) if isinstance(found, Iterable) and not isinstance(found, str | Mapping) else [found]
         except HybridFlowError:
             raise
-        except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            text = "".join(traceback.format_exception_only(error)).strip()
-            raise fails(f"{label} raised {text}\n  at {frame.filename}:{frame.lineno}, in {frame.name}") from error
+        except (Exception, SystemExit) as error:
+            raise fails(f"{label} raised {describe_raised(error)}") from error
         for each in metrics:
             if not hasattr(each, "sums") and not _are_numbers(each):
                 raise fails(
                     f"{label} returned {show(each)}, which is not metrics. Return a list of what calls to update_actor "
                     "and its like return, and of mappings of a name to a number"
                 )
-        return metrics
+            if isinstance(each, Mapping) and (taken := [name for name in each if name in _COLUMNS]):
+                raise fails(f"{label} returned a metric named {show(taken[0])}, which the run writes. Rename it")
+        return [
+            {name: float(value) for name, value in each.items()} if isinstance(each, Mapping) else each
+            for each in metrics
+        ]
 
     @property
     def summary(self) -> str:
@@ -187,7 +231,9 @@ class Recipe:
 
 
 def _are_numbers(metrics: object) -> bool:
-    return isinstance(metrics, Mapping) and all(isinstance(value, Real) for value in metrics.values())
+    return isinstance(metrics, Mapping) and all(
+        isinstance(name, str) and isinstance(value, Real) for name, value in metrics.items()
+    )
 
 
 def mini_batch_rows(num_rows: int, num_mini_batches: int, *, epochs: int, seed: int) -> Iterator[list[int]]:

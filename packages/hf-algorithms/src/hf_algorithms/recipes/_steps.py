@@ -152,10 +152,17 @@ def train_by_scores(
     context: StepContext,
     estimator: Estimator,
     surrogate: Surrogate,
+    *,
+    counts_responses: bool = True,
 ) -> Sequence[MetricsFuture]:
-    """Trains the actor on scored responses: log-probs, advantages of `estimator`, updates on `surrogate`."""
+    """Trains the actor on scored responses: log-probs, advantages of `estimator`, updates on `surrogate`.
+
+    Without `counts_responses` the metrics leave out what is known of responses before log-probs.
+    """
     batch = add_old_logprobs(roles, batch, config, context)
     batch = add_ref_logprobs(roles, batch, config, context)
     batch = batch.union(roles.advantage.compute_advantages(batch, estimator))
-    metrics = roles.advantage.compute_metrics(batch, compares_sampler=config.old_source != "sampled")
+    metrics = roles.advantage.compute_metrics(
+        batch, compares_sampler=config.old_source != "sampled", counts_responses=counts_responses
+    )
     return [metrics, *update_policy(roles, batch, config, context, surrogate)]

@@ -4,7 +4,7 @@ An iteration drops the groups whose scores are all equal and draws as many promp
 and while the data set has as many rows that the iteration has not drawn. Surplus groups are dropped and counted. After
 the last refill it trains on what there is. Without any group it trains on nothing, as with fewer responses than there
 are ranks to share them. Metrics: `group/filtered`, `group/refills`, and `actor/skipped_steps` for an iteration without
-an update.
+an update. The metrics of scores and responses are of all that were drawn, before the length term.
 
 Deviations from the paper:
 
@@ -48,36 +48,42 @@ def step(
     roles: Roles, prompts: BatchFuture, config: DAPOConfig, context: StepContext
 ) -> Sequence[MetricsFuture | Mapping[str, float]]:
     """One iteration: it asks for the groups that are worth training on, and refills."""
+    from hf_algorithms.advantages import LengthTerm
     from hf_algorithms.roles import least_rows
 
-    batch, counts = fill(roles, prompts, config, context)
+    batch, metrics = fill(roles, prompts, config, context)
     if batch is not None and batch.num_rows < prompts.num_rows * context.sampling.n:
         parts = min(config.mini_batches, batch.num_rows // least_rows(roles.actor, "update_actor"))
         batch = batch if parts else None
         config = config.model_copy(update={"mini_batches": parts})
     if batch is None:
-        return [counts | {"actor/skipped_steps": 1.0}]
+        return [*metrics, {"actor/skipped_steps": 1.0}]
     if config.overlong_buffer:
-        limit = context.sampling.max_new_tokens
-        batch = batch.union(roles.advantage.add_length_term(batch, max_tokens=limit, buffer=config.overlong_buffer))
+        term = LengthTerm(max_tokens=context.sampling.max_new_tokens, buffer=config.overlong_buffer)
+        batch = batch.union(roles.advantage.add_length_term(batch, term))
     estimator = build_group_advantage(config)
-    metrics = train_by_scores(roles, batch, config, context, estimator, build_clip(config))
-    return [*metrics, counts]
+    return [
+        *metrics,
+        *train_by_scores(roles, batch, config, context, estimator, build_clip(config), counts_responses=False),
+    ]
 
 
 def fill(
     roles: Roles, prompts: BatchFuture, config: DAPOConfig, context: StepContext
-) -> tuple[BatchFuture | None, dict[str, float]]:
-    """Returns the responses of groups whose scores differ, as many groups as there are prompts, and the counts.
+) -> tuple[BatchFuture | None, list[MetricsFuture | Mapping[str, float]]]:
+    """Returns the responses of groups whose scores differ, as many groups as there are prompts, and metrics.
 
-    None stands for no group at all. While a dataflow is traced all groups are kept.
+    The metrics are of all responses, dropped ones included, and count the groups. None stands for no group at all.
+    While a dataflow is traced all groups are kept.
     """
     samples, wanted = context.sampling.n, prompts.num_rows
     found: BatchFuture | None = None
+    drawn: BatchFuture | None = None
     num_kept = num_drawn = refills = 0
     fresh = prompts
     while True:
         batch = generate_scored(roles, fresh, context)
+        drawn = batch if drawn is None else drawn.concat(batch)
         groups = range(num_drawn, num_drawn + fresh.num_rows)
         kept = set(context.read(roles.advantage.select_groups(batch), while_tracing=list(groups)))
         rows = [
@@ -95,7 +101,8 @@ def fill(
             break
         refills += 1
         fresh = context.more_prompts(wanted)
-    return found, {"group/filtered": float(num_drawn - num_kept), "group/refills": float(refills)}
+    counts = {"group/filtered": float(num_drawn - num_kept), "group/refills": float(refills)}
+    return found, [roles.advantage.compute_metrics(drawn), counts]
 
 
 DAPO = Recipe(name="dapo", config=DAPOConfig, roles=POLICY_ROLES, step=step)

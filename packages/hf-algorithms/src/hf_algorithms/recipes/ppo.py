@@ -65,10 +65,25 @@ class PPOConfig(CriticKeys, RewardKeys, WhitenKeys, ClipKeys, PolicyConfig):
     def find_contradictions(self) -> Iterator[str]:
         """Yields one line for every pair of keys that cannot go together."""
         yield from super().find_contradictions()
-        if self.kl_target is not None and not (self.needs_reference and self.old_source != "current"):
+        if self.kl_target is not None and self.kl_coefficient == 0:
+            yield (
+                "algorithm.kl_coefficient = 0: algorithm.kl_target multiplies it and so leaves it 0. Set the first "
+                "above 0, or remove the second"
+            )
+        elif self.kl_target is not None and not (self.needs_reference and self.old_source != "current"):
             yield (
                 f"algorithm.kl_target = {self.kl_target}: the divergence is not known before the update. Set "
                 "algorithm.kl_place = 'reward', or algorithm.old_logprobs = 'recomputed'"
+            )
+        if self.kl_target is None and self.changes("kl_horizon"):
+            yield (
+                f"algorithm.kl_horizon = {self.kl_horizon}: without algorithm.kl_target the coefficient is fixed. "
+                "Set the second, or remove the first"
+            )
+        if self.kl_stop is not None and self.epochs * self.mini_batches == 1:
+            yield (
+                f"algorithm.kl_stop = {self.kl_stop}: an iteration makes one update, so none is left to stop. Raise "
+                "algorithm.epochs or algorithm.mini_batches, or remove it"
             )
 
 

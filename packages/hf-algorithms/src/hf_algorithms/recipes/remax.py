@@ -12,7 +12,7 @@ Deviations from the authors' code:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -45,6 +45,19 @@ class ReMaxConfig(ClipKeys, PolicyConfig):
     """`token`: a token pays its own KL (the authors' code); `cumulative`: that of all that follow (the gradient)."""
     ratio: Literal["none", "token"] = "none"
     """`none`: plain REINFORCE, for one update per iteration; `token`: PPO's clipped ratio (verl)."""
+
+    def find_contradictions(self) -> Iterator[str]:
+        """Yields one line for every pair of keys that cannot go together."""
+        yield from super().find_contradictions()
+        if self.ratio != "none":
+            return
+        for key in ("epochs", "mini_batches", "clip_low", "clip_high", "dual_clip"):
+            if self.changes(key):
+                reason = "takes one update per iteration" if key in ("epochs", "mini_batches") else "clips nothing"
+                yield (
+                    f"algorithm.{key} = {getattr(self, key)}: algorithm.ratio = 'none' {reason}. Use ratio = 'token', "
+                    "or remove it"
+                )
 
 
 def step(roles: Roles, prompts: BatchFuture, config: ReMaxConfig, context: StepContext) -> Sequence[MetricsFuture]:

@@ -18,6 +18,7 @@ under this KL penalty, which is not a divergence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -102,10 +103,8 @@ def step(roles: Roles, prompts: BatchFuture, config: SafeRLHFConfig, context: St
         window=config.cost_window,
         maximum=config.lambda_max,
     )
-    state = multiplier.update(
-        context.state.get("multiplier", multiplier.start()),
-        context.read(roles.cost.list_costs(batch), while_tracing=[]),
-    )
+    costs = context.read(roles.cost.list_costs(batch), while_tracing=[])
+    state = multiplier.update(context.state.get("multiplier", multiplier.start()), costs)
     context.state["multiplier"] = state
     estimator = LagrangianAdvantage(
         multiplier=state["value"],
@@ -116,7 +115,7 @@ def step(roles: Roles, prompts: BatchFuture, config: SafeRLHFConfig, context: St
         bootstrap=config.bootstrap,
     )
     batch = batch.union(roles.advantage.compute_advantages(batch, estimator))
-    metrics: list[Any] = [roles.advantage.compute_metrics(batch), _describe(multiplier, state)]
+    metrics: list[Any] = [roles.advantage.compute_metrics(batch), _describe(multiplier, state, costs)]
     return [*metrics, *_update(roles, batch, config, context, ValueLoss(clip=config.value_clip))]
 
 
@@ -143,8 +142,9 @@ def _update(
     return metrics
 
 
-def _describe(multiplier: Multiplier, state: dict[str, Any]) -> dict[str, float]:
+def _describe(multiplier: Multiplier, state: dict[str, Any], costs: Sequence[float]) -> dict[str, float]:
     found = {
+        "cost/unscorable": float(sum(map(math.isnan, costs))),
         "constraint/lambda": float(state["value"]),
         "constraint/infeasible": float(multiplier.is_infeasible(state)),
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.abc import MetaPathFinder
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from hf_algorithms.users_code import describe_raised
 from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError
 from hf_protocols.similar_names import find_similar
@@ -38,13 +38,14 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
     module_name, colon, function_name = name.partition(":")
     if not (colon and all(part.isidentifier() for part in [*module_name.split("."), function_name])):
         raise ConfigError(
-            f"{show(name)} names no function: write module:function, such as hf_algorithms.rewards:exact_match"
+            f"{show(name)} is not the name of a function: write module:function, such as "
+            "hf_algorithms.rewards:exact_match"
         )
     folders = list(dict.fromkeys(str(Path(folder).resolve()) for folder in search_path))
     module = _import(module_name, folders, name)
     function = getattr(module, function_name, None)
     if not callable(function):
-        found = "is no function" if hasattr(module, function_name) else "does not exist"
+        found = "is not a function" if hasattr(module, function_name) else "does not exist"
         hint = _nearest(function_name, _public_functions(module))
         raise ConfigError(f"{show(name)}: {shorten(function_name)} {found} in {module.__file__ or module_name}. {hint}")
     return _with_neighbours(function, folders) if _find_in(folders, module_name) else function
@@ -63,7 +64,9 @@ def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if spec is not None or not (module_name == missing or module_name.startswith(f"{missing}.")):
-            raise ConfigError(_describe_failure(name, module_name, error)) from error
+            raise ConfigError(
+                f"{show(name)}: importing {shorten(module_name)} raised {describe_raised(error)}"
+            ) from error
         places = ", ".join(folders) or "Python's path"
         raise ConfigError(
             f"{show(name)}: no module {show(missing)} in {places}. {_nearest(module_name, _module_names(folders))}"
@@ -73,7 +76,7 @@ def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
         SystemExit,
         GeneratorExit,
     ) as error:  # a user's module may raise anything, which the user should see
-        raise ConfigError(_describe_failure(name, module_name, error)) from error
+        raise ConfigError(f"{show(name)}: importing {shorten(module_name)} raised {describe_raised(error)}") from error
 
 
 @contextmanager
@@ -177,17 +180,6 @@ def _origin(spec: ModuleSpec | None) -> str | None:
         return None
     # A package without __init__.py has folders and no file.
     return spec.origin or str(list(spec.submodule_search_locations or ()))
-
-
-def _describe_failure(name: str, module_name: str, error: BaseException) -> str:
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and "importlib" not in frame.filename
-    ]
-    text = "".join(traceback.format_exception_only(error)).strip()
-    place = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    return f"{show(name)}: importing {shorten(module_name)} raised {text}{place}"
 
 
 def _module_names(folders: list[str]) -> list[str]:

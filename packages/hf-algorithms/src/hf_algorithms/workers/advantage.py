@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from hf_algorithms.jagged import pad_rows, unpad_rows
+from hf_algorithms.users_code import describe_raised
 from hf_algorithms.workers._model import Metrics
 from hf_controller import Worker
-from hf_protocols import FROM_ARGUMENT, RANK_ZERO, BatchError, register
-from hf_protocols.arguments import describe_names
+from hf_protocols import FROM_ARGUMENT, RANK_ZERO, BatchError, HybridFlowError, register
+from hf_protocols.arguments import describe_names, show
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
+
+    from hf_algorithms.advantages import LengthTerm
 
 __all__ = ["AdvantageWorker", "Estimator"]
 
@@ -48,18 +51,14 @@ class AdvantageWorker(Worker):
         The estimator gets padded columns [B, T], or [B] where a column has one value a row. The result is jagged.
 
         Raises:
-            BatchError: if the estimator returns other columns than it declares.
+            BatchError: if the estimator raises, with the place in its code, or returns other columns than it declares,
+                or values that are not real and finite or of another shape.
         """
         from tensordict import TensorDict
 
         padded = {str(name): pad_rows(batch[name]) for name, _ in batch.items()}
         padded["response_mask"] = padded["response_mask"].bool()
-        found = estimator(padded)
-        if set(found) != set(estimator.writes):
-            raise BatchError(
-                f"estimator {type(estimator).__name__}: it returned {describe_names(sorted(found))} and declares "
-                f"{describe_names(sorted(estimator.writes))}. Return what writes names"
-            )
+        found = _estimate(estimator, padded)
         columns = {
             name: value if value.dim() == 1 else unpad_rows(value, batch["response_mask"])
             for name, value in found.items()
@@ -83,16 +82,13 @@ class AdvantageWorker(Worker):
         return TensorDict({"group_tokens": tokens}, batch_size=batch.batch_size)
 
     @register(protocol=RANK_ZERO, reads=("response_mask", "scores"), writes=("scores",))
-    def add_length_term(self, batch: TensorDict, *, max_tokens: int, buffer: int) -> TensorDict:
-        """Returns `scores` [B] plus DAPO's length term; see `hf_algorithms.advantages.add_length_term`."""
+    def add_length_term(self, batch: TensorDict, term: LengthTerm) -> TensorDict:
+        """Returns `scores` [B] plus DAPO's length term."""
         import torch
         from tensordict import TensorDict
 
-        from hf_algorithms.advantages import add_length_term
-
         lengths = torch.tensor([len(row) for row in batch["response_mask"].unbind()])
-        scores = add_length_term(batch["scores"], lengths, max_tokens=max_tokens, buffer=buffer)
-        return TensorDict({"scores": scores}, batch_size=batch.batch_size)
+        return TensorDict({"scores": term(batch["scores"], lengths)}, batch_size=batch.batch_size)
 
     @register(protocol=RANK_ZERO, returns="object", reads=("scores", "group_id"))
     def select_groups(self, batch: TensorDict) -> list[int]:
@@ -115,8 +111,12 @@ class AdvantageWorker(Worker):
             "rollout_logprobs?",
         ),
     )
-    def compute_metrics(self, batch: TensorDict, *, compares_sampler: bool = True) -> Metrics:
+    def compute_metrics(
+        self, batch: TensorDict, *, compares_sampler: bool = True, counts_responses: bool = True
+    ) -> Metrics:
         """Means over responses: score, divergence from the reference, tokens; and the sampler's mismatch.
+
+        Without `counts_responses` scores, groups, tokens and cuts are left out: they were counted before.
 
         What needs a column that is absent is left out. `response/truncated` is the share of responses that were cut by
         their length; for scores and groups see `hf_algorithms.advantages.compute_score_metrics`.
@@ -139,10 +139,12 @@ class AdvantageWorker(Worker):
         names = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
         old, reference, sampled = (pad_rows(batch[name])[mask] if name in batch else None for name in names)
         tokens = float(mask.sum())
-        metrics: Metrics = {"response/tokens": (tokens, rows)}
-        metrics |= compute_score_metrics({name: batch[name] for name in ("scores", "group_id") if name in batch})
-        if "finish_reason" in batch:
-            metrics["response/truncated"] = (float((batch["finish_reason"] == TRUNCATED).sum()), rows)
+        metrics: Metrics = {}
+        if counts_responses:
+            metrics["response/tokens"] = (tokens, rows)
+            metrics |= compute_score_metrics({name: batch[name] for name in ("scores", "group_id") if name in batch})
+            if "finish_reason" in batch:
+                metrics["response/truncated"] = (float((batch["finish_reason"] == TRUNCATED).sum()), rows)
         if old is not None and reference is not None:
             sums = {name: float(each.sum()) for name, each in estimate_kl(old, reference).items()}
             metrics |= {f"kl_sequence/{name}": (sums[name], rows) for name in ("k1", "k3")}
@@ -154,3 +156,45 @@ class AdvantageWorker(Worker):
             metrics["rollout/logprob_gap_max"] = (float(gaps.max()), 1.0)
             metrics["rollout/logprob_gap_share"] = (float((gaps > GAP_BOUND).sum()), tokens)
         return metrics
+
+
+def _estimate(estimator: Estimator, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Calls an estimator, which may be anybody's, and believes nothing that it returns."""
+    import torch
+
+    if isinstance(estimator, type):
+        raise BatchError(f"estimator {estimator.__name__}: it is a class. Pass an instance, {estimator.__name__}(...)")
+    label = f"estimator {type(estimator).__name__}"
+    try:
+        found: object = estimator(columns)
+    except HybridFlowError:
+        raise
+    except Exception as error:
+        undeclared = isinstance(error, KeyError) and error.args and error.args[0] not in columns
+        hint = f"\n  its reads are {describe_names(estimator.reads)}" if undeclared else ""
+        raise BatchError(f"{label} raised {describe_raised(error)}{hint}") from error
+    if not isinstance(found, Mapping):
+        raise BatchError(f"{label}: it returned {show(found)}. Return a dict of tensors by the names of writes")
+    if set(found) != set(estimator.writes):
+        raise BatchError(
+            f"{label}: it returned {', '.join(sorted(map(str, found))) or 'no columns'} and declares "
+            f"{', '.join(sorted(estimator.writes))}. Return what writes names"
+        )
+    mask, checked = columns["response_mask"], {}
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise BatchError(f"{label}: {name} is {show(value)} ({type(value).__name__}). Return a tensor")
+        if value.shape not in (mask.shape[:1], mask.shape):
+            rows, width = mask.shape
+            raise BatchError(
+                f"{label}: {name} has the shape {tuple(value.shape)}. Return one value for each row, ({rows},), or for "
+                f"each token, ({rows}, {width})"
+            )
+        if value.is_complex() or value.dtype == torch.bool:
+            raise BatchError(f"{label}: {name} has dtype {value.dtype}. Return real numbers")
+        trained = value if value.dim() == 1 else value.masked_fill(~mask, 0)
+        if not bool(trained.isfinite().all()):
+            row = int((~trained.isfinite()).nonzero()[0, 0])
+            raise BatchError(f"{label}: {name} of row {row} is not finite. Look at the columns that it reads there")
+        checked[name] = trained
+    return checked

@@ -32,6 +32,8 @@ class _TextFunctionWorker(Worker):
     """
 
     needs_process_group = False
+    kind = "reward"
+    """Of the functions, in messages."""
 
     def __init__(self, context: WorkerContext, *, tokenizer: str, function: str, search_path: Sequence[str]) -> None:
         super().__init__(context)
@@ -50,7 +52,7 @@ class _TextFunctionWorker(Worker):
         import torch
         from tensordict import TensorDict
 
-        found = compute_scores(function, *self._texts(batch), may_be_unscorable=may_be_unscorable)
+        found = compute_scores(function, *self._texts(batch), may_be_unscorable=may_be_unscorable, kind=self.kind)
         return TensorDict({column: torch.tensor(found, dtype=dtype)}, batch_size=batch.batch_size)
 
     def _texts(self, batch: TensorDict) -> tuple[list[str], list[str], list[str]]:
@@ -121,6 +123,8 @@ class RewardWorker(_TextFunctionWorker):
 
 class CostWorker(_TextFunctionWorker):
     """One rank of the cost of a constraint."""
+
+    kind = "cost"
 
     @classmethod
     def configure(cls, setup: RoleSetup) -> dict[str, Any]:

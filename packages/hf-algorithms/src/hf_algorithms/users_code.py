@@ -1,0 +1,41 @@
+"""Errors that code of a user's own raised: rewards, recipes, estimators, losses."""
+
+from __future__ import annotations
+
+import linecache
+import sysconfig
+import traceback
+from pathlib import Path
+
+__all__ = ["describe_raised", "place_of"]
+
+_OURS = ("hf_protocols", "hf_engine", "hf_mapper", "hf_controller", "hf_algorithms")
+_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+def describe_raised(error: BaseException) -> str:
+    """Returns `ValueError: text`, and on a second line the place in the user's code, if it is known."""
+    text = "".join(traceback.format_exception_only(error)).strip()
+    if isinstance(error, SyntaxError):  # its text says where
+        return text
+    place = place_of(error)
+    return f"{text}\n  at {place}" if place else text
+
+
+def place_of(error: BaseException) -> str | None:
+    """Returns `file:line, in function: code` of the innermost frame that is neither ours, Python's nor a library's.
+
+    Where every frame is, the innermost one is taken; None without frames.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_installed(frame.filename)]
+    if not frames:
+        return None
+    frame = (own or frames)[-1]
+    line = frame.line or linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}: {line}"
+
+
+def _is_installed(filename: str) -> bool:
+    parts = Path(filename).parts
+    return filename.startswith(("<", _LIBRARY)) or "site-packages" in parts or any(name in parts for name in _OURS)
