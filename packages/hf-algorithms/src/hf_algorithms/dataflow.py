@@ -73,15 +73,18 @@ def derive_dataflow(
 
     Raises:
         ConfigError: for a step that asks for the result of a batch or an object, a role without a worker, a method
-            that does not say what it writes, or a step that does not end.
+            that does not say what it writes, a loss that asks for an output that the model lacks, or a step that does
+            not end.
         BatchError: for a column that a call needs and nobody wrote, or rows that do not fit.
     """
+    from hf_algorithms.workers import check_calls_outputs
     from hf_controller import TracingExecutor
 
     executor = TracingExecutor()
     groups = {role.name: executor.build_group(role.name, role.load_worker()) for role in recipe.roles}
     prompts, context = executor.put_columns(columns, num_prompts), build_tracing_context(executor, sampling)
     recipe.run_step(Roles(groups), prompts, config, context)
+    check_calls_outputs(executor.calls, {role.name: role.load_worker() for role in recipe.roles})
     nodes = _merge([call for call in executor.calls if call.num_rows])
     names = _name_columns(nodes, columns)
     calls = [_describe(node, names) for node in nodes]

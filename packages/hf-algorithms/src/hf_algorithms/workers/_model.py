@@ -7,6 +7,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from hf_algorithms.jagged import pad_rows
+from hf_algorithms.workers._outputs import read_outputs
 from hf_controller import Worker, WorkerContext
 from hf_engine import TrainConfig, load_train_backend
 from hf_protocols import ONE_TO_ALL, register
@@ -23,6 +24,9 @@ __all__ = ["SEQUENCE", "Metrics", "ModelWorker", "on_device"]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 Metrics = dict[str, tuple[float, float]]
+
+_OUTPUT_OPTIONS = {"entropy": "entropy", "candidate_logprobs": "candidates"}
+"""Arguments of `train_step` that ask for more outputs, by the output's name."""
 
 SEQUENCE = ("prompt_ids", "response_ids", "response_mask")
 """Columns that every forward pass reads."""
@@ -136,7 +140,9 @@ class ModelWorker(Worker):
             from hf_algorithms.workers._pretraining import join_pretraining
 
             batch, loss = join_pretraining(batch, loss, held, weight=pretrain_weight * count / learned)
-        metrics = self._train.train_step(batch, loss, count, temperature=temperature)
+        asked = read_outputs(loss, self.head)
+        options = {key: True for name, key in _OUTPUT_OPTIONS.items() if name in asked}
+        metrics = self._train.train_step(batch, loss, count, temperature=temperature, **options)
         return {name if "/" in name else f"{self.context.role}/{name}": pair for name, pair in metrics.items()}
 
 

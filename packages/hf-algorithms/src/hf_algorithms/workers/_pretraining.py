@@ -29,6 +29,11 @@ class _JoinedLoss:
     loss: Loss
     weight: float
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Those of the loss, and the supervised one's."""
+        return tuple(dict.fromkeys(["logprobs", *getattr(self.loss, "outputs", ())]))
+
     def __call__(
         self, outputs: Mapping[str, torch.Tensor], micro_batch: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
@@ -69,5 +74,6 @@ def _join(column: torch.Tensor, pretraining: TensorDict, name: str) -> torch.Ten
         return torch.cat([column, other])
     if name in pretraining:
         return to_jagged([*column.unbind(), *pretraining[name].unbind()])
-    zeros = [torch.zeros(len(row), dtype=column.dtype) for row in pretraining["response_ids"].unbind()]
+    shape = column.values().shape[1:]
+    zeros = [torch.zeros(len(row), *shape, dtype=column.dtype) for row in pretraining["response_ids"].unbind()]
     return to_jagged([*column.unbind(), *zeros])
