@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_algorithms.losses._aggregation import Aggregation
+from hf_algorithms.losses._correction import measure_mismatch
 from hf_algorithms.losses._loss import Metrics
 
 __all__ = ["DistillationLoss"]
@@ -29,12 +30,12 @@ class DistillationLoss:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Columns of the batch; the model scores the tokens in `candidate_ids`."""
-        return (*self.aggregation.reads, "candidate_ids", "teacher_candidate_logprobs")
+        """Columns of the batch; the model scores the tokens in `candidate_ids`, `rollout_logprobs` serve metrics."""
+        return (*self.aggregation.reads, "candidate_ids", "teacher_candidate_logprobs", "rollout_logprobs?")
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Outputs of the model; the entropy serves a metric alone, and may be absent."""
+        """Outputs of the model; `logprobs` and `entropy` serve metrics alone, and may be absent."""
         return ("logprobs", "entropy", "candidate_logprobs")
 
     def count(self, columns: Mapping[str, torch.Tensor]) -> float:
@@ -47,7 +48,8 @@ class DistillationLoss:
         """Returns the weighted sum of the token losses and metrics.
 
         `distillation/kl` is the mean over trained tokens, in nats. `distillation/rest` is the mean probability that the
-        teacher gives to the last outcome. `actor/entropy` is the student's.
+        teacher gives to the last outcome. `actor/entropy` is the student's. `rollout/*` compares sampler and student;
+        later updates of an iteration add their own change.
 
         Args:
             outputs: `candidate_logprobs` [b, T, k], with the gradient.
@@ -67,6 +69,9 @@ class DistillationLoss:
         if "entropy" in outputs.keys():  # noqa: SIM118 - a TensorDict cannot be asked otherwise
             entropy = outputs["entropy"].detach().masked_fill(~mask, 0.0)
             metrics["actor/entropy"] = (float(entropy.sum()), count)
+        if "rollout_logprobs" in micro_batch.keys() and "logprobs" in outputs.keys():  # noqa: SIM118 - see above
+            rollout = micro_batch["rollout_logprobs"].masked_fill(~mask, 0.0)
+            metrics |= measure_mismatch(outputs["logprobs"].detach().masked_fill(~mask, 0.0), rollout, mask, None)
         return loss, metrics
 
 
