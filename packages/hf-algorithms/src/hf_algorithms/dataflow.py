@@ -61,7 +61,7 @@ def derive_dataflow(
     """Run ``recipe.step`` once with a `TracingExecutor` and say which calls it made, and what each reads and writes.
 
     A call that was made on parts of a batch is one call, and so are the updates on its mini-batches. A function that
-    no other call depends on (metrics) is left out. A column that is written again has the name that it is renamed to,
+    no other call depends on (metrics) is left out, unless its role has no other calls and would have no place. A column that is written again has the name that it is renamed to,
     or a number. While the step runs every metric is 0.0: a step that branches on one takes the branch of 0.0.
 
     Args:
@@ -88,7 +88,13 @@ def derive_dataflow(
     nodes = _merge([call for call in executor.calls if call.num_rows])
     names = _name_columns(nodes, columns)
     calls = [_describe(node, names) for node in nodes]
-    return Dataflow(name=recipe.name, calls=tuple(call for call in calls if call.writes or call.kind != "function"))
+    needed = {call.role for call in calls if _is_needed(call)}
+    kept = tuple(call for call in calls if _is_needed(call) or call.role not in needed)
+    return Dataflow(name=recipe.name, calls=kept)
+
+
+def _is_needed(call: ModelCall) -> bool:
+    return bool(call.writes) or call.kind != "function"
 
 
 def build_tracing_context(executor: TracingExecutor, sampling: SamplingParams) -> StepContext:

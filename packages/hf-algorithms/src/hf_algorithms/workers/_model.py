@@ -131,6 +131,8 @@ class ModelWorker(Worker):
     ) -> Metrics:
         """One optimizer step on the loss of all ranks' rows. Without a trained token there is no step."""
         held, self._pretraining = self._pretraining, None
+        asked = read_outputs(loss, self.head)
+        options = {key: True for name, key in _OUTPUT_OPTIONS.items() if name in asked}
         tokens, count, learned = self._train.sum_over_data(
             [_count_tokens(batch), _count(loss, batch), 0.0 if held is None else _count_tokens(held)]
         )
@@ -140,8 +142,6 @@ class ModelWorker(Worker):
             from hf_algorithms.workers._pretraining import join_pretraining
 
             batch, loss = join_pretraining(batch, loss, held, weight=pretrain_weight * count / learned)
-        asked = read_outputs(loss, self.head)
-        options = {key: True for name, key in _OUTPUT_OPTIONS.items() if name in asked}
         metrics = self._train.train_step(batch, loss, count, temperature=temperature, **options)
         return {name if "/" in name else f"{self.context.role}/{name}": pair for name, pair in metrics.items()}
 

@@ -7,7 +7,7 @@ from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 from hf_protocols import ConfigError
-from hf_protocols.arguments import describe_names, show
+from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     from hf_controller import TracedCall, Worker
@@ -29,10 +29,10 @@ def read_outputs(loss: object, head: str) -> tuple[str, ...]:
     given: Any = getattr(loss, "outputs", known[:1])
     what = f"{type(loss).__name__}.outputs={show(given)}"
     if not isinstance(given, tuple | list) or not all(isinstance(name, str) for name in given):
-        raise ConfigError(f"{what}: is not a tuple of names. Name some of {describe_names(known)}")
+        raise ConfigError(f"{what}: is not a tuple of names. Name some of {', '.join(known)}")
     if strangers := [name for name in given if name not in known]:
         raise ConfigError(
-            f"{what}: a model with the head {show(head)} has {describe_names(known)}, not {show(strangers[0])}. "
+            f"{what}: a model with the head {show(head)} has {', '.join(known)}, not {show(strangers[0])}. "
             "Name some of these"
         )
     if "candidate_logprobs" in given and "candidate_ids" not in getattr(loss, "reads", ()):

@@ -29,11 +29,6 @@ class _JoinedLoss:
     loss: Loss
     weight: float
 
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Those of the loss, and the supervised one's."""
-        return tuple(dict.fromkeys(["logprobs", *getattr(self.loss, "outputs", ())]))
-
     def __call__(
         self, outputs: Mapping[str, torch.Tensor], micro_batch: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
