@@ -60,9 +60,10 @@ def derive_dataflow(
 ) -> Dataflow:
     """Run ``recipe.step`` once with a `TracingExecutor` and say which calls it made, and what each reads and writes.
 
-    A call that was made on parts of a batch is one call, and so are the updates on its mini-batches. A function that
-    no other call depends on (metrics) is left out, unless its role has no other calls and would have no place. A column that is written again has the name that it is renamed to,
-    or a number. While the step runs every metric is 0.0: a step that branches on one takes the branch of 0.0.
+    A call that was made on parts of a batch is one call, and so are the updates on its mini-batches. A function that no
+    other call depends on (metrics) is left out, unless its role has no other calls and would have no place. A column
+    that is written again has the name that it is renamed to, or a number. While the step runs every metric is 0.0: a
+    step that branches on one takes the branch of 0.0.
 
     Args:
         recipe: a shipped one or your own.
