@@ -105,7 +105,7 @@ class TablePolicy(Worker):
         self, batch: TensorDict, loss: Any, *, temperature: float = 1.0, pretrain_weight: float = 0.0
     ) -> dict[str, tuple[float, float]]:
         columns = {str(name): pad_rows(batch[name]) for name, _ in batch.items()}
-        total, metrics = loss({"logprobs": _score(self._logits, batch, temperature)}, columns)
+        total, metrics = loss(_answer(self._logits, batch, columns, temperature), columns)
         (self._gradient,) = torch.autograd.grad(total / loss.count(columns), self._logits)
         with torch.no_grad():
             scale = torch.softmax(self._logits, dim=1).clamp(min=_LEAST_PROBABILITY) / len(self._logits)
@@ -139,6 +139,15 @@ class FrozenPolicy(Worker):
     @register(protocol=THREE_D, reads=SEQUENCE, writes=("teacher_logprobs",), kind="inference")
     def compute_teacher_logprobs(self, batch: TensorDict, *, temperature: float = 1.0) -> TensorDict:
         return _shape(batch, "teacher_logprobs", _score(self._logits, batch, temperature))
+
+    @register(
+        protocol=THREE_D, reads=SEQUENCE, writes=("candidate_ids", "teacher_candidate_logprobs"), kind="inference"
+    )
+    def compute_teacher_candidates(self, batch: TensorDict, *, top_k: int, temperature: float = 1.0) -> TensorDict:
+        num_tokens = pad_rows(batch["response_ids"]).shape[1]
+        top = torch.log_softmax(self._logits / temperature, dim=1).topk(top_k)[:]
+        values, ids = (each[_states(batch)][:, None].expand(-1, num_tokens, -1) for each in top)
+        return _shape(batch, "candidate_ids", ids).update(_shape(batch, "teacher_candidate_logprobs", values))
 
 
 class TableCritic(Worker):
@@ -355,6 +364,19 @@ def _score(logits: torch.Tensor, batch: TensorDict, temperature: float) -> torch
     """Log-probs of the response tokens, [B, T]; beyond a row's end those of token 0."""
     logprobs = torch.log_softmax(logits / temperature, dim=1)[_states(batch)]
     return logprobs.gather(1, pad_rows(batch["response_ids"]))
+
+
+def _answer(
+    logits: torch.Tensor, batch: TensorDict, columns: dict[str, torch.Tensor], temperature: float
+) -> dict[str, torch.Tensor]:
+    """Every output of the model, [B, T] or [B, T, k]."""
+    logprobs = torch.log_softmax(logits / temperature, dim=1)[_states(batch)]
+    chosen = _score(logits, batch, temperature)
+    found = {"logprobs": chosen, "entropy": -(logprobs.exp() * logprobs).sum(1, keepdim=True).expand_as(chosen)}
+    if "candidate_ids" in columns:
+        everywhere = logprobs[:, None].expand(-1, chosen.shape[1], -1)
+        found["candidate_logprobs"] = everywhere.gather(2, columns["candidate_ids"].long())
+    return found
 
 
 def _shape(batch: TensorDict, name: str, padded: torch.Tensor) -> TensorDict:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from algorithm_agreement import Sampled, build_body, compare, make_teacher, run_once
@@ -47,6 +48,8 @@ def test_an_algorithm_trains_in_process(name: str, in_process: Callable[[str], S
     num_rows = 8 * RECIPES[name].config.least_samples
     assert len(found.tokens[0]) == num_rows
     assert {"reward/mean", "response/tokens", "response/truncated"} <= found.metrics.keys()
+    if name != "online_dpo":  # whose loss is of pairs, not of tokens
+        assert found.metrics["actor/entropy"] > 0
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,40 @@ def test_two_ranks_on_ray_agree_with_one_in_process(
     assert {
         plan["models"][role]["train"]["dp_size"] for role in RECIPES[name].model_roles if role in plan["models"]
     } == {2}
+
+
+def build_top_k(data: Path, output: Path, teacher: Path, *, on_ray: bool) -> dict[str, Any]:
+    body = build_body("distillation", data, output, teacher=teacher, on_ray=on_ray)
+    body["algorithm"] |= {"signal": "top_k", "top_k": 4, "mini_batches": 2}
+    return body
+
+
+def test_a_teachers_likeliest_tokens_train_in_process(addition_data: Path, teacher: Path, tmp_path: Path) -> None:
+    found = run_once(build_top_k(addition_data, tmp_path / "run", teacher, on_ray=False)).metrics
+    assert found["distillation/kl"] > 0
+    assert 0 < found["distillation/rest"] < 1
+    assert found["actor/grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_workers")
+def test_a_teachers_likeliest_tokens_train_alike_on_two_ranks(
+    addition_data: Path, teacher: Path, tmp_path: Path
+) -> None:
+    one = run_once(build_top_k(addition_data, tmp_path / "one", teacher, on_ray=False))
+    compare(one, run_once(build_top_k(addition_data, tmp_path / "two", teacher, on_ray=True)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_workers")
+def test_an_entropy_bonus_trains_alike_on_two_ranks(addition_data: Path, tmp_path: Path) -> None:
+    found = []
+    for name, on_ray in (("one", False), ("two", True)):
+        body = build_body("grpo", addition_data, tmp_path / name, teacher=None, on_ray=on_ray)
+        body["algorithm"] |= {"entropy_coefficient": 0.5}
+        found.append(run_once(body))
+    compare(*found)
+    assert found[0].metrics["actor/entropy"] > 0
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -55,9 +55,10 @@ def costly(prompts, responses, answers):
 """
 
 RECIPE = """
+from dataclasses import dataclass
 from typing import Literal
 
-from hf_algorithms import AlgorithmConfig, Recipe
+from hf_algorithms import AlgorithmConfig, Recipe, Role
 from hf_algorithms.advantages import GroupAdvantage, GAE
 from hf_algorithms.losses import PolicyLoss
 from hf_algorithms.recipes import ACTOR, ADVANTAGE, REWARD, generate_scored
@@ -82,6 +83,39 @@ def skip_advantages(roles, prompts, config, context):
     return [roles.actor.update_actor(batch, PolicyLoss(old="current"))]
 
 
+@dataclass(frozen=True)
+class Curious:
+    reads = ("response_mask",)
+    outputs = ("logprobs", "hidden_states")
+
+    def __call__(self, outputs, micro_batch):
+        return outputs["hidden_states"].sum(), {}
+
+
+def ask_for_states(roles, prompts, config, context):
+    return [roles.actor.update_actor(generate_scored(roles, prompts, context), Curious())]
+
+
+@dataclass(frozen=True)
+class LikeATopic:
+    # A user's loss over the log-probs of a few tokens, and the entropy.
+    reads = ("response_mask", "candidate_ids")
+    outputs = ("candidate_logprobs", "entropy")
+
+    def __call__(self, outputs, micro_batch):
+        mask = micro_batch["response_mask"]
+        likelihood = outputs["candidate_logprobs"].exp().sum(-1).masked_fill(~mask, 0.0)
+        entropy = outputs["entropy"].masked_fill(~mask, 0.0)
+        number = micro_batch["candidate_ids"].shape[-1]
+        return -(likelihood + entropy).sum(), {"mine/candidates": (float(number), 1.0)}
+
+
+def like_a_topic(roles, prompts, config, context):
+    batch = generate_scored(roles, prompts, context)
+    batch = batch.union(roles.reference.compute_teacher_candidates(batch, top_k=3))
+    return [roles.actor.update_actor(batch, LikeATopic())]
+
+
 def divide(roles, prompts, config, context):
     return [1 / 0]
 
@@ -99,8 +133,11 @@ def give_a_text(roles, prompts, config, context):
     return ["done"]
 
 
-for step in (ask_a_judge, read_values, skip_advantages, divide, divide_later, give_a_text):
+for step in (ask_a_judge, read_values, skip_advantages, divide, divide_later, give_a_text, ask_for_states):
     globals()[step.__name__.upper()] = Recipe(name="mine", config=Config, roles=(ACTOR, REWARD, ADVANTAGE), step=step)
+
+SCORER = Role(name="reference", worker="hf_algorithms.workers:TeacherWorker", has_model=True, starts_from="actor")
+LIKE_A_TOPIC = Recipe(name="mine", config=Config, roles=(ACTOR, REWARD, ADVANTAGE, SCORER), step=like_a_topic)
 """
 
 
@@ -245,6 +282,10 @@ def test_a_group_of_one_is_refused(config: Path, hybridflow: Run, command: str, 
             ("algorithm.recipe=family_recipe:SKIP_ADVANTAGES",),
             "actor.update_actor: PolicyLoss reads advantages",
         ),
+        (
+            ("algorithm.recipe=family_recipe:ASK_FOR_STATES",),
+            "actor.update_actor: Curious.outputs=('logprobs', 'hidden_states'): a model with the head 'lm' has",
+        ),
         (("algorithm.recipe=family_recipe:DIVIDE",), "step of recipe 'mine' raised ZeroDivisionError"),
         (("algorithm.recipe=family_recipe:GIVE_A_TEXT",), "step of recipe 'mine' returned 'done'"),
     ],
@@ -286,6 +327,29 @@ def test_a_teacher_with_another_tokenizer_is_refused(config: Path, hybridflow: R
     message = get_error(hybridflow("train", config, *settings(*keys)), 2)
     assert "roles.teacher.path = " in message
     assert "its tokenizer has another vocabulary than the run's" in message
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_top_k_that_leaves_no_rest_is_refused(
+    config: Path, hybridflow: Run, addition_data: Path, command: str
+) -> None:
+    first = config.parent / "first"
+    run_once(build_body("grpo", addition_data, first, teacher=None, on_ray=False))
+    teacher = first / "initial_model"
+    size = json.loads((teacher / "config.json").read_text())["vocab_size"]
+    keys = ("algorithm.name=distillation", f"roles.teacher.path={teacher}", "algorithm.signal=top_k")
+    message = get_error(hybridflow(command, config, *settings(*keys, f"algorithm.top_k={size}")), 2)
+    assert f"algorithm.top_k = {size}: the actor's vocabulary has {size} tokens" in message
+    assert f"Lower it to at most {size - 1}" in message
+    assert not (config.parent / "run").exists()
+
+
+def test_a_loss_of_a_user_reads_entropies_and_log_probs_of_given_tokens(config: Path, hybridflow: Run) -> None:
+    outcome = hybridflow("train", config, *settings("algorithm.recipe=family_recipe:LIKE_A_TOPIC"))
+    assert outcome.exit_code == 0, outcome.errors
+    (row,) = read_metrics(config.parent / "run")
+    assert row["mine/candidates"] == 3.0
+    assert row["actor/grad_norm"] > 0
 
 
 def test_a_multiplier_stays_at_its_bound_and_says_so(addition_data: Path, tmp_path: Path, config: Path) -> None:

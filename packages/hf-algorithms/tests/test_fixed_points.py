@@ -167,6 +167,49 @@ def test_a_student_reaches_its_teachers_table() -> None:
     assert divergence.max() < 1e-3
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_a_student_reaches_its_teachers_top_k(top_k: int) -> None:
+    """Of the tokens that the teacher does not tell apart it keeps the ratios that it began with."""
+    teacher = np.array([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.11, 0.09]])
+    start = np.array([[0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25]])
+    workers: dict[str, Any] = {
+        "actor": (TablePolicy, {"table": np.log(start).tolist(), "learning_rate": 0.7}),
+        "teacher": (FrozenPolicy, {"table": np.log(teacher).tolist()}),
+        "reward": (TableReward, {"table": [[0.0] * 4] * 2}),
+    }
+    run = TableRun(
+        recipe=RECIPES["distillation"],
+        algorithm={"signal": "top_k", "top_k": top_k},
+        workers=workers,
+        iterations=12,
+        samples=4,  # the loss reads distributions: which tokens are drawn does not matter
+        prompts=(0, 1),
+        sampling=SamplingParams(max_new_tokens=2),
+    )
+    trained = run.train()
+    student, likeliest = trained.policies[-1], np.argsort(-teacher, axis=1)[:, :top_k]
+    for row in range(2):
+        rest = np.setdiff1d(np.arange(4), likeliest[row])
+        np.testing.assert_allclose(student[row, likeliest[row]], teacher[row, likeliest[row]], atol=2e-3)
+        wanted = start[row, rest] / start[row, rest].sum()
+        np.testing.assert_allclose(student[row, rest] / student[row, rest].sum(), wanted, atol=0.02)
+    if top_k == 3:  # all tokens but one: the whole table
+        assert (student * np.log(student / teacher)).sum(1).max() < 1e-3
+    assert trained.metrics[-1]["distillation/kl"] < 1e-3 < trained.metrics[0]["distillation/kl"]
+
+
+def test_an_entropy_bonus_ends_at_the_softmax_of_the_rewards() -> None:
+    """E[r] + c H is largest at exp(r / c), normalised: the tilt of a uniform reference."""
+    coefficient = 0.5
+    trained = train_bandit("rloo", kl_coefficient=0.0, kl_place="none", entropy_coefficient=coefficient)
+    wanted = tilt(REWARDS, coefficient, np.full(4, 0.25))
+    np.testing.assert_allclose(trained.policy[0], wanted, atol=TOLERANCE)
+    before = -(REFERENCE * np.log(REFERENCE)).sum()
+    assert trained.metrics[0]["actor/entropy"] == pytest.approx(before)
+    last = trained.policies[-2][0]  # the metric is of the policy before the update
+    assert trained.metrics[-1]["actor/entropy"] == pytest.approx(-(last * np.log(last)).sum())
+
+
 def test_online_dpo_tilts_by_what_the_labels_say() -> None:
     beta, reference, rewards = 0.8, np.array([0.3, 0.7]), np.array([1.0, 0.0])
     start = [np.log(reference).tolist()]

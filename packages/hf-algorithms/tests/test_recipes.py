@@ -171,7 +171,7 @@ def test_what_reads_old_log_probs_before_the_update_has_them() -> None:
     config = RECIPES["distillation"].config()
     assert config.old_source == "recomputed"
     problems = list(config.model_copy(update={"old_logprobs": "current"}).find_contradictions())
-    reason = "algorithm.name = 'distillation' reads them before the update. Use 'recomputed'"
+    reason = "algorithm.signal = 'sampled' reads them before the update. Use 'recomputed'"
     assert problems == [f"algorithm.old_logprobs = 'current': {reason}"]
 
 

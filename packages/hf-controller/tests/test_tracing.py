@@ -107,6 +107,8 @@ def test_columns_that_arguments_declare_are_traced(executor):
     assert (sorted(estimate.reads), estimate.writes) == (["costs", "response"], ("advantages",))
     assert sources_of(update)["advantages"] == [(estimate, "advantages", [0, 1, 2, 3])]
     assert update.writes == ()
+    assert estimate.arguments == [Function(reads=("costs", "values?"))]
+    assert update.arguments == [Function(reads=("advantages",))]
 
 
 def test_mistakes_are_the_same_errors_as_elsewhere(executor):

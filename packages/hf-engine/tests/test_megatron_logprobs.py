@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 VOCAB_SIZE, PADDED_ROWS, WIDTH = 37, 48, 8  # two ranks hold 24 and 13 real rows
+NUM_CANDIDATES = 4
 
 
 class LargestTensor(TorchDispatchMode):
@@ -29,8 +30,10 @@ def inputs():
     hidden = torch.randn(3, 5, WIDTH, generator=generator)
     weight = torch.randn(PADDED_ROWS, WIDTH, generator=generator)
     ids = torch.randint(0, VOCAB_SIZE, (3, 5), generator=generator)
-    factors = torch.randn(2, 3, 5, generator=generator)
-    return hidden, weight, ids, factors
+    factors = torch.randn(2 + NUM_CANDIDATES, 3, 5, generator=generator)
+    candidates = torch.randint(0, VOCAB_SIZE, (3, 5, NUM_CANDIDATES), generator=generator)
+    candidates[..., 0] = ids  # the token itself may be among them, and one of them twice
+    return hidden, weight, ids, factors, candidates
 
 
 def compute(chunk_elements, entropy, temperature):
@@ -38,12 +41,12 @@ def compute(chunk_elements, entropy, temperature):
     from hf_engine.backends.megatron import _logprobs
 
     usual, _logprobs._CHUNK_ELEMENTS = _logprobs._CHUNK_ELEMENTS, chunk_elements
-    hidden, weight, ids, factors = inputs()
+    hidden, weight, ids, factors, candidates = inputs()
     rows = PADDED_ROWS // dist.get_world_size()
     own = weight[dist.get_rank() * rows :][:rows].clone().requires_grad_()
     hidden.requires_grad_()
     with LargestTensor() as largest:
-        logprobs, entropies = _logprobs.compute_vocab_parallel_logprobs(
+        found = _logprobs.compute_vocab_parallel_logprobs(
             hidden,
             own,
             ids,
@@ -51,22 +54,30 @@ def compute(chunk_elements, entropy, temperature):
             vocab_size=VOCAB_SIZE,
             temperature=temperature,
             entropy=entropy,
+            candidate_ids=candidates if entropy else None,
         )
-        loss = (factors[0] * logprobs).sum()
-        if entropies is not None:
-            loss = loss + (factors[1] * entropies).sum()
-        loss.backward()
+        values = flatten(*found)
+        sum((factor * value).sum() for factor, value in zip(factors, values, strict=False)).backward()
     _logprobs._CHUNK_ELEMENTS = usual
-    values = [logprobs.detach()] if entropies is None else [logprobs.detach(), entropies.detach()]
-    return values, hidden.grad, own.grad, largest.numel
+    return [value.detach() for value in values], hidden.grad, own.grad, largest.numel
+
+
+def flatten(logprobs, entropies, candidates):
+    """The values [3, 5] that there are, one after the other."""
+    return [
+        logprobs,
+        *([] if entropies is None else [entropies]),
+        *([] if candidates is None else candidates.unbind(-1)),
+    ]
 
 
 def expected(entropy, temperature):
-    hidden, weight, ids, factors = inputs()
+    hidden, weight, ids, factors, candidates = inputs()
     hidden.requires_grad_()
     weight.requires_grad_()
     distributions = torch.distributions.Categorical(logits=hidden @ weight[:VOCAB_SIZE].T / temperature)
-    values = [distributions.log_prob(ids), distributions.entropy()][: 1 + entropy]
+    more = [distributions.log_prob(each) for each in candidates.unbind(-1)]
+    values = [distributions.log_prob(ids), *([distributions.entropy(), *more] if entropy else ())]
     sum((factor * value).sum() for factor, value in zip(factors, values, strict=False)).backward()
     return [value.detach() for value in values], hidden.grad, weight.grad
 
@@ -94,6 +105,56 @@ def test_logits_of_all_tokens_are_never_held(ranks1, ranks2):
         chunked = check(ranks, entropy=True, temperature=0.7, chunk_elements=2 * rows)
         assert whole >= num_tokens * min(rows, VOCAB_SIZE)
         assert chunked <= PADDED_ROWS * WIDTH  # the weights themselves, not 2 x rows of logits
+
+
+def find_top(k, chunk_elements):
+    from hf_engine.backends.megatron import _logprobs
+
+    usual, _logprobs._CHUNK_ELEMENTS = _logprobs._CHUNK_ELEMENTS, chunk_elements
+    hidden, weight, *_ = inputs()
+    rows = PADDED_ROWS // dist.get_world_size()
+    found = _logprobs.find_vocab_parallel_top_ids(
+        hidden,
+        weight[dist.get_rank() * rows :][:rows],
+        k,
+        group=dist.distributed_c10d._get_default_group(),
+        vocab_size=VOCAB_SIZE,
+    )
+    _logprobs._CHUNK_ELEMENTS = usual
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 5, 30, VOCAB_SIZE])
+def test_the_likeliest_tokens_are_those_of_a_whole_vocabulary(ranks1, ranks2, k):
+    """With k = 30 a rank has fewer rows than are asked for."""
+    hidden, weight, *_ = inputs()
+    wanted = (hidden @ weight[:VOCAB_SIZE].T).topk(k).indices
+    for ranks in (ranks1, ranks2):
+        for chunk_elements in (1, 1 << 20):
+            for found in ranks.run(find_top, k, chunk_elements):
+                assert torch.equal(found, wanted)
+
+
+def test_a_candidate_outside_of_the_vocabulary_has_probability_zero(ranks2):
+    """Its id may be that of a row of padding."""
+    for found in ranks2.run(score_strangers):
+        assert found.isneginf().tolist() == [[[False, True, True]] * 5] * 3
+
+
+def score_strangers():
+    from hf_engine.backends.megatron import _logprobs
+
+    hidden, weight, ids, *_ = inputs()
+    rows = PADDED_ROWS // dist.get_world_size()
+    candidates = torch.tensor([VOCAB_SIZE - 1, VOCAB_SIZE, PADDED_ROWS + 7]).expand(3, 5, 3)
+    return _logprobs.compute_vocab_parallel_logprobs(
+        hidden,
+        weight[dist.get_rank() * rows :][:rows],
+        ids,
+        group=dist.distributed_c10d._get_default_group(),
+        vocab_size=VOCAB_SIZE,
+        candidate_ids=candidates,
+    ).candidate_logprobs
 
 
 def run_python(source):

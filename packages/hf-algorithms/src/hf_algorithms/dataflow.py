@@ -61,10 +61,10 @@ def derive_dataflow(
 ) -> Dataflow:
     """Run ``recipe.step`` once with a `TracingExecutor` and say which calls it made, and what each reads and writes.
 
-    A call that was made on parts of a batch is one call, and so are the updates on its mini-batches. A function that
-    no other call depends on (metrics) is left out, unless its role has nothing else to do. A column that is
-    written again has the name that it is renamed to, or a number. While the step runs every metric is 0.0: a step that
-    branches on one takes the branch of 0.0.
+    A call that was made on parts of a batch is one call, and so are the updates on its mini-batches. A function that no
+    other call depends on (metrics) is left out, unless its role has no other calls and would have no place. A column
+    that is written again has the name that it is renamed to, or a number. While the step runs every metric is 0.0: a
+    step that branches on one takes the branch of 0.0.
 
     Args:
         recipe: a shipped one or your own.
@@ -75,15 +75,18 @@ def derive_dataflow(
 
     Raises:
         ConfigError: for a step that calls no model or asks for the result of a batch or an object, a role without a
-            worker, a method that does not say what it writes, or a step that does not end.
+            worker, a method that does not say what it writes, a loss that asks for an output that the model lacks, or a
+            step that does not end.
         BatchError: for a column that a call needs and nobody wrote, or rows that do not fit.
     """
+    from hf_algorithms.workers import check_calls_outputs
     from hf_controller import TracingExecutor
 
     executor = TracingExecutor()
     groups = {role.name: executor.build_group(role.name, role.load_worker()) for role in recipe.roles}
     prompts, context = executor.put_columns(columns, num_prompts), build_tracing_context(executor, sampling)
     recipe.run_step(Roles(groups), prompts, config, context)
+    check_calls_outputs(executor.calls, {role.name: role.load_worker() for role in recipe.roles})
     nodes = _merge([call for call in executor.calls if call.num_rows])
     names = _name_columns(nodes, columns)
     calls = [_describe(node, names) for node in nodes]
@@ -92,9 +95,13 @@ def derive_dataflow(
             f"step of recipe {show(recipe.name)}: it calls no role that has a model, so there is nothing to train. "
             "Call roles.actor.generate_sequences and its like"
         )
-    working = {call.role for call in calls if call.writes or call.kind != "function"}
-    kept = (call for call in calls if call.writes or call.kind != "function" or call.role not in working)
-    return Dataflow(name=recipe.name, calls=tuple(kept))
+    needed = {call.role for call in calls if _is_needed(call)}
+    kept = tuple(call for call in calls if _is_needed(call) or call.role not in needed)
+    return Dataflow(name=recipe.name, calls=kept)
+
+
+def _is_needed(call: ModelCall) -> bool:
+    return bool(call.writes) or call.kind != "function"
 
 
 def build_tracing_context(executor: TracingExecutor, sampling: SamplingParams) -> StepContext:

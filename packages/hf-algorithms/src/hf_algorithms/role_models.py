@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_algorithms.initial_model import InitialModel, read_role_model
+from hf_protocols import ConfigError
 from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ def find_role_models(config: Config, model: InitialModel) -> dict[str, InitialMo
     `[roles.NAME] path` comes first, then what the recipe declares in `starts_from`, then `model`, the one of `[model]`.
 
     Raises:
-        ConfigError: for a directory that cannot be used by its role, with the key that names it.
+        ConfigError: for a directory that cannot be used by its role, with the key that names it; for a key of
+            `[algorithm]` that does not fit these models.
     """
     found: dict[str, InitialModel] = {}
     waiting = list(config.recipe.model_roles)
@@ -36,6 +38,9 @@ def find_role_models(config: Config, model: InitialModel) -> dict[str, InitialMo
             waiting.append(name)
         else:
             found[name] = _read(config, name, source, model, f"starts_from = {show(source)} of role {show(name)}")
+    shapes = {name: each.shape for name, each in found.items()}
+    if misfits := list(config.algorithm.find_misfits(shapes)):
+        raise ConfigError("\n".join(misfits))
     return found
 
 

@@ -12,7 +12,7 @@ from hf_algorithms.dataflow import PROMPT_COLUMNS, build_tracing_context
 from hf_algorithms.evaluation import NUM_SAMPLES, request_divergence, request_samples, request_scores
 from hf_algorithms.roles import Roles, least_rows
 from hf_algorithms.wiring import build_roles, build_sampling
-from hf_algorithms.workers import SEQUENCE
+from hf_algorithms.workers import SEQUENCE, check_calls_outputs
 from hf_controller import TracingExecutor
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[Pla
     for phase, tokens, make_calls in _list_phases(executor, roles, config, inputs):
         before = len(executor.calls)
         make_calls()
+        check_calls_outputs(executor.calls[before:], {each.name: each.load_worker() for each in config.recipe.roles})
         found += [
             PlannedCall(
                 phase=phase,

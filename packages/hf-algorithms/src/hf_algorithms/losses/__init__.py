@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from hf_algorithms.losses._aggregation import Aggregation, count_group_tokens
 from hf_algorithms.losses._correction import Correction
+from hf_algorithms.losses._distillation import DistillationLoss
 from hf_algorithms.losses._kl_term import KLTerm
 from hf_algorithms.losses._loss import Loss
 from hf_algorithms.losses._policy import GAP_BOUND, PolicyLoss
@@ -39,6 +40,7 @@ __all__ = [
     "Aggregation",
     "Clip",
     "Correction",
+    "DistillationLoss",
     "KLTerm",
     "Loss",
     "PolicyLoss",

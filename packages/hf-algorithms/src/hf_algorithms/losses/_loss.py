@@ -23,11 +23,19 @@ class Loss(Protocol):
     def reads(self) -> tuple[str, ...]:
         """Columns of the batch; one whose name ends in `?` may be absent."""
 
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Outputs of the model; without this attribute `logprobs`, or `values` of a value head.
+
+        A language model has `logprobs` of the sampled tokens; `entropy` of their distributions, in nats; and
+        `candidate_logprobs`, of the tokens in the column `candidate_ids`, jagged [B, tokens, k].
+        """
+
     def __call__(self, outputs: Columns, micro_batch: Columns) -> tuple[torch.Tensor, Metrics]:
         """Returns the weighted sum of the token losses, a scalar, and metrics.
 
         Args:
-            outputs: `logprobs` or `values` [b, T], with the gradient.
+            outputs: what `outputs` names, with the gradient: [b, T] each, `candidate_logprobs` [b, T, k].
             micro_batch: the columns of `reads`, padded.
         """
 

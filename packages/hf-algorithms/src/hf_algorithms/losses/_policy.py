@@ -25,16 +25,21 @@ GAP_BOUND = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """Aggregates, over trained tokens, correction weight * surrogate + KL term.
+    """Aggregates, over trained tokens, correction weight * surrogate + KL term - entropy coefficient * entropy.
 
     Raises:
-        ConfigError: for an unknown `old`, or a clamp of at most 0.
+        ConfigError: for an unknown `old`, a clamp of at most 0, or an entropy coefficient below 0.
     """
 
     surrogate: Surrogate = field(default_factory=Clip)
     aggregation: Aggregation = field(default_factory=Aggregation)
     correction: Correction | None = None
     kl: KLTerm | None = None
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy of the policy's distributions, in nats, by which the loss is reduced (Mnih et al. 2016).
+
+    Its gradient is exact: no sample stands for the distribution. Old log-probs and corrections do not weigh it.
+    """
     old: Literal["column", "current"] = "column"
     """Log-probs of the policy at the start of the update: `old_logprobs`, or the current ones without their gradient.
 
@@ -51,6 +56,12 @@ class PolicyLoss:
             raise ConfigError(f"old={show(self.old)}: is not known. Use 'column' or 'current'")
         if self.log_ratio_clamp is not None:
             check_number(ConfigError, "log_ratio_clamp", self.log_ratio_clamp)
+        check_number(ConfigError, "entropy_coefficient", self.entropy_coefficient, may_be_zero=True)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Outputs of the model; with a coefficient of 0 the entropy serves a metric alone, and may be absent."""
+        return ("logprobs", "entropy")
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -78,16 +89,17 @@ class PolicyLoss:
 
         `actor/policy_loss` is the surrogate's part, aggregated. `actor/clip_low` and `actor/clip_high` are the shares
         of trained tokens whose loss a clip changed. `actor/update_kl` estimates KL(old || current) in nats per token.
+        `actor/entropy` is the mean over trained tokens of the distribution's entropy, in nats, before the step.
         `rollout/*` compares sampler and trainer, `kl/*` policy and reference. A `Clip` with `ratio_cap` adds
         `actor/truncated_fraction`, and `actor/sampler_gap`, the mean of |lp - old lp|; `..._max` is the largest, and
         `..._share` the share of tokens above `GAP_BOUND`. Later updates of an iteration add their own change to these.
 
         Args:
-            outputs: `logprobs` [b, T], with the gradient.
+            outputs: `logprobs` and `entropy` [b, T], with the gradient.
             micro_batch: the columns of `reads`, padded.
 
         Raises:
-            BatchError: if a column is missing.
+            BatchError: if a column is missing, or the entropy where it has a coefficient.
         """
         mask = self.aggregation.select(micro_batch)
         columns = self._read(micro_batch, mask)
@@ -120,7 +132,23 @@ class PolicyLoss:
             ratio = tokens.compute_ratio() if self.kl.gradient == "ratio" else None
             loss = loss + (weights * self.kl(logprobs, columns["ref_logprobs"], ratio)).sum()
             metrics |= _measure_kl(logprobs, columns["ref_logprobs"], mask)
+        entropy = self._read_entropy(outputs, mask)
+        if entropy is not None:
+            metrics["actor/entropy"] = (float(entropy.detach().sum()), float(mask.sum()))
+            if self.entropy_coefficient:
+                loss = loss - self.entropy_coefficient * (weights * entropy).sum()
         return loss, metrics
+
+    def _read_entropy(self, outputs: Mapping[str, torch.Tensor], mask: torch.Tensor) -> torch.Tensor | None:
+        """The entropies [b, T], 0 where the mask is False; None where the model gave none and none is needed."""
+        if "entropy" in outputs.keys():  # noqa: SIM118 - a TensorDict cannot be asked otherwise
+            return outputs["entropy"].masked_fill(~mask, 0.0)
+        if not self.entropy_coefficient:
+            return None
+        raise BatchError(
+            f"entropy_coefficient={show(self.entropy_coefficient)}: the model's outputs have no entropy. "
+            "Let the forward pass compute it, train_step(..., entropy=True)"
+        )
 
     def _read(self, micro_batch: Mapping[str, torch.Tensor], mask: torch.Tensor) -> dict[str, torch.Tensor]:
         """The [b, T] columns that are read and there, 0 where the mask is False."""

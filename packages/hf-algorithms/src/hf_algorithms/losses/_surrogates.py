@@ -242,14 +242,18 @@ class GMPO(_Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class DPPOTV:
-    """-A sg(min(r, ratio_cap)) lp where the token's probability stays close to the sampler's, else 0 (DPPO, 2026).
+    """-A sg(min(r, ratio_cap)) lp where the token's probability stays close to the sampler's, else 0.
 
-    With p = exp(lp) and q the anchor's: a token counts if A > 0 and p - q <= threshold, or A <= 0 and p - q >=
-    -threshold. |p - q| is the total variation of the token against all others.
+    This is DPPO-Binary-TV (Qi et al. 2026). With p = exp(lp) and q the anchor's: a token counts if A > 0 and p - q <=
+    threshold, or A <= 0 and p - q >= -threshold. |p - q| is the total variation of the token against all others.
+
+    The anchor and the ratio are two things. q is the sampler's probability by default. r = exp(lp - old lp) is taken to
+    the old log-probs. The paper's is taken to the sampler, as here where old log-probs are the sampler's own.
     """
 
     threshold: float = 0.2
     ratio_cap: float = 20.0
+    """Largest r that weighs a token, for either sign of A; the weight has no gradient."""
     anchor: Literal["sampler", "old"] = "sampler"
     """q's log-probs: `rollout_logprobs`, as in the paper, or the old ones, as in verl."""
 

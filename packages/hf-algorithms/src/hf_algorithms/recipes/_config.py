@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from hf_protocols import ModelShape
 
 __all__ = [
     "AggregationMode",
@@ -74,6 +77,10 @@ class AlgorithmConfig(BaseModel):
         """Yields one line for every pair of keys that cannot go together; the first word names a key."""
         yield from ()
 
+    def find_misfits(self, models: Mapping[str, ModelShape]) -> Iterator[str]:
+        """Yields one line for every key that does not fit the roles' models, by role; the first word names a key."""
+        yield from ()
+
 
 class PolicyConfig(AlgorithmConfig):
     """Keys of algorithms that update a policy: old log-probs, the KL penalty, the correction, the aggregation."""
@@ -105,6 +112,8 @@ class PolicyConfig(AlgorithmConfig):
     """
     correction_high: Range | None = None
     """Largest weight; by default 2 (`tis`), 5 (`icepop`), 1.002 (`sequence_mask`), 3 (`sequence_mask` by product)."""
+    entropy_coefficient: Coefficient = 0.0
+    """The loss is reduced by this times the entropy of the policy, in nats per token, under the same `aggregation`."""
     aggregation: AggregationMode = "token-mean"
     """Reduction of token losses to one number."""
     loss_denominator: Range | None = None

@@ -9,7 +9,7 @@ from hf_algorithms.recipes._recipe import StepContext, mini_batch_rows
 
 if TYPE_CHECKING:
     from hf_algorithms.advantages import GroupAdvantage
-    from hf_algorithms.losses import Clip, Correction, PolicyLoss, Surrogate
+    from hf_algorithms.losses import Aggregation, Clip, Correction, PolicyLoss, Surrogate
     from hf_algorithms.recipes._config import PolicyConfig
     from hf_algorithms.roles import Roles
     from hf_algorithms.workers.advantage import Estimator
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "add_old_logprobs",
     "add_ref_logprobs",
+    "build_aggregation",
     "build_clip",
     "build_group_advantage",
     "build_policy_loss",
@@ -59,6 +60,18 @@ def add_ref_logprobs(roles: Roles, batch: BatchFuture, config: PolicyConfig, con
     return batch.union(roles.reference.compute_ref_logprobs(batch, temperature=context.sampling.temperature))
 
 
+def build_aggregation(config: PolicyConfig, *, max_new_tokens: int) -> Aggregation:
+    """Returns the configured aggregation; `max_new_tokens` stands in for `loss_denominator` where it is absent."""
+    from hf_algorithms.losses import Aggregation
+
+    constant = config.loss_denominator or float(max_new_tokens)
+    return Aggregation(
+        mode=config.aggregation,
+        constant=constant if config.aggregation == "constant" else None,
+        overlong_filter=config.overlong_filter,
+    )
+
+
 def build_policy_loss(
     config: PolicyConfig, surrogate: Surrogate, *, max_new_tokens: int, kl_coefficient: float | None = None
 ) -> PolicyLoss:
@@ -70,21 +83,17 @@ def build_policy_loss(
         max_new_tokens: stands in for `loss_denominator` where it is absent.
         kl_coefficient: in place of the configured one.
     """
-    from hf_algorithms.losses import Aggregation, KLTerm, PolicyLoss
+    from hf_algorithms.losses import KLTerm, PolicyLoss
 
     coefficient = config.kl_coefficient if kl_coefficient is None else kl_coefficient
-    constant = config.loss_denominator or float(max_new_tokens)
     return PolicyLoss(
         surrogate=surrogate,
-        aggregation=Aggregation(
-            mode=config.aggregation,
-            constant=constant if config.aggregation == "constant" else None,
-            overlong_filter=config.overlong_filter,
-        ),
+        aggregation=build_aggregation(config, max_new_tokens=max_new_tokens),
         correction=_build_correction(config),
         kl=KLTerm(coefficient=coefficient, estimator=config.kl_estimator, gradient=config.kl_gradient)
         if config.needs_reference and config.kl_place == "loss"
         else None,
+        entropy_coefficient=config.entropy_coefficient,
         old="current" if config.old_source == "current" else "column",
         log_ratio_clamp=config.log_ratio_clamp,
     )

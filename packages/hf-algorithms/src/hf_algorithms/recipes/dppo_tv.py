@@ -1,9 +1,13 @@
-"""DPPO-TV: a token trains while its probability stays within a distance of the sampler's.
+"""DPPO-TV: a token trains while its probability stays within a distance of the sampler's (Qi et al. 2026).
 
-The distance is the total variation of the token against all others, |p - q|.
+The distance is the total variation of the token against all others, |p - q|, with q the probability that the sampler
+reported. A token beyond the `threshold` on the side to which its advantage pushes it has loss 0.
 
-Deviation from the paper: the ratio that weighs a token is taken to the old log-probs; `old_logprobs = "sampled"` takes
-it to the sampler's.
+Deviations from the paper (DPPO-Binary-TV):
+
+- the ratio that weighs a token is taken to the old log-probs, and is 1 where these are the current ones;
+  `old_logprobs = "sampled"` takes it to the sampler's, as the paper does;
+- that ratio is cut at `ratio_cap`, 20; prime-rl has no cap, and verl's default is 3.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ class DPPOConfig(StdKeys, PolicyConfig):
     ratio_cap: Range = 20.0
     """Largest weight of a token."""
     anchor: Literal["sampler", "old"] = "sampler"
-    """Whose probability q is: the sampler's, or the policy's at the start of the update (verl)."""
+    """Owner of the probability q: the sampler (paper), or the policy at the start of the update (verl)."""
 
 
 def step(roles: Roles, prompts: BatchFuture, config: DPPOConfig, context: StepContext) -> Sequence[MetricsFuture]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hf_algorithms.workers._model import SEQUENCE
+from hf_algorithms.workers._outputs import check_calls_outputs
 from hf_algorithms.workers._setup import RoleSetup
 from hf_algorithms.workers.actor import ActorWorker
 from hf_algorithms.workers.advantage import AdvantageWorker
@@ -20,4 +21,5 @@ __all__ = [
     "RewardWorker",
     "RoleSetup",
     "TeacherWorker",
+    "check_calls_outputs",
 ]

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from hf_algorithms.jagged import pad_rows
+from hf_algorithms.workers._outputs import read_outputs
 from hf_controller import Worker, WorkerContext
 from hf_engine import TrainConfig, load_train_backend
 from hf_protocols import ONE_TO_ALL, register
@@ -23,6 +24,9 @@ __all__ = ["SEQUENCE", "Metrics", "ModelWorker", "on_device"]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 Metrics = dict[str, tuple[float, float]]
+
+_OUTPUT_OPTIONS = {"entropy": "entropy", "candidate_logprobs": "candidates"}
+"""Arguments of `train_step` that ask for more outputs, by the output's name."""
 
 SEQUENCE = ("prompt_ids", "response_ids", "response_mask")
 """Columns that every forward pass reads."""
@@ -127,6 +131,8 @@ class ModelWorker(Worker):
     ) -> Metrics:
         """One optimizer step on the loss of all ranks' rows. Without a trained token there is no step."""
         held, self._pretraining = self._pretraining, None
+        asked = read_outputs(loss, self.head)
+        options = {key: True for name, key in _OUTPUT_OPTIONS.items() if name in asked}
         tokens, count, learned = self._train.sum_over_data(
             [_count_tokens(batch), _count(loss, batch), 0.0 if held is None else _count_tokens(held)]
         )
@@ -136,7 +142,7 @@ class ModelWorker(Worker):
             from hf_algorithms.workers._pretraining import join_pretraining
 
             batch, loss = join_pretraining(batch, loss, held, weight=pretrain_weight * count / learned)
-        metrics = self._train.train_step(batch, loss, count, temperature=temperature)
+        metrics = self._train.train_step(batch, loss, count, temperature=temperature, **options)
         return {name if "/" in name else f"{self.context.role}/{name}": pair for name, pair in metrics.items()}
 
 

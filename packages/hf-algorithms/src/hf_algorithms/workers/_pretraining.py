@@ -69,5 +69,6 @@ def _join(column: torch.Tensor, pretraining: TensorDict, name: str) -> torch.Ten
         return torch.cat([column, other])
     if name in pretraining:
         return to_jagged([*column.unbind(), *pretraining[name].unbind()])
-    zeros = [torch.zeros(len(row), dtype=column.dtype) for row in pretraining["response_ids"].unbind()]
+    shape = column.values().shape[1:]
+    zeros = [torch.zeros(len(row), *shape, dtype=column.dtype) for row in pretraining["response_ids"].unbind()]
     return to_jagged([*column.unbind(), *zeros])

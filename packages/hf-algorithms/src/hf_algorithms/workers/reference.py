@@ -36,3 +36,18 @@ class TeacherWorker(ModelWorker):
         """`teacher_logprobs` of the response tokens, jagged [B, T]."""
         found = self._train.compute_logprobs(batch, temperature=temperature)
         return found.rename_key_("logprobs", "teacher_logprobs")
+
+    @register(
+        protocol=THREE_D, reads=SEQUENCE, writes=("candidate_ids", "teacher_candidate_logprobs"), kind="inference"
+    )
+    @on_device
+    def compute_teacher_candidates(self, batch: TensorDict, *, top_k: int, temperature: float = 1.0) -> TensorDict:
+        """The likeliest tokens at each response token, the likeliest first.
+
+        Returns:
+            `candidate_ids` int32 and `teacher_candidate_logprobs` float32, jagged [B, T, top_k]: 8 top_k bytes for each
+            response token, 256 with 32.
+        """
+        found = self._train.compute_logprobs(batch, temperature=temperature, top_k=top_k)
+        found = found.select("top_ids", "top_logprobs").rename_key_("top_logprobs", "teacher_candidate_logprobs")
+        return found.set("candidate_ids", found.pop("top_ids").int())

@@ -62,6 +62,7 @@ class TracedCall:
             has one shard, a `TracedResult`. Columns of a second batch argument have ``.1`` after the name.
         writes: columns that the call returns; none of metrics and objects.
         objects: the calls whose objects are arguments of this one.
+        arguments: the other arguments as they were given, those by name last; without batches.
         num_rows: number of rows of the first batch that has some.
     """
 
@@ -71,6 +72,7 @@ class TracedCall:
     reads: Mapping[str, Sequence[Segment]]
     writes: tuple[str, ...]
     objects: Sequence[TracedCall]
+    arguments: Sequence[object]
     num_rows: int
 
 
@@ -180,6 +182,7 @@ class TracingExecutor(Executor):
             reads=reads,
             writes=(columns.writes or ()) if spec.returns == "batch" else (),
             objects=[value.handle.call for value in values if isinstance(value, StoredArgument)],
+            arguments=[value for value in values if not isinstance(value, BatchArgument | StoredArgument)],
             num_rows=num_rows,
         )
         self.calls.append(made)

@@ -15,7 +15,7 @@ from hf_protocols.errors import BatchError
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["Ragged", "read_ids", "require_columns", "to_jagged"]
+__all__ = ["Ragged", "read_candidates", "read_ids", "require_columns", "to_jagged"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,10 @@ class Ragged:
         return torch.cat([self.values[:0], *(self.values[start : start + length] for start, length in rows)])
 
     def pad_right(self, rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [b] as a padded tensor [b, width], zeros after each row's end, and the mask of real elements."""
+        """Rows [b] as a padded tensor [b, width, ...], zeros after each row's end, and the mask [b, width] of the rest.
+
+        A token's value may be a number or a tensor of its own, such as k log-probs.
+        """
         mask = torch.arange(width) < self.lengths[rows, None]
         return self._gather(self.starts[rows, None] + torch.arange(width), mask), mask
 
@@ -73,9 +76,10 @@ class Ragged:
         return offsets
 
     def _gather(self, index: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        row_shape = self.values.shape[1:]
         if not len(self.values):
-            return self.values.new_zeros(mask.shape)
-        return self.values[index.masked_fill(~mask, 0)].masked_fill(~mask, 0)
+            return self.values.new_zeros(*mask.shape, *row_shape)
+        return self.values[index.masked_fill(~mask, 0)].masked_fill(~mask.view(*mask.shape, *(1 for _ in row_shape)), 0)
 
 
 def to_jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -131,6 +135,36 @@ def read_ids(batch: TensorDict, name: str, vocab_size: int | None = None) -> Rag
         )
     if vocab_size is not None and ((ids.values < 0) | (ids.values >= vocab_size)).any():
         _refuse_strangers(ids, name, vocab_size)
+    return ids
+
+
+def read_candidates(batch: TensorDict, lengths: torch.Tensor) -> Ragged:
+    """The rows of `candidate_ids`, [tokens, k] each.
+
+    Args:
+        batch: has the column.
+        lengths: int64 [B], response tokens of each row.
+
+    Raises:
+        BatchError: for a column that does not hold k token ids for each response token.
+    """
+    require_columns(batch, ("candidate_ids",))
+    column = batch["candidate_ids"]
+    wanted = "give k token ids for each response token, jagged [B, tokens, k]"
+    if not isinstance(column, torch.Tensor) or not column.is_nested or column.layout != torch.jagged:
+        raise BatchError(f"the column 'candidate_ids' is a {type(column).__name__} that is not jagged: {wanted}")
+    ids = Ragged(column)
+    if ids.values.dim() != 2 or ids.values.dtype not in (torch.int64, torch.int32):
+        shape = f"{ids.values.dtype} of {ids.values.dim() + 1} dimensions"
+        raise BatchError(f"the column 'candidate_ids' is of {shape}: {wanted}")
+    if differing := (ids.lengths != lengths).nonzero().flatten().tolist():
+        row = differing[0]
+        raise BatchError(
+            f"row {row} of 'candidate_ids' has {int(ids.lengths[row])} tokens, its response {int(lengths[row])}: "
+            f"{wanted}"
+        )
+    if (ids.packed < 0).any():
+        raise BatchError(f"the column 'candidate_ids' holds {int(ids.packed.min())}, which is not a token id: {wanted}")
     return ids
 
 

@@ -9,7 +9,7 @@ from zlib import crc32
 
 import torch
 
-from hf_engine.backends._jagged import Ragged, read_ids, require_columns, to_jagged
+from hf_engine.backends._jagged import Ragged, read_candidates, read_ids, require_columns, to_jagged
 from hf_engine.resharding.digest import compute_digest
 from hf_protocols.arguments import show
 from hf_protocols.errors import BatchError
@@ -32,6 +32,8 @@ class MicroBatch:
     """bool [b, P + T]."""
     response_mask: torch.Tensor
     """bool [b, T], True on response tokens and False on their padding, independent of `response_mask`."""
+    candidate_ids: torch.Tensor | None = None
+    """int64 [b, T, k], tokens whose log-probs are asked for as well; a dummy has none."""
 
     @property
     def response_ids(self) -> torch.Tensor:
@@ -68,19 +70,21 @@ class SequenceBatch:
         batch: has the columns `prompt_ids` and `response_ids`; `response_mask` is False on response tokens that a loss
             leaves out, such as a tool's answer, and absent where it counts all of them.
         vocab_size: of the model that they are for.
+        candidates: whether micro-batches have the column `candidate_ids`, [B, tokens, k].
 
     Raises:
         BatchError: for a missing column, one that does not hold token ids of the model, row by row, or a mask that is
             not aligned with the responses.
     """
 
-    def __init__(self, batch: TensorDict, vocab_size: int | None = None) -> None:
+    def __init__(self, batch: TensorDict, vocab_size: int | None = None, *, candidates: bool = False) -> None:
         require_columns(batch, ("prompt_ids", "response_ids"))
         self._batch = batch
         self._prompts = read_ids(batch, "prompt_ids", vocab_size)
         self._responses = read_ids(batch, "response_ids", vocab_size)
         if "response_mask" in batch:
             _check_mask(batch["response_mask"], self._responses.lengths)
+        self._candidates = read_candidates(batch, self._responses.lengths) if candidates else None
 
     def micro_batches(self, max_tokens: int) -> list[MicroBatch]:
         """Every row in one micro-batch of at most `max_tokens` tokens, padding included.
@@ -130,9 +134,14 @@ class SequenceBatch:
                 columns[name] = column[micro_batch.rows]
         return columns | {"response_mask": columns.get("response_mask", micro_batch.response_mask).bool()}
 
-    def jagged(self, parts: Sequence[tuple[MicroBatch, torch.Tensor]]) -> torch.Tensor:
-        """Puts per-token results [b, T] of all micro-batches back as one column aligned with `response_ids`."""
-        flat = torch.zeros(int(self._responses.lengths.sum()))
+    def jagged(
+        self,
+        parts: Sequence[tuple[MicroBatch, torch.Tensor]],
+        token_shape: Sequence[int] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """Puts per-token results [b, T, *token_shape] of all micro-batches in one column, as `response_ids` is."""
+        flat = torch.zeros(int(self._responses.lengths.sum()), *token_shape, dtype=dtype)
         offsets = self._responses.offsets
         for micro_batch, result in parts:
             if not len(micro_batch.rows):
@@ -145,8 +154,10 @@ class SequenceBatch:
         prompts, responses = self._prompts, self._responses
         prompt_ids, prompt_mask = prompts.pad_left(rows, int(prompts.lengths[rows].max()))
         response_ids, response_mask = responses.pad_right(rows, max(1, int(responses.lengths[rows].max())))
+        candidates = self._candidates
         return MicroBatch(
             rows=rows,
+            candidate_ids=None if candidates is None else candidates.pad_right(rows, response_mask.shape[1])[0].long(),
             input_ids=torch.cat([prompt_ids, response_ids], dim=1),
             attention_mask=torch.cat([prompt_mask, response_mask], dim=1),
             response_mask=response_mask,

@@ -31,8 +31,8 @@ from hf_engine.backends._loss import ForwardPasses, StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends._optimizer import ShardedAdamW
+from hf_engine.backends._outputs import OutputRequest, TokenColumn, place_at
 from hf_engine.backends._stacked_experts import family_of, layout_in_files, tensors_in_files
-from hf_engine.backends._token_logprobs import compute_token_logprobs
 from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.model_directory import VALUE_HEAD, ModelDirectory
 from hf_engine.process_groups import build_groups, local_device
@@ -143,15 +143,18 @@ class FsdpBackend:
         """Of every parameter of which this rank has no rows: room for as many as the fullest rank has."""
         return [shard for shard in self._shards().values() if not shard.numel()]
 
-    def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
-        """Columns `logprobs` (and `entropy`) of the response tokens; see `TrainBackend.compute_logprobs`."""
+    def compute_logprobs(
+        self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False, top_k: int = 0
+    ) -> TensorDict:
+        """Columns `logprobs` and more of the response tokens; see `TrainBackend.compute_logprobs`."""
         self._require_head("lm", "compute_logprobs")
-        return self._score(batch, temperature=temperature, entropy=entropy)
+        request = OutputRequest(temperature=temperature, entropy=entropy, top_k=top_k)
+        return self._score(batch, request, request.columns())
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """Column `values`; see `TrainBackend.compute_values`."""
         self._require_head("value", "compute_values")
-        return self._score(batch)
+        return self._score(batch, OutputRequest(), {"values": TokenColumn()})
 
     @lost_peers_are_errors("train_step")
     def train_step(
@@ -162,13 +165,15 @@ class FsdpBackend:
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        candidates: bool = False,
     ) -> Metrics:
         """One optimizer step; see `TrainBackend.train_step`."""
         optimizer = self._require_optimizer("train_step")
         self._offloaded.require_all("train_step")
-        sequences, micro_batches = self._agreed_micro_batches(batch, temperature, denominator, needs_rows=True)
+        request = OutputRequest(temperature=temperature, entropy=entropy, candidates=candidates)
+        sequences, micro_batches = self._agreed_micro_batches(batch, request, denominator, needs_rows=True)
         loss = StepLoss(loss_fn, sequences, self._device)
-        forward = partial(self._forward, temperature=temperature, entropy=entropy)
+        forward = partial(self._forward, request=request)
         outcome = f"no rank took optimizer step {optimizer.steps + 1}"
         with failures_end_all(outcome), self._accumulating(optimizer):
             for number, micro_batch in enumerate(micro_batches, 1):
@@ -284,12 +289,12 @@ class FsdpBackend:
         return next(iter(self._parameters.values())).dtype
 
     @lost_peers_are_errors("scoring")
-    def _score(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
+    def _score(self, batch: TensorDict, request: OutputRequest, kinds: Mapping[str, TokenColumn]) -> TensorDict:
         self._offloaded.require_weights("scoring")
-        sequences, micro_batches = self._agreed_micro_batches(batch, temperature, 1.0, needs_rows=False)
+        sequences, micro_batches = self._agreed_micro_batches(batch, request, 1.0, needs_rows=False)
         parts: dict[str, list[tuple[MicroBatch, torch.Tensor]]] = defaultdict(list)
         passes = ForwardPasses(self._device)
-        forward = partial(self._forward, temperature=temperature, entropy=entropy)
+        forward = partial(self._forward, request=request)
         with failures_end_all("no rank has its outputs"), torch.no_grad():
             for micro_batch in micro_batches:
                 for name, output in self._pass(passes, micro_batch, forward)[1].items():
@@ -297,7 +302,7 @@ class FsdpBackend:
         # Without a backward pass the root would keep the gathered weights, and miss a later load.
         self._root.reshard()
         passes.agree(self._group, "no rank has its outputs")
-        columns = {name: sequences.jagged(results) for name, results in parts.items()}
+        columns = {name: sequences.jagged(parts[name], *kind) for name, kind in kinds.items()}
         return TensorDict(columns, batch_size=batch.batch_size)
 
     def _pass(
@@ -307,7 +312,7 @@ class FsdpBackend:
             return passes.outputs(micro_batch, forward)
         return micro_batch, forward(micro_batch)
 
-    def _forward(self, micro_batch: MicroBatch, *, temperature: float, entropy: bool) -> dict[str, torch.Tensor]:
+    def _forward(self, micro_batch: MicroBatch, *, request: OutputRequest) -> dict[str, torch.Tensor]:
         """Outputs [b, T] at the response tokens, zeros at their padding; no logits are computed elsewhere."""
         mask = micro_batch.response_mask
         positions = mask.flatten().nonzero().squeeze(1)
@@ -321,25 +326,21 @@ class FsdpBackend:
                 use_cache=False,
                 logits_to_keep=micro_batch.predicting_columns.to(self._device),
             ).logits
-        found: dict[str, torch.Tensor | None] = {}
         if self._head == "value":
-            found["values"] = logits.squeeze(-1).float()
+            found = {"values": logits.squeeze(-1).float()}
         else:
-            found["logprobs"], found["entropy"] = compute_token_logprobs(
-                logits, ids, temperature=temperature, entropy=entropy
-            )
-        return {
-            name: output.new_zeros(mask.numel()).index_copy(0, positions, output).view(mask.shape)
-            for name, output in found.items()
-            if output is not None
-        }
+            candidates = micro_batch.candidate_ids
+            if candidates is not None:
+                candidates = candidates.to(self._device).flatten(0, 1)[positions]
+            found = request.answer(logits, ids, candidates)
+        return {name: place_at(positions, output, mask.shape) for name, output in found.items()}
 
     @contextmanager
     def _accumulating(self, optimizer: ShardedAdamW) -> Iterator[None]:
         """Starts without gradients, those included that a step which failed on its way left before their reduction."""
         if self._has_unreduced_gradients:
             self._reduce_after_backward(True)
-            outputs = self._forward(MicroBatch.dummy(), temperature=1.0, entropy=False)
+            outputs = self._forward(MicroBatch.dummy(), request=OutputRequest())
             torch.autograd.backward([output.sum() * 0.0 for output in outputs.values()])
         optimizer.zero_grad()
         self._has_unreduced_gradients = True
@@ -361,15 +362,16 @@ class FsdpBackend:
             self._root.set_reshard_after_backward(reduces)
 
     def _agreed_micro_batches(
-        self, batch: TensorDict, temperature: float, denominator: float, *, needs_rows: bool
+        self, batch: TensorDict, request: OutputRequest, denominator: float, *, needs_rows: bool
     ) -> tuple[SequenceBatch, list[MicroBatch]]:
 
         def prepare() -> SequenceBatch:
             check_number(BackendError, "denominator", denominator)
-            check_number(BackendError, "temperature", temperature)
-            return SequenceBatch(batch, self._model.get_input_embeddings().weight.shape[0])
+            vocab_size = self._model.get_input_embeddings().weight.shape[0]
+            request.check(vocab_size)
+            return SequenceBatch(batch, vocab_size, candidates=request.candidates)
 
-        most, given = self._config.micro_batch_tokens, {"temperature": temperature, "denominator": denominator}
+        most, given = self._config.micro_batch_tokens, {"temperature": request.temperature, "denominator": denominator}
         return agree_on_micro_batches(prepare, most, self._group, self._device, needs_rows=needs_rows, arguments=given)
 
     def _agreed_grad_norm(self, optimizer: ShardedAdamW, loss: float) -> float:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 __all__ = [
+    "add_candidates",
     "build_batch",
     "build_prompts",
     "greedy_response",
@@ -40,6 +41,19 @@ def build_batch(num_rows: int, *, vocab_size: int, seed: int = 0) -> TensorDict:
     batch["response_ids"] = _jagged([torch.randint(0, vocab_size, (int(n),), generator=generator) for n in lengths])
     batch["response_mask"] = _jagged([torch.ones(int(n), dtype=torch.bool) for n in lengths])
     batch["targets"] = _jagged([torch.randn(int(n), generator=generator) for n in lengths])
+    return batch
+
+
+def add_candidates(batch: TensorDict, k: int, *, vocab_size: int) -> TensorDict:
+    """The same rows with `candidate_ids`, k different tokens for each response token."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = [len(row) for row in rows_of(batch["response_ids"])]
+    batch["candidate_ids"] = _jagged(
+        [
+            torch.stack([torch.randperm(vocab_size, generator=generator)[:k] for _ in range(length)])
+            for length in lengths
+        ]
+    )
     return batch
 
 

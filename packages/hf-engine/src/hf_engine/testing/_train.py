@@ -12,13 +12,20 @@ import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from hf_engine.backends._base import Head, Metrics, TrainBackend, TrainConfig
+from hf_engine.backends._base import Head, LossFunction, Metrics, TrainBackend, TrainConfig
 from hf_engine.backends._stacked_experts import family_of, tensors_in_files
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import replicated_layout
 from hf_engine.resharding.plan import plan_reshard
-from hf_engine.testing._cases import build_batch, leave_tokens_out, reference_outputs, rows_of, select_rows
+from hf_engine.testing._cases import (
+    add_candidates,
+    build_batch,
+    leave_tokens_out,
+    reference_outputs,
+    rows_of,
+    select_rows,
+)
 from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.standard import THREE_D
 from hf_protocols.topology import Topology
@@ -40,6 +47,9 @@ _CONFIG = TrainConfig(
     micro_batch_tokens=64,
 )
 _NUM_STEPS = 5
+_NUM_CANDIDATES = 3
+_ENTROPY_WEIGHT, _CANDIDATE_WEIGHT = 0.3, 0.2
+"""Of the terms of a loss that read more than the log-prob of the token itself."""
 
 
 def check_train_backend(
@@ -56,8 +66,9 @@ def check_train_backend(
 ) -> None:
     """Checks one backend on one topology. Called on every rank.
 
-    The laws: log-probs (at two temperatures), entropies or values are those of `reference`; five AdamW steps end at
-    the parameters of the same steps in one process, under torch's schedulers, whatever the token budget; a non-finite
+    The laws: log-probs (at two temperatures), entropies, the likeliest tokens or values are those of `reference`; five
+    AdamW steps, on a loss that reads entropies and log-probs of candidates as well, end at the parameters of the same
+    steps in one process, under torch's schedulers, at any token budget; a non-finite
     loss is refused on every rank and leaves the weights alone; what was offloaded is refused, and comes back bit by
     bit; a checkpoint and an export bring the same numbers back, a checkpoint the place in the schedule, too.
 
@@ -78,6 +89,7 @@ def check_train_backend(
         AssertionError: naming the law and the difference.
     """
     batch = leave_tokens_out(build_batch(num_rows, vocab_size=vocab_size))
+    batch = add_candidates(batch, _NUM_CANDIDATES, vocab_size=vocab_size)
     laws = _Laws(reference, topology, head, config, tolerance, batch)
     backend = build(config)
     laws.check_scores(backend, "as built")
@@ -130,12 +142,17 @@ class _Laws:
             self._compare(scored["values"], [values[:, 0] for values, _ in self._expected(reference)], f"values {when}")
             return
         for temperature in (1.0, 0.7):
-            scored = backend.compute_logprobs(self._local, temperature=temperature, entropy=True)
+            scored = backend.compute_logprobs(self._local, temperature=temperature, entropy=True, top_k=_NUM_CANDIDATES)
             logits = [(row / temperature, ids) for row, ids in self._expected(reference)]
             logprobs = [row.log_softmax(-1).gather(-1, ids[:, None])[:, 0] for row, ids in logits]
             entropies = [torch.distributions.Categorical(logits=row).entropy() for row, _ in logits]  # type: ignore[no-untyped-call]
             self._compare(scored["logprobs"], logprobs, f"log-probs at temperature {temperature} {when}")
             self._compare(scored["entropy"], entropies, f"entropies at temperature {temperature} {when}")
+            distributions = [row.log_softmax(-1) for row, _ in logits]
+            likeliest = [row.topk(_NUM_CANDIDATES).values for row in distributions]
+            self._compare(scored["top_logprobs"], likeliest, f"top log-probs at temperature {temperature} {when}")
+            found = [row.gather(-1, ids) for row, ids in zip(distributions, rows_of(scored["top_ids"]), strict=True)]
+            self._compare(scored["top_logprobs"], found, f"log-probs of top ids at temperature {temperature} {when}")
 
     def check_refusal(self, backend: TrainBackend) -> None:
         """One rank's loss is not a number: no rank may step."""
@@ -147,7 +164,7 @@ class _Laws:
 
         refused = False
         try:
-            backend.train_step(self._local, poisoned, self._num_tokens)
+            self._step(backend, poisoned)
         except NonFiniteLossError:
             refused = True
         assert refused, "a loss that is not a number on one rank was not refused on every rank"
@@ -167,7 +184,7 @@ class _Laws:
         )
         for step, rate in enumerate(self._rates[:_NUM_STEPS], 1):
             expected_norm = self._reference_step(reference, optimizer, rate)
-            metrics = backend.train_step(self._local, self._loss, self._num_tokens)
+            metrics = self._step(backend)
             _close(metrics["grad_norm"], expected_norm, 1e-3 * expected_norm, f"gradient norm of step {step}")
             _close(metrics["learning_rate"], rate, 1e-12, f"learning rate of step {step}")
             counted = backend.sum_over_data([metrics["tokens"][0]])[0] if "tokens" in metrics else 0.0
@@ -189,7 +206,7 @@ class _Laws:
             assert freed >= 0, f"offload(weights={weights}) freed {freed} bytes"
             refusal = ""
             try:
-                backend.train_step(self._local, self._loss, self._num_tokens)
+                self._step(backend)
             except BackendError as error:
                 refusal = str(error)
             assert "reload()" in refusal, f"a step while offloaded must be refused, and name reload(): {refusal!r}"
@@ -203,14 +220,14 @@ class _Laws:
         backend.save_checkpoint(directory / "checkpoint")
         backend.export_hf(directory / "export")
         changes = backend.weight_changes
-        backend.train_step(self._local, self._loss, self._num_tokens)
+        self._step(backend)
         onwards = gather_weights(backend, self._topology)
         self._score(backend)  # whatever scoring leaves behind must not hide the load that follows
         backend.load_checkpoint(directory / "checkpoint")
         assert backend.optimizer_steps == 5, f"{backend.optimizer_steps} optimizer steps in a checkpoint of five"
         assert backend.weight_changes == changes + 2, "a step and a load are two changes of the weights"
         self.check_scores(backend, "from the checkpoint", trained)
-        metrics = backend.train_step(self._local, self._loss, self._num_tokens)
+        metrics = self._step(backend)
         _close(metrics["learning_rate"], self._rates[_NUM_STEPS], 1e-12, "learning rate after the checkpoint")
         again = gather_weights(backend, self._topology)
         off = max(float((onwards[name] - again[name]).abs().max()) for name in onwards)
@@ -220,7 +237,7 @@ class _Laws:
         backend.load_hf(directory / "export")
         assert backend.optimizer_steps == 0, "load_hf starts the optimizer anew"
         self.check_scores(backend, "from the export", trained)
-        metrics = backend.train_step(self._local, self._loss, self._num_tokens)
+        metrics = self._step(backend)
         _close(metrics["learning_rate"], self._rates[0], 1e-12, "learning rate of the first step after load_hf")
 
     def _expected(self, reference: torch.nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -232,22 +249,34 @@ class _Laws:
     def _score(self, backend: TrainBackend) -> None:
         _ = backend.compute_values(self._local) if self._head == "value" else backend.compute_logprobs(self._local)
 
+    def _step(self, backend: TrainBackend, loss: LossFunction | None = None) -> Metrics:
+        more = self._head == "lm"
+        return backend.train_step(self._local, loss or self._loss, self._num_tokens, entropy=more, candidates=more)
+
     def _loss(self, outputs: TensorDict, micro_batch: TensorDict) -> tuple[torch.Tensor, Metrics]:
-        """A policy-gradient-like loss on log-probs, a squared error on values."""
+        """A policy-gradient-like loss on log-probs with more terms, a squared error on values."""
         mask, targets = micro_batch["response_mask"], micro_batch["targets"]
-        per_token = (outputs["values"] - targets) ** 2 if self._head == "value" else -targets * outputs["logprobs"]
+        if self._head == "value":
+            per_token = (outputs["values"] - targets) ** 2
+        else:
+            per_token = _token_loss(targets, *(outputs[name] for name in ("logprobs", "entropy", "candidate_logprobs")))
         return per_token.masked_fill(~mask, 0.0).sum(), {"tokens": (float(mask.sum()), 1.0)}
 
     def _reference_step(self, reference: torch.nn.Module, optimizer: torch.optim.AdamW, rate: float) -> float:
-        columns = (rows_of(self._batch[name]) for name in ("prompt_ids", "response_ids", "targets", "response_mask"))
+        names = ("prompt_ids", "response_ids", "targets", "response_mask", "candidate_ids")
         loss = torch.zeros(())
-        for prompt, response, targets, mask in zip(*columns, strict=True):
+        for prompt, response, targets, mask, candidates in zip(
+            *(rows_of(self._batch[name]) for name in names), strict=True
+        ):
             outputs = reference_outputs(reference, prompt, response)
             if self._head == "value":
                 loss = loss + ((outputs[:, 0] - targets)[mask] ** 2).sum()
             else:
-                logprobs = outputs.log_softmax(-1).gather(-1, response[:, None])[:, 0]
-                loss = loss - (targets * logprobs)[mask].sum()
+                distribution = outputs.log_softmax(-1)
+                logprobs = distribution.gather(-1, response[:, None])[:, 0]
+                entropy = -(distribution.exp() * distribution).sum(-1)
+                per_token = _token_loss(targets, logprobs, entropy, distribution.gather(-1, candidates))
+                loss = loss + per_token[mask].sum()
         optimizer.zero_grad()
         torch.autograd.backward(loss / self._num_tokens)
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), self._config.max_grad_norm)
@@ -260,6 +289,18 @@ class _Laws:
         assert [len(row) for row in found] == [len(row) for row in expected], f"{what}: rows are not aligned"
         off = max(float((row - wanted).abs().max()) for row, wanted in zip(found, expected, strict=True))
         assert off <= self._tolerance, f"{what}: {off} off"
+
+
+def _token_loss(
+    targets: torch.Tensor, logprobs: torch.Tensor, entropy: torch.Tensor, candidates: torch.Tensor
+) -> torch.Tensor:
+    """Each candidate has a weight of its own, so that none may stand for another."""
+    weights = torch.arange(1, 1 + candidates.shape[-1], device=candidates.device)
+    return (
+        -targets * logprobs
+        - _ENTROPY_WEIGHT * entropy
+        + _CANDIDATE_WEIGHT * targets * (weights * candidates.exp()).sum(-1)
+    )
 
 
 def _scheduled_rates(config: TrainConfig, num_steps: int) -> list[float]:

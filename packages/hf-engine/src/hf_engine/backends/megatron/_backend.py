@@ -18,6 +18,7 @@ from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import write_directory
 from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
+from hf_engine.backends._outputs import OutputRequest, TokenColumn
 from hf_engine.backends.megatron._checkpoint import load_sharded, open_sharded, write_shard
 from hf_engine.backends.megatron._config import ModelConfig, check_divisible
 from hf_engine.backends.megatron._export import export_stage
@@ -135,15 +136,21 @@ class MegatronBackend:
         self._stage.offloaded.require_weights("local_weights")
         return self._stage.local_weights()
 
-    def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False) -> TensorDict:
-        """Columns `logprobs` (and `entropy`) of the response tokens; see `TrainBackend.compute_logprobs`."""
+    def compute_logprobs(
+        self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False, top_k: int = 0
+    ) -> TensorDict:
+        """Columns `logprobs` and more of the response tokens; see `TrainBackend.compute_logprobs`.
+
+        With `top_k` the output layer is computed twice.
+        """
         self._require_head("lm", "compute_logprobs")
-        return self._score(batch, ["logprobs", "entropy"] if entropy else ["logprobs"], temperature, entropy)
+        request = OutputRequest(temperature=temperature, entropy=entropy, top_k=top_k)
+        return self._score(batch, request, request.columns())
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """Column `values`; see `TrainBackend.compute_values`."""
         self._require_head("value", "compute_values")
-        return self._score(batch, ["values"], 1.0, entropy=False)
+        return self._score(batch, OutputRequest(), {"values": TokenColumn()})
 
     @lost_peers_are_errors("train_step")
     def train_step(
@@ -154,18 +161,20 @@ class MegatronBackend:
         *,
         temperature: float = 1.0,
         entropy: bool = False,
+        candidates: bool = False,
     ) -> Metrics:
         """One optimizer step; see `TrainBackend.train_step`. `loss_fn` runs on the last pipeline stage."""
         optimizer = self._require_optimizer("train_step")
         self._stage.offloaded.require_all("train_step")
         self._stage.module.zero_grad_buffer()
+        request = OutputRequest(temperature=temperature, entropy=entropy, candidates=candidates)
         sequences, micro_batches = self._agreed_micro_batches(
-            batch, temperature, denominator, needs_rows=True, entropy=entropy, loss_fn=loss_fn
+            batch, request, denominator, needs_rows=True, loss_fn=loss_fn
         )
         loss = StepLoss(loss_fn, sequences, self._device)
 
         def compute_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-            outputs = self._stage.decoder.outputs(hidden, micro_batch, temperature=temperature, entropy=entropy)
+            outputs = self._stage.decoder.outputs(hidden, micro_batch, request)
             return loss.of(micro_batch, outputs) / denominator
 
         with failures_end_all(f"no rank took optimizer step {optimizer.steps + 1}"):
@@ -237,21 +246,18 @@ class MegatronBackend:
             self._groups.close()
 
     @lost_peers_are_errors("scoring")
-    def _score(self, batch: TensorDict, names: Sequence[str], temperature: float, entropy: bool) -> TensorDict:
+    def _score(self, batch: TensorDict, request: OutputRequest, kinds: Mapping[str, TokenColumn]) -> TensorDict:
         self._stage.offloaded.require_weights("scoring")
-        sequences, micro_batches = self._agreed_micro_batches(
-            batch, temperature, 1.0, needs_rows=False, entropy=entropy
-        )
+        sequences, micro_batches = self._agreed_micro_batches(batch, request, 1.0, needs_rows=False)
 
         def compute(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, dict[str, torch.Tensor]]:
-            outputs = self._stage.decoder.outputs(hidden, micro_batch, temperature=temperature, entropy=entropy)
-            return micro_batch, outputs
+            return micro_batch, self._stage.decoder.outputs(hidden, micro_batch, request)
 
         with failures_end_all("no rank has its outputs"):
             results = run_forward(self._stage.decoder, micro_batches, compute, window=self._window, device=self._device)
         columns = {}
-        for name in names:
-            column = sequences.jagged([(micro_batch, outputs[name]) for micro_batch, outputs in results])
+        for name, kind in kinds.items():
+            column = sequences.jagged([(micro_batch, outputs[name]) for micro_batch, outputs in results], *kind)
             self._send_from_last_stage(column.values())
             columns[name] = column
         return TensorDict(columns, batch_size=batch.batch_size)
@@ -274,18 +280,18 @@ class MegatronBackend:
     def _agreed_micro_batches(
         self,
         batch: TensorDict,
-        temperature: float,
+        request: OutputRequest,
         denominator: float,
         *,
         needs_rows: bool,
-        entropy: bool,
         loss_fn: LossFunction | None = None,
     ) -> tuple[SequenceBatch, list[MicroBatch]]:
 
         def prepare() -> SequenceBatch:
             check_number(BackendError, "denominator", denominator)
-            check_number(BackendError, "temperature", temperature)
-            return SequenceBatch(batch, self._stage.decoder.real_vocab_size)
+            vocab_size = self._stage.decoder.real_vocab_size
+            request.check(vocab_size)
+            return SequenceBatch(batch, vocab_size, candidates=request.candidates)
 
         return agree_on_micro_batches(
             prepare,
@@ -295,8 +301,10 @@ class MegatronBackend:
             needs_rows=needs_rows,
             replicas=self._groups.replicas,
             arguments={
-                "temperature": temperature,
-                "entropy": entropy,
+                "temperature": request.temperature,
+                "entropy": request.entropy,
+                "candidates": request.candidates,
+                "top_k": request.top_k,
                 "denominator": denominator,
                 "loss_fn": loss_fn,
             },

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from hf_engine.backends._base import Head
 from hf_engine.backends._micro_batches import MicroBatch
+from hf_engine.backends._outputs import OutputRequest
+from hf_engine.backends._token_logprobs import TokenScores
 from hf_engine.backends.megatron._config import ModelConfig
 from hf_engine.backends.megatron._core import GPTModel, gather_from_sequence_parallel_region
 from hf_engine.backends.megatron._layers import build_block_spec
-from hf_engine.backends.megatron._logprobs import compute_vocab_parallel_logprobs
+from hf_engine.backends.megatron._logprobs import compute_vocab_parallel_logprobs, find_vocab_parallel_top_ids
 from hf_engine.backends.megatron._parallel import ParallelGroups
 from hf_engine.resharding.tensor_parallel import padded_vocab_size, split_layers
 
@@ -50,23 +53,32 @@ class Decoder(GPTModel):  # type: ignore[misc]
         )
         return whole
 
-    def outputs(
-        self, hidden: torch.Tensor, micro_batch: MicroBatch, *, temperature: float, entropy: bool
-    ) -> dict[str, torch.Tensor]:
-        """`values`, or `logprobs` (and `entropy`): float32 [b, T], from hidden states [b, T, h] of the last stage."""
+    def outputs(self, hidden: torch.Tensor, micro_batch: MicroBatch, request: OutputRequest) -> dict[str, torch.Tensor]:
+        """`values`, or `logprobs` and what else is asked for: [b, T] from hidden states [b, T, h] of the last stage."""
         if self.value_head is not None:
             return {"values": self.value_head(hidden).squeeze(-1).float()}
         tied = self.share_embeddings_and_output_weights
-        logprobs, entropies = compute_vocab_parallel_logprobs(
-            hidden,
-            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight,
-            micro_batch.response_ids.to(hidden.device),
-            group=self.pg_collection.tp,
-            vocab_size=self.real_vocab_size,
-            temperature=temperature,
-            entropy=entropy,
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        group, vocab_size = self.pg_collection.tp, self.real_vocab_size
+
+        def compute(candidate_ids: torch.Tensor | None) -> TokenScores:
+            return compute_vocab_parallel_logprobs(
+                hidden,
+                weight,
+                micro_batch.response_ids.to(hidden.device),
+                group=group,
+                vocab_size=vocab_size,
+                temperature=request.temperature,
+                entropy=request.entropy,
+                candidate_ids=candidate_ids,
+            )
+
+        candidates = micro_batch.candidate_ids
+        return request.ask(
+            compute,
+            partial(find_vocab_parallel_top_ids, hidden, weight, request.top_k, group=group, vocab_size=vocab_size),
+            None if candidates is None else candidates.to(hidden.device),
         )
-        return {"logprobs": logprobs} if entropies is None else {"logprobs": logprobs, "entropy": entropies}
 
 
 def build_decoder(model: ModelConfig, config: Any, groups: ParallelGroups, head: Head, device: torch.device) -> Decoder:
