@@ -12,8 +12,8 @@ Deviations from the authors' code:
 - both critics start from the actor, not from a reward model and a cost model;
 - the values' clip is PPO's; the authors clip values to a distance of 5, which is `value_clip = 5.0`.
 
-`constraint/infeasible` is 1 where lambda grows although the cost stays above the limit: the constraint cannot be met
-under this KL penalty, which is not a divergence.
+`constraint/infeasible` is 1 where lambda keeps growing, or stands at `lambda_max`, while the cost stays above the limit
+and no longer falls: the constraint cannot be met under this KL penalty, which is not a divergence.
 """
 
 from __future__ import annotations
