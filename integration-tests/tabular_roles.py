@@ -22,7 +22,17 @@ from hf_algorithms.roles import Roles
 from hf_algorithms.workers import AdvantageWorker
 from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec
 from hf_engine import SamplingParams
-from hf_protocols import DP, RANK_ZERO, THREE_D, THREE_D_ALL_MICRO_DP, GenerationSpec, ParallelSpec, Topology, register
+from hf_protocols import (
+    DP,
+    RANK_ZERO,
+    THREE_D,
+    THREE_D_ALL_MICRO_DP,
+    GenerationSpec,
+    ParallelSpec,
+    Topology,
+    merge_metrics,
+    register,
+)
 
 SEQUENCE = ("prompt_ids", "response_ids", "response_mask")
 END = 0
@@ -288,9 +298,8 @@ class TableRun:
             for iteration in range(1, self.iterations + 1):
                 sampling = replace(self.sampling, n=self.samples, step=iteration)
                 found = self.recipe.step(roles, prompts, config, _build_context(sampling, iteration, state))
-                metrics.append({})
-                for part in found:
-                    metrics[-1] |= part if isinstance(part, dict) else part.result()
+                parts = [_count_one(part) if isinstance(part, dict) else part.sums() for part in found]
+                metrics.append({name: total / count for name, (total, count) in merge_metrics(parts).items() if count})
                 policies.append(roles.actor.read_policy().result())
             return Trained(
                 policies=policies,
@@ -299,6 +308,10 @@ class TableRun:
                 gradient=roles.actor.read_gradient().result(),
                 values=roles.critic.read_values().result() if "critic" in workers else None,
             )
+
+
+def _count_one(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    return {name: (value, 1.0) for name, value in metrics.items()}
 
 
 def _build_context(sampling: SamplingParams, iteration: int, state: dict[str, Any]) -> StepContext:

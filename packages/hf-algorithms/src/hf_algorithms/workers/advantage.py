@@ -122,7 +122,8 @@ class AdvantageWorker(Worker):
         their length; for scores and groups see `hf_algorithms.advantages.compute_score_metrics`.
 
         ``kl/k1``, ``kl/k2`` and ``kl/k3`` estimate the KL to the reference in nats per trained token (see
-        `estimate_kl`); ``kl_sequence/k1`` and ``kl_sequence/k3`` are sums over the trained tokens of a response.
+        `estimate_kl`); ``kl_sequence/k1`` and ``kl_sequence/k3`` are sums over the trained tokens of a response. They
+        are those of the policy before the update; without `old_logprobs` here the update itself reports them.
         ``response/tokens`` counts trained tokens.
 
         ``rollout/logprob_gap`` is the mean over trained tokens of |sampler's log-prob - trainer's|, ``..._max`` the
