@@ -54,7 +54,14 @@ class AlgorithmConfig(BaseModel):
     epochs: Annotated[int, Field(ge=1)] = 1
     """Passes over the batch of one iteration."""
     mini_batches: Annotated[int, Field(ge=1)] = 1
-    """Updates per pass; each takes a global, seeded share of the rows."""
+    """Updates per pass; each takes a global, seeded share of the rows. Where responses to one prompt are compared, or
+    averaged by `prompt-mean`, a share holds whole groups.
+    """
+
+    @property
+    def keeps_groups(self) -> bool:
+        """True if a mini-batch holds all responses to a prompt or none."""
+        return self.least_samples > 1
 
     def find_contradictions(self) -> Iterator[str]:
         """Yields one line for every pair of keys that cannot go together; the first word names a key."""
@@ -94,6 +101,11 @@ class PolicyConfig(AlgorithmConfig):
     """Tokens by which `aggregation = "constant"` divides each response's sum."""
     overlong_filter: bool = False
     """Trains no token of a response that was cut by its length."""
+
+    @property
+    def keeps_groups(self) -> bool:
+        """True if a mini-batch holds all responses to a prompt or none."""
+        return super().keeps_groups or self.aggregation == "prompt-mean"
 
     @property
     def penalises_rewards(self) -> bool:

@@ -127,12 +127,19 @@ def _build_correction(config: PolicyConfig) -> Correction | None:
 
 
 def mini_batches(roles: Roles, batch: BatchFuture, config: PolicyConfig, context: StepContext) -> Iterator[BatchFuture]:
-    """Yields the rows of every update of an iteration, with the columns that the aggregation reads."""
+    """Yields the rows of every update of an iteration, with the columns that the aggregation reads.
+
+    A batch of fewer rows, or groups, than `config.mini_batches` is split into as many as it has.
+
+    Raises:
+        BatchError: if groups must stay whole, and the batch has a part of one.
+    """
     if config.aggregation == "prompt-mean":
         batch = batch.union(roles.advantage.count_group_tokens(batch, overlong_filter=config.overlong_filter))
-    num_rows = batch.num_rows
-    parts = min(config.mini_batches, num_rows)
-    for rows in mini_batch_rows(num_rows, parts, epochs=config.epochs, seed=context.sampling.step):
+    group_size = context.sampling.n if config.keeps_groups else 1
+    parts = max(min(config.mini_batches, batch.num_rows // group_size), 1)
+    seed = context.sampling.step
+    for rows in mini_batch_rows(batch.num_rows, parts, epochs=config.epochs, seed=seed, group_size=group_size):
         yield batch.rows(rows)
 
 

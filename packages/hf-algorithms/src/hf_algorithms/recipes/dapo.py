@@ -52,7 +52,9 @@ def step(
 
     batch, counts = fill(roles, prompts, config, context)
     if batch is not None and batch.num_rows < prompts.num_rows * context.sampling.n:
-        parts = min(config.mini_batches, batch.num_rows // least_rows(roles.actor, "update_actor"))
+        # every mini-batch holds whole groups, and a row for each rank
+        groups_each = -(-least_rows(roles.actor, "update_actor") // context.sampling.n)
+        parts = min(config.mini_batches, batch.num_rows // context.sampling.n // groups_each)
         batch = batch if parts else None
         config = config.model_copy(update={"mini_batches": parts})
     if batch is None:
