@@ -83,6 +83,8 @@ def _compare_variants(comparison: Comparison, seed: int) -> None:
     }
     for name, keys in loss_types.items():
         _compare(comparison, f"grpo, loss type {name}", "grpo", seed, keys=keys, loss_type=name)
+    _compare(comparison, "grpo, scaled by the batch", "grpo", seed, keys={"std_over": "batch"}, scale_rewards="batch")
+    _compare(comparison, "grpo, not scaled", "grpo", seed, keys={"std_over": "none"}, scale_rewards="none")
     _compare(comparison, "grpo, two-sided (delta)", "grpo", seed, keys={"dual_clip": 3.0}, delta=3.0)
     for name, keys in (("grpo", {}), ("cispo", {}), ("sapo", {}), ("gmpo", {})):
         options = _LOSSES[name]

@@ -194,18 +194,20 @@ class StdKeys(GroupKeys):
     """Keys of algorithms that divide by the standard deviation of a group's scores."""
 
     std_ddof: Degrees = 1
-    """Divisor of the variance of a group of n scores: n - std_ddof."""
+    """Divisor of the variance of n scores: n - std_ddof."""
     std_eps: Coefficient = 1e-6
     """Keeps the divisor from 0; see `std_on`."""
     std_on: Literal["s+eps", "max", "positive"] = "s+eps"
     """Divisor: s + std_eps; the larger of both (`max`); or s + std_eps where s > 0 and 1 elsewhere (`positive`)."""
+    std_over: Literal["group", "batch", "none"] = "group"
+    """Scores whose standard deviation divides: of the group, of the whole batch; `none`: nothing divides."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """`mean`: mean and standard deviation of the group. `leave_one_out`: those of the other responses."""
+    """`mean`: mean of the group. `leave_one_out`: mean, and with `std_over = "group"` deviation, of the others."""
 
     def find_contradictions(self) -> Iterator[str]:
         """Yields one line for every pair of keys that cannot go together."""
         yield from super().find_contradictions()
-        if self.baseline == "leave_one_out" and self.std_on != "positive":
+        if self.baseline == "leave_one_out" and self.std_over == "group" and self.std_on != "positive":
             yield (
                 f"algorithm.std_on = '{self.std_on}': with algorithm.baseline = 'leave_one_out' the other responses "
                 "may be equal where this one differs. Use 'positive'"

@@ -9,6 +9,7 @@ from hf_algorithms.recipes._recipe import StepContext, mini_batch_rows
 
 if TYPE_CHECKING:
     from hf_algorithms.advantages import GroupAdvantage
+    from hf_algorithms.advantages._group import StdOver
     from hf_algorithms.losses import Clip, Correction, PolicyLoss, Surrogate
     from hf_algorithms.recipes._config import PolicyConfig
     from hf_algorithms.roles import Roles
@@ -104,12 +105,14 @@ def build_group_advantage(config: Any) -> GroupAdvantage:
     """Returns the estimator that `StdKeys` describe: scores against those of their group, divided by a spread."""
     from hf_algorithms.advantages import GroupAdvantage
 
+    of_group: StdOver = "others" if config.baseline == "leave_one_out" else "group"
     return GroupAdvantage(
         baseline=config.baseline,
         std_ddof=config.std_ddof,
         std_eps=config.std_eps,
         std_on=config.std_on,
-        std_over="others" if config.baseline == "leave_one_out" else "group",
+        scale="none" if config.std_over == "none" else "std",
+        std_over=of_group if config.std_over == "group" else "batch",
         group_of_one=config.group_of_one,
         kl_coefficient=config.reward_kl_coefficient,
         kl_estimator=config.kl_estimator,

@@ -34,6 +34,7 @@ _TRL_GROUP: Switches = {
     "std_ddof": 1,
     "std_eps": 1e-4,
     "std_on": "s+eps",
+    "std_over": "group",
     "baseline": "mean",
     "log_ratio_clamp": None,
     "aggregation": "token-mean",
@@ -94,6 +95,7 @@ _VERL_STD: Switches = {
     "std_ddof": 1,
     "std_eps": 1e-6,
     "std_on": "s+eps",
+    "std_over": "group",
     "baseline": "mean",
     "group_of_one": "raw",
 }
@@ -149,7 +151,7 @@ _OPENRLHF: Switches = {
     "kl_estimator": "k1",
 }
 _OPENRLHF_WHITE: Switches = {"whiten": True, "std_ddof": 0, "std_eps": 1e-8}
-_OPENRLHF_STD: Switches = {"std_ddof": 1, "std_eps": 1e-9, "std_on": "s+eps", "baseline": "mean"}
+_OPENRLHF_STD: Switches = {"std_ddof": 1, "std_eps": 1e-9, "std_on": "s+eps", "std_over": "group", "baseline": "mean"}
 _OPENRLHF_TABLE: Mapping[str, Switches] = {
     "ppo": {
         **_OPENRLHF,
@@ -178,7 +180,13 @@ _NEMO: Switches = {
     "kl_estimator": "k3",
     "kl_gradient": "unbiased",
 }
-_NEMO_STD: Switches = {"std_ddof": 1, "std_eps": 1e-6, "std_on": "positive", "baseline": "leave_one_out"}
+_NEMO_STD: Switches = {
+    "std_ddof": 1,
+    "std_eps": 1e-6,
+    "std_on": "positive",
+    "std_over": "group",
+    "baseline": "leave_one_out",
+}
 _NEMO_TABLE: Mapping[str, Switches] = {
     "grpo": {**_NEMO, **_NEMO_STD, **_CLIP, "dual_clip": None},
     "dapo": {**_NEMO, **_NEMO_STD, "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
