@@ -19,6 +19,7 @@ from tensordict import TensorDict
 from hf_algorithms.jagged import pad_rows, to_jagged, unpad_rows
 from hf_algorithms.recipes import Recipe, StepContext
 from hf_algorithms.roles import Roles
+from hf_algorithms.value_scale import ValueScale
 from hf_algorithms.workers import AdvantageWorker
 from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec
 from hf_engine import SamplingParams
@@ -166,8 +167,8 @@ class TableCritic(Worker):
         self._learning_rate = learning_rate
 
     @register(protocol=THREE_D, reads=SEQUENCE, writes=("values",), kind="inference")
-    def compute_values(self, batch: TensorDict) -> TensorDict:
-        return _shape(batch, "values", self._look_up(batch).detach())
+    def compute_values(self, batch: TensorDict, *, scale: ValueScale | None = None) -> TensorDict:
+        return _shape(batch, "values", (scale or ValueScale()).restore(self._look_up(batch).detach()))
 
     @register(protocol=THREE_D, returns="metrics", reads=SEQUENCE, kind="training")
     def update_critic(self, batch: TensorDict, loss: Any) -> dict[str, tuple[float, float]]:

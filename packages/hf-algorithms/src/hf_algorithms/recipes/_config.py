@@ -235,7 +235,9 @@ class CriticKeys(AlgorithmConfig):
     bootstrap: Literal["zero", "value"] = "zero"
     """Value after a response that was cut by its length: 0, or the critic's last value."""
     value_clip: Range | None = 0.2
-    """Values are clipped to this distance from the old ones."""
+    """Values are clipped to this distance from the old ones; with `normalize_values`, in deviations of the returns."""
+    normalize_values: bool = False
+    """The critic learns returns less their running mean, divided by their running deviation, over the whole batch."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """First iterations in which the critic alone is trained."""
 

@@ -28,6 +28,7 @@ from hf_algorithms.recipes._config import (
     Share,
     WhitenKeys,
 )
+from hf_algorithms.recipes._critics import build_value_loss, compute_values
 from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, CRITIC, REFERENCE, REWARD
 from hf_algorithms.recipes._steps import (
@@ -75,7 +76,6 @@ class PPOConfig(CriticKeys, RewardKeys, WhitenKeys, ClipKeys, PolicyConfig):
 def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, context: StepContext) -> Sequence[MetricsFuture]:
     """One iteration; every line returns at once, and the data flows from worker to worker."""
     from hf_algorithms.advantages import GAE
-    from hf_algorithms.losses import ValueLoss
 
     coefficient = context.state.get("kl_coefficient", config.kl_coefficient)
     gae = GAE(
@@ -95,13 +95,13 @@ def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, context: StepCon
     policy_loss = build_policy_loss(
         config, build_clip(config), max_new_tokens=sampling.max_new_tokens, kl_coefficient=coefficient
     )
-    value_loss = ValueLoss(clip=config.value_clip)
 
     batch = add_old_logprobs(roles, generate(roles, prompts, context), config, context)
-    batch = batch.union(roles.critic.compute_values(batch))
+    batch = batch.union(compute_values(roles, batch, config, context))
     batch = add_ref_logprobs(roles, batch, config, context)
     batch = batch.union(roles.reward.compute_reward(batch))
     batch = batch.union(roles.advantage.compute_advantages(batch, gae))
+    value_loss = build_value_loss(roles, batch, config, context)
     metrics = [roles.advantage.compute_metrics(batch, compares_sampler=config.old_source != "sampled")]
     trains_actor = not 0 < context.iteration <= config.critic_warmup
     for rows in mini_batches(roles, batch, config, context):

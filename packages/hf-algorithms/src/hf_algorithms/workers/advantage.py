@@ -94,6 +94,13 @@ class AdvantageWorker(Worker):
         scores = add_length_term(batch["scores"], lengths, max_tokens=max_tokens, buffer=buffer)
         return TensorDict({"scores": scores}, batch_size=batch.batch_size)
 
+    @register(protocol=RANK_ZERO, returns="object", reads=("response_mask", "returns"))
+    def measure_returns(self, batch: TensorDict) -> dict[str, float]:
+        """Returns the moments of the returns; see `hf_algorithms.value_scale.measure_returns`."""
+        from hf_algorithms.value_scale import measure_returns
+
+        return measure_returns(pad_rows(batch["returns"]), pad_rows(batch["response_mask"]))
+
     @register(protocol=RANK_ZERO, returns="object", reads=("scores", "group_id"))
     def select_groups(self, batch: TensorDict) -> list[int]:
         """Returns the ids of the groups whose scores differ, ascending; see `hf_algorithms.advantages.filters`."""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from hf_algorithms.losses import Loss
+    from hf_algorithms.value_scale import ValueScale
 
 __all__ = ["CriticWorker"]
 
@@ -23,9 +24,17 @@ class CriticWorker(ModelWorker):
 
     @register(protocol=THREE_D, reads=SEQUENCE, writes=("values",), kind="inference")
     @on_device
-    def compute_values(self, batch: TensorDict) -> TensorDict:
-        """``values``, jagged [B, T]: the value before each response token was drawn."""
-        return self._train.compute_values(batch)
+    def compute_values(self, batch: TensorDict, *, scale: ValueScale | None = None) -> TensorDict:
+        """``values``, jagged [B, T]: the value before each response token was drawn, in the unit of rewards.
+
+        Args:
+            batch: prompts and responses.
+            scale: between the model's output and values; None: they are the same.
+        """
+        found = self._train.compute_values(batch)
+        if scale is not None:
+            found["values"] = scale.restore(found["values"])
+        return found
 
     @register(protocol=THREE_D, returns="metrics", reads=SEQUENCE, kind="training")
     @on_device
