@@ -29,8 +29,6 @@ INSTALLS = (
 WIDTH = 11
 GROUPS, SAMPLES = 4, 4
 DIFFERENCES = {
-    "ppo on ragged rows": "TRL pays the score at the first token after the response, keeps the value there and trains "
-    "it; here the score is paid at the last token of the response",
     "gspo with a KL term": "TRL weighs the KL term of each token by the ratio of the whole sequence; here it is the "
     "token's own ratio",
     "gmpo with an empty row": "TRL takes the mean over all rows; a row without a trained token does not count here",

@@ -9,18 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 from hf_algorithms.jagged import pad_rows, to_jagged
 from hf_algorithms.losses import ValueLoss
 from hf_algorithms.recipes import RECIPES
 from hf_algorithms.value_scale import ValueScale, add_returns, measure_returns
-from hf_algorithms.workers import CriticWorker
-from hf_controller import WorkerContext
-from hf_engine import SamplingParams, TrainConfig
-from hf_engine.testing import LocalRanks, write_tiny_model
-from hf_engine.testing._cases import build_batch, select_rows
-from hf_protocols import ConfigError, GenerationSpec, ParallelSpec, Topology, merge_metrics
+from hf_engine import SamplingParams
+from hf_protocols import ConfigError, merge_metrics
 from tabular_roles import TableCritic, TablePolicy, TableReward, TableRun, Trained
 
 NAN = float("nan")
@@ -157,26 +152,3 @@ def test_every_critic_has_a_unit_of_its_own() -> None:
     of_rewards, of_costs = (trained.state[f"{role}.returns"] for role in ("critic", "cost_critic"))
     assert of_costs["mean"] == pytest.approx(-2 * of_rewards["mean"], rel=1e-9)
     assert of_costs["squares"] == pytest.approx(4 * of_rewards["squares"], rel=1e-9)
-
-
-def values_of(model: str) -> list[Any]:
-    """Plain and restored values of this rank's rows."""
-    import torch.distributed as dist
-
-    topology = Topology(ParallelSpec(dp_size=dist.get_world_size()), GenerationSpec())
-    context = WorkerContext(role="critic", rank=dist.get_rank(), world_size=dist.get_world_size(), topology=topology)
-    worker = CriticWorker(context, model=model, backend="fsdp", training=TrainConfig(learning_rate=1e-3))
-    batch: TensorDict = select_rows(build_batch(6, vocab_size=64), range(dist.get_rank(), 6, dist.get_world_size()))
-    plain = worker.compute_values(batch)["values"]
-    scaled = worker.compute_values(batch, scale=ValueScale(mean=5.0, std=3.0))["values"]
-    found = [pad_rows(plain), pad_rows(scaled), pad_rows(batch["response_mask"])]
-    worker.close()
-    return found
-
-
-def test_the_critics_worker_answers_in_the_unit_of_rewards(tmp_path: Any) -> None:
-    write_tiny_model(tmp_path, vocab_size=64)
-    with LocalRanks(1) as ranks:
-        ((plain, scaled, mask),) = ranks.run(values_of, str(tmp_path))
-    mask = mask.bool()
-    np.testing.assert_allclose(scaled[mask], 5.0 + 3.0 * plain[mask], rtol=1e-5, atol=1e-5)

@@ -18,15 +18,18 @@ __all__ = ["build_value_loss", "compute_values"]
 def compute_values(
     roles: Roles, batch: BatchFuture, config: CriticKeys, context: StepContext, role: str = "critic"
 ) -> BatchFuture:
-    """Returns `values` of a critic, in the unit of rewards."""
+    """Returns `values` of a critic, in the unit of rewards; with `reward_position = "after"` also `next_values`."""
     group: Any = getattr(roles, role)
-    found: BatchFuture
+    options: dict[str, Any] = {}
     if config.normalize_values:
         from hf_algorithms.value_scale import ValueScale
 
-        found = group.compute_values(batch, scale=ValueScale.of(context.state.get(_key(role))))
+        options["scale"] = ValueScale.of(context.state.get(_key(role)))
+    found: BatchFuture
+    if getattr(config, "reward_position", "last") == "after":
+        found = group.compute_values_after(batch, max_tokens=context.sampling.max_new_tokens, **options)
     else:
-        found = group.compute_values(batch)
+        found = group.compute_values(batch, **options)
     return found
 
 

@@ -62,10 +62,19 @@ class PPOConfig(CriticKeys, RewardKeys, WhitenKeys, ClipKeys, PolicyConfig):
     """Nats per token: an iteration makes no further update of the actor once one has moved it further than this."""
     value_lambda: Share | None = None
     """The lambda of the critic's returns; by default `gae_lambda`."""
+    reward_position: Literal["last", "after"] = "last"
+    """Place where the score is paid: the last token, or the position after it, whose value the critic then learns too.
+    A response of `rollout.max_new_tokens` has no room for that and is paid at its last token.
+    """
 
     def find_contradictions(self) -> Iterator[str]:
         """Yields one line for every pair of keys that cannot go together."""
         yield from super().find_contradictions()
+        if self.reward_position == "after" and self.bootstrap == "value":
+            yield (
+                "algorithm.bootstrap = 'value': with algorithm.reward_position = 'after' the score stands where the "
+                "last value is. Use 'zero'"
+            )
         if self.kl_target is not None and not (self.needs_reference and self.old_source != "current"):
             yield (
                 f"algorithm.kl_target = {self.kl_target}: the divergence is not known before the update. Set "
@@ -90,6 +99,7 @@ def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, context: StepCon
         whiten_eps=config.std_eps,
         reward_clip=config.reward_clip,
         missing_eos_penalty=config.missing_eos_penalty,
+        reward_position=config.reward_position,
     )
     sampling = context.sampling
     policy_loss = build_policy_loss(

@@ -94,12 +94,18 @@ class AdvantageWorker(Worker):
         scores = add_length_term(batch["scores"], lengths, max_tokens=max_tokens, buffer=buffer)
         return TensorDict({"scores": scores}, batch_size=batch.batch_size)
 
-    @register(protocol=RANK_ZERO, returns="object", reads=("response_mask", "returns"))
+    @register(protocol=RANK_ZERO, returns="object", reads=("response_mask", "returns", "next_returns?"))
     def measure_returns(self, batch: TensorDict) -> dict[str, float]:
         """Returns the moments of the returns; see `hf_algorithms.value_scale.measure_returns`."""
+        import torch
+
         from hf_algorithms.value_scale import measure_returns
 
-        return measure_returns(pad_rows(batch["returns"]), pad_rows(batch["response_mask"]))
+        returns, mask = pad_rows(batch["returns"]), pad_rows(batch["response_mask"]).bool()
+        if "next_returns" in batch:
+            beyond = batch["next_returns"][:, None]
+            returns, mask = torch.cat([returns, beyond], 1), torch.cat([mask, ~beyond.isnan()], 1)
+        return measure_returns(returns, mask)
 
     @register(protocol=RANK_ZERO, returns="object", reads=("scores", "group_id"))
     def select_groups(self, batch: TensorDict) -> list[int]:
