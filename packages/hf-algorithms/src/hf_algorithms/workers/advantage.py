@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
+    from hf_algorithms.advantages import FilterMetric
+
 __all__ = ["AdvantageWorker", "Estimator"]
 
 TRUNCATED = 1
@@ -108,11 +110,19 @@ class AdvantageWorker(Worker):
         return measure_returns(returns, mask)
 
     @register(protocol=RANK_ZERO, returns="object", reads=("scores", "group_id"))
-    def select_groups(self, batch: TensorDict) -> list[int]:
-        """Returns the ids of the groups whose scores differ, ascending; see `hf_algorithms.advantages.filters`."""
+    def select_groups(self, batch: TensorDict, metric: FilterMetric | None = None) -> list[int]:
+        """Returns the ids of the groups whose scores differ, ascending; see `hf_algorithms.advantages.filters`.
+
+        Args:
+            batch: responses.
+            metric: number of a response by which they differ, in place of the score.
+        """
         from hf_algorithms.advantages import select_groups
 
-        kept: list[int] = select_groups(batch["scores"], batch["group_id"]).tolist()
+        numbers = batch["scores"]
+        if metric is not None:
+            numbers = metric({name: pad_rows(batch[name]) for name in metric.reads})
+        kept: list[int] = select_groups(numbers, batch["group_id"]).tolist()
         return kept
 
     @register(
