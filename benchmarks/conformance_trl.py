@@ -31,8 +31,6 @@ WIDTH = 11
 GROUPS, SAMPLES = 4, 4
 DIFFERENCES = {
     **conformance_trl_dpo.DIFFERENCES,
-    "ppo on ragged rows": "TRL pays the score at the first token after the response, keeps the value there and trains "
-    "it; here the score is paid at the last token of the response",
     "gspo with a KL term": "TRL weighs the KL term of each token by the ratio of the whole sequence; here it is the "
     "token's own ratio",
     "gmpo with an empty row": "TRL takes the mean over all rows; a row without a trained token does not count here",
@@ -89,6 +87,8 @@ def _compare_variants(comparison: Comparison, seed: int) -> None:
     }
     for name, keys in loss_types.items():
         _compare(comparison, f"grpo, loss type {name}", "grpo", seed, keys=keys, loss_type=name)
+    _compare(comparison, "grpo, scaled by the batch", "grpo", seed, keys={"std_over": "batch"}, scale_rewards="batch")
+    _compare(comparison, "grpo, not scaled", "grpo", seed, keys={"std_over": "none"}, scale_rewards="none")
     _compare(comparison, "grpo, two-sided (delta)", "grpo", seed, keys={"dual_clip": 3.0}, delta=3.0)
     for name, keys in (("grpo", {}), ("cispo", {}), ("sapo", {}), ("gmpo", {})):
         options = _LOSSES[name]

@@ -52,15 +52,30 @@ def _compare(comparison: Comparison, case: str, seed: int, *, ragged: bool) -> N
     loss, advantages, weight = _run_trainer(batch, logprobs, values)
     theirs = torch.autograd.grad(loss, (logprobs, values))
 
-    parts = build_parts("ppo", "trl", mini_batches=2)
+    parts = build_parts("ppo", "trl", max_new_tokens=WIDTH, mini_batches=2)
     assert parts.value_loss is not None
+    # the value after a response, where the trainer's table has room for it
+    has_room, rows = batch["lengths"] < WIDTH, torch.arange(len(mask))
+    after = batch["lengths"].clamp(max=WIDTH - 1)
+    batch["next_values"] = torch.where(has_room, batch["values"][rows, after], torch.nan)
     batch |= parts.estimator(batch)
     comparison.compare(f"{case}/advantages", batch["advantages"], advantages, mask)
-    own_loss = parts.aggregate(logprobs, batch) + weight * parts.aggregate(values, batch, loss=parts.value_loss)
+    learned = _add_positions(batch, has_room, after)
+    own_loss = parts.aggregate(logprobs, batch) + weight * parts.aggregate(values, learned, loss=parts.value_loss)
     comparison.compare(f"{case}/loss", own_loss, loss)
-    for ours, their in zip(torch.autograd.grad(own_loss, (logprobs, values)), theirs, strict=True):
-        size = float(their[mask].abs().max())
-        comparison.compare(f"{case}/gradient", ours / size, their / size, mask)
+    masks = (mask, learned["response_mask"])
+    for ours, their, trained in zip(torch.autograd.grad(own_loss, (logprobs, values)), theirs, masks, strict=True):
+        size = float(their[trained].abs().max())
+        comparison.compare(f"{case}/gradient", ours / size, their / size, trained)
+
+
+def _add_positions(batch: dict[str, Any], has_room: torch.Tensor, after: torch.Tensor) -> dict[str, Any]:
+    """The critic's columns with the position after each response, as its worker adds them."""
+    found = {name: batch[name].clone() for name in ("response_mask", "returns", "values")}
+    rows = has_room.nonzero()[:, 0]
+    found["response_mask"][rows, after[rows]] = True
+    found["returns"][rows, after[rows]] = batch["next_returns"][rows]
+    return found
 
 
 def _run_trainer(

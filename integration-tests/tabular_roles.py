@@ -19,10 +19,21 @@ from tensordict import TensorDict
 from hf_algorithms.jagged import pad_rows, to_jagged, unpad_rows
 from hf_algorithms.recipes import Recipe, StepContext
 from hf_algorithms.roles import Roles
+from hf_algorithms.value_scale import ValueScale
 from hf_algorithms.workers import AdvantageWorker
 from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec
 from hf_engine import SamplingParams
-from hf_protocols import DP, RANK_ZERO, THREE_D, THREE_D_ALL_MICRO_DP, GenerationSpec, ParallelSpec, Topology, register
+from hf_protocols import (
+    DP,
+    RANK_ZERO,
+    THREE_D,
+    THREE_D_ALL_MICRO_DP,
+    GenerationSpec,
+    ParallelSpec,
+    Topology,
+    merge_metrics,
+    register,
+)
 
 SEQUENCE = ("prompt_ids", "response_ids", "response_mask")
 END = 0
@@ -165,8 +176,8 @@ class TableCritic(Worker):
         self._learning_rate = learning_rate
 
     @register(protocol=THREE_D, reads=SEQUENCE, writes=("values",), kind="inference")
-    def compute_values(self, batch: TensorDict) -> TensorDict:
-        return _shape(batch, "values", self._look_up(batch).detach())
+    def compute_values(self, batch: TensorDict, *, scale: ValueScale | None = None) -> TensorDict:
+        return _shape(batch, "values", (scale or ValueScale()).restore(self._look_up(batch).detach()))
 
     @register(protocol=THREE_D, returns="metrics", reads=SEQUENCE, kind="training")
     def update_critic(self, batch: TensorDict, loss: Any) -> dict[str, tuple[float, float]]:
@@ -297,9 +308,8 @@ class TableRun:
             for iteration in range(1, self.iterations + 1):
                 sampling = replace(self.sampling, n=self.samples, step=iteration)
                 found = self.recipe.step(roles, prompts, config, _build_context(sampling, iteration, state))
-                metrics.append({})
-                for part in found:
-                    metrics[-1] |= part if isinstance(part, dict) else part.result()
+                parts = [_count_one(part) if isinstance(part, dict) else part.sums() for part in found]
+                metrics.append({name: total / count for name, (total, count) in merge_metrics(parts).items() if count})
                 policies.append(roles.actor.read_policy().result())
             return Trained(
                 policies=policies,
@@ -308,6 +318,10 @@ class TableRun:
                 gradient=roles.actor.read_gradient().result(),
                 values=roles.critic.read_values().result() if "critic" in workers else None,
             )
+
+
+def _count_one(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    return {name: (value, 1.0) for name, value in metrics.items()}
 
 
 def _build_context(sampling: SamplingParams, iteration: int, state: dict[str, Any]) -> StepContext:

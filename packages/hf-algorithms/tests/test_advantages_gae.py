@@ -124,6 +124,35 @@ def test_gae_is_what_the_loops_compute(options: dict[str, Any], seed: int, with_
     np.testing.assert_allclose(found["returns"], returns, atol=1e-10)
 
 
+@pytest.mark.parametrize("options", GAE_OPTIONS, ids=range(len(GAE_OPTIONS)))
+@pytest.mark.parametrize("seed", range(4))
+def test_a_score_after_the_response_is_one_more_step(options: dict[str, Any], seed: int) -> None:
+    """The rows with room as rows that are one token longer, whose own reward is the score."""
+    options = {name: value for name, value in options.items() if name != "bootstrap"}
+    batch = random_batch(seed)
+    has_room = np.arange(9) % 2 == 1  # of them one row without a trained token
+    batch["next_values"] = torch.where(torch.tensor(has_room), batch["next_values"], NAN)
+    found = GAE(**options, reward_position="after")(batch)
+    assert tuple(found) == ("advantages", "returns", "next_returns")
+    longer = dict(batch)
+    has_room &= batch["response_mask"].numpy().any(1)
+    for name in PER_TOKEN:
+        last = batch["next_values"] if name == "values" else torch.zeros(9, dtype=torch.float64)
+        longer[name] = torch.cat([batch[name], last[:, None]], 1)
+    longer["response_mask"] = torch.cat([batch["response_mask"], torch.tensor(has_room)[:, None]], 1)
+    advantages, _ = reference_rows(longer, options, lam=options["gae_lambda"])
+    _, returns = reference_rows(longer, options, lam=options.get("value_lambda", options["gae_lambda"]))
+    np.testing.assert_allclose(found["next_returns"], np.where(has_room, returns[:, 7], np.nan), atol=1e-10)
+    advantages = advantages[:, :7]
+    if options.get("whiten", True):
+        population = batch["response_mask"].numpy() & ~np.isnan(batch["scores"].numpy())[:, None]
+        advantages = whiten_reference(
+            advantages, population, options.get("whiten_ddof", 0), options.get("whiten_eps", 1e-8)
+        )
+    np.testing.assert_allclose(found["advantages"], advantages, atol=1e-10)
+    np.testing.assert_allclose(found["returns"], returns[:, :7], atol=1e-10)
+
+
 LAGRANGIAN_OPTIONS: list[dict[str, Any]] = [
     {"multiplier": 0.0, "gamma": 1.0, "gae_lambda": 0.95},
     {"multiplier": 1.7, "gamma": 0.9, "gae_lambda": 0.5, "kl_coefficient": 0.4},
@@ -195,6 +224,7 @@ def test_a_row_without_a_score_does_not_touch_the_others(estimator: Any) -> None
             GAE(kl_coefficient=0.1, bootstrap="value"),
             ("response_mask", "scores", "values", "old_logprobs", "ref_logprobs", "finish_reason", "next_values?"),
         ),
+        (GAE(reward_position="after"), ("response_mask", "scores", "values", "next_values")),
         (GAE(missing_eos_penalty=1.0), ("response_mask", "scores", "values", "finish_reason")),
         (
             LagrangianAdvantage(multiplier=1.0),
@@ -255,6 +285,8 @@ def test_columns_that_do_not_fit_are_one_error(change: dict[str, torch.Tensor], 
         ({"kl_coefficient": float("inf")}, "kl_coefficient=inf must be a finite number"),
         ({"kl_estimator": "k4"}, "kl_estimator='k4' is not one of 'k1', 'k2', 'k3'"),
         ({"bootstrap": "values"}, "bootstrap='values' is not one of 'zero', 'value'"),
+        ({"reward_position": "pad"}, "reward_position='pad' is not one of 'last', 'after'"),
+        ({"reward_position": "after", "bootstrap": "value"}, "bootstrap='value': with reward_position='after'"),
         ({"whiten_ddof": 2}, "whiten_ddof=2 is neither 0 nor 1"),
         ({"reward_clip": 0}, "reward_clip=0 must be a finite number above 0"),
         ({"missing_eos_penalty": -1.0}, "missing_eos_penalty=-1.0 must be"),

@@ -53,8 +53,10 @@ def std_of(values: list[float], ddof: int) -> float:
     return math.sqrt(math.fsum((each - mean) ** 2 for each in values) / (len(values) - ddof))
 
 
-def compare_reference(scores: list[float], lengths: list[int], options: dict[str, Any]) -> list[float]:
-    """The advantages of one group's scored responses."""
+def compare_reference(
+    scores: list[float], lengths: list[int], options: dict[str, Any], batch: list[float]
+) -> list[float]:
+    """The advantages of one group's scored responses; `batch` has those of all groups."""
     baseline, scale = options.get("baseline", "mean"), options.get("scale", "std")
     ddof, eps, on = options.get("std_ddof", 1), options.get("std_eps", 1e-6), options.get("std_on", "s+eps")
     if len(scores) == 1 and (baseline, scale) != ("none", "none"):
@@ -74,7 +76,7 @@ def compare_reference(scores: list[float], lengths: list[int], options: dict[str
         }[baseline]()
         difference = 0.0 if baseline != "none" and max(scores) == min(scores) else score - b
         if scale == "std":
-            s = std_of(others if options.get("std_over") == "others" else scores, ddof)
+            s = std_of({"others": others, "batch": batch}.get(options.get("std_over", "group"), scores), ddof)
             divisor = {"s+eps": s + eps, "max": max(s, eps), "positive": s + eps if s > 0 else 1.0}[on]
             difference = difference / divisor if divisor else 0.0
         elif scale == "mean":
@@ -116,10 +118,12 @@ def group_reference(batch: dict[str, torch.Tensor], options: dict[str, Any]) -> 
     if kl_return == "sequence":
         scores = [score - sum(each) for score, each in zip(scores, penalties, strict=True)]
         penalties = [[0.0] * len(each) for each in penalties]
-    found = np.zeros(mask.shape)
+    found, scored = np.zeros(mask.shape), [score for score in scores if not math.isnan(score)]
     for group in set(groups):
         rows = [row for row, each in enumerate(groups) if each == group and not math.isnan(scores[row])]
-        compared = compare_reference([scores[row] for row in rows], [int(mask[row].sum()) for row in rows], options)
+        compared = compare_reference(
+            [scores[row] for row in rows], [int(mask[row].sum()) for row in rows], options, scored
+        )
         for row, advantage in zip(rows, compared, strict=True):
             found[row, mask[row]] = spread_reference(
                 advantage, penalties[row], options.get("gamma", 1.0), "token" if kl_return == "token" else "cumulative"
@@ -139,6 +143,9 @@ GROUP_OPTIONS: list[dict[str, Any]] = [
     {"baseline": "leave_one_out"},
     {"baseline": "leave_one_out", "std_over": "others", "std_on": "positive"},
     {"baseline": "leave_one_out", "std_over": "others", "std_on": "positive", "std_ddof": 0},
+    {"std_over": "batch"},
+    {"std_over": "batch", "std_ddof": 0, "std_eps": 0.5, "std_on": "max"},
+    {"std_over": "batch", "baseline": "leave_one_out", "kl_coefficient": 0.3, "kl_return": "sequence"},
     {"baseline": "length", "scale": "none"},
     {"baseline": "none", "scale": "none", "gamma": 0.7},
     {"baseline": "none", "std_on": "positive"},

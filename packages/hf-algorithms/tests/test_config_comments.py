@@ -185,3 +185,10 @@ def test_the_family_is_listed(hybridflow: Command) -> None:
     assert [each["name"] for each in found] == list(RECIPES)
     assert all(each["summary"].endswith(".") and "\n" not in each["summary"] for each in found)
     assert found[0]["roles"] == ["actor", "critic", "reference", "reward", "advantage"]
+
+
+def test_a_key_that_is_switched_off_reads_back(hybridflow: Command) -> None:
+    off = printed(hybridflow, "--set", "algorithm.value_clip=none", "--set", "algorithm.log_ratio_clamp=none")
+    algorithm = parse_config(tomllib.loads(off)).algorithm
+    assert (algorithm.value_clip, algorithm.log_ratio_clamp) == (None, None)  # type: ignore[attr-defined]
+    assert '"none" switches it off.' in off

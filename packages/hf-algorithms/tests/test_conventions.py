@@ -12,6 +12,7 @@ from conformance import build_parts, draw_batch
 
 from hf_algorithms.config import config_keys, format_toml, parse_config
 from hf_algorithms.recipes import RECIPES
+from hf_algorithms.recipes._steps import build_group_advantage
 from hf_algorithms.recipes.conventions import CONVENTIONS, RELEASES, expand_conventions
 from hf_protocols import ConfigError
 
@@ -245,3 +246,20 @@ def test_a_ratio_weighs_the_kl_term_as_the_policy_would_draw() -> None:
         sample = loss({"logprobs": logits.log_softmax(0)[None, action : action + 1]}, one)[0]
         found += share * torch.autograd.grad(sample, logits)[0]
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("keys", "scale", "over"),
+    [
+        ({}, "std", "group"),
+        ({"std_over": "batch"}, "std", "batch"),
+        ({"std_over": "none"}, "none", "group"),
+        ({"std_over": "batch", "baseline": "leave_one_out"}, "std", "batch"),
+        ({"baseline": "leave_one_out", "std_on": "positive"}, "std", "others"),
+    ],
+)
+def test_level_of_the_deviation_is_a_key(keys: dict[str, Any], scale: str, over: str) -> None:
+    estimator = build_group_advantage(parse("grpo", "ours", **keys).algorithm)
+    assert estimator.scale == scale
+    if scale == "std":
+        assert estimator.std_over == over

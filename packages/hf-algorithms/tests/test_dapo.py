@@ -7,9 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from hf_algorithms.advantages import FilterMetric, select_groups
+from hf_algorithms.config import parse_config
+from hf_algorithms.dataflow import PROMPT_COLUMNS, build_tracing_context
+from hf_algorithms.recipes import RECIPES
 from hf_algorithms.recipes._recipe import StepContext
 from hf_algorithms.recipes.dapo import DAPOConfig, fill
+from hf_algorithms.roles import Roles
+from hf_controller import TracingExecutor
+from hf_engine import SamplingParams
+from hf_protocols import BatchError, ConfigError
 
 
 class Rows:
@@ -118,3 +127,63 @@ def test_a_traced_step_keeps_all_groups() -> None:
     rows, _, asked = run(lambda group: False, iteration=0)
     assert rows is not None and len(rows) == 8
     assert asked == []
+
+
+NAN = float("nan")
+COLUMNS = {
+    "scores": torch.tensor([1.0, 1.0, 0.0, 1.0, NAN, 1.0]),
+    "format_scores": torch.tensor([0, 2, 1, 1, 3, 4]),
+    "response_mask": torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1], [0, 0], [1, 0]], dtype=torch.bool),
+    "old_logprobs": torch.zeros(6, 2),
+}
+
+
+@pytest.mark.parametrize(("name", "kept"), [("scores", [1]), ("format_scores", [0, 2]), ("response_tokens", [0, 2])])
+def test_groups_are_compared_by_the_named_metric(name: str, kept: list[int]) -> None:
+    metric = FilterMetric(name)
+    numbers = metric({column: COLUMNS[column] for column in metric.reads})
+    assert numbers.dtype == torch.float64
+    assert select_groups(numbers, torch.tensor([0, 0, 1, 1, 2, 2])).tolist() == kept
+
+
+def test_a_metric_of_tokens_is_refused() -> None:
+    with pytest.raises(BatchError, match=r"algorithm\.filter_metric='old_logprobs': the column has several numbers"):
+        FilterMetric("old_logprobs")(COLUMNS)
+
+
+def trace(name: str) -> dict[str, Any]:
+    """The traced calls of a step by their methods."""
+    config = parse_config({"data": {"train": "rows.jsonl"}, "algorithm": {"name": "dapo", "filter_metric": name}})
+    executor, sampling = TracingExecutor(), SamplingParams(max_new_tokens=8, n=2)
+    roles = Roles({role.name: executor.build_group(role.name, role.load_worker()) for role in RECIPES["dapo"].roles})
+    prompts, context = executor.put_columns(PROMPT_COLUMNS, 4), build_tracing_context(executor, sampling)
+    RECIPES["dapo"].run_step(roles, prompts, config.algorithm, context)
+    return {call.method: call for call in executor.calls}
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("scores", "scores"),
+        ("metric_scores", "metric_scores"),
+        ("response_tokens", "response_mask"),
+        ("finish_reason", "finish_reason"),
+    ],
+)
+def test_a_step_computes_and_reads_the_named_metric(name: str, column: str) -> None:
+    calls = trace(name)
+    assert column in calls["select_groups"].reads
+    assert ("compute_metric" in calls) == (name == "metric_scores")
+
+
+def test_an_unknown_metric_is_refused_before_the_run() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^algorithm.filter_metric = 'style': the responses have no such column. .* has"
+    ):
+        trace("style")
+
+
+@pytest.mark.parametrize("name", ["group_id", "response_ids", "rollout_logprobs"])
+def test_a_column_that_is_no_metric_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^algorithm.filter_metric = '{name}': the column has no number that"):
+        trace(name)

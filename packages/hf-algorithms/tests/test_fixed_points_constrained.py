@@ -88,7 +88,7 @@ def test_a_constraint_that_the_kl_penalty_forbids_is_reported() -> None:
     nearest = REFERENCE * np.exp(-COSTS / beta)
     nearest /= nearest.sum()
     assert COSTS.min() < limit < nearest @ COSTS  # an arm is cheap enough, and no policy near the reference
-    trained = train(beta=beta, iterations=20, lambda_learning_rate=1.0, cost_limit=limit)
+    trained = train(beta=beta, iterations=30, lambda_learning_rate=1.0, cost_limit=limit)
     assert trained.metrics[-1]["constraint/infeasible"] == 1.0
     assert multipliers(trained)[-1] > 100
     np.testing.assert_allclose(trained.policies[-1][0], nearest, atol=5e-3)

@@ -43,10 +43,25 @@ def test_kl_terms_follow_their_formulas(estimator: Any, gradient: Any, mode: Any
             slope[i, t] += weight * kl
     assert float(loss.detach()) == pytest.approx(value, rel=1e-12)
     np.testing.assert_allclose(own.grad.numpy(), slope, rtol=1e-12, atol=1e-15)
+    assert metrics["actor/policy_loss"][0] == 0.0
+    assert not [name for name in metrics if name.startswith("kl")]  # known before the update
+
+
+def test_the_divergence_is_measured_where_old_logprobs_are_those_of_the_update() -> None:
+    generator = np.random.default_rng(1)
+    mask = generator.random((5, 6)) < 0.7
+    mask[1], mask[2, 0] = False, True
+    logprobs, reference = (np.where(mask, generator.normal(-2, 0.6, (5, 6)), np.nan) for _ in range(2))
+    columns = {"ref_logprobs": reference, "advantages": np.zeros((5, 6)), "response_mask": mask}
+    loss = PolicyLoss(kl=KLTerm(coefficient=0.3), old="current")
+    _, metrics = loss(
+        {"logprobs": torch.tensor(logprobs)}, {name: torch.tensor(each) for name, each in columns.items()}
+    )
     d = (logprobs - reference)[mask]
     for name, wanted in (("k1", d), ("k2", d**2 / 2), ("k3", np.exp(-d) - 1 + d)):
         np.testing.assert_allclose(metrics[f"kl/{name}"], (wanted.sum(), mask.sum()), rtol=1e-12, atol=1e-12)
-    assert metrics["actor/policy_loss"][0] == 0.0
+        if name != "k2":
+            np.testing.assert_allclose(metrics[f"kl_sequence/{name}"], (wanted.sum(), 4), rtol=1e-12, atol=1e-12)
 
 
 def expected_gradient(loss: PolicyLoss, policy: np.ndarray, rewards: np.ndarray) -> np.ndarray:

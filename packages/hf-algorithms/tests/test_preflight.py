@@ -140,6 +140,10 @@ def test_evaluations_have_a_row_for_every_rank(
             "algorithm.mini_batches = 2 must divide rollout.batch_size * rollout.samples_per_prompt = 3",
         ),
         (
+            {"rollout": {"batch_size": 3, "samples_per_prompt": 2}, "algorithm": {"name": "grpo", "mini_batches": 2}},
+            "algorithm.mini_batches = 2 must divide rollout.batch_size = 3: with algorithm.name = 'grpo'",
+        ),
+        (
             {"rollout": {"batch_size": 8}, "algorithm": {"mini_batches": 16}},
             "algorithm.mini_batches = 16 must divide rollout.batch_size * rollout.samples_per_prompt = 8",
         ),

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_algorithms import derive_dataflow
 from hf_algorithms.config import WarmStartConfig
+from hf_algorithms.dataflow import PROMPT_COLUMNS, build_tracing_context
+from hf_algorithms.losses import Aggregation, Clip, PolicyLoss, count_group_tokens
 from hf_algorithms.recipes import RECIPES, PPOConfig, StepContext, mini_batch_rows
 from hf_algorithms.recipes.sft import WarmStartError, warm_start
 from hf_algorithms.roles import Roles
+from hf_controller import TracingExecutor
 from hf_engine import SamplingParams
-from hf_protocols import ConfigError, Dataflow
+from hf_protocols import BatchError, ConfigError, Dataflow
 
 
 class Recorded:
@@ -110,6 +115,7 @@ def test_ppo_updates_on_every_row_once_an_epoch() -> None:
 
 @given(num_rows=st.integers(1, 50), parts=st.integers(1, 8), epochs=st.integers(1, 3), seed=st.integers(0, 2**31))
 def test_mini_batches_partition_every_epoch(num_rows: int, parts: int, epochs: int, seed: int) -> None:
+    parts = min(parts, num_rows)
     batches = list(mini_batch_rows(num_rows, parts, epochs=epochs, seed=seed))
     assert len(batches) == parts * epochs
     for epoch in range(epochs):
@@ -118,6 +124,79 @@ def test_mini_batches_partition_every_epoch(num_rows: int, parts: int, epochs: i
         sizes = [len(batch) for batch in epoch_batches]
         assert max(sizes) - min(sizes) <= 1
     assert batches == list(mini_batch_rows(num_rows, parts, epochs=epochs, seed=seed))
+
+
+@given(groups=st.integers(1, 20), size=st.integers(1, 4), parts=st.integers(1, 8), seed=st.integers(0, 2**31))
+def test_mini_batches_hold_whole_groups(groups: int, size: int, parts: int, seed: int) -> None:
+    parts = min(parts, groups)
+    batches = list(mini_batch_rows(groups * size, parts, epochs=1, seed=seed, group_size=size))
+    found = [[row // size for row in batch] for batch in batches]
+    for batch in found:
+        assert batch == sorted(batch)
+        assert set(Counter(batch).values()) == {size}
+    assert Counter(group for batch in found for group in set(batch)) == Counter(range(groups))
+    sizes = [len(batch) for batch in found]
+    assert max(sizes) - min(sizes) <= size
+
+
+def test_what_makes_no_mini_batches_is_refused() -> None:
+    with pytest.raises(BatchError, match="a batch of 7 rows is not whole groups of 2 responses to a prompt"):
+        next(mini_batch_rows(7, 1, epochs=1, seed=0, group_size=2))
+    with pytest.raises(BatchError, match="a batch of 3 groups makes no 4 mini-batches"):
+        next(mini_batch_rows(6, 4, epochs=1, seed=0, group_size=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "keeps"),
+    [
+        ("ppo", {}, False),
+        ("ppo", {"aggregation": "prompt-mean"}, True),
+        ("reinforce_pp", {}, False),
+        ("grpo", {}, True),
+        ("online_dpo", {}, True),
+    ],
+)
+def test_groups_stay_whole_where_something_compares_them(name: str, keys: dict[str, Any], keeps: bool) -> None:
+    config = RECIPES[name].config(mini_batches=4, **keys)
+    assert config.keeps_groups is keeps
+    sampling = SamplingParams(max_new_tokens=8, n=2)
+    executor = TracingExecutor()
+    recipe = RECIPES[name]
+    groups = {role.name: executor.build_group(role.name, role.load_worker()) for role in recipe.roles}
+    prompts, context = executor.put_columns(PROMPT_COLUMNS, 8), build_tracing_context(executor, sampling)
+    recipe.run_step(Roles(groups), prompts, config, context)
+    updates = [call for call in executor.calls if call.method == "update_actor"]
+    assert [call.num_rows for call in updates] == [4] * 4
+    rows = [sorted(segment.rows) for call in updates for segment in call.reads["response_ids"]]
+    is_whole = all(row ^ 1 in part for part in rows for row in part)
+    assert is_whole is keeps
+
+
+def test_prompt_means_of_mini_batches_average_to_the_unsplit_formula() -> None:
+    """Equation 8 of DAPO over the whole batch, in numpy, against the losses of its four mini-batches."""
+    groups, size, tokens = 8, 3, 5
+    rng = np.random.default_rng(0)
+    mask = rng.random((groups * size, tokens)) < 0.7
+    mask[::size, 0] = True
+    advantages, change = rng.normal(size=mask.shape), 0.1 * rng.normal(size=mask.shape)
+    old = rng.normal(-1.0, 0.3, size=mask.shape)
+    ratio = np.exp(change)
+    terms = -np.minimum(ratio * advantages, ratio.clip(0.8, 1.2) * advantages) * mask
+    of_groups = terms.reshape(groups, -1).sum(1) / mask.reshape(groups, -1).sum(1)
+    columns = {
+        "response_mask": torch.tensor(mask),
+        "advantages": torch.tensor(advantages),
+        "old_logprobs": torch.tensor(old),
+        "group_tokens": count_group_tokens(torch.tensor(mask), torch.arange(groups).repeat_interleave(size)),
+    }
+    loss = PolicyLoss(surrogate=Clip(low=0.2, high=0.2), aggregation=Aggregation(mode="prompt-mean"))
+    found = []
+    for rows in mini_batch_rows(groups * size, 4, epochs=1, seed=1, group_size=size):
+        part = {name: column[rows] for name, column in columns.items()}
+        total, _ = loss({"logprobs": torch.tensor(old + change)[rows]}, part)
+        assert loss.count(part) == pytest.approx(2.0, rel=1e-12)
+        found.append(float(total) / loss.count(part))
+    assert np.mean(found) == pytest.approx(of_groups.mean(), rel=1e-12)
 
 
 def test_a_role_that_the_plan_lacks_is_named() -> None:

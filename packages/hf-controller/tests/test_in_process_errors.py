@@ -311,3 +311,27 @@ def test_sigterm_in_a_method_ends_the_program_not_the_call(how):
 def test_arguments_that_a_constructor_does_not_take_are_refused_before_it_is_built():
     with pytest.raises(ProtocolError, match=r"kwargs do not fit its constructor: got an unexpected keyword .*'zzz'"):
         WorkerSpec(worker=Ending, topology=ONE, kwargs={"zzz": True})
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "message"),
+    [
+        ((), {}, r"role\.scale\(batch, factor\): missing a required argument: 'batch'"),
+        ((None, 1, 2), {}, r"role\.scale\(batch, factor\): too many positional arguments"),
+        ((None,), {"foo": 1}, r"role\.scale\(batch, factor\): got an unexpected keyword argument 'foo'"),
+    ],
+)
+def test_arguments_that_a_method_does_not_take_are_refused_where_the_call_is_made(args, kwargs, message):
+    with InProcessExecutor() as executor:
+        spec = WorkerSpec(worker=Scaling, topology=ONE)
+        group = executor.build_groups(ResourcePool([1], device="cpu"), {"role": spec})["role"]
+        with pytest.raises(ProtocolError, match=message):
+            group.scale(*args, **kwargs)
+
+
+class Scaling(Worker):
+    needs_process_group = False
+
+    @register(protocol=DP, reads=("x",), writes=("x",))
+    def scale(self, batch, *, factor=1.0):
+        return batch

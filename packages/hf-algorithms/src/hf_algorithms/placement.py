@@ -67,7 +67,13 @@ def check_batches(config: Config) -> None:
     rollout, algorithm, warm_start = config.rollout, config.algorithm, config.warm_start
     problems = []
     samples = rollout.batch_size * rollout.samples_per_prompt
-    if samples % algorithm.mini_batches:
+    if algorithm.keeps_groups and rollout.batch_size % algorithm.mini_batches:
+        problems.append(
+            f"algorithm.mini_batches = {algorithm.mini_batches} must divide rollout.batch_size = {rollout.batch_size}: "
+            f"with algorithm.name = {show(algorithm.name)} and its aggregation a mini-batch holds all responses to a "
+            "prompt. Change one of the two"
+        )
+    elif samples % algorithm.mini_batches:
         problems.append(
             f"algorithm.mini_batches = {algorithm.mini_batches} must divide rollout.batch_size * "
             f"rollout.samples_per_prompt = {samples}. Change one of the three"

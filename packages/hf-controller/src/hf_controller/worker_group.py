@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -30,7 +31,8 @@ class WorkerGroup:
     """All ranks of one role. Its registered methods are called like a single object's, and answer at once.
 
     ``group.method(*args, **kwargs)``: TensorDicts and BatchFutures among the arguments are distributed to the ranks by
-    the method's protocol; everything else reaches every rank as it is. The answer is a
+    the method's protocol; everything else reaches every rank as it is. Arguments that the method does not take are a
+    ProtocolError at once. The answer is a
     :class:`~hf_controller.futures.BatchFuture`, MetricsFuture, ListFuture or ObjectFuture, as the method is registered.
 
     Calls of one group, and of groups on one pool, run in the order in which they were made.
@@ -49,6 +51,7 @@ class WorkerGroup:
         self.methods: dict[str, MethodSpec] = registered_methods(spec.worker)
         self.executor = executor
         self.called_ranks: dict[str, tuple[int, ...]] = {}
+        self._signatures: dict[str, inspect.Signature] = {}
         taken = sorted(name for name in self.methods if name in type(self).__dict__ or name in self.__dict__)
         if taken:
             raise ProtocolError(
@@ -75,6 +78,13 @@ class WorkerGroup:
         return partial(self._call, name)
 
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        if method not in self._signatures:
+            self._signatures[method] = inspect.signature(getattr(self.spec.worker, method))
+        try:
+            self._signatures[method].bind(None, *args, **kwargs)
+        except TypeError as error:
+            names = [name for name in self._signatures[method].parameters if name != "self"]
+            raise ProtocolError(f"{self.role}.{method}({', '.join(names)}): {error}") from None
         return self.executor.submit(self, method, args, kwargs)
 
     def __dir__(self) -> list[str]:

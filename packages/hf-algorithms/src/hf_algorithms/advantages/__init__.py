@@ -13,13 +13,14 @@ from hf_algorithms.advantages._group import GroupAdvantage
 from hf_algorithms.advantages._reinforce import ReinforceAdvantage
 from hf_algorithms.advantages._returns import compute_gae, compute_token_rewards, spread_scores, whiten
 from hf_algorithms.advantages._teacher import TeacherAdvantage
-from hf_algorithms.advantages.filters import select_groups
+from hf_algorithms.advantages.filters import FilterMetric, select_groups
 from hf_algorithms.advantages.multiplier import Multiplier
 from hf_algorithms.advantages.shaping import LengthTerm, clip_scores, subtract_missing_eos
 from hf_algorithms.advantages.statistics import compute_score_metrics
 
 __all__ = [
     "GAE",
+    "FilterMetric",
     "GroupAdvantage",
     "LagrangianAdvantage",
     "LengthTerm",

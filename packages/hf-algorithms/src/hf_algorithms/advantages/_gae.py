@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -18,18 +19,20 @@ from hf_algorithms.advantages._returns import (
     whiten,
 )
 from hf_algorithms.advantages.shaping import TRUNCATED, clip_scores, subtract_missing_eos
-from hf_protocols.errors import BatchError
+from hf_protocols.arguments import show
+from hf_protocols.errors import BatchError, ConfigError
 
 __all__ = ["GAE", "LagrangianAdvantage"]
 
 Bootstrap = Literal["zero", "value"]
+RewardPosition = Literal["last", "after"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GAE:
     """Generalized advantage estimation with a KL penalty in the token rewards (Schulman et al. 2016, eq. 16).
 
-    The score is paid at the last trained token. A row without a score (NaN) gets advantages 0 and its old values as
+    The score is paid at `reward_position`. A row without a score (NaN) gets advantages 0 and its old values as
     returns; it stays out of whitening, and its tokens stay in a loss's denominator.
     """
 
@@ -56,8 +59,12 @@ class GAE:
     """Cuts scores at plus and minus this size, before any penalty."""
     missing_eos_penalty: float | None = None
     """Is subtracted from the clipped score of a truncated response."""
+    reward_position: RewardPosition = "last"
+    """`last`: the last trained token. `after`: the position after it, in rows that have a value there (TRL's PPO).
 
-    writes: ClassVar[tuple[str, ...]] = ("advantages", "returns")
+    That value is `next_values` [B], NaN for a row without room. The position takes part in both passes like a trained
+    token. Its return is `next_returns` [B], and its advantage is dropped: no token was drawn there.
+    """
 
     def __post_init__(self) -> None:
         _check_critic_options(self)
@@ -67,6 +74,15 @@ class GAE:
         check_bound("whiten_eps", self.whiten_eps)
         check_bound("reward_clip", self.reward_clip, may_be_zero=False, may_be_none=True)
         check_bound("missing_eos_penalty", self.missing_eos_penalty, may_be_none=True)
+        check_choice("reward_position", self.reward_position, get_args(RewardPosition))
+        if self.reward_position == "after" and self.bootstrap == "value":
+            rule = "the value after the last token is where the score stands"
+            raise ConfigError(f"bootstrap={show(self.bootstrap)}: with reward_position='after' {rule}. Give 'zero'.")
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """Names of the columns that these options give."""
+        return ("advantages", "returns", *(("next_returns",) if self.reward_position == "after" else ()))
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -74,10 +90,14 @@ class GAE:
         names = ("response_mask", "scores", "values", *_logprobs_for(self.kl_coefficient))
         if self.bootstrap == "value":
             return (*names, "finish_reason", "next_values?")
+        if self.reward_position == "after":
+            names = (*names, "next_values")
         return (*names, "finish_reason") if self.missing_eos_penalty is not None else names
 
     def __call__(self, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns `advantages` and the `returns` before whitening, both [B, T], 0 where the mask is False.
+
+        With `reward_position = "after"` also `next_returns` [B], NaN where a row has no value after its last token.
 
         Args:
             columns: what `reads` names: `scores`, `next_values` [B] float; `finish_reason` [B] (1: truncated);
@@ -93,19 +113,33 @@ class GAE:
             scores = subtract_missing_eos(scores, given["finish_reason"], self.missing_eos_penalty)
         scored = ~scores.isnan()
         penalty = compute_penalty(given, coefficient=self.kl_coefficient, estimator=self.kl_estimator)
-        rewards = compute_token_rewards(scores.masked_fill(~scored, 0.0), penalty, mask)
+        paid = scores.masked_fill(~scored, 0.0)
+        has_after = torch.zeros_like(scored)
+        if self.reward_position == "after":
+            has_after = mask.any(1) & ~given["next_values"].isnan()
+        rewards = compute_token_rewards(paid.masked_fill(has_after, 0.0), penalty, mask)
+        if self.reward_position == "after":
+            # a column beyond all tokens: the passes go from a marked position to the next
+            values = torch.cat([values, given["next_values"].masked_fill(~has_after, 0.0)[:, None].to(values.dtype)], 1)
+            rewards = torch.cat([rewards, paid.masked_fill(~has_after, 0.0)[:, None].to(rewards.dtype)], 1)
+        marked = torch.cat([mask, has_after[:, None]], 1)[:, : values.shape[1]]
         last_values = _values_beyond(given, "values", "next_values") if self.bootstrap == "value" else None
-        trained = mask & scored[:, None]
 
         def run_pass(gae_lambda: float) -> torch.Tensor:
-            found = compute_gae(rewards, values, mask, gamma=self.gamma, gae_lambda=gae_lambda, last_values=last_values)
-            return found.masked_fill(~trained, 0.0)
+            options = {"gamma": self.gamma, "gae_lambda": gae_lambda}
+            found = compute_gae(rewards, values, marked, last_values=last_values, **options)
+            return found.masked_fill(~(marked & scored[:, None]), 0.0)
 
         advantages = run_pass(self.gae_lambda)
         returns = values + (advantages if self.value_lambda is None else run_pass(self.value_lambda))
+        width, trained = mask.shape[1], mask & scored[:, None]
+        advantages = advantages[:, :width]
         if self.whiten:
             advantages = whiten(advantages, trained, ddof=self.whiten_ddof, eps=self.whiten_eps)
-        return {"advantages": advantages, "returns": returns}
+        answer = {"advantages": advantages, "returns": returns[:, :width]}
+        if self.reward_position == "after":
+            answer["next_returns"] = returns[:, width].masked_fill(~has_after, math.nan)
+        return answer
 
 
 @dataclass(frozen=True, kw_only=True)

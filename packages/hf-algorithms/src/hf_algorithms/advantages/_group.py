@@ -20,12 +20,12 @@ from hf_algorithms.advantages._returns import KLEstimator, compute_penalty, spre
 from hf_protocols.arguments import show
 from hf_protocols.errors import BatchError, ConfigError
 
-__all__ = ["GroupAdvantage", "GroupOfOne", "refuse_group_of_one"]
+__all__ = ["GroupAdvantage", "GroupOfOne", "StdOver", "refuse_group_of_one"]
 
 Baseline = Literal["mean", "leave_one_out", "length", "none"]
 Scale = Literal["std", "mean", "none"]
 StdOn = Literal["s+eps", "max", "positive"]
-StdOver = Literal["group", "others"]
+StdOver = Literal["group", "others", "batch"]
 GroupOfOne = Literal["error", "raw", "zero"]
 GroupKL = Literal["token", "cumulative", "sequence"]
 
@@ -55,7 +55,10 @@ class GroupAdvantage:
     std_on: StdOn = "s+eps"
     """Divisor: s + eps; the larger of s and eps (`max`); or s + eps where s > 0 and 1 elsewhere (`positive`)."""
     std_over: StdOver = "group"
-    """`others`: the std of the other responses, which needs `std_on="positive"`: it may be 0 where A is not."""
+    """`others`: the std of the other responses, which needs `std_on="positive"`: it may be 0 where A is not.
+
+    `batch`: one std, of all scored rows of the batch (TRL's `scale_rewards="batch"`).
+    """
     group_of_one: GroupOfOne = "error"
     """For a prompt with one response: refuse it, pass its score as it is, or give it advantage 0.
 
@@ -114,11 +117,12 @@ class GroupAdvantage:
             scores, penalty = scores - penalty.sum(1), torch.zeros_like(penalty)
         scored, lengths = ~scores.isnan(), mask.sum(1).double()
         compared = torch.zeros_like(scores)
+        of_batch = _compute_std(scores[scored][None].double(), self.std_ddof) if self.std_over == "batch" else None
         for rows in split_groups(given["group_id"]):
             if len(rows) == 1 and self._compares and self.group_of_one == "error":
                 refuse_group_of_one("GroupAdvantage", given["group_id"][rows[0]])
             known = rows[scored[rows]]
-            compared[known] = self._compare(scores[known].double(), lengths[known]).to(scores.dtype)
+            compared[known] = self._compare(scores[known].double(), lengths[known], of_batch).to(scores.dtype)
         cumulates = self.kl_return != "token"
         tokens = spread_scores(
             compared, penalty, mask, gamma=self.gamma, kl_return="cumulative" if cumulates else "token"
@@ -129,8 +133,8 @@ class GroupAdvantage:
     def _compares(self) -> bool:
         return self.baseline != "none" or self.scale != "none"
 
-    def _compare(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """The advantages [n] of one group's scored responses, float64."""
+    def _compare(self, scores: torch.Tensor, lengths: torch.Tensor, of_batch: torch.Tensor | None) -> torch.Tensor:
+        """The advantages [n] of one group's scored responses, float64; `of_batch` [1] is the batch's std."""
         if len(scores) < 2 and self._compares:
             return scores if self.group_of_one == "raw" else torch.zeros_like(scores)
         centred = scores - self._compute_baseline(scores, lengths)
@@ -139,7 +143,9 @@ class GroupAdvantage:
         if self.scale == "mean":
             mean = scores.mean()
             return centred / mean if mean > 0 else torch.zeros_like(centred)
-        if self.std_over == "group":
+        if of_batch is not None:
+            std = of_batch
+        elif self.std_over == "group":
             std = _compute_std(scores[None], self.std_ddof)
         else:
             std = _compute_std(_leave_one_out(scores), self.std_ddof)

@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 
 from hf_algorithms.advantages._columns import split_groups
+from hf_protocols.arguments import show
+from hf_protocols.errors import BatchError
 
-__all__ = ["has_zero_variance", "select_groups"]
+__all__ = ["RESPONSE_TOKENS", "FilterMetric", "has_zero_variance", "select_groups"]
+
+RESPONSE_TOKENS = "response_tokens"
+"""Name of the metric that counts a response's trained tokens."""
+
+
+@dataclass(frozen=True)
+class FilterMetric:
+    """The number of each response by which dynamic sampling compares a group.
+
+    Attributes:
+        name: a column with one number a row, or `response_tokens`.
+    """
+
+    name: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The column that it needs."""
+        return ("response_mask",) if self.name == RESPONSE_TOKENS else (self.name,)
+
+    def __call__(self, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Returns the numbers, float64 [B].
+
+        Args:
+            columns: the one of `reads`; `response_mask` padded [B, T].
+
+        Raises:
+            BatchError: if the column has more than one number a row.
+        """
+        if self.name == RESPONSE_TOKENS:
+            return columns["response_mask"].bool().sum(1).double()
+        column = columns[self.name]
+        if column.dim() != 1:
+            raise BatchError(
+                f"algorithm.filter_metric={show(self.name)}: the column has several numbers a response, and groups are "
+                "compared by one. Name a column such as 'scores'"
+            )
+        return column.double()
 
 
 def has_zero_variance(values: torch.Tensor) -> bool:

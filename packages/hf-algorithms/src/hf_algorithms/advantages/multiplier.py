@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, pvariance
+from statistics import fmean
 from typing import Any, Literal, get_args
 
 from hf_algorithms.advantages._columns import check_bound, check_choice, check_finite
@@ -20,10 +20,14 @@ _LARGEST = 1e6
 """No multiplier goes beyond: in log space it would pass every float within a few updates."""
 _SATURATED = 99.0
 """From here on the cost has 99 % of the weight in (A_r - lambda A_c) / (1 + lambda): growth changes little."""
-_WINDOWS = 4
-"""Windows of costs above the limit after which the cost at full weight is extrapolated."""
-_LEAST_GROWTH = 1e-6
-"""Of the cost's weight between two windows: below it there is no slope to extrapolate."""
+_WINDOWS = 8
+"""Windows of costs above the limit before the constraint is judged."""
+_DOUBLED = 2.0
+"""Growth of 1 + lambda that halves the reward's weight, 1 / (1 + lambda): it should have moved the cost."""
+_SETTLED = 0.2
+"""Share of the distance to the limit: a cost that moves by less between two halves of a stretch has settled."""
+_MOST_STRETCHES = 64
+"""Stretches that a state keeps; beyond, neighbours are joined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +70,11 @@ class Multiplier:
     def start(self) -> dict[str, Any]:
         """Returns the state before the first update.
 
-        Its keys: `value`, lambda; `cost`, C of the last update or None; `costs`, the last episodes' costs, newest last;
-        `weights`, the lambda / (1 + lambda) at which each was drawn; `above`, episodes since C was last at most the
-        limit; `saturated`, those of them since lambda has been at its largest useful size (see `is_infeasible`).
+        Its keys: `value`, lambda; `cost`, C of the last update or None; `costs`, the last `window` costs, newest last;
+        `above`, the stretches of episodes since C was last at most the limit, oldest first. A stretch is `[episodes,
+        sum of costs, sum of squared costs, lambda when it began]`.
         """
-        return {"value": float(self.init), "cost": None, "costs": [], "weights": [], "above": 0, "saturated": 0}
+        return {"value": float(self.init), "cost": None, "costs": [], "above": []}
 
     def update(self, state: Mapping[str, Any], costs: Iterable[float]) -> dict[str, Any]:
         """Returns the state after one batch of episodes; `state` stays as it was.
@@ -88,22 +92,18 @@ class Multiplier:
             if math.isinf(cost):
                 raise BatchError(f"costs: {cost} is infinite. Find the function or model that computed it.")
         if not fresh:
-            return {**state, "costs": list(state["costs"]), "weights": list(state["weights"])}
+            return {**state, "costs": list(state["costs"]), "above": [list(each) for each in state["above"]]}
         kept = [*state["costs"], *fresh]
         mean = fmean(kept[-max(self.window, len(fresh)) :])
         drawn_at = float(state["value"])
         value = self._ascend(drawn_at, mean - self.limit)
-        weights = [*state["weights"], *[drawn_at / (1.0 + drawn_at)] * len(fresh)]
-        above = state["above"] + len(fresh) if mean > self.limit else 0
-        at_end = above and value >= min(self._bound, _SATURATED)
-        return {
-            "value": value,
-            "cost": mean,
-            "costs": kept[-_WINDOWS * self.window :],
-            "weights": weights[-_WINDOWS * self.window :],
-            "above": above,
-            "saturated": state["saturated"] + len(fresh) if at_end else 0,
-        }
+        above: list[list[float]] = []
+        if mean > self.limit:
+            # distances from the limit: their squares keep the digits that the spread needs
+            apart = [cost - self.limit for cost in fresh]
+            newest = [float(len(fresh)), math.fsum(apart), _sum_squares(apart), drawn_at]
+            above = _shorten([*(list(each) for each in state["above"]), newest])
+        return {"value": value, "cost": mean, "costs": kept[-self.window :], "above": above}
 
     def _ascend(self, value: float, excess: float) -> float:
         if self.space == "projected":
@@ -116,28 +116,58 @@ class Multiplier:
         """Returns True if the constraint looks as if it could not be met under the KL penalty.
 
         As lambda grows, the best policy tends to ref * exp(-cost / kl_coefficient), not to the least cost. If the cost
-        of that policy is above the limit, lambda grows for ever. Reported are two signs of it, each with C above the
-        limit at every update meanwhile:
+        of that policy is above the limit, lambda grows for ever. Reported is a stretch of at least 8 windows of
+        episodes, up to now, with C above the limit at every update, in which:
 
-        - for a window of episodes lambda stood at `maximum`, or at 99 and more, where the cost has 99 % of the weight;
-        - for four windows lambda grew, and the cost that a straight line through the oldest and the newest window gives
-          at full weight, lambda / (1 + lambda) = 1, is above the limit by more than two standard errors.
+        - lambda did its part: 1 + lambda doubled, or lambda stood at `maximum`, or at 99 and more, where the cost has
+          99 % of the weight;
+        - the cost has settled: the means of the older and the newer half differ, two standard errors included, by less
+          than a fifth of the newest distance from the limit.
 
-        Signs, not a proof: a `maximum` that is too low, or a policy that learns much slower than lambda grows, look the
-        same. Then raise `maximum`, or lower the learning rate of the multiplier. Otherwise lower `kl_coefficient` or
-        raise the limit.
+        So a cost that still falls is not reported, nor one that rises, as while a policy follows late. It is a sign,
+        not a proof: a `maximum` that is too low, or a policy that hardly learns, looks the same. Then raise `maximum`,
+        or the policy's learning rate. Otherwise lower `kl_coefficient` or raise the limit.
         """
-        if state["saturated"] >= self.window:
-            return True
-        costs, weights = state["costs"], state["weights"]
-        if min(state["above"], len(costs)) < _WINDOWS * self.window:
+        above, now = state["above"], state["value"]
+        if not above:
             return False
-        oldest, newest = costs[: self.window], costs[-self.window :]
-        weight = fmean(weights[-self.window :])
-        growth = weight - fmean(weights[: self.window])
-        if growth <= _LEAST_GROWTH:
+        newest = fmean(state["costs"]) - self.limit
+        return any(
+            (began >= min(self._bound, _SATURATED) or 1.0 + now >= _DOUBLED * (1.0 + began))
+            and self._has_settled(above[start:], newest)
+            for start, (_, _, _, began) in enumerate(above)
+        )
+
+    def _has_settled(self, stretches: Sequence[Sequence[float]], newest: float) -> bool:
+        """True if the cost of long enough stretches keeps its distance from the limit."""
+        num_episodes = sum(each[0] for each in stretches)
+        if num_episodes < _WINDOWS * self.window:
             return False
-        reach = (1.0 - weight) / growth
-        at_full_weight = fmean(newest) + reach * (fmean(newest) - fmean(oldest))
-        variance = (1.0 + reach) ** 2 * pvariance(newest) + reach**2 * pvariance(oldest)
-        return at_full_weight - self.limit > 2.0 * math.sqrt(variance / self.window)
+        middle = 1
+        while middle < len(stretches) and sum(each[0] for each in stretches[:middle]) < num_episodes / 2:
+            middle += 1
+        if middle == len(stretches):
+            return False
+        (older, older_error), (newer, newer_error) = map(_describe, (stretches[:middle], stretches[middle:]))
+        change = abs(older - newer) + 2.0 * math.sqrt(older_error + newer_error)
+        return change < _SETTLED * min(newer, newest)
+
+
+def _describe(stretches: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The mean distance from the limit, and the square of its standard error."""
+    count, total, squares = (math.fsum(column) for column in list(zip(*stretches, strict=True))[:3])
+    mean = total / count
+    return mean, max(squares / count - mean * mean, 0.0) / count
+
+
+def _sum_squares(numbers: Sequence[float]) -> float:
+    # a square that is not a float would stop a run whose costs are only absurd
+    return math.fsum(min(abs(number), 1e150) ** 2 for number in numbers)
+
+
+def _shorten(stretches: list[list[float]]) -> list[list[float]]:
+    """Joins neighbours where there are too many stretches; each keeps the lambda at which its first part began."""
+    if len(stretches) <= _MOST_STRETCHES:
+        return stretches
+    pairs = [stretches[place : place + 2] for place in range(0, len(stretches), 2)]
+    return [[*(math.fsum(column) for column in list(zip(*pair, strict=True))[:3]), pair[0][3]] for pair in pairs]

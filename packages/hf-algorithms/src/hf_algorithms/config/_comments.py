@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from hf_algorithms.config._reading import apply_override, find_recipe, parse_config, without_none
+from hf_algorithms.config._reading import apply_override, find_recipe, find_switched_off, parse_config, without_none
 from hf_algorithms.config._sections import Config, RoleConfig
 from hf_protocols.toml import format_toml_value, read_toml
 
@@ -104,6 +104,8 @@ def describe_keys(model: type[BaseModel]) -> dict[str, str]:
         choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
         if meaning and len(choices) > 1:
             meaning += f" One of {', '.join(map(str, choices))}."
+        if meaning and type(None) in get_args(field.annotation) and field.default is not None:
+            meaning += ' "none" switches it off.'
         found[name] = meaning
     return found
 
@@ -115,6 +117,7 @@ def format_commented(config: Config) -> str:
     """
     given = config.model_dump()
     written = without_none(given)
+    written["algorithm"] |= dict.fromkeys(find_switched_off(config), "none")
     lines: list[str] = []
     for section in Config.model_fields:
         if section == "roles":

@@ -20,7 +20,7 @@ from hf_protocols.arguments import shorten, shorten_list, show
 from hf_protocols.similar_names import find_similar
 from hf_protocols.toml import find_unwritable, format_toml_value, parse_toml, read_toml
 
-__all__ = ["config_keys", "format_toml", "load_config", "parse_config"]
+__all__ = ["config_keys", "find_switched_off", "format_toml", "load_config", "parse_config"]
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, search_path: Sequence[str] = ()) -> Config:
@@ -193,7 +193,7 @@ def format_toml(config: Config) -> str:
     """
     lines: list[str] = []
     sections = without_none(config.model_dump())
-    sections["algorithm"] |= dict.fromkeys(_find_switched_off(config), "none")
+    sections["algorithm"] |= dict.fromkeys(find_switched_off(config), "none")
     roles = sections.pop("roles")
     sections |= {f"roles.{name}": body for name, body in roles.items() if body}
     for section, body in sections.items():
@@ -201,7 +201,8 @@ def format_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _find_switched_off(config: Config) -> Iterator[str]:
+def find_switched_off(config: Config) -> Iterator[str]:
+    """Yields the keys of `[algorithm]` that are None where to leave them out would give them a value."""
     algorithm = config.algorithm
     usual = expand_conventions(algorithm.conventions, config.recipe.name)
     for key, field in type(algorithm).model_fields.items():

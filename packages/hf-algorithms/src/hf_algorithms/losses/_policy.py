@@ -90,9 +90,10 @@ class PolicyLoss:
         `actor/policy_loss` is the surrogate's part, aggregated. `actor/clip_low` and `actor/clip_high` are the shares
         of trained tokens whose loss a clip changed. `actor/update_kl` estimates KL(old || current) in nats per token.
         `actor/entropy` is the mean over trained tokens of the distribution's entropy, in nats, before the step.
-        `rollout/*` compares sampler and trainer, `kl/*` policy and reference. A `Clip` with `ratio_cap` adds
-        `actor/truncated_fraction`, and `actor/sampler_gap`, the mean of |lp - old lp|; `..._max` is the largest, and
-        `..._share` the share of tokens above `GAP_BOUND`. Later updates of an iteration add their own change to these.
+        `rollout/*` compares sampler and trainer. `kl/*` and `kl_sequence/*` compare policy and reference, if there is
+        a KL term and the batch has no `old_logprobs`, which tell the same before the update. A `Clip` with `ratio_cap`
+        adds `actor/truncated_fraction`, and `actor/sampler_gap`, the mean of |lp - old lp|; `..._max` is the largest,
+        and `..._share` the share of tokens above `GAP_BOUND`. Later updates of an iteration add their own change.
 
         Args:
             outputs: `logprobs` and `entropy` [b, T], with the gradient.
@@ -131,7 +132,8 @@ class PolicyLoss:
         if self.kl is not None:
             ratio = tokens.compute_ratio() if self.kl.gradient == "ratio" else None
             loss = loss + (weights * self.kl(logprobs, columns["ref_logprobs"], ratio)).sum()
-            metrics |= _measure_kl(logprobs, columns["ref_logprobs"], mask)
+            if "old_logprobs" not in columns:
+                metrics |= _measure_kl(logprobs, columns["ref_logprobs"], mask)
         entropy = self._read_entropy(outputs, mask)
         if entropy is not None:
             metrics["actor/entropy"] = (float(entropy.detach().sum()), float(mask.sum()))
@@ -189,6 +191,8 @@ def _measure_gaps(tokens: Tokens) -> Metrics:
 
 @torch.no_grad()
 def _measure_kl(logprobs: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> Metrics:
-    count = float(mask.sum())
+    count, rows = float(mask.sum()), float(mask.any(1).sum())
     found = estimate_kl(logprobs[mask], reference[mask])
-    return {f"kl/{name}": (float(each.sum()), count) for name, each in found.items()}
+    sums = {name: float(each.sum()) for name, each in found.items()}
+    per_token: Metrics = {f"kl/{name}": (each, count) for name, each in sums.items()}
+    return per_token | {f"kl_sequence/{name}": (sums[name], rows) for name in ("k1", "k3")}

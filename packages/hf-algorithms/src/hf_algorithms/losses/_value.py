@@ -10,6 +10,7 @@ import torch
 
 from hf_algorithms.losses._aggregation import Aggregation
 from hf_algorithms.losses._loss import Metrics
+from hf_algorithms.value_scale import ValueScale
 from hf_protocols import ConfigError
 from hf_protocols.arguments import check_number
 
@@ -25,12 +26,19 @@ class ValueLoss:
 
     The clipped form is that of the first release of PPO's code. Without `clip` it is 0.5 (V - G)^2.
 
+    With a `scale` all of it is in the critic's own unit: V is the model's output v, G becomes (G - mean) / std, and
+    V_old what the model put out, by the scale of that time. Metrics but the loss are in the unit of rewards.
+
     Raises:
         ConfigError: for a clip of at most 0.
     """
 
     clip: float | None = None
     aggregation: Aggregation = field(default_factory=Aggregation)
+    scale: ValueScale = field(default_factory=ValueScale)
+    """Between the model's output and values in the unit of rewards."""
+    old_scale: ValueScale = field(default_factory=ValueScale)
+    """The scale by which the batch's `values` were computed."""
 
     def __post_init__(self) -> None:
         if self.clip is not None:
@@ -54,23 +62,24 @@ class ValueLoss:
         step. `compute_explained_variance` needs all four, reduced over micro-batches and ranks.
 
         Args:
-            outputs: `values` [b, T], with the gradient.
+            outputs: `values` [b, T], the model's output, with the gradient.
             micro_batch: the columns of `reads`, padded.
         """
         mask = self.aggregation.select(micro_batch)
         # Before anything is computed: the gradient of a masked NaN would be NaN.
         values = outputs["values"].masked_fill(~mask, 0.0)
         returns = micro_batch["returns"].masked_fill(~mask, 0.0)
-        squared = (values - returns) ** 2
+        targets = self.scale.normalize(returns)
+        squared = (values - targets) ** 2
         if self.clip is not None:
-            old = micro_batch["values"].masked_fill(~mask, 0.0)
+            old = self.old_scale.normalize(micro_batch["values"]).masked_fill(~mask, 0.0)
             clipped = torch.clamp(values, old - self.clip, old + self.clip)
-            squared = torch.maximum(squared, (clipped - returns) ** 2)
+            squared = torch.maximum(squared, (clipped - targets) ** 2)
         loss = (self.aggregation.weigh(mask, micro_batch).to(squared.dtype) * 0.5 * squared).sum()
         with torch.no_grad():
             count = float(mask.sum())
             wanted = returns[mask].double()
-            error = wanted - values[mask].double()
+            error = wanted - self.scale.restore(values[mask].double())
             metrics = {
                 "value_loss": (float(loss), self.aggregation.count(micro_batch)),
                 "returns_mean": (float(wanted.sum()), count),

@@ -67,7 +67,14 @@ class AlgorithmConfig(BaseModel):
     epochs: Annotated[int, Field(ge=1)] = 1
     """Passes over the batch of one iteration."""
     mini_batches: Annotated[int, Field(ge=1)] = 1
-    """Updates per pass; each takes a global, seeded share of the rows."""
+    """Updates per pass; each takes a global, seeded share of the rows. Where responses to one prompt are compared, or
+    averaged by `prompt-mean`, a share holds whole groups.
+    """
+
+    @property
+    def keeps_groups(self) -> bool:
+        """True if a mini-batch holds all responses to a prompt or none."""
+        return self.least_samples > 1
 
     def changes(self, key: str) -> bool:
         """True if `key` has another value than its default."""
@@ -120,6 +127,11 @@ class PolicyConfig(AlgorithmConfig):
     """Tokens by which `aggregation = "constant"` divides each response's sum."""
     overlong_filter: bool = False
     """Trains no token of a response that was cut by its length."""
+
+    @property
+    def keeps_groups(self) -> bool:
+        """True if a mini-batch holds all responses to a prompt or none."""
+        return super().keeps_groups or self.aggregation == "prompt-mean"
 
     @property
     def penalises_rewards(self) -> bool:
@@ -234,18 +246,20 @@ class StdKeys(GroupKeys):
     """Keys of algorithms that divide by the standard deviation of a group's scores."""
 
     std_ddof: Degrees = 1
-    """Divisor of the variance of a group of n scores: n - std_ddof."""
+    """Divisor of the variance of n scores: n - std_ddof."""
     std_eps: Coefficient = 1e-6
     """Keeps the divisor from 0; see `std_on`."""
     std_on: Literal["s+eps", "max", "positive"] = "s+eps"
     """Divisor: s + std_eps; the larger of both (`max`); or s + std_eps where s > 0 and 1 elsewhere (`positive`)."""
+    std_over: Literal["group", "batch", "none"] = "group"
+    """Scores whose standard deviation divides: of the group, of the whole batch; `none`: nothing divides."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """`mean`: mean and standard deviation of the group. `leave_one_out`: those of the other responses."""
+    """`mean`: mean of the group. `leave_one_out`: mean, and with `std_over = "group"` deviation, of the others."""
 
     def find_contradictions(self) -> Iterator[str]:
         """Yields one line for every pair of keys that cannot go together."""
         yield from super().find_contradictions()
-        if self.baseline == "leave_one_out" and self.std_on != "positive":
+        if self.baseline == "leave_one_out" and self.std_over == "group" and self.std_on != "positive":
             yield (
                 f"algorithm.std_on = '{self.std_on}': with algorithm.baseline = 'leave_one_out' the other responses "
                 "may be equal where this one differs. Use 'positive'"
@@ -273,7 +287,9 @@ class CriticKeys(AlgorithmConfig):
     bootstrap: Literal["zero", "value"] = "zero"
     """Value after a response that was cut by its length: 0, or the critic's last value."""
     value_clip: Range | None = 0.2
-    """Values are clipped to this distance from the old ones."""
+    """Values are clipped to this distance from the old ones; with `normalize_values`, in deviations of the returns."""
+    normalize_values: bool = False
+    """The critic learns returns less their running mean, divided by their running deviation, over the whole batch."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """First iterations in which the critic alone is trained."""
 
@@ -292,5 +308,9 @@ class LengthKeys(AlgorithmConfig):
 
     overlong_buffer: Annotated[int, Field(ge=0)] = 0
     """Tokens before `rollout.max_new_tokens` over which the length term falls to -1; 0: no term."""
+    filter_metric: str = "scores"
+    """Number of a response by which dynamic sampling compares a group: `scores`, `metric_scores` (of `reward.metric`),
+    `response_tokens`, or another column of the batch with one number a response.
+    """
     max_refills: Annotated[int, Field(ge=0)] = 3
     """Largest number of times that an iteration draws prompts again because groups with equal scores were dropped."""

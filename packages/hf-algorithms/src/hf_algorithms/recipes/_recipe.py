@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.recipes._config import AlgorithmConfig
 from hf_algorithms.users_code import describe_raised
-from hf_protocols import ConfigError, HybridFlowError
+from hf_protocols import BatchError, ConfigError, HybridFlowError
 from hf_protocols.arguments import show
 from hf_protocols.similar_names import find_similar
 
@@ -236,14 +236,38 @@ def _are_numbers(metrics: object) -> bool:
     )
 
 
-def mini_batch_rows(num_rows: int, num_mini_batches: int, *, epochs: int, seed: int) -> Iterator[list[int]]:
+def mini_batch_rows(
+    num_rows: int, num_mini_batches: int, *, epochs: int, seed: int, group_size: int = 1
+) -> Iterator[list[int]]:
     """Yields global seeded row sets: every row once an epoch, independent of the number of ranks.
 
-    There are `epochs * num_mini_batches` lists, whose sizes differ by at most one.
+    There are `epochs * num_mini_batches` lists of whole groups, whose sizes differ by at most one group.
+
+    Args:
+        num_rows: of the batch.
+        num_mini_batches: in an epoch.
+        epochs: passes over the batch.
+        seed: of the order.
+        group_size: rows, one after another, that stay together.
+
+    Raises:
+        BatchError: if the rows are not whole groups, or fewer groups than mini-batches.
     """
+    num_groups, rest = divmod(num_rows, group_size)
+    if rest:
+        raise BatchError(
+            f"a batch of {num_rows} rows is not whole groups of {group_size} responses to a prompt, which its "
+            "mini-batches must hold. Keep or drop all responses to a prompt"
+        )
+    if num_groups < num_mini_batches:
+        raise BatchError(
+            f"a batch of {num_groups} {'rows' if group_size == 1 else 'groups'} makes no {num_mini_batches} "
+            "mini-batches. Lower algorithm.mini_batches"
+        )
     order = random.Random(seed)
     for _ in range(epochs):
-        rows = list(range(num_rows))
-        order.shuffle(rows)
+        groups = list(range(num_groups))
+        order.shuffle(groups)
         for part in range(num_mini_batches):
-            yield sorted(rows[part::num_mini_batches])
+            chosen = sorted(groups[part::num_mini_batches])
+            yield [group * group_size + sample for group in chosen for sample in range(group_size)]

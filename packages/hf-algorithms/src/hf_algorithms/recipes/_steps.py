@@ -9,6 +9,7 @@ from hf_algorithms.recipes._recipe import StepContext, mini_batch_rows
 
 if TYPE_CHECKING:
     from hf_algorithms.advantages import GroupAdvantage
+    from hf_algorithms.advantages._group import StdOver
     from hf_algorithms.losses import Aggregation, Clip, Correction, PolicyLoss, Surrogate
     from hf_algorithms.recipes._config import PolicyConfig
     from hf_algorithms.roles import Roles
@@ -111,12 +112,14 @@ def build_group_advantage(config: Any) -> GroupAdvantage:
     """Returns the estimator that `StdKeys` describe: scores against those of their group, divided by a spread."""
     from hf_algorithms.advantages import GroupAdvantage
 
+    of_group: StdOver = "others" if config.baseline == "leave_one_out" else "group"
     return GroupAdvantage(
         baseline=config.baseline,
         std_ddof=config.std_ddof,
         std_eps=config.std_eps,
         std_on=config.std_on,
-        std_over="others" if config.baseline == "leave_one_out" else "group",
+        scale="none" if config.std_over == "none" else "std",
+        std_over=of_group if config.std_over == "group" else "batch",
         group_of_one=config.group_of_one,
         kl_coefficient=config.reward_kl_coefficient,
         kl_estimator=config.kl_estimator,
@@ -133,12 +136,19 @@ def _build_correction(config: PolicyConfig) -> Correction | None:
 
 
 def mini_batches(roles: Roles, batch: BatchFuture, config: PolicyConfig, context: StepContext) -> Iterator[BatchFuture]:
-    """Yields the rows of every update of an iteration, with the columns that the aggregation reads."""
+    """Yields the rows of every update of an iteration, with the columns that the aggregation reads.
+
+    A batch of fewer rows, or groups, than `config.mini_batches` is split into as many as it has.
+
+    Raises:
+        BatchError: if groups must stay whole, and the batch has a part of one.
+    """
     if config.aggregation == "prompt-mean":
         batch = batch.union(roles.advantage.count_group_tokens(batch, overlong_filter=config.overlong_filter))
-    num_rows = batch.num_rows
-    parts = min(config.mini_batches, num_rows)
-    for rows in mini_batch_rows(num_rows, parts, epochs=config.epochs, seed=context.sampling.step):
+    group_size = context.sampling.n if config.keeps_groups else 1
+    parts = max(min(config.mini_batches, batch.num_rows // group_size), 1)
+    seed = context.sampling.step
+    for rows in mini_batch_rows(batch.num_rows, parts, epochs=config.epochs, seed=seed, group_size=group_size):
         yield batch.rows(rows)
 
 

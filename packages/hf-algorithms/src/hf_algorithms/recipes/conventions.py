@@ -34,6 +34,7 @@ _TRL_GROUP: Switches = {
     "std_ddof": 1,
     "std_eps": 1e-4,
     "std_on": "s+eps",
+    "std_over": "group",
     "baseline": "mean",
     "log_ratio_clamp": None,
     "aggregation": "token-mean",
@@ -46,6 +47,7 @@ _TRL: Mapping[str, Switches] = {
         "gae_lambda": 0.95,
         "value_clip": 0.2,
         "bootstrap": "zero",
+        "reward_position": "after",
         "whiten": True,
         "std_ddof": 1,
         "std_eps": 1e-8,
@@ -94,6 +96,7 @@ _VERL_STD: Switches = {
     "std_ddof": 1,
     "std_eps": 1e-6,
     "std_on": "s+eps",
+    "std_over": "group",
     "baseline": "mean",
     "group_of_one": "raw",
 }
@@ -108,6 +111,7 @@ _VERL: Mapping[str, Switches] = {
         "gae_lambda": 1.0,
         "value_clip": 0.5,
         "bootstrap": "zero",
+        "reward_position": "last",
     },
     "remax": {**_VERL_POLICY, **_VERL_REWARD_KL, "gamma": 1.0, "kl_return": "cumulative", "ratio": "token"},
     "grpo": {**_VERL_POLICY, **_VERL_STD},
@@ -149,7 +153,7 @@ _OPENRLHF: Switches = {
     "kl_estimator": "k1",
 }
 _OPENRLHF_WHITE: Switches = {"whiten": True, "std_ddof": 0, "std_eps": 1e-8}
-_OPENRLHF_STD: Switches = {"std_ddof": 1, "std_eps": 1e-9, "std_on": "s+eps", "baseline": "mean"}
+_OPENRLHF_STD: Switches = {"std_ddof": 1, "std_eps": 1e-9, "std_on": "s+eps", "std_over": "group", "baseline": "mean"}
 _OPENRLHF_TABLE: Mapping[str, Switches] = {
     "ppo": {
         **_OPENRLHF,
@@ -158,6 +162,7 @@ _OPENRLHF_TABLE: Mapping[str, Switches] = {
         "gae_lambda": 1.0,
         "value_clip": 0.5,
         "bootstrap": "zero",
+        "reward_position": "last",
     },
     "grpo": {**_OPENRLHF, **_OPENRLHF_STD},
     "rloo": {**_OPENRLHF, "ratio": "token", "kl_return": "cumulative"},
@@ -178,7 +183,13 @@ _NEMO: Switches = {
     "kl_estimator": "k3",
     "kl_gradient": "unbiased",
 }
-_NEMO_STD: Switches = {"std_ddof": 1, "std_eps": 1e-6, "std_on": "positive", "baseline": "leave_one_out"}
+_NEMO_STD: Switches = {
+    "std_ddof": 1,
+    "std_eps": 1e-6,
+    "std_on": "positive",
+    "std_over": "group",
+    "baseline": "leave_one_out",
+}
 _NEMO_TABLE: Mapping[str, Switches] = {
     "grpo": {**_NEMO, **_NEMO_STD, **_CLIP, "dual_clip": None},
     "dapo": {**_NEMO, **_NEMO_STD, "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},

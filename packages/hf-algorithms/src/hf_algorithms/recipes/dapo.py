@@ -11,7 +11,7 @@ Deviations from the paper:
 - `aggregation = "token-mean"` is what its code does; its equation 8 divides by the tokens of each prompt's group, which
   `prompt-mean` does;
 - the standard deviation divides by n - 1, and 1e-6 is added to it;
-- the metric of dynamic sampling is the score itself, before the length term.
+- the metric of dynamic sampling is the score itself, before the length term, unless `filter_metric` names another.
 """
 
 from __future__ import annotations
@@ -23,12 +23,19 @@ from hf_algorithms.recipes._config import ClipKeys, Coefficient, LengthKeys, Pol
 from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import POLICY_ROLES
 from hf_algorithms.recipes._steps import build_clip, build_group_advantage, generate_scored, train_by_scores
+from hf_protocols import BatchError, ConfigError
+from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
-    from hf_controller import BatchFuture, MetricsFuture
+    from hf_controller import BatchFuture, MetricsFuture, ObjectFuture
 
 __all__ = ["DAPO", "DAPOConfig", "fill", "step"]
+
+_NOT_METRICS = frozenset(
+    {"answer", "group_id", "prompt_id", "prompt_ids", "row_id", "response_ids", "response_mask", "rollout_logprobs"}
+    | {"sample_id", "weight_version"}
+)
 
 
 class DAPOConfig(LengthKeys, StdKeys, ClipKeys, PolicyConfig):
@@ -42,6 +49,11 @@ class DAPOConfig(LengthKeys, StdKeys, ClipKeys, PolicyConfig):
         yield from super().find_contradictions()
         if self.group_of_one != "error":
             yield "algorithm.group_of_one: dynamic sampling drops groups of one. Remove it"
+        if self.filter_metric in _NOT_METRICS:
+            yield (
+                f"algorithm.filter_metric = {show(self.filter_metric)}: the column has no number that differs between "
+                "the responses to a prompt. Use 'scores', 'metric_scores' or 'response_tokens'"
+            )
 
 
 def step(
@@ -53,7 +65,9 @@ def step(
 
     batch, metrics = fill(roles, prompts, config, context)
     if batch is not None and batch.num_rows < prompts.num_rows * context.sampling.n:
-        parts = min(config.mini_batches, batch.num_rows // least_rows(roles.actor, "update_actor"))
+        # every mini-batch holds whole groups, and a row for each rank
+        groups_each = -(-least_rows(roles.actor, "update_actor") // context.sampling.n)
+        parts = min(config.mini_batches, batch.num_rows // context.sampling.n // groups_each)
         batch = batch if parts else None
         config = config.model_copy(update={"mini_batches": parts})
     if batch is None:
@@ -85,7 +99,7 @@ def fill(
         batch = generate_scored(roles, fresh, context)
         drawn = batch if drawn is None else drawn.concat(batch)
         groups = range(num_drawn, num_drawn + fresh.num_rows)
-        kept = set(context.read(roles.advantage.select_groups(batch), while_tracing=list(groups)))
+        kept = set(context.read(_select(roles, batch, config), while_tracing=list(groups)))
         rows = [
             number * samples + sample
             for number, group in enumerate(groups)
@@ -103,6 +117,23 @@ def fill(
         fresh = context.more_prompts(wanted)
     counts = {"group/filtered": float(num_drawn - num_kept), "group/refills": float(refills)}
     return found, [roles.advantage.compute_metrics(drawn), counts]
+
+
+def _select(roles: Roles, batch: BatchFuture, config: DAPOConfig) -> ObjectFuture:
+    from hf_algorithms.advantages import FilterMetric
+
+    found: ObjectFuture
+    if config.filter_metric == "scores":
+        found = roles.advantage.select_groups(batch)
+        return found
+    if config.filter_metric == "metric_scores":
+        batch = batch.union(roles.reward.compute_metric(batch))
+    try:
+        found = roles.advantage.select_groups(batch, FilterMetric(config.filter_metric))
+    except BatchError as error:
+        label = f"algorithm.filter_metric = {show(config.filter_metric)}"
+        raise ConfigError(f"{label}: the responses have no such column. {error}") from None
+    return found
 
 
 DAPO = Recipe(name="dapo", config=DAPOConfig, roles=POLICY_ROLES, step=step)

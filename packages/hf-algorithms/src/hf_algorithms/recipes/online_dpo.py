@@ -7,7 +7,7 @@ every update, for a pair's rows see each other's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hf_algorithms.recipes._config import AlgorithmConfig, Range
@@ -44,18 +44,13 @@ def step(roles: Roles, prompts: BatchFuture, config: OnlineDPOConfig, context: S
     batch = batch.union(roles.reference.compute_ref_logprobs(batch, temperature=temperature))
     loss = PreferenceLoss(beta=config.beta, kind=config.preference_loss)
     metrics = [roles.advantage.compute_metrics(batch)]
-    for rows in _pairs(prompts.num_rows, config, context):
+    parts, seed = min(config.mini_batches, prompts.num_rows), context.sampling.step
+    for rows in mini_batch_rows(batch.num_rows, parts, epochs=config.epochs, seed=seed, group_size=2):
         pairs = batch.rows(rows)
         pairs = pairs.union(roles.actor.compute_logprobs(pairs, temperature=temperature))
         pairs = pairs.union(roles.advantage.compute_advantages(pairs, PreferencePairs()))
         metrics.append(roles.actor.update_actor(pairs, loss, temperature=temperature))
     return metrics
-
-
-def _pairs(num_prompts: int, config: OnlineDPOConfig, context: StepContext) -> Iterator[list[int]]:
-    parts = min(config.mini_batches, num_prompts)
-    for groups in mini_batch_rows(num_prompts, parts, epochs=config.epochs, seed=context.sampling.step):
-        yield [2 * group + sample for group in groups for sample in (0, 1)]
 
 
 ONLINE_DPO = Recipe(name="online_dpo", config=OnlineDPOConfig, roles=POLICY_ROLES, step=step)

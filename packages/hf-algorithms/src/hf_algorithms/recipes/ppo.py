@@ -28,6 +28,7 @@ from hf_algorithms.recipes._config import (
     Share,
     WhitenKeys,
 )
+from hf_algorithms.recipes._critics import build_value_loss, compute_values
 from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, CRITIC, REFERENCE, REWARD
 from hf_algorithms.recipes._steps import (
@@ -61,10 +62,19 @@ class PPOConfig(CriticKeys, RewardKeys, WhitenKeys, ClipKeys, PolicyConfig):
     """Nats per token: an iteration makes no further update of the actor once one has moved it further than this."""
     value_lambda: Share | None = None
     """The lambda of the critic's returns; by default `gae_lambda`."""
+    reward_position: Literal["last", "after"] = "last"
+    """Place where the score is paid: the last token, or the position after it, whose value the critic then learns too.
+    A response of `rollout.max_new_tokens` has no room for that and is paid at its last token.
+    """
 
     def find_contradictions(self) -> Iterator[str]:
         """Yields one line for every pair of keys that cannot go together."""
         yield from super().find_contradictions()
+        if self.reward_position == "after" and self.bootstrap == "value":
+            yield (
+                "algorithm.bootstrap = 'value': with algorithm.reward_position = 'after' the score stands where the "
+                "last value is. Use 'zero'"
+            )
         if self.kl_target is not None and self.kl_coefficient == 0:
             yield (
                 "algorithm.kl_coefficient = 0: algorithm.kl_target multiplies it and so leaves it 0. Set the first "
@@ -90,7 +100,6 @@ class PPOConfig(CriticKeys, RewardKeys, WhitenKeys, ClipKeys, PolicyConfig):
 def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, context: StepContext) -> Sequence[MetricsFuture]:
     """One iteration; every line returns at once, and the data flows from worker to worker."""
     from hf_algorithms.advantages import GAE
-    from hf_algorithms.losses import ValueLoss
 
     coefficient = context.state.get("kl_coefficient", config.kl_coefficient)
     gae = GAE(
@@ -105,18 +114,19 @@ def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, context: StepCon
         whiten_eps=config.std_eps,
         reward_clip=config.reward_clip,
         missing_eos_penalty=config.missing_eos_penalty,
+        reward_position=config.reward_position,
     )
     sampling = context.sampling
     policy_loss = build_policy_loss(
         config, build_clip(config), max_new_tokens=sampling.max_new_tokens, kl_coefficient=coefficient
     )
-    value_loss = ValueLoss(clip=config.value_clip)
 
     batch = add_old_logprobs(roles, generate(roles, prompts, context), config, context)
-    batch = batch.union(roles.critic.compute_values(batch))
+    batch = batch.union(compute_values(roles, batch, config, context))
     batch = add_ref_logprobs(roles, batch, config, context)
     batch = batch.union(roles.reward.compute_reward(batch))
     batch = batch.union(roles.advantage.compute_advantages(batch, gae))
+    value_loss = build_value_loss(roles, batch, config, context)
     metrics = [roles.advantage.compute_metrics(batch, compares_sampler=config.old_source != "sampled")]
     trains_actor = not 0 < context.iteration <= config.critic_warmup
     for rows in mini_batches(roles, batch, config, context):

@@ -12,8 +12,8 @@ Deviations from the authors' code:
 - both critics start from the actor, not from a reward model and a cost model;
 - the values' clip is PPO's; the authors clip values to a distance of 5, which is `value_clip = 5.0`.
 
-`constraint/infeasible` is 1 where lambda grows although the cost stays above the limit: the constraint cannot be met
-under this KL penalty, which is not a divergence.
+`constraint/infeasible` is 1 where lambda keeps growing, or stands at `lambda_max`, while the cost stays above the limit
+and no longer falls: the constraint cannot be met under this KL penalty, which is not a divergence.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from hf_algorithms.recipes._config import AggregationMode, ClipKeys, Coefficient, CriticKeys, PolicyConfig, Range
+from hf_algorithms.recipes._critics import build_value_loss, compute_values
 from hf_algorithms.recipes._recipe import Recipe, Role, StepContext
 from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, CRITIC, REFERENCE, REWARD
 from hf_algorithms.recipes._steps import (
@@ -88,11 +89,11 @@ class SafeRLHFConfig(CriticKeys, ClipKeys, PolicyConfig):
 def step(roles: Roles, prompts: BatchFuture, config: SafeRLHFConfig, context: StepContext) -> Sequence[Any]:
     """One iteration; it waits for the costs, which move the multiplier, and for nothing else."""
     from hf_algorithms.advantages import LagrangianAdvantage, Multiplier
-    from hf_algorithms.losses import ValueLoss
 
     batch = add_old_logprobs(roles, generate(roles, prompts, context), config, context)
-    batch = batch.union(roles.critic.compute_values(batch))
-    batch = batch.union(roles.cost_critic.compute_values(batch).rename({"values": "cost_values"}))
+    batch = batch.union(compute_values(roles, batch, config, context))
+    of_costs = compute_values(roles, batch, config, context, role="cost_critic")
+    batch = batch.union(of_costs.rename({"values": "cost_values"}))
     batch = add_ref_logprobs(roles, batch, config, context)
     batch = batch.union(roles.reward.compute_reward(batch)).union(roles.cost.compute_cost(batch))
     multiplier = Multiplier(
@@ -116,20 +117,19 @@ def step(roles: Roles, prompts: BatchFuture, config: SafeRLHFConfig, context: St
     )
     batch = batch.union(roles.advantage.compute_advantages(batch, estimator))
     metrics: list[Any] = [roles.advantage.compute_metrics(batch), _describe(multiplier, state, costs)]
-    return [*metrics, *_update(roles, batch, config, context, ValueLoss(clip=config.value_clip))]
+    return [*metrics, *_update(roles, batch, config, context)]
 
 
-def _update(
-    roles: Roles, batch: BatchFuture, config: SafeRLHFConfig, context: StepContext, value_loss: Any
-) -> list[MetricsFuture]:
+def _update(roles: Roles, batch: BatchFuture, config: SafeRLHFConfig, context: StepContext) -> list[MetricsFuture]:
     """Updates both critics and the actor on every mini-batch."""
     sampling, metrics = context.sampling, []
+    value_loss = build_value_loss(roles, batch, config, context)
+    cost_loss = build_value_loss(roles, _read_costs(batch), config, context, role="cost_critic")
     policy_loss = build_policy_loss(config, build_clip(config), max_new_tokens=sampling.max_new_tokens)
     trains_actor = not 0 < context.iteration <= config.critic_warmup
     for rows in mini_batches(roles, batch, config, context):
         metrics.append(roles.critic.update_critic(rows, value_loss))
-        of_costs = rows.select([*_SEQUENCE, *_OF_COSTS]).rename(_OF_COSTS)
-        metrics.append(roles.cost_critic.update_critic(of_costs, value_loss))
+        metrics.append(roles.cost_critic.update_critic(_read_costs(rows), cost_loss))
         if not trains_actor:
             continue
         if config.ptx_coefficient:
@@ -140,6 +140,11 @@ def _update(
             )
         )
     return metrics
+
+
+def _read_costs(batch: BatchFuture) -> BatchFuture:
+    """The batch as the cost critic reads it: costs are its rewards."""
+    return batch.select([*_SEQUENCE, *_OF_COSTS]).rename(_OF_COSTS)
 
 
 def _describe(multiplier: Multiplier, state: dict[str, Any], costs: Sequence[float]) -> dict[str, float]:

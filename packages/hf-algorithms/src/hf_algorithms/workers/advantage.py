@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from hf_algorithms.advantages import LengthTerm
+    from hf_algorithms.advantages import FilterMetric, LengthTerm
 
 __all__ = ["AdvantageWorker", "Estimator"]
 
@@ -90,12 +90,33 @@ class AdvantageWorker(Worker):
         lengths = torch.tensor([len(row) for row in batch["response_mask"].unbind()])
         return TensorDict({"scores": term(batch["scores"], lengths)}, batch_size=batch.batch_size)
 
+    @register(protocol=RANK_ZERO, returns="object", reads=("response_mask", "returns", "next_returns?"))
+    def measure_returns(self, batch: TensorDict) -> dict[str, float]:
+        """Returns the moments of the returns; see `hf_algorithms.value_scale.measure_returns`."""
+        import torch
+
+        from hf_algorithms.value_scale import measure_returns
+
+        returns, mask = pad_rows(batch["returns"]), pad_rows(batch["response_mask"]).bool()
+        if "next_returns" in batch:
+            beyond = batch["next_returns"][:, None]
+            returns, mask = torch.cat([returns, beyond], 1), torch.cat([mask, ~beyond.isnan()], 1)
+        return measure_returns(returns, mask)
+
     @register(protocol=RANK_ZERO, returns="object", reads=("scores", "group_id"))
-    def select_groups(self, batch: TensorDict) -> list[int]:
-        """Returns the ids of the groups whose scores differ, ascending; see `hf_algorithms.advantages.filters`."""
+    def select_groups(self, batch: TensorDict, metric: FilterMetric | None = None) -> list[int]:
+        """Returns the ids of the groups whose scores differ, ascending; see `hf_algorithms.advantages.filters`.
+
+        Args:
+            batch: responses.
+            metric: number of a response by which they differ, in place of the score.
+        """
         from hf_algorithms.advantages import select_groups
 
-        kept: list[int] = select_groups(batch["scores"], batch["group_id"]).tolist()
+        numbers = batch["scores"]
+        if metric is not None:
+            numbers = metric({name: pad_rows(batch[name]) for name in metric.reads})
+        kept: list[int] = select_groups(numbers, batch["group_id"]).tolist()
         return kept
 
     @register(
@@ -122,7 +143,8 @@ class AdvantageWorker(Worker):
         their length; for scores and groups see `hf_algorithms.advantages.compute_score_metrics`.
 
         ``kl/k1``, ``kl/k2`` and ``kl/k3`` estimate the KL to the reference in nats per trained token (see
-        `estimate_kl`); ``kl_sequence/k1`` and ``kl_sequence/k3`` are sums over the trained tokens of a response.
+        `estimate_kl`); ``kl_sequence/k1`` and ``kl_sequence/k3`` are sums over the trained tokens of a response. They
+        are those of the policy before the update; without `old_logprobs` here the update itself reports them.
         ``response/tokens`` counts trained tokens.
 
         ``rollout/logprob_gap`` is the mean over trained tokens of |sampler's log-prob - trainer's|, ``..._max`` the
