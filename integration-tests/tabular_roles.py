@@ -121,7 +121,7 @@ class TablePolicy(Worker):
         with torch.no_grad():
             scale = torch.softmax(self._logits, dim=1).clamp(min=_LEAST_PROBABILITY) / len(self._logits)
             self._logits -= self._learning_rate * self._gradient / scale
-        return metrics
+        return {name if "/" in name else f"{self.context.role}/{name}": pair for name, pair in metrics.items()}
 
     @register(protocol=RANK_ZERO, returns="object")
     def read_policy(self) -> Any:

@@ -99,3 +99,11 @@ def test_a_constraint_without_effect_lets_the_multiplier_fall() -> None:
     trained = train(beta=beta, iterations=20, lambda_space="projected", lambda_learning_rate=0.5, cost_limit=2.0)
     assert multipliers(trained)[-1] == 0.0
     np.testing.assert_allclose(trained.policy[0], find_policy(0.0, beta), atol=2e-3)
+
+
+def test_the_multiplier_waits_for_the_critics() -> None:
+    trained = train(beta=0.5, iterations=4, lambda_learning_rate=1.0, critic_warmup=2)
+    found = multipliers(trained)
+    assert found[:2] == [1.0, 1.0]
+    assert found[2] == pytest.approx(np.exp(trained.metrics[2]["constraint/cost"]), rel=1e-12)
+    assert trained.metrics[0]["constraint/cost"] > 0

@@ -52,7 +52,7 @@ def test_the_loss_is_the_divergence_with_the_rest_as_one(k: int) -> None:
     mass = torch.softmax(teacher, -1).topk(k).values.sum(-1)[MASK]
     np.testing.assert_allclose(metrics["distillation/rest"], ((1 - mass).sum(), 4.0), rtol=1e-10)
     entropies = torch.distributions.Categorical(logits=student).entropy()[MASK]
-    np.testing.assert_allclose(metrics["actor/entropy"], (entropies.sum(), 4.0), rtol=1e-10)
+    np.testing.assert_allclose(metrics["entropy"], (entropies.sum(), 4.0), rtol=1e-10)
 
 
 def test_all_tokens_but_one_give_the_whole_divergence() -> None:

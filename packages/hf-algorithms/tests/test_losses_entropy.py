@@ -72,7 +72,7 @@ def test_the_bonus_is_the_mean_entropy_of_the_aggregation(aggregation: Aggregati
     entropies = compute_entropies(logits())
     difference = float(plain - reduced) / aggregation.count(batch)
     np.testing.assert_allclose(difference, 0.25 * (weigh(aggregation) * entropies).sum(), rtol=1e-12)
-    total, count = metrics["actor/entropy"]
+    total, count = metrics["entropy"]
     np.testing.assert_allclose(total / count, entropies[MASK.numpy()].mean(), rtol=1e-12)
 
 
@@ -122,8 +122,8 @@ def test_micro_batches_add_up_to_the_batch(aggregation: Aggregation) -> None:
         ]
         torch.testing.assert_close(sum(each for each, _ in sums), whole)
         for index in (0, 1):
-            total = sum(each["actor/entropy"][index] for _, each in sums)
-            np.testing.assert_allclose(total, metrics["actor/entropy"][index])
+            total = sum(each["entropy"][index] for _, each in sums)
+            np.testing.assert_allclose(total, metrics["entropy"][index])
 
 
 def test_the_expected_gradient_is_that_of_reward_and_entropy() -> None:
@@ -151,7 +151,7 @@ def test_the_expected_gradient_is_that_of_reward_and_entropy() -> None:
 def test_a_model_without_entropies_serves_a_loss_without_a_bonus() -> None:
     outputs = {"logprobs": score(logits())["logprobs"]}
     _, metrics = PolicyLoss()(outputs, columns())
-    assert "actor/entropy" not in metrics
+    assert "entropy" not in metrics
     for given in (outputs, TensorDict(outputs, batch_size=[B])):
         with pytest.raises(BatchError, match=r"entropy_coefficient=0.5: the model's outputs have no entropy"):
             PolicyLoss(entropy_coefficient=0.5)(given, columns())

@@ -43,7 +43,7 @@ def test_kl_terms_follow_their_formulas(estimator: Any, gradient: Any, mode: Any
             slope[i, t] += weight * kl
     assert float(loss.detach()) == pytest.approx(value, rel=1e-12)
     np.testing.assert_allclose(own.grad.numpy(), slope, rtol=1e-12, atol=1e-15)
-    assert metrics["actor/policy_loss"][0] == 0.0
+    assert metrics["policy_loss"][0] == 0.0
     assert not [name for name in metrics if name.startswith("kl")]  # known before the update
 
 

@@ -151,7 +151,7 @@ def test_surrogates_follow_their_formulas(name: str, seed: int) -> None:
     value, metrics, gradient = gradient_of(loss, logprobs, batch)
     point = logprobs.numpy()
     np.testing.assert_allclose(value, reference_sum(row_loss, point, point, batch), rtol=1e-12)
-    assert metrics["actor/policy_loss"] == (value, 5.0)
+    assert metrics["policy_loss"] == (value, 5.0)
     assert loss.count(batch) == 5.0
     for index in np.argwhere(batch["response_mask"].numpy()):
         step = np.zeros_like(point)
@@ -201,7 +201,7 @@ def test_all_surrogates_have_one_gradient_at_ratio_one(name: str, mode: Any) -> 
     wanted = np.where(mask, -batch["advantages"].numpy() * weights, 0.0)
     np.testing.assert_allclose(gradient, wanted, rtol=1e-12, atol=1e-15)
     np.testing.assert_allclose(current, wanted, rtol=1e-12, atol=1e-15)
-    assert metrics["actor/clip_low"][0] == metrics["actor/clip_high"][0] == metrics["actor/update_kl"][0] == 0
+    assert metrics["clip_low"][0] == metrics["clip_high"][0] == metrics["update_kl"][0] == 0
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e300])
@@ -252,10 +252,10 @@ def test_clips_are_counted_where_they_change_the_loss() -> None:
         "response_mask": torch.ones(1, 7, dtype=torch.bool),
     }
     _, metrics, gradient = gradient_of(PolicyLoss(surrogate=Clip(dual=3.0)), ratios.log(), batch)
-    assert [metrics[f"actor/clip_{side}"] for side in ("low", "high", "dual")] == [(1.0, 7.0)] * 3
+    assert [metrics[f"clip_{side}"] for side in ("low", "high", "dual")] == [(1.0, 7.0)] * 3
     np.testing.assert_allclose(gradient, [[-0.5, 0.0, -1.0, 0.0, 2.0, 0.0, 0.0]], rtol=1e-6)
     _, metrics, gradient = gradient_of(PolicyLoss(surrogate=CISPO(low=0.2, high=0.5)), ratios.log(), batch)
-    assert [metrics[f"actor/clip_{side}"] for side in ("low", "high")] == [(2.0, 7.0), (4.0, 7.0)]
+    assert [metrics[f"clip_{side}"] for side in ("low", "high")] == [(2.0, 7.0), (4.0, 7.0)]
     np.testing.assert_allclose(gradient, [[-0.8, 0.8, -1.0, -1.5, 1.5, 1.5, 0.0]], rtol=1e-6)
 
 
@@ -285,7 +285,7 @@ def test_a_loss_reads_what_its_parts_need() -> None:
     logprobs, batch = make_batch(0, one_advantage=False)
     del batch["old_logprobs"]
     _, metrics, _ = gradient_of(PolicyLoss(surrogate=Reinforce()), logprobs, batch)
-    assert "actor/update_kl" not in metrics
+    assert "update_kl" not in metrics
     with pytest.raises(BatchError, match="column 'old_logprobs' of the batch: is missing, and Clip"):
         PolicyLoss()({"logprobs": logprobs}, batch)
 

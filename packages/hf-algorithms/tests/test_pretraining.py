@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from hf_algorithms.jagged import pad_rows, to_jagged
-from hf_algorithms.losses import PolicyLoss
+from hf_algorithms.losses import Aggregation, PolicyLoss
 from hf_algorithms.workers._pretraining import join_pretraining
 
 
@@ -55,4 +55,16 @@ def test_the_sum_is_both_losses_each_by_its_own_denominator() -> None:
     (wanted,) = torch.autograd.grad(reference, logprobs)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     torch.testing.assert_close(total / count, reference, rtol=0, atol=1e-12)
-    assert metrics["actor/ptx_loss"] == (float(-logprobs.detach()[2, :2].sum()), 2.0)
+    assert metrics["ptx_loss"] == (float(-logprobs.detach()[2, :2].sum()), 2.0)
+
+
+def test_metrics_of_the_policy_do_not_count_rows_to_learn() -> None:
+    policy, learned = batches()
+    loss = PolicyLoss(aggregation=Aggregation(mode="constant", constant=5.0))
+    joined, both = join_pretraining(policy, loss, learned, weight=0.5)
+    logprobs = torch.zeros(3, 3, dtype=torch.float64)
+    padded: dict[str, Any] = {str(name): pad_rows(joined[name]) for name, _ in joined.items()}
+    alone = {str(name): pad_rows(policy[name]) for name, _ in policy.items()}
+    _, wanted = loss({"logprobs": logprobs[:2]}, alone)
+    found = both({"logprobs": logprobs}, padded)[1]
+    assert {name: found[name] for name in wanted} == wanted

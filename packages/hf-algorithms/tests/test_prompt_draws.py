@@ -49,3 +49,21 @@ def test_rows_to_learn_from_have_answers(data: PromptDataset) -> None:
     batch = PromptDraws(data, 4, iteration=1, seed=0).pretraining(5, max_response_tokens=8)
     assert len(batch) == 5
     assert [len(row) for row in batch["response_ids"].unbind()] == [2] * 5
+
+
+def test_rows_to_learn_from_are_others_in_every_update_of_an_iteration(data: PromptDataset) -> None:
+    draws = PromptDraws(data, 4, iteration=1, seed=0)
+    found = [draws.pretraining(5, max_response_tokens=8)["row_id"].tolist() for _ in range(3)]
+    assert sorted(found[0] + found[1]) == list(range(10))
+    assert found[2] == found[0]
+    later = PromptDraws(data, 4, iteration=2, seed=0).pretraining(10, max_response_tokens=8)["row_id"].tolist()
+    assert later != found[0] + found[1]
+
+
+@pytest.mark.parametrize("num_rows", [0, -1])
+def test_no_rows_cannot_be_drawn(data: PromptDataset, num_rows: int) -> None:
+    draws = PromptDraws(data, 4, iteration=1, seed=0)
+    with pytest.raises(DataError, match=rf"asks for {num_rows} more prompts\. Ask for at least 1"):
+        draws.more(num_rows)
+    with pytest.raises(DataError, match=rf"asks for {num_rows} rows to learn\. Ask for at least 1"):
+        draws.pretraining(num_rows, max_response_tokens=8)

@@ -206,7 +206,9 @@ def test_a_role_that_the_plan_lacks_is_named() -> None:
 
 def run_warm_start(scores: list[float], **config: Any) -> tuple[int, list[str]]:
     notes: list[str] = []
-    roles = Roles({"actor": RecordingGroup("actor", [])})
+    group: Any = RecordingGroup("actor", [])
+    group.methods = {"generate_sequences": None}
+    roles = Roles({"actor": group})
     answers = iter(scores)
     settings = WarmStartConfig(max_steps=10, eval_every=2, **config)
     batches = iter([Recorded(4)] * 10)

@@ -29,7 +29,7 @@ class PromptDraws:
         self._rows = select_rows(len(data), batch_size, iteration=iteration - 1, seed=seed)
         first = (iteration - 1) * batch_size
         self._epochs = [position // len(data) for position in range(first, first + batch_size)]
-        self._num_drawn = 0
+        self._num_drawn = self._num_learned = 0
         self._attempt = 0
 
     def first(self) -> TensorDict:
@@ -45,8 +45,10 @@ class PromptDraws:
         """Prompts of rows that the iteration has not drawn yet.
 
         Raises:
-            DataError: if fewer than `num_prompts` rows are left.
+            DataError: if fewer than `num_prompts` rows are left, or none is asked for.
         """
+        if num_prompts < 1:
+            raise DataError(f"{self._data.source}: the step asks for {num_prompts} more prompts. Ask for at least 1")
         taken = set(self._rows)
         order = select_rows(len(self._data), len(self._data), iteration=self._iteration, seed=self._seed + 2)
         left = [row for row in order if row not in taken]
@@ -61,8 +63,16 @@ class PromptDraws:
         return self._number(rows, self._epochs[-1:] * num_prompts)
 
     def pretraining(self, num_rows: int, *, max_response_tokens: int) -> TensorDict:
-        """Rows with their answers as responses; see `PromptDataset.supervised`."""
-        rows = select_rows(len(self._data), num_rows, iteration=self._iteration - 1, seed=self._seed + 1)
+        """Rows with their answers as responses, none twice in an iteration while there are others.
+
+        Raises:
+            DataError: for less than one row.
+        """
+        if num_rows < 1:
+            raise DataError(f"{self._data.source}: the step asks for {num_rows} rows to learn. Ask for at least 1")
+        order = select_rows(len(self._data), len(self._data), iteration=self._iteration - 1, seed=self._seed + 1)
+        rows = [order[position % len(order)] for position in range(self._num_learned, self._num_learned + num_rows)]
+        self._num_learned += num_rows
         return self._data.supervised(rows, max_response_tokens=max_response_tokens)
 
     def _number(self, rows: list[int], epochs: list[int]) -> TensorDict:

@@ -155,7 +155,10 @@ class _Run:
         return self._summary
 
     def _warm_start(self) -> None:
-        """Supervised training of the policy; every role that starts from the same weights then gets the result."""
+        """Supervised training of the policy; every role that starts from the same weights then gets the result.
+
+        A role whose own path the configuration gives keeps its weights.
+        """
         config = self._config.warm_start
         if config.max_steps == 0:
             return
@@ -172,7 +175,8 @@ class _Run:
         models = self._inputs.models
         policy = self._roles.having("generate_sequences").role
         for role, group in self._roles.groups.items():
-            if role in models and models[role].path == models[policy].path:
+            is_given = self._config.role(role).path is not None and role != policy
+            if role in models and models[role].path == models[policy].path and not is_given:
                 group.load_model(str(warm)).result()
 
     def _iterate(self, iteration: int) -> None:
@@ -208,11 +212,14 @@ class _Run:
         self._summary["iterations"] = iteration
         if "constraint/infeasible" in metrics:
             self._summary["infeasible"] = bool(metrics["constraint/infeasible"])
-        if unchanged := metrics.get("actor/weights_unchanged"):
-            self._display.note(
-                f"warning: in iteration {iteration} the actor's last steps had left its weights as they were "
-                f"on {unchanged:g} ranks: look at optimizer.actor_learning_rate and at the training backend"
-            )
+        for role in self._roles.groups:
+            if unchanged := metrics.get(f"{role}/weights_unchanged"):
+                self._display.note(
+                    f"warning: in iteration {iteration} the last steps of role {role} had left its weights as they "
+                    f"were on {unchanged:g} ranks: look at its learning rate and at the training backend"
+                )
+        if "reward/unscorable" in metrics and "reward/mean" not in metrics:
+            self._display.note(f"warning: in iteration {iteration} no response could be scored: look at the reward")
         self._directory.append_metrics({"iteration": iteration, **metrics})
         self._display.iteration(iteration, metrics)
         self._executor.trace.drain()

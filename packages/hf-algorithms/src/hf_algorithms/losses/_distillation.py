@@ -48,7 +48,7 @@ class DistillationLoss:
         """Returns the weighted sum of the token losses and metrics.
 
         `distillation/kl` is the mean over trained tokens, in nats. `distillation/rest` is the mean probability that the
-        teacher gives to the last outcome. `actor/entropy` is the student's. `rollout/*` compares sampler and student;
+        teacher gives to the last outcome. `entropy` is the student's. `rollout/*` compares sampler and student;
         later updates of an iteration add their own change.
 
         Args:
@@ -68,7 +68,7 @@ class DistillationLoss:
         }
         if "entropy" in outputs.keys():  # noqa: SIM118 - a TensorDict cannot be asked otherwise
             entropy = outputs["entropy"].detach().masked_fill(~mask, 0.0)
-            metrics["actor/entropy"] = (float(entropy.sum()), count)
+            metrics["entropy"] = (float(entropy.sum()), count)
         if "rollout_logprobs" in micro_batch.keys() and "logprobs" in outputs.keys():  # noqa: SIM118 - see above
             rollout = micro_batch["rollout_logprobs"].masked_fill(~mask, 0.0)
             metrics |= measure_mismatch(outputs["logprobs"].detach().masked_fill(~mask, 0.0), rollout, mask, None)

@@ -14,7 +14,8 @@ from hf_algorithms.losses._correction import Correction, measure_mismatch
 from hf_algorithms.losses._kl_term import KLTerm
 from hf_algorithms.losses._loss import Metrics
 from hf_algorithms.losses._surrogates import Clip, Surrogate, Tokens
-from hf_protocols import BatchError, ConfigError
+from hf_algorithms.users_code import describe_raised
+from hf_protocols import BatchError, ConfigError, HybridFlowError
 from hf_protocols.arguments import check_number, describe_names, show
 
 __all__ = ["GAP_BOUND", "PolicyLoss"]
@@ -85,22 +86,23 @@ class PolicyLoss:
     def __call__(
         self, outputs: Mapping[str, torch.Tensor], micro_batch: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, Metrics]:
-        """Returns the weighted sum of the token losses and metrics.
+        """Returns the weighted sum of the token losses and metrics; the role's name comes before those without a slash.
 
-        `actor/policy_loss` is the surrogate's part, aggregated. `actor/clip_low` and `actor/clip_high` are the shares
-        of trained tokens whose loss a clip changed. `actor/update_kl` estimates KL(old || current) in nats per token.
-        `actor/entropy` is the mean over trained tokens of the distribution's entropy, in nats, before the step.
+        `policy_loss` is the surrogate's part, aggregated. `clip_low` and `clip_high` are the shares of trained tokens
+        whose loss a clip changed. `update_kl` estimates KL(old || current) in nats per token. `entropy` is the mean
+        over trained tokens of the distribution's entropy, in nats, before the step.
         `rollout/*` compares sampler and trainer. `kl/*` and `kl_sequence/*` compare policy and reference, if there is
         a KL term and the batch has no `old_logprobs`, which tell the same before the update. A `Clip` with `ratio_cap`
-        adds `actor/truncated_fraction`, and `actor/sampler_gap`, the mean of |lp - old lp|; `..._max` is the largest,
-        and `..._share` the share of tokens above `GAP_BOUND`. Later updates of an iteration add their own change.
+        adds `truncated_fraction`, and `sampler_gap`, the mean of |lp - old lp|; `..._max` is the largest, and
+        `..._share` the share of tokens above `GAP_BOUND`. Later updates of an iteration add their own change.
 
         Args:
             outputs: `logprobs` and `entropy` [b, T], with the gradient.
             micro_batch: the columns of `reads`, padded.
 
         Raises:
-            BatchError: if a column is missing, or the entropy where it has a coefficient.
+            BatchError: if a column is missing, or the entropy where it has a coefficient; if a surrogate of a user's
+                own raises, or returns something else than it should.
         """
         mask = self.aggregation.select(micro_batch)
         columns = self._read(micro_batch, mask)
@@ -114,14 +116,14 @@ class PolicyLoss:
             log_ratio_clamp=self.log_ratio_clamp,
             rollout_logprobs=rollout,
         )
-        token_loss, clips = self.surrogate(tokens)
+        token_loss, clips = _ask(self.surrogate, tokens)
         correction = None
         if self.correction is not None and rollout is not None:
             correction = self.correction.weigh(tokens.old_logprobs, rollout, mask)
             token_loss = token_loss * correction
         weights = self.aggregation.weigh(mask, micro_batch).to(token_loss.dtype)
         loss = (weights * token_loss).sum()
-        metrics = {"actor/policy_loss": (float(loss.detach()), self.aggregation.count(micro_batch))}
+        metrics = {"policy_loss": (float(loss.detach()), self.aggregation.count(micro_batch))}
         metrics |= _measure_clips(clips, mask)
         if "old_logprobs" in columns or self.old == "current":
             metrics |= _measure_update(tokens)
@@ -136,7 +138,7 @@ class PolicyLoss:
                 metrics |= _measure_kl(logprobs, columns["ref_logprobs"], mask)
         entropy = self._read_entropy(outputs, mask)
         if entropy is not None:
-            metrics["actor/entropy"] = (float(entropy.detach().sum()), float(mask.sum()))
+            metrics["entropy"] = (float(entropy.detach().sum()), float(mask.sum()))
             if self.entropy_coefficient:
                 loss = loss - self.entropy_coefficient * (weights * entropy).sum()
         return loss, metrics
@@ -165,17 +167,43 @@ class PolicyLoss:
         return {name: micro_batch[name].masked_fill(~mask, 0.0) for name in names & present}
 
 
+def _ask(surrogate: Surrogate, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Calls a surrogate, which may be anybody's."""
+    label = f"surrogate {type(surrogate).__name__}"
+    try:
+        answer: object = surrogate(tokens)
+    except HybridFlowError:
+        raise
+    except Exception as error:
+        raise BatchError(f"{label} raised {describe_raised(error)}") from error
+    match answer:
+        case (torch.Tensor() as loss, dict() as clips):
+            pass
+        case _:
+            raise BatchError(
+                f"{label}: it returned {type(answer).__name__}. Return the loss of each token [b, T], and a dict of "
+                "the masks of active clips, which may be empty"
+            )
+    for name, value in {"the loss": loss, **clips}.items():
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else show(value)
+        if shape != tuple(tokens.mask.shape):
+            raise BatchError(
+                f"{label}: {name} has the shape {shape}. Return a number for each token, {tuple(tokens.mask.shape)}"
+            )
+    return loss, clips
+
+
 def _measure_clips(clips: dict[str, torch.Tensor], mask: torch.Tensor) -> Metrics:
     count = float(mask.sum())
     shares = {name: float((clips[name] & mask).sum()) if name in clips else 0.0 for name in ("clip_low", "clip_high")}
     shares |= {name: float((active & mask).sum()) for name, active in clips.items()}
-    return {f"actor/{name}": (share, count) for name, share in shares.items()}
+    return {f"{name}": (share, count) for name, share in shares.items()}
 
 
 @torch.no_grad()
 def _measure_update(tokens: Tokens) -> Metrics:
     found = estimate_kl(tokens.old_logprobs[tokens.mask], tokens.logprobs[tokens.mask])
-    return {"actor/update_kl": (float(found["k3"].sum()), float(tokens.mask.sum()))}
+    return {"update_kl": (float(found["k3"].sum()), float(tokens.mask.sum()))}
 
 
 @torch.no_grad()
@@ -183,9 +211,9 @@ def _measure_gaps(tokens: Tokens) -> Metrics:
     gaps = tokens.log_ratio.abs()[tokens.mask]
     count = float(len(gaps))
     return {
-        "actor/sampler_gap": (float(gaps.sum()), count),
-        "actor/sampler_gap_max": (float(gaps.max()), 1.0) if count else (0.0, 0.0),
-        "actor/sampler_gap_share": (float((gaps > GAP_BOUND).sum()), count),
+        "sampler_gap": (float(gaps.sum()), count),
+        "sampler_gap_max": (float(gaps.max()), 1.0) if count else (0.0, 0.0),
+        "sampler_gap_share": (float((gaps > GAP_BOUND).sum()), count),
     }
 
 

@@ -13,7 +13,7 @@ Deviations from Schulman et al. (2017) and from the paper's figure:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -41,6 +41,7 @@ from hf_algorithms.recipes._steps import (
 )
 
 if TYPE_CHECKING:
+    from hf_algorithms.advantages import GAE
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture, MetricsFuture
 
@@ -59,7 +60,9 @@ class PPOConfig(CriticKeys, RewardKeys, WhitenKeys, ClipKeys, PolicyConfig):
     kl_horizon: Annotated[int, Field(ge=1)] = 10_000
     """Responses over which the coefficient may change by a fifth."""
     kl_stop: Range | None = None
-    """Nats per token: an iteration makes no further update of the actor once one has moved it further than this."""
+    """Nats per token: an update that finds the actor moved further than this, by those before it, is its last of the
+    iteration.
+    """
     value_lambda: Share | None = None
     """The lambda of the critic's returns; by default `gae_lambda`."""
     reward_position: Literal["last", "after"] = "last"
@@ -97,12 +100,28 @@ class PPOConfig(CriticKeys, RewardKeys, WhitenKeys, ClipKeys, PolicyConfig):
             )
 
 
-def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, context: StepContext) -> Sequence[MetricsFuture]:
+def step(
+    roles: Roles, prompts: BatchFuture, config: PPOConfig, context: StepContext
+) -> Sequence[MetricsFuture | Mapping[str, float]]:
     """One iteration; every line returns at once, and the data flows from worker to worker."""
+    coefficient = context.state.get("kl_coefficient", config.kl_coefficient)
+    batch = add_old_logprobs(roles, generate(roles, prompts, context), config, context)
+    batch = batch.union(compute_values(roles, batch, config, context))
+    batch = add_ref_logprobs(roles, batch, config, context)
+    batch = batch.union(roles.reward.compute_reward(batch))
+    batch = batch.union(roles.advantage.compute_advantages(batch, _build_gae(config, coefficient)))
+    found = roles.advantage.compute_metrics(batch, compares_sampler=config.old_source != "sampled")
+    metrics = [found, *_update(roles, batch, config, context, coefficient)]
+    if config.kl_target is None:
+        return metrics
+    context.state["kl_coefficient"] = _adapt(coefficient, config, found, batch.num_rows)
+    return [*metrics, {"kl/coefficient": coefficient}]
+
+
+def _build_gae(config: PPOConfig, coefficient: float) -> GAE:
     from hf_algorithms.advantages import GAE
 
-    coefficient = context.state.get("kl_coefficient", config.kl_coefficient)
-    gae = GAE(
+    return GAE(
         gamma=config.gamma,
         gae_lambda=config.gae_lambda,
         value_lambda=config.value_lambda,
@@ -116,18 +135,17 @@ def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, context: StepCon
         missing_eos_penalty=config.missing_eos_penalty,
         reward_position=config.reward_position,
     )
-    sampling = context.sampling
+
+
+def _update(
+    roles: Roles, batch: BatchFuture, config: PPOConfig, context: StepContext, coefficient: float
+) -> list[MetricsFuture]:
+    """Updates critic and actor on every mini-batch; the actor not in the critic's warm-up, nor after `kl_stop`."""
+    sampling, metrics = context.sampling, []
+    value_loss = build_value_loss(roles, batch, config, context)
     policy_loss = build_policy_loss(
         config, build_clip(config), max_new_tokens=sampling.max_new_tokens, kl_coefficient=coefficient
     )
-
-    batch = add_old_logprobs(roles, generate(roles, prompts, context), config, context)
-    batch = batch.union(compute_values(roles, batch, config, context))
-    batch = add_ref_logprobs(roles, batch, config, context)
-    batch = batch.union(roles.reward.compute_reward(batch))
-    batch = batch.union(roles.advantage.compute_advantages(batch, gae))
-    value_loss = build_value_loss(roles, batch, config, context)
-    metrics = [roles.advantage.compute_metrics(batch, compares_sampler=config.old_source != "sampled")]
     trains_actor = not 0 < context.iteration <= config.critic_warmup
     for rows in mini_batches(roles, batch, config, context):
         metrics.append(roles.critic.update_critic(rows, value_loss))
@@ -135,8 +153,6 @@ def step(roles: Roles, prompts: BatchFuture, config: PPOConfig, context: StepCon
             metrics.append(roles.actor.update_actor(rows, policy_loss, temperature=sampling.temperature))
             if config.kl_stop is not None and metrics[-1].result().get("actor/update_kl", 0.0) > config.kl_stop:
                 trains_actor = False
-    if config.kl_target is not None:
-        context.state["kl_coefficient"] = _adapt(coefficient, config, metrics[0], prompts.num_rows * sampling.n)
     return metrics
 
 

@@ -10,7 +10,9 @@ Deviations from the authors' code:
 - costs come from a Python function, `[cost] function`, above 0 for what is unwanted;
 - lambda is updated once an iteration by the costs of the whole batch, not once a micro-batch and rank;
 - both critics start from the actor, not from a reward model and a cost model;
-- the values' clip is PPO's; the authors clip values to a distance of 5, which is `value_clip = 5.0`.
+- the values' clip is PPO's; the authors clip values to a distance of 5, which is `value_clip = 5.0`;
+- the critics' loss is a mean over all tokens of a mini-batch, not over responses, and knows no `overlong_filter`;
+- the gradient of PTX enters the optimizer step of the policy's loss; the authors pass backwards twice.
 
 `constraint/infeasible` is 1 where lambda keeps growing, or stands at `lambda_max`, while the cost stays above the limit
 and no longer falls: the constraint cannot be met under this KL penalty, which is not a divergence.
@@ -38,7 +40,6 @@ from hf_algorithms.recipes._steps import (
 )
 
 if TYPE_CHECKING:
-    from hf_algorithms.advantages import Multiplier
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture, MetricsFuture
 
@@ -67,8 +68,8 @@ class SafeRLHFConfig(CriticKeys, ClipKeys, PolicyConfig):
     """Responses over which the cost is averaged."""
     lambda_space: Literal["log", "projected"] = "log"
     """Quantity that the update moves: the logarithm of lambda, or lambda itself, cut at 0."""
-    lambda_init: Range = 1.0
-    """Lambda before the first update."""
+    lambda_init: Coefficient = 1.0
+    """Lambda before the first update; 0 only where `lambda_space = "projected"`."""
     lambda_learning_rate: Coefficient = 0.1
     """`projected`: lambda moves by this times (cost - limit). `log`: its logarithm moves by lambda times that."""
     lambda_max: Range | None = None
@@ -79,6 +80,8 @@ class SafeRLHFConfig(CriticKeys, ClipKeys, PolicyConfig):
     def find_contradictions(self) -> Iterator[str]:
         """Yields one line for every pair of keys that cannot go together."""
         yield from super().find_contradictions()
+        if self.lambda_init == 0 and self.lambda_space == "log":
+            yield "algorithm.lambda_init = 0: algorithm.lambda_space = 'log' never leaves it. Use 'projected'"
         if self.lambda_max is not None and self.lambda_init > self.lambda_max:
             yield (
                 f"algorithm.lambda_init = {self.lambda_init}: algorithm.lambda_max = {self.lambda_max} is below it. "
@@ -88,7 +91,7 @@ class SafeRLHFConfig(CriticKeys, ClipKeys, PolicyConfig):
 
 def step(roles: Roles, prompts: BatchFuture, config: SafeRLHFConfig, context: StepContext) -> Sequence[Any]:
     """One iteration; it waits for the costs, which move the multiplier, and for nothing else."""
-    from hf_algorithms.advantages import LagrangianAdvantage, Multiplier
+    from hf_algorithms.advantages import LagrangianAdvantage
 
     batch = add_old_logprobs(roles, generate(roles, prompts, context), config, context)
     batch = batch.union(compute_values(roles, batch, config, context))
@@ -96,6 +99,26 @@ def step(roles: Roles, prompts: BatchFuture, config: SafeRLHFConfig, context: St
     batch = batch.union(of_costs.rename({"values": "cost_values"}))
     batch = add_ref_logprobs(roles, batch, config, context)
     batch = batch.union(roles.reward.compute_reward(batch)).union(roles.cost.compute_cost(batch))
+    constraint = _move_multiplier(context.read(roles.cost.list_costs(batch), while_tracing=[]), config, context)
+    estimator = LagrangianAdvantage(
+        multiplier=constraint["constraint/lambda"],
+        gamma=config.gamma,
+        gae_lambda=config.gae_lambda,
+        kl_coefficient=config.kl_coefficient,
+        kl_estimator=config.kl_estimator,
+        bootstrap=config.bootstrap,
+    )
+    batch = batch.union(roles.advantage.compute_advantages(batch, estimator))
+    return [roles.advantage.compute_metrics(batch), constraint, *_update(roles, batch, config, context)]
+
+
+def _move_multiplier(costs: Sequence[float], config: SafeRLHFConfig, context: StepContext) -> dict[str, float]:
+    """Moves lambda by the costs of the batch, which is kept in `context.state`; returns the constraint's metrics.
+
+    While the critics warm up the policy cannot answer: lambda stays, and the window of costs fills.
+    """
+    from hf_algorithms.advantages import Multiplier
+
     multiplier = Multiplier(
         space=config.lambda_space,
         init=config.lambda_init,
@@ -104,20 +127,17 @@ def step(roles: Roles, prompts: BatchFuture, config: SafeRLHFConfig, context: St
         window=config.cost_window,
         maximum=config.lambda_max,
     )
-    costs = context.read(roles.cost.list_costs(batch), while_tracing=[])
-    state = multiplier.update(context.state.get("multiplier", multiplier.start()), costs)
+    before = context.state.get("multiplier", multiplier.start())
+    state = multiplier.update(before, costs)
+    if not _trains_actor(config, context):
+        state |= {"value": before["value"], "above": []}
     context.state["multiplier"] = state
-    estimator = LagrangianAdvantage(
-        multiplier=state["value"],
-        gamma=config.gamma,
-        gae_lambda=config.gae_lambda,
-        kl_coefficient=config.kl_coefficient,
-        kl_estimator=config.kl_estimator,
-        bootstrap=config.bootstrap,
-    )
-    batch = batch.union(roles.advantage.compute_advantages(batch, estimator))
-    metrics: list[Any] = [roles.advantage.compute_metrics(batch), _describe(multiplier, state, costs)]
-    return [*metrics, *_update(roles, batch, config, context)]
+    found = {
+        "cost/unscorable": float(sum(map(math.isnan, costs))),
+        "constraint/lambda": float(state["value"]),
+        "constraint/infeasible": float(multiplier.is_infeasible(state)),
+    }
+    return found if state["cost"] is None else found | {"constraint/cost": float(state["cost"])}
 
 
 def _update(roles: Roles, batch: BatchFuture, config: SafeRLHFConfig, context: StepContext) -> list[MetricsFuture]:
@@ -126,11 +146,10 @@ def _update(roles: Roles, batch: BatchFuture, config: SafeRLHFConfig, context: S
     value_loss = build_value_loss(roles, batch, config, context)
     cost_loss = build_value_loss(roles, _read_costs(batch), config, context, role="cost_critic")
     policy_loss = build_policy_loss(config, build_clip(config), max_new_tokens=sampling.max_new_tokens)
-    trains_actor = not 0 < context.iteration <= config.critic_warmup
     for rows in mini_batches(roles, batch, config, context):
         metrics.append(roles.critic.update_critic(rows, value_loss))
         metrics.append(roles.cost_critic.update_critic(_read_costs(rows), cost_loss))
-        if not trains_actor:
+        if not _trains_actor(config, context):
             continue
         if config.ptx_coefficient:
             roles.actor.hold_pretraining(context.pretrain_rows(rows.num_rows))
@@ -142,18 +161,13 @@ def _update(roles: Roles, batch: BatchFuture, config: SafeRLHFConfig, context: S
     return metrics
 
 
+def _trains_actor(config: SafeRLHFConfig, context: StepContext) -> bool:
+    return not 0 < context.iteration <= config.critic_warmup
+
+
 def _read_costs(batch: BatchFuture) -> BatchFuture:
     """The batch as the cost critic reads it: costs are its rewards."""
     return batch.select([*_SEQUENCE, *_OF_COSTS]).rename(_OF_COSTS)
-
-
-def _describe(multiplier: Multiplier, state: dict[str, Any], costs: Sequence[float]) -> dict[str, float]:
-    found = {
-        "cost/unscorable": float(sum(map(math.isnan, costs))),
-        "constraint/lambda": float(state["value"]),
-        "constraint/infeasible": float(multiplier.is_infeasible(state)),
-    }
-    return found if state["cost"] is None else found | {"constraint/cost": float(state["cost"])}
 
 
 SAFE_RLHF = Recipe(

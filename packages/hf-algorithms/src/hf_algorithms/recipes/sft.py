@@ -1,4 +1,4 @@
-"""Supervised training of the actor on reference answers: the warm start of a run.
+"""Supervised training of the policy on reference answers: the warm start of a run.
 
 Plain next-token cross-entropy on the answer's tokens, AdamW, constant learning rate.
 """
@@ -34,9 +34,9 @@ def warm_start(
     """Train until an evaluation reaches ``config.stop_at``, or for ``config.max_steps`` steps.
 
     Args:
-        roles: the actor is trained.
+        roles: the one that generates is trained.
         batches: supervised rows, one batch a step.
-        evaluate: scores the actor as it is.
+        evaluate: scores the policy as it is.
         config: when to evaluate and when to stop.
         metric: name of what ``evaluate`` measures, for notes.
         note: takes one line for each evaluation.
@@ -49,8 +49,9 @@ def warm_start(
     """
     from hf_algorithms.losses import SupervisedLoss
 
+    policy = roles.having("generate_sequences")
     for step in range(1, config.max_steps + 1):
-        metrics = roles.actor.update_actor(next(batches), SupervisedLoss())
+        metrics = policy.update_actor(next(batches), SupervisedLoss())
         if step % config.eval_every and step < config.max_steps:
             continue
         score = evaluate()

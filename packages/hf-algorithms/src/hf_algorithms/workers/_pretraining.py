@@ -32,13 +32,19 @@ class _JoinedLoss:
     def __call__(
         self, outputs: Mapping[str, torch.Tensor], micro_batch: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
-        columns = {str(name): micro_batch[name] for name in micro_batch.keys()}  # noqa: SIM118 - a TensorDict
-        learned = columns.pop(_IS_PRETRAINING)[:, None]
-        mask = columns["response_mask"].bool()
-        loss, metrics = self.loss(outputs, columns | {"response_mask": mask & ~learned})
-        supervised, _ = SupervisedLoss()(outputs, {"response_mask": mask & learned})
-        tokens = float((mask & learned).sum())
-        return loss + self.weight * supervised, metrics | {"actor/ptx_loss": (float(supervised.detach()), tokens)}
+        is_learned = micro_batch[_IS_PRETRAINING]
+        given, computed = (
+            {str(name): each[name] for name in each.keys() if name != _IS_PRETRAINING}  # noqa: SIM118 - a TensorDict
+            for each in (micro_batch, outputs)
+        )
+        loss, metrics = self.loss(_rows(computed, ~is_learned), _rows(given, ~is_learned))
+        supervised, _ = SupervisedLoss()(_rows(computed, is_learned), _rows(given, is_learned))
+        tokens = float(given["response_mask"][is_learned].sum())
+        return loss + self.weight * supervised, metrics | {"ptx_loss": (float(supervised.detach()), tokens)}
+
+
+def _rows(columns: Mapping[str, torch.Tensor], chosen: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: column[chosen] for name, column in columns.items()}
 
 
 def join_pretraining(

@@ -149,9 +149,9 @@ class ActorWorker(ModelWorker):
         Rows of `hold_pretraining` are learned in the same step: `pretrain_weight` times the mean of -log-prob over all
         their trained tokens is added to the loss (Ouyang et al. 2022, eq. 2), with logits divided by `temperature` too.
 
-        There is no step, and `actor/skipped_steps` is reported, where no rank has a trained token.
+        There is no step, and `ROLE/skipped_steps` is reported, where no rank has a trained token.
 
-        The first step after a generation reports ``actor/weights_unchanged``: on how many ranks the weights were those
+        The first step after a generation reports `ROLE/weights_unchanged`: on how many ranks the weights were those
         of the generation before, although a step with a gradient and a learning rate above zero lay in between.
         """
         metrics = self._update(batch, loss, temperature=temperature, pretrain_weight=pretrain_weight)
@@ -160,7 +160,7 @@ class ActorWorker(ModelWorker):
         )
         self._has_stepped |= norm > 0 and rate > 0
         if self._num_unchanged is not None:
-            metrics["actor/weights_unchanged"] = (self._engine.sum_over_ranks(self._num_unchanged), 1.0)
+            metrics[f"{self.context.role}/weights_unchanged"] = (self._engine.sum_over_ranks(self._num_unchanged), 1.0)
             self._num_unchanged = None
         return metrics
 
