@@ -75,6 +75,7 @@ def build_demands(
                 f"{role}: prompt_tokens + response_tokens = {workload.sequence_tokens} exceeds the "
                 f"{model.max_positions} positions of {model.name}: shorten one or choose another model"
             )
+    dataflow = dataflow.with_models(models)
     return {role: _build_demand(role, models[role], dataflow, workload) for role in dataflow.roles if role in models}
 
 

@@ -160,6 +160,7 @@ def simulate_placement(
             layout that the model cannot have.
         ConfigError: as ``map_dataflow``.
     """
+    dataflow = dataflow.with_models(models)
     demands = build_demands(dataflow, models, workload)
     _check_roles(demands, pools)
     requests = [_build_request(cluster, pool) for pool in pools]
