@@ -6,7 +6,6 @@ docstring. The equations are in algorithm_equations.md next to this script.
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from itertools import groupby
@@ -56,28 +55,9 @@ the token rewards. Corrections of the sampler (`correction`) multiply the policy
 
 An algorithm of this repository is its recipe, its lines in `recipes/__init__.py`, a test, and a class where it needs an
 estimator, a loss or a worker that is not there yet. An algorithm of your own is one file in your folder:
-[Write an algorithm](../how-to/write-an-algorithm.md).
-
-| algorithm | recipe | lines in `recipes/__init__.py` | classes that nothing else uses | sum |
-|---|--:|--:|--:|--:|
+[Write an algorithm](../how-to/write-an-algorithm.md). [Lines of an algorithm](../reference/line-counts.md) counts
+GRPO and Safe-RLHF, here and in public trainers.
 """
-AFTER_COUNT = """
-Counted are non-blank lines, comments and docstrings included, tests left out. GRPO shares its estimator and its loss
-with other algorithms. Safe-RLHF alone uses its estimator, the multiplier, the worker and the section of costs, and
-the loss on pretraining rows. Other trainers are not in this table: a count needs a file and a commit that anybody can
-look up.
-"""
-OWN_CLASSES = {
-    "grpo": {},
-    "safe_rlhf": {
-        "advantages/_gae.py": ("LagrangianAdvantage",),
-        "advantages/multiplier.py": None,
-        "workers/reward.py": ("CostWorker",),
-        "workers/_pretraining.py": None,
-        "config/_sections.py": ("CostConfig",),
-    },
-}
-"""Classes that serve one algorithm alone, by file; None: the whole file."""
 
 
 def write_pages() -> dict[str, str]:
@@ -96,16 +76,11 @@ def read_equations() -> dict[str, str]:
 
 
 def write_index() -> str:
-    """The table of the family, the symbols, and the count of lines."""
+    """The table of the family, and the symbols."""
     lines = ["| name | what it is | lines |\n|---|---|--:|\n"]
     for name, recipe in RECIPES.items():
         lines.append(f"| [`{name}`]({name}.md) | {recipe.summary} | {count_lines(find_module(recipe))} |\n")
-    counts = []
-    for name, classes in OWN_CLASSES.items():
-        recipe = count_lines(find_module(RECIPES[name]))
-        own = sum(count_classes(file, names) for file, names in classes.items())
-        counts.append(f"| [`{name}`]({name}.md) | {recipe} | 2 | {own} | {recipe + 2 + own} |\n")
-    return NOTE + INDEX + "".join(lines) + SYMBOLS + "".join(counts) + AFTER_COUNT
+    return NOTE + INDEX + "".join(lines) + SYMBOLS
 
 
 def write_page(recipe: Recipe, equations: str) -> str:
@@ -202,24 +177,6 @@ def find_module(recipe: Recipe) -> Path:
 def count_lines(path: Path) -> int:
     """Its non-blank lines."""
     return sum(bool(line.strip()) for line in path.read_text().splitlines())
-
-
-def count_classes(file: str, names: tuple[str, ...] | None) -> int:
-    """The non-blank lines of classes in a file of hf_algorithms; of the whole file for None."""
-    path = ROOT / "packages" / "hf-algorithms" / "src" / "hf_algorithms" / file
-    if names is None:
-        return count_lines(path)
-    text = path.read_text()
-    found = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name in names]
-    if len(found) != len(names):
-        raise SystemExit(f"{file} has not all of {', '.join(names)}")
-    first = [min(each.lineno for each in (node, *node.decorator_list)) for node in found]
-    lines = text.splitlines()
-    return sum(
-        bool(line.strip())
-        for start, node in zip(first, found, strict=True)
-        for line in lines[start - 1 : node.end_lineno]
-    )
 
 
 def main() -> None:

@@ -59,11 +59,3 @@ def _read_menu() -> list[Any]:
 def test_a_docstring_is_split(script: dict[str, Any], text: str, expected: tuple[str, str]) -> None:
     split: Callable[[str], tuple[str, str]] = script["split_docstring"]
     assert split(text) == expected
-
-
-def test_lines_of_classes_are_counted(script: dict[str, Any]) -> None:
-    """By hand: the decorator, the class, its docstring and the keys."""
-    source = ROOT / "packages" / "hf-algorithms" / "src" / "hf_algorithms" / "config" / "_sections.py"
-    body = source.read_text().partition("class CostConfig(_Section):\n")[2].partition("\n\n\n")[0]
-    counted = script["count_classes"]("config/_sections.py", ("CostConfig",))
-    assert counted == 1 + sum(bool(line.strip()) for line in body.splitlines())
