@@ -1,15 +1,18 @@
 """Write docs/algorithms from the recipes: a page for each, and the index; --check compares and exits with 1.
 
 The dataflow is derived from the recipe, the keys are those of its configuration, the deviations are in its module's
-docstring. The equations are in algorithm_equations.md next to this script.
+docstring. The equations are in algorithm_equations.md next to this script, the paths to fixed points in
+fixed_points.json, which fixed_points.py writes.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from hf_algorithms import derive_dataflow
 from hf_algorithms.config import describe_keys
@@ -21,6 +24,7 @@ from hf_protocols.toml import format_toml_value
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "algorithms"
 EQUATIONS = ROOT / "scripts" / "algorithm_equations.md"
+PATHS = ROOT / "scripts" / "fixed_points.json"
 NOTE = "<!-- Written by scripts/algorithm_pages.py; edit the recipe, or scripts/algorithm_equations.md. -->\n\n"
 PASSED_ON = {"response_mask", "weight_version", "finish_reason", "sample_id"}
 """Columns that go with responses; the picture leaves them out."""
@@ -104,6 +108,7 @@ def write_page(recipe: Recipe, equations: str) -> str:
             "## Equations\n",
             f"{equations}\n",
             "[Symbols](index.md#symbols)\n",
+            *describe_path(recipe.name, json.loads(PATHS.read_text())[recipe.name]),
             "## Keys of `[algorithm]`\n",
             "| key | default | meaning |\n|---|---|---|",
             *write_keys(recipe),
@@ -157,6 +162,31 @@ def describe_columns(call: ModelCall, writer: dict[str, ModelCall]) -> str:
     reads = ["prompts"] if call.kind == "generation" else [name for name in names if name in writer]
     writes = [name for name in call.writes if not PASSED_ON & {name, name.rpartition("_")[0]}]
     return f"{', '.join(name for name in reads if name not in PASSED_ON)} -> {', '.join(writes) or 'new weights'}"
+
+
+def describe_path(name: str, found: dict[str, Any]) -> list[str]:
+    """The picture of a training on a bandit, and where it ends."""
+    answers = len(found["reference"])
+    keys = [f"`{key} = {format_toml_value(value)}`" for key, value in found["keys"].items()]
+    rows = {"start": "reference", "closed form": "fixed_point", "trained: mean of the last quarter": "end"}
+    text = [
+        f"The recipe's own step trains a table of probabilities: one prompt, {answers} answers of one token, ",
+        f"{found['responses']} responses an iteration, drawn without chance.\n",
+        f"The rewards are {', '.join(map(str, found['rewards']))}. {found['note']}\n".replace(". \n", ".\n"),
+        f"Keys other than the defaults: {', '.join(keys)}." if keys else "All keys are the defaults.",
+    ]
+    end = f"It ends at {found['formula']} (broken lines)."
+    if "multiplier" in found:
+        end += f"\nLambda ends at {found['multiplier_end']}; the closed form is {found['multiplier']}."
+    return [
+        "## Path to the fixed point\n",
+        f"{''.join(text)}\n",
+        f"![Probabilities by iteration](../assets/fixed-points/{name}.svg)\n",
+        f"{end}\n",
+        f"| | {' | '.join(f'answer {number + 1}' for number in range(answers))} |\n|---|{'--:|' * answers}",
+        *(f"| {title} | {' | '.join(f'{value:.4f}' for value in found[key])} |" for title, key in rows.items()),
+        "",
+    ]
 
 
 def write_keys(recipe: Recipe) -> list[str]:
