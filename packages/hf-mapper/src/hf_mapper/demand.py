@@ -69,13 +69,13 @@ def build_demands(
             )
     if not models:
         raise PlanError(f"dataflow {show(dataflow.name)}: no role has a ModelShape, so there is nothing to place")
+    dataflow = dataflow.with_models(models)
     for role, model in models.items():
         if workload.sequence_tokens > model.max_positions:
             raise ConfigError(
                 f"{role}: prompt_tokens + response_tokens = {workload.sequence_tokens} exceeds the "
                 f"{model.max_positions} positions of {model.name}: shorten one or choose another model"
             )
-    dataflow = dataflow.with_models(models)
     return {role: _build_demand(role, models[role], dataflow, workload) for role in dataflow.roles if role in models}
 
 

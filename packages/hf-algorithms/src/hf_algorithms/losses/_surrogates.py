@@ -242,7 +242,7 @@ class GMPO(_Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class DPPOTV:
-    """-A sg(min(r, ratio_cap)) lp where the token's probability stays close to the sampler's, else 0 (DPPO, eq. 12).
+    """-A sg(min(r, ratio_cap)) lp where the token's probability stays close to the sampler's, else 0 (DPPO, 2026).
 
     With p = exp(lp) and q the anchor's: a token counts if A > 0 and p - q <= threshold, or A <= 0 and p - q >=
     -threshold. |p - q| is the total variation of the token against all others.

@@ -1,6 +1,6 @@
 """DPPO-TV: a token trains while its probability stays within a distance of the sampler's.
 
-The distance is the total variation of the token against all others, |p - q| (DPPO, arXiv 2602.04879, eq. 12 and 13).
+The distance is the total variation of the token against all others, |p - q|.
 
 Deviation from the paper: the ratio that weighs a token is taken to the old log-probs; `old_logprobs = "sampled"` takes
 it to the sampler's.
