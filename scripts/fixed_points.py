@@ -112,7 +112,7 @@ class Case:
 
 TILTED = "ref exp(r / beta), up to a constant"
 SCALED = "ref exp(r / (s beta)), up to a constant, where s is the policy's own standard deviation of the reward"
-CRITIC = {"critic": (TableCritic, {})}
+CRITIC: dict[str, Any] = {"critic": (TableCritic, {})}
 
 
 def build_cases() -> dict[str, Case]:

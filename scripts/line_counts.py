@@ -131,6 +131,12 @@ PEERS = (
             "models/utils.py:compute_approx_kl",
         ),
     },
+    {
+        "trainer": "tinker-cookbook 0.6.1",
+        "folder": "tinker_cookbook",
+        "alone": ("recipes/rl_loop.py",),
+        "iteration": ("recipes/rl_loop.py:main",),
+    },
 )  # fmt: skip
 """Trainers on PyPI. `alone` is empty where GRPO is a branch inside functions that serve other algorithms."""
 
@@ -188,6 +194,7 @@ the authors' base class has for all algorithms. Theirs has the loading of models
 ## Caveats
 
 - A count says nothing of quality. TRL's file has tools, vision, vLLM and logging; other trainers have them elsewhere.
+- The loss of tinker-cookbook is computed by a service, and `main` of its loop sets the run up as well.
 - Which functions make an iteration is a choice; the lists above say what was taken.
 - Files from GitHub were read in stored copies, and counted by hand. The authors' Safe-RLHF was read in a copy:
   tcexeexe/SHTEC_RM_model, commit `5bb76e4`, `safe_rlhf/algorithms/ppo_lag/trainer.py`. Its arguments, in `main.py`,

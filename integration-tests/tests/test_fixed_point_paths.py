@@ -16,6 +16,8 @@ from hf_algorithms.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT: dict[str, dict[str, Any]] = json.loads((ROOT / "scripts" / "fixed_points.json").read_text())
+AS_GRPO = ("gspo", "cispo", "sapo", "gmpo", "dppo_tv")
+"""Take GRPO's path, for every ratio is 1."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,7 +33,9 @@ def script() -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "scripts" / "fixed_points.py"))
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in AS_GRPO else []) for name in RECIPES]
+)
 def test_a_recipe_takes_the_path_that_its_page_shows(name: str, script: dict[str, Any]) -> None:
     case = script["build_cases"]()[name]
     found = script["describe"](name, case, case.train(name))  # refuses an end elsewhere
@@ -42,6 +46,10 @@ def test_a_recipe_takes_the_path_that_its_page_shows(name: str, script: dict[str
     np.testing.assert_allclose(found["fixed_point"], kept["fixed_point"], atol=1e-4)
     np.testing.assert_allclose(found["end"], kept["end"], atol=1e-3)
     np.testing.assert_allclose(found["path"], kept["path"], atol=1e-2)
+
+
+def test_losses_of_a_ratio_take_one_path() -> None:
+    assert {name: KEPT[name]["path"] for name in AS_GRPO} == dict.fromkeys(AS_GRPO, KEPT["grpo"]["path"])
 
 
 def test_safe_rlhf_ends_at_its_multiplier() -> None:
