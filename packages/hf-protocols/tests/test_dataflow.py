@@ -88,6 +88,8 @@ def test_a_role_with_a_model_infers_where_it_was_a_function() -> None:
     ]
     assert held.with_models(["reward"]) == held
     assert flow.with_models(()) == flow
+    with pytest.raises(ConfigError, match=r"^with_models: roles='reward' is one text\. Give a list of roles$"):
+        flow.with_models("reward")
 
 
 def call(role: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> ModelCall:

@@ -99,8 +99,13 @@ class Dataflow:
     def with_models(self, roles: Iterable[str]) -> Dataflow:
         """Returns the dataflow in which `roles` compute with a model: their function calls are inferences.
 
-        Roles without a function call stay as they are, and so do names that are not roles.
+        Roles without a function call stay as they are, and names that are not roles are passed over.
+
+        Raises:
+            ConfigError: for a text in place of several.
         """
+        if isinstance(roles, str):
+            raise ConfigError(f"with_models: roles={show(roles)} is one text. Give a list of roles")
         held = set(roles)
         calls = (
             replace(call, kind="inference") if call.kind == "function" and call.role in held else call
@@ -127,8 +132,8 @@ class Dataflow:
     def stages(self) -> tuple[tuple[ModelCall, ...], ...]:
         """Calls by dependency level: a call stands one level after the last writer of what it reads.
 
-        For PPO: generation; the four inferences; advantages; the two updates (the paper's stages 1, 2 and 3, with
-        the advantages, which it computes on the controller, as a level of their own).
+        For PPO: generation; the three inferences and the reward; advantages; the two updates (the paper's stages 1, 2
+        and 3, with the advantages, which it computes on the controller, as a level of their own).
         """
         return self._stages
 
