@@ -18,7 +18,7 @@ from measurement import record
 SIZES = {
     "ppo_128_gpus": ("ppo", {"a100-80": 128}, 2.0),
     "ppo_1024_gpus": ("ppo", {"a100-80": 1024}, 20.0),
-    "safe_rlhf_1024_gpus": ("safe_rlhf", {"a100-80": 1024}, 10.0),
+    "safe_rlhf_1024_gpus": ("safe_rlhf_one_critic", {"a100-80": 1024}, 10.0),
     "ppo_two_kinds_of_64_gpus": ("ppo", {"a100-80": 64, "h100": 64}, 20.0),
 }
 DIFFERENT = ("llama-2-7b", "llama-2-13b", "codellama-34b", "llama-3-8b", "qwen2.5-7b")

@@ -1,16 +1,18 @@
 """Write docs/algorithms from the recipes: a page for each, and the index; --check compares and exits with 1.
 
 The dataflow is derived from the recipe, the keys are those of its configuration, the deviations are in its module's
-docstring. The equations are in algorithm_equations.md next to this script.
+docstring. The equations are in algorithm_equations.md next to this script, the paths to fixed points in
+fixed_points.json, which fixed_points.py writes.
 """
 
 from __future__ import annotations
 
-import ast
+import json
 import re
 import sys
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from hf_algorithms import derive_dataflow
 from hf_algorithms.config import describe_keys
@@ -22,6 +24,7 @@ from hf_protocols.toml import format_toml_value
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "algorithms"
 EQUATIONS = ROOT / "scripts" / "algorithm_equations.md"
+PATHS = ROOT / "scripts" / "fixed_points.json"
 NOTE = "<!-- Written by scripts/algorithm_pages.py; edit the recipe, or scripts/algorithm_equations.md. -->\n\n"
 PASSED_ON = {"response_mask", "weight_version", "finish_reason", "sample_id"}
 """Columns that go with responses; the picture leaves them out."""
@@ -58,28 +61,9 @@ metric `actor/entropy` is its mean over trained tokens, in nats; it costs below 
 
 An algorithm of this repository is its recipe, its lines in `recipes/__init__.py`, a test, and a class where it needs an
 estimator, a loss or a worker that is not there yet. An algorithm of your own is one file in your folder:
-[Write an algorithm](../how-to/write-an-algorithm.md).
-
-| algorithm | recipe | lines in `recipes/__init__.py` | classes that nothing else uses | sum |
-|---|--:|--:|--:|--:|
+[Write an algorithm](../how-to/write-an-algorithm.md). [Lines of an algorithm](../reference/line-counts.md) counts
+GRPO and Safe-RLHF, here and in public trainers.
 """
-AFTER_COUNT = """
-Counted are non-blank lines, comments and docstrings included, tests left out. GRPO shares its estimator and its loss
-with other algorithms. Safe-RLHF alone uses its estimator, the multiplier, the worker and the section of costs, and
-the loss on pretraining rows. Other trainers are not in this table: a count needs a file and a commit that anybody can
-look up.
-"""
-OWN_CLASSES = {
-    "grpo": {},
-    "safe_rlhf": {
-        "advantages/_gae.py": ("LagrangianAdvantage",),
-        "advantages/multiplier.py": None,
-        "workers/reward.py": ("CostWorker",),
-        "workers/_pretraining.py": None,
-        "config/_sections.py": ("CostConfig",),
-    },
-}
-"""Classes that serve one algorithm alone, by file; None: the whole file."""
 
 
 def write_pages() -> dict[str, str]:
@@ -98,16 +82,11 @@ def read_equations() -> dict[str, str]:
 
 
 def write_index() -> str:
-    """The table of the family, the symbols, and the count of lines."""
+    """The table of the family, and the symbols."""
     lines = ["| name | what it is | lines |\n|---|---|--:|\n"]
     for name, recipe in RECIPES.items():
         lines.append(f"| [`{name}`]({name}.md) | {recipe.summary} | {count_lines(find_module(recipe))} |\n")
-    counts = []
-    for name, classes in OWN_CLASSES.items():
-        recipe = count_lines(find_module(RECIPES[name]))
-        own = sum(count_classes(file, names) for file, names in classes.items())
-        counts.append(f"| [`{name}`]({name}.md) | {recipe} | 2 | {own} | {recipe + 2 + own} |\n")
-    return NOTE + INDEX + "".join(lines) + SYMBOLS + "".join(counts) + AFTER_COUNT
+    return NOTE + INDEX + "".join(lines) + SYMBOLS
 
 
 def write_page(recipe: Recipe, equations: str) -> str:
@@ -131,6 +110,7 @@ def write_page(recipe: Recipe, equations: str) -> str:
             "## Equations\n",
             f"{equations}\n",
             "[Symbols](index.md#symbols)\n",
+            *describe_path(recipe.name, json.loads(PATHS.read_text())[recipe.name]),
             "## Keys of `[algorithm]`\n",
             "| key | default | meaning |\n|---|---|---|",
             *write_keys(recipe),
@@ -186,6 +166,31 @@ def describe_columns(call: ModelCall, writer: dict[str, ModelCall]) -> str:
     return f"{', '.join(name for name in reads if name not in PASSED_ON)} -> {', '.join(writes) or 'new weights'}"
 
 
+def describe_path(name: str, found: dict[str, Any]) -> list[str]:
+    """The picture of a training on a bandit, and where it ends."""
+    answers = len(found["reference"])
+    keys = [f"`{key} = {format_toml_value(value)}`" for key, value in found["keys"].items()]
+    rows = {"start": "reference", "closed form": "fixed_point", "trained: mean of the last quarter": "end"}
+    text = [
+        f"The recipe's own step trains a table of probabilities: one prompt, {answers} answers of one token, ",
+        f"{found['responses']} responses an iteration, drawn without chance.\n",
+        f"The rewards are {', '.join(map(str, found['rewards']))}. {found['note']}\n".replace(". \n", ".\n"),
+        f"Keys other than the defaults: {', '.join(keys)}." if keys else "All keys are the defaults.",
+    ]
+    end = f"It ends at {found['formula']} (broken lines)."
+    if "multiplier" in found:
+        end += f"\nLambda ends at {found['multiplier_end']}; the closed form is {found['multiplier']}."
+    return [
+        "## Path to the fixed point\n",
+        f"{''.join(text)}\n",
+        f"![Probabilities by iteration](../assets/fixed-points/{name}.svg)\n",
+        f"{end}\n",
+        f"| | {' | '.join(f'answer {number + 1}' for number in range(answers))} |\n|---|{'--:|' * answers}",
+        *(f"| {title} | {' | '.join(f'{value:.4f}' for value in found[key])} |" for title, key in rows.items()),
+        "",
+    ]
+
+
 def write_keys(recipe: Recipe) -> list[str]:
     """A row of the table for each key."""
     rows = []
@@ -204,24 +209,6 @@ def find_module(recipe: Recipe) -> Path:
 def count_lines(path: Path) -> int:
     """Its non-blank lines."""
     return sum(bool(line.strip()) for line in path.read_text().splitlines())
-
-
-def count_classes(file: str, names: tuple[str, ...] | None) -> int:
-    """The non-blank lines of classes in a file of hf_algorithms; of the whole file for None."""
-    path = ROOT / "packages" / "hf-algorithms" / "src" / "hf_algorithms" / file
-    if names is None:
-        return count_lines(path)
-    text = path.read_text()
-    found = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef) and node.name in names]
-    if len(found) != len(names):
-        raise SystemExit(f"{file} has not all of {', '.join(names)}")
-    first = [min(each.lineno for each in (node, *node.decorator_list)) for node in found]
-    lines = text.splitlines()
-    return sum(
-        bool(line.strip())
-        for start, node in zip(first, found, strict=True)
-        for line in lines[start - 1 : node.end_lineno]
-    )
 
 
 def main() -> None:

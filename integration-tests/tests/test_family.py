@@ -13,6 +13,7 @@ from algorithm_agreement import Sampled, build_body, compare, make_teacher, run_
 
 from hf_algorithms.config import format_toml, parse_config
 from hf_algorithms.recipes import RECIPES
+from hf_protocols import Dataflow
 from small_runs import Outcome
 
 ON_RAY = ("ppo", "grpo", "dapo", "safe_rlhf")
@@ -114,6 +115,7 @@ def test_the_mapper_places_an_algorithm(
     slots = sum(machine["slots"] for pool in plan["pools"] for machine in pool["machines"] if _holds_model(plan, pool))
     assert 1 <= slots <= 2
     assert set(plan["models"]) <= {role.name for role in RECIPES[name].roles}
+    assert set(plan["models"]) >= set(Dataflow.preset(name).roles)
 
 
 def _holds_model(plan: dict[str, dict[str, dict[str, object]]], pool: dict[str, str]) -> bool:

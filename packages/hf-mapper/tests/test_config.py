@@ -47,6 +47,14 @@ def test_a_valid_file_is_the_problem_it_says(tmp_path: Path) -> None:
     assert config.backends is None
 
 
+@pytest.mark.parametrize("name", ["dapo", "online_dpo", "safe_rlhf", "safe_rlhf_one_critic"])
+def test_a_dataflow_is_named_as_its_algorithm(tmp_path: Path, name: str) -> None:
+    config = read_config(write(tmp_path, VALID.replace('"ppo"', f'"{name}"') + "[models.reward]\nparams_b = 7\n"))
+    assert config.dataflow == Dataflow.preset(name).with_models(["reward"])
+    (call,) = (call for call in config.dataflow.calls if call.role == "reward")
+    assert call.kind == "inference"
+
+
 def test_models_come_from_paths_and_sizes_as_well(tmp_path: Path, tiny: ModelShape) -> None:
     sizes = {
         "model_type": "llama",

@@ -27,7 +27,7 @@ def test_ppo_asks_each_model_for_its_calls(tiny: ModelShape) -> None:
 def test_equal_demands_are_one(tiny: ModelShape) -> None:
     """A reward and a cost read and write alike; a reference, whose log-probs are longer than a score, does not."""
     models = dict.fromkeys(("actor", "critic", "reference", "reward", "cost"), tiny)
-    demands = build_demands(Dataflow.preset("safe_rlhf"), models, WORKLOAD)
+    demands = build_demands(Dataflow.preset("safe_rlhf_one_critic"), models, WORKLOAD)
     assert demands["reward"] == demands["cost"]
     numbered = number_demands(demands.values())
     assert numbered == [demands["reference"], demands["reward"], demands["critic"], demands["actor"]]

@@ -114,7 +114,7 @@ def test_classes_with_more_pools_than_devices() -> None:
 
 
 def test_prices_without_scales_are_the_searchs_own(build: Callable[..., MapperConfig]) -> None:
-    for algorithm in ("ppo", "remax", "safe_rlhf", "grpo"):
+    for algorithm in ("ppo", "remax", "safe_rlhf_one_critic", "grpo"):
         problem = build(algorithm, "llama-2-7b", 32)
         _, pools = find_pools(problem)
         demands = build_demands(problem.dataflow, problem.models, problem.workload)
@@ -182,7 +182,7 @@ def test_text_and_json_hold_the_same_reasons(build: Callable[..., MapperConfig])
 
 def test_it_fits_a_terminal_of_80(build: Callable[..., MapperConfig]) -> None:
     console = Console(width=80, record=True, file=io.StringIO())
-    render_explanation(explain_plan(build("safe_rlhf", "llama-2-7b", 16), robustness=False), console)
+    render_explanation(explain_plan(build("safe_rlhf_one_critic", "llama-2-7b", 16), robustness=False), console)
     assert max(map(len, console.export_text().splitlines())) <= 80
 
 

@@ -21,7 +21,7 @@ MODELS = ("llama-2-7b", "llama-2-13b", "codellama-34b", "llama-2-70b")
 FIRST_POINTS = {
     "ppo": (8, 16, 32, 64),
     "remax": (8, 8, 16, 32),
-    "safe_rlhf": (8, 16, 32, 64),
+    "safe_rlhf_one_critic": (8, 16, 32, 64),
 }
 """The smallest GPU counts in the paper's Figures 9 to 11, for each of the models."""
 

@@ -130,7 +130,7 @@ def test_the_reasons_are_on_the_page(problem: MapperConfig) -> None:
 @pytest.mark.parametrize("width", [320, 390, 1280])
 def test_nothing_scrolls_sideways(paper_problem: Callable[..., Any], width: int, tmp_path: Path) -> None:
     """In a frame of that width in headless Chromium; a page that is too wide is measured as such."""
-    found = explain_plan(MapperConfig(**paper_problem("safe_rlhf", "llama-2-7b", 16)._asdict()))
+    found = explain_plan(MapperConfig(**paper_problem("safe_rlhf_one_critic", "llama-2-7b", 16)._asdict()))
     assert _measure(build_page(found.plan, found), width, tmp_path) <= width
     assert _measure("<!doctype html><div style='width:2000px'>wide</div>", width, tmp_path) > width
 

@@ -75,7 +75,7 @@ def test_plans_are_the_golden_ones(quickstart: MappingPlan, paper_problem: Calla
 
 
 def test_equal_inputs_give_equal_plans(paper_problem: Callable[..., Any]) -> None:
-    problem = paper_problem("safe_rlhf", "llama-2-7b", 64)
+    problem = paper_problem("safe_rlhf_one_critic", "llama-2-7b", 64)
     assert map_dataflow(*problem).to_json() == map_dataflow(*problem).to_json()
 
 
@@ -117,7 +117,7 @@ def test_the_faster_kind_takes_the_longer_work(tiny: ModelShape) -> None:
 
 
 def test_a_stop_sign_returns_the_best_so_far(paper_problem: Callable[..., Any]) -> None:
-    problem = paper_problem("safe_rlhf", "llama-2-7b", 128)
+    problem = paper_problem("safe_rlhf_one_critic", "llama-2-7b", 128)
     asked = 0
 
     def stop() -> bool:

@@ -114,6 +114,7 @@ def draw_problem(seed: int) -> Problem:
     cluster = ClusterSpec(machines=tuple(machines), inter_bandwidth_bytes_per_s=chance.choice([1e8, 1e10]))
     backends = chance.choice([("fsdp",), ("megatron",), ("fsdp", "megatron"), ("fsdp", "megatron")])
     link, part = chance.choice([1e7, 1e9, 1e11]), chance.choice([0, 0, 0, 0.5, 1, 2, 4])
+    dataflow = dataflow.with_models(models)
     machines = [
         dataclasses.replace(
             machine,
@@ -222,8 +223,8 @@ def every_way(problem: Problem, role: str, kind: int, n: int) -> list[Way]:
 
 
 COLUMNS = {
-    **dict.fromkeys(("row_id", "answer", "finish_reason", "weight_version", "scores", "costs"), ("row", 8)),
-    "sample_id": ("row", 0),  # names samples; the mapper counts no names
+    **dict.fromkeys(("row_id", "answer", "finish_reason", "weight_version", "scores", "baseline_scores"), ("row", 8)),
+    **dict.fromkeys(("sample_id", "prompt_id", "group_id"), ("row", 0)),  # the mapper counts no names
     "prompt_ids": ("prompt", 8),
     "response_ids": ("response", 8),
     "response_mask": ("response", 1),
@@ -252,7 +253,7 @@ def fetch_s(
     workload, n = problem.workload, spec.world_size
     lengths = {"row": 1, "prompt": workload.prompt_tokens, "response": workload.response_tokens}
     row_in, row_out = (
-        sum(lengths[per] * size for per, size in (COLUMNS[name.removeprefix("greedy_")] for name in names))
+        sum(lengths[per] * size for per, size in (COLUMNS[name.removesuffix("_2")] for name in names))
         for names in (call.reads, call.writes)
     )
     rows_in = {"generation": workload.global_batch, "training": workload.num_sequences * workload.epochs}

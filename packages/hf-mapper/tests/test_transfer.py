@@ -39,7 +39,8 @@ def cluster(*, num_machines: int = 2, network: float | None = NETWORK, host_memo
 
 
 def test_columns_have_their_sizes() -> None:
-    calls = {call.method: call for call in Dataflow.preset("ppo").calls}
+    flow = Dataflow.preset("ppo").with_models(["reward"])
+    calls = {call.method: call for call in flow.calls}
     rows = {method: count_call_rows(call, WORKLOAD) for method, call in calls.items()}
     sequence = 8 * 10 + (8 + 1) * 100
     # row number and prompt in, for each prompt once; ids, mask, log-probs, reason and version out, for each sample
@@ -47,7 +48,7 @@ def test_columns_have_their_sizes() -> None:
         read_bytes=24 * (8 + 80), written_bytes=48 * ((8 + 1 + 4) * 100 + 8 + 8)
     )
     assert rows["compute_values"] == CallRows(read_bytes=48 * sequence, written_bytes=48 * 400)
-    assert rows["compute_reward"] == CallRows(read_bytes=48 * (sequence + 8), written_bytes=48 * 8)
+    assert rows["compute_reward"] == CallRows(read_bytes=48 * (sequence - 100 + 8), written_bytes=48 * 8)  # no mask
     assert rows["compute_advantages"] == CallRows()
     assert rows["update_critic"] == CallRows(read_bytes=3 * 48 * (sequence + 800))
 
@@ -56,6 +57,11 @@ def test_columns_that_may_lack_count_as_if_they_were_there() -> None:
     (call,) = (call for call in Dataflow.preset("ppo").calls if call.method == "compute_values")
     marked = dataclasses.replace(call, reads=tuple(f"{name}?" for name in call.reads))
     assert count_call_rows(marked, WORKLOAD) == count_call_rows(call, WORKLOAD)
+
+
+def test_columns_of_a_second_generation_have_the_same_sizes() -> None:
+    first, second = (call for call in Dataflow.preset("remax").calls if call.kind == "generation")
+    assert count_call_rows(second, WORKLOAD) == count_call_rows(first, WORKLOAD)
 
 
 def test_lengths_that_vary_count_as_their_mean() -> None:

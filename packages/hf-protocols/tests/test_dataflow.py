@@ -31,10 +31,10 @@ def test_remax_generates_and_scores_twice_and_has_no_critic() -> None:
     assert stages("remax") == [
         ["actor.generate_sequences", "actor.generate_sequences"],
         [
+            "reward.compute_reward",
+            "reward.compute_reward",
             "actor.compute_logprobs",
             "reference.compute_ref_logprobs",
-            "reward.compute_reward",
-            "reward.compute_reward",
         ],
         ["advantage.compute_advantages"],
         ["actor.update_actor"],
@@ -42,33 +42,54 @@ def test_remax_generates_and_scores_twice_and_has_no_critic() -> None:
     assert "critic" not in Dataflow.preset("remax").roles
 
 
-def test_safe_rlhf_adds_a_cost_model_to_ppo() -> None:
-    ppo, safe = Dataflow.preset("ppo"), Dataflow.preset("safe_rlhf")
-    assert set(safe.roles) - set(ppo.roles) == {"cost"}
-    assert len(safe.calls) == len(ppo.calls) + 1
-    assert "cost.compute_cost" in stages("safe_rlhf")[1]
+def test_safe_rlhf_adds_costs_and_their_critic_to_ppo() -> None:
+    ppo, safe, paper = map(Dataflow.preset, ("ppo", "safe_rlhf", "safe_rlhf_one_critic"))
+    assert set(safe.roles) - set(ppo.roles) == {"cost", "cost_critic"}
+    assert set(paper.roles) - set(ppo.roles) == {"cost"}
+    assert len(paper.calls) == len(ppo.calls) + 1
+    assert len(safe.calls) == len(paper.calls) + 2
+    assert {"cost.compute_cost", "cost_critic.compute_values"} <= set(stages("safe_rlhf")[1])
 
 
 def test_grpo_has_no_critic_and_groups_by_prompt() -> None:
     grpo = Dataflow.preset("grpo")
-    assert grpo.roles == ("actor", "reference", "reward", "advantage")
+    assert grpo.roles == ("actor", "reward", "reference", "advantage")
     (advantages,) = (call for call in grpo.calls if call.role == "advantage")
-    assert "row_id" in advantages.reads
+    assert "group_id" in advantages.reads
     assert len(grpo.stages()) == 4
 
 
-@pytest.mark.parametrize("name", ["ppo", "remax", "safe_rlhf", "grpo"])
+PRESETS = {
+    "ppo", "remax", "safe_rlhf", "safe_rlhf_one_critic", "grpo", "dr_grpo", "rloo", "reinforce_pp",
+    "reinforce_pp_baseline", "dapo", "gspo", "cispo", "sapo", "gmpo", "maxrl", "opo", "dppo_tv", "distillation",
+    "online_dpo",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
 def test_presets_read_only_what_the_data_or_an_earlier_call_gives(name: str) -> None:
     flow = Dataflow.preset(name)
-    known = {"row_id", "prompt_ids", "answer"}
+    assert flow.name == name
+    known = {"row_id", "prompt_ids", "prompt_id", "group_id", "answer"}
     for call in flow.calls:
         assert set(call.reads) <= known, call.method
         known |= set(call.writes)
         assert bool(call.writes) == (call.kind != "training")
-    assert [call for stage in flow.stages() for call in stage] == sorted(
-        flow.calls, key=lambda call: next(i for i, stage in enumerate(flow.stages()) if call in stage)
-    )
-    assert {call.kind for call in flow.calls} == {"generation", "inference", "function", "training"}
+    assert flow.stages()[0][0].kind == "generation"
+    assert {call.kind for call in flow.stages()[-1]} == {"training"}
+
+
+def test_a_role_with_a_model_infers_where_it_was_a_function() -> None:
+    flow = Dataflow.preset("safe_rlhf")
+    held = flow.with_models(["reward", "actor", "nobody"])
+    changed = [pair for pair in zip(flow.calls, held.calls, strict=True) if pair[0] != pair[1]]
+    assert [(before.role, before.kind, after.kind) for before, after in changed] == [
+        ("reward", "function", "inference")
+    ]
+    assert held.with_models(["reward"]) == held
+    assert flow.with_models(()) == flow
+    with pytest.raises(ConfigError, match=r"^with_models: roles='reward' is one text\. Give a list of roles$"):
+        flow.with_models("reward")
 
 
 def call(role: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> ModelCall:
@@ -99,11 +120,11 @@ def test_a_column_is_not_read_before_it_is_written() -> None:
 def test_unknown_words_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"dataflow preset 'safe-rlhf' is unknown: give safe_rlhf"):
         Dataflow.preset("safe-rlhf")
-    with pytest.raises(ConfigError, match=r"unknown: give ppo or remax or safe_rlhf or grpo"):
+    with pytest.raises(ConfigError, match=r"unknown: give ppo or remax or safe_rlhf or .* or online_dpo$"):
         Dataflow.preset("xyz")
     with pytest.raises(ConfigError, match=r"dataflow preset 'ppoo' is unknown: give ppo\b"):
         Dataflow.preset("ppoo")
-    with pytest.raises(ConfigError, match=r"^dataflow preset=3: give one of ppo, remax, safe_rlhf, grpo$"):
+    with pytest.raises(ConfigError, match=r"^dataflow preset=3: give one of ppo, remax, .*, online_dpo$"):
         Dataflow.preset(3)
     with pytest.raises(ConfigError, match=r"actor\.run: kind='forward': one of generation, inference"):
         ModelCall(role="actor", method="run", kind="forward", reads=())

@@ -2,7 +2,7 @@
 
 ::
 
-    dataflow = "ppo"                    # ppo, remax, safe_rlhf or grpo
+    dataflow = "ppo"                    # the name of an algorithm, as in hybridflow algorithms
     backends = ["fsdp", "megatron"]     # optional
 
     [models]                            # a preset, a path to a config.json or its directory, or a table of sizes
@@ -66,13 +66,16 @@ _WORDS: dict[Any, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MapperConfig:
-    """The arguments of ``map_dataflow``."""
+    """The arguments of ``map_dataflow``. A role with a model computes with it: see ``Dataflow.with_models``."""
 
     dataflow: Dataflow
     models: Mapping[str, ModelShape]
     cluster: ClusterSpec
     workload: WorkloadSpec
     backends: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dataflow", self.dataflow.with_models(self.models))
 
 
 def read_config(path: Path | str) -> MapperConfig:

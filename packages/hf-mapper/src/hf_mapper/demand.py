@@ -69,6 +69,7 @@ def build_demands(
             )
     if not models:
         raise PlanError(f"dataflow {show(dataflow.name)}: no role has a ModelShape, so there is nothing to place")
+    dataflow = dataflow.with_models(models)
     for role, model in models.items():
         if workload.sequence_tokens > model.max_positions:
             raise ConfigError(

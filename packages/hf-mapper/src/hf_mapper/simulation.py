@@ -180,6 +180,7 @@ def simulate_placement(
         PlacedPool(roles=pool.roles, option=option, slots=places)
         for pool, option, places in zip(pools, chosen, slots, strict=True)
     ]
+    dataflow = dataflow.with_models(models)
     functions = find_function_roles(dataflow, models)
     plan = build_plan(dataflow, cluster, workload, pools=placed, functions=functions, search={"complete": True})
     given = {role: layout.micro_batch_tokens for pool in pools for role, layout in pool.layouts.items()}

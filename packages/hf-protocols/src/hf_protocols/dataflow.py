@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -81,7 +82,10 @@ class Dataflow:
 
     @classmethod
     def preset(cls, name: str) -> Dataflow:
-        """``"ppo"``, ``"remax"``, ``"safe_rlhf"`` or ``"grpo"``.
+        """Returns the dataflow of a shipped algorithm at its default keys, by `algorithm.name`.
+
+        Rewards and costs are functions there; `with_models` makes models of them. `"safe_rlhf_one_critic"` is the
+        Safe-RLHF of the paper (Figure 6): one critic, where the shipped algorithm has a second one for costs.
 
         Raises:
             ConfigError: for another name, with the nearest ones.
@@ -91,6 +95,23 @@ class Dataflow:
             near = find_similar(name, _PRESETS, most=3) or list(_PRESETS)
             raise ConfigError(f"dataflow preset {show(name)} is unknown: give {' or '.join(near)}")
         return cls(name=name, calls=_PRESETS[name])
+
+    def with_models(self, roles: Iterable[str]) -> Dataflow:
+        """Returns the dataflow in which `roles` compute with a model: their function calls are inferences.
+
+        Roles without a function call stay as they are, and names that are not roles are passed over.
+
+        Raises:
+            ConfigError: for a text in place of several.
+        """
+        if isinstance(roles, str):
+            raise ConfigError(f"with_models: roles={show(roles)} is one text. Give a list of roles")
+        held = set(roles)
+        calls = (
+            replace(call, kind="inference") if call.kind == "function" and call.role in held else call
+            for call in self.calls
+        )
+        return Dataflow(name=self.name, calls=tuple(calls))
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -111,8 +132,8 @@ class Dataflow:
     def stages(self) -> tuple[tuple[ModelCall, ...], ...]:
         """Calls by dependency level: a call stands one level after the last writer of what it reads.
 
-        For PPO: generation; the four inferences; advantages; the two updates (the paper's stages 1, 2 and 3, with
-        the advantages, which it computes on the controller, as a level of their own).
+        For PPO: generation; the three inferences and the reward; advantages; the two updates (the paper's stages 1, 2
+        and 3, with the advantages, which it computes on the controller, as a level of their own).
         """
         return self._stages
 
@@ -126,42 +147,65 @@ _RESPONSE = ("response_ids", "response_mask")
 _SEQUENCE = ("prompt_ids", *_RESPONSE)
 
 
-def _generate(method: str = "generate_sequences", prefix: str = "") -> ModelCall:
-    writes = ("response_ids", "response_mask", "rollout_logprobs", "finish_reason", "weight_version", "sample_id")
+def _generate(number: str = "") -> ModelCall:
+    """The generation; `number` ends the columns of a second one."""
+    writes = (*_RESPONSE, "rollout_logprobs", "finish_reason", "weight_version", "sample_id")
     return ModelCall(
         role="actor",
-        method=method,
+        method="generate_sequences",
         kind="generation",
-        reads=("row_id", "prompt_ids"),
-        writes=tuple(prefix + column for column in writes),
+        reads=("row_id", "prompt_ids", "prompt_id"),
+        writes=tuple(column + number for column in writes),
     )
 
 
-def _infer(role: str, method: str, column: str) -> ModelCall:
-    return ModelCall(role=role, method=method, kind="inference", reads=_SEQUENCE, writes=(column,))
+def _infer(role: str, method: str, column: str, *more: str) -> ModelCall:
+    return ModelCall(role=role, method=method, kind="inference", reads=(*_SEQUENCE, *more), writes=(column,))
 
 
-def _score(role: str, method: str, column: str, prefix: str = "") -> ModelCall:
-    reads = ("prompt_ids", f"{prefix}response_ids", f"{prefix}response_mask", "answer")
-    return ModelCall(role=role, method=method, kind="inference", reads=reads, writes=(column,))
+def _score(role: str, column: str, *, responses: str = "response_ids") -> ModelCall:
+    reads = ("prompt_ids", responses, "answer")
+    return ModelCall(role=role, method=f"compute_{role}", kind="function", reads=reads, writes=(column,))
 
 
-def _advantages(reads: tuple[str, ...], writes: tuple[str, ...]) -> ModelCall:
-    return ModelCall(
-        role="advantage", method="compute_advantages", kind="function", reads=("response_mask", *reads), writes=writes
-    )
+def _estimate(reads: tuple[str, ...], *writes: str) -> ModelCall:
+    reads, writes = ("response_mask", *reads), writes or ("advantages",)
+    return ModelCall(role="advantage", method="compute_advantages", kind="function", reads=reads, writes=writes)
 
 
-def _train(role: str, method: str, *reads: str) -> ModelCall:
-    return ModelCall(role=role, method=method, kind="training", reads=(*_SEQUENCE, *reads))
+def _train_critic(role: str, *reads: str) -> ModelCall:
+    return ModelCall(role=role, method="update_critic", kind="training", reads=(*_SEQUENCE, *reads))
 
 
-_OLD_LOGPROBS = _infer("actor", "compute_logprobs", "old_logprobs")
-_VALUES = _infer("critic", "compute_values", "values")
+def _train_actor(*reads: str) -> ModelCall:
+    reads = (*_SEQUENCE, "weight_version", *reads)
+    return ModelCall(role="actor", method="update_actor", kind="training", reads=reads)
+
+
+_OLD_LOGPROBS = _infer("actor", "compute_logprobs", "old_logprobs", "rollout_logprobs", "weight_version")
 _REF_LOGPROBS = _infer("reference", "compute_ref_logprobs", "ref_logprobs")
-_REWARD = _score("reward", "compute_reward", "scores")
-_UPDATE_CRITIC = _train("critic", "update_critic", "values", "returns")
-_UPDATE_ACTOR = _train("actor", "update_actor", "old_logprobs", "advantages")
+_VALUES = _infer("critic", "compute_values", "values")
+_COST_VALUES = _infer("cost_critic", "compute_values", "cost_values")
+_REWARD, _COST = _score("reward", "scores"), _score("cost", "costs")
+_LOGPROBS = ("old_logprobs", "ref_logprobs")
+_UPDATE_CRITIC = _train_critic("critic", "returns", "values")
+_UPDATE = _train_actor("advantages", "old_logprobs")
+
+
+def _compare_penalised(*columns: str) -> tuple[ModelCall, ...]:
+    """Scores against `columns`, and a KL penalty in the token rewards."""
+    return (
+        _generate(),
+        _REWARD,
+        _OLD_LOGPROBS,
+        _REF_LOGPROBS,
+        _estimate(("scores", *columns, *_LOGPROBS)),
+        _UPDATE,
+    )
+
+
+_GROUP = (_generate(), _REWARD, _estimate(("scores", "group_id")), _train_actor("advantages", "rollout_logprobs"))
+"""Scores against those of a group; the one update takes old log-probs from its own forward pass."""
 
 _PRESETS: dict[str, tuple[ModelCall, ...]] = {
     "ppo": (
@@ -170,37 +214,74 @@ _PRESETS: dict[str, tuple[ModelCall, ...]] = {
         _VALUES,
         _REF_LOGPROBS,
         _REWARD,
-        _advantages(("scores", "old_logprobs", "ref_logprobs", "values"), ("advantages", "returns")),
+        _estimate(("scores", "values", *_LOGPROBS), "advantages", "returns"),
         _UPDATE_CRITIC,
-        _UPDATE_ACTOR,
+        _UPDATE,
     ),
     "remax": (
         _generate(),
-        _generate(prefix="greedy_"),
-        _OLD_LOGPROBS,
-        _REF_LOGPROBS,
         _REWARD,
-        _score("reward", "compute_reward", "greedy_scores", prefix="greedy_"),
-        _advantages(("scores", "greedy_scores", "old_logprobs", "ref_logprobs"), ("advantages",)),
-        _UPDATE_ACTOR,
+        _generate("_2"),
+        _score("reward", "baseline_scores", responses="response_ids_2"),
+        *_compare_penalised("baseline_scores")[2:],
     ),
     "safe_rlhf": (
         _generate(),
         _OLD_LOGPROBS,
         _VALUES,
+        _COST_VALUES,
         _REF_LOGPROBS,
         _REWARD,
-        _score("cost", "compute_cost", "costs"),
-        _advantages(("scores", "costs", "old_logprobs", "ref_logprobs", "values"), ("advantages", "returns")),
+        _COST,
+        _estimate(("scores", "costs", "values", "cost_values", *_LOGPROBS), "advantages", "returns", "cost_returns"),
         _UPDATE_CRITIC,
-        _UPDATE_ACTOR,
+        _train_critic("cost_critic", "cost_returns", "cost_values"),
+        _UPDATE,
+    ),
+    "safe_rlhf_one_critic": (
+        _generate(),
+        _OLD_LOGPROBS,
+        _VALUES,
+        _REF_LOGPROBS,
+        _REWARD,
+        _COST,
+        _estimate(("scores", "costs", "values", *_LOGPROBS), "advantages", "returns"),
+        _UPDATE_CRITIC,
+        _UPDATE,
     ),
     "grpo": (
         _generate(),
-        _OLD_LOGPROBS,
-        _REF_LOGPROBS,
         _REWARD,
-        _advantages(("scores", "row_id"), ("advantages",)),
-        _train("actor", "update_actor", "old_logprobs", "ref_logprobs", "advantages"),
+        _REF_LOGPROBS,
+        _estimate(("scores", "group_id")),
+        _train_actor("advantages", "rollout_logprobs", "ref_logprobs"),
+    ),
+    "dr_grpo": _GROUP,
+    "rloo": _compare_penalised("group_id"),
+    "reinforce_pp": _compare_penalised(),
+    "reinforce_pp_baseline": _compare_penalised("group_id"),
+    "dapo": _GROUP,
+    "gspo": _GROUP,
+    "cispo": _GROUP,
+    "sapo": _GROUP,
+    "gmpo": _GROUP,
+    "maxrl": _GROUP,
+    "opo": _GROUP,
+    "dppo_tv": _GROUP,
+    "distillation": (
+        _generate(),
+        _REWARD,
+        _OLD_LOGPROBS,
+        _infer("teacher", "compute_teacher_logprobs", "teacher_logprobs"),
+        _estimate(("old_logprobs", "teacher_logprobs")),
+        _UPDATE,
+    ),
+    "online_dpo": (
+        _generate(),
+        _REWARD,
+        _REF_LOGPROBS,
+        _OLD_LOGPROBS,
+        _estimate(("scores", "group_id", *_LOGPROBS), "preference", "partner_logratio"),
+        _train_actor("preference", "partner_logratio", "ref_logprobs", "old_logprobs"),
     ),
 }

@@ -32,7 +32,7 @@ _MOST_STRETCHES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Multiplier:
-    """Dual ascent on lambda >= 0 for E[cost] <= limit (Safe RLHF, Dai et al. 2023, section 3.3).
+    """Dual ascent on lambda >= 0 for E[cost] <= limit (Safe RLHF, Dai et al. 2023).
 
     With C the mean cost of the last episodes and d the limit, `log` space does log lambda += learning_rate * lambda *
     (C - d), as Safe RLHF's code; `projected` does lambda = max(0, lambda + learning_rate * (C - d)). Both have the same

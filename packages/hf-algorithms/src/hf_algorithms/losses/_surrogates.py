@@ -147,7 +147,7 @@ class Clip(_Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceClip(_Ranged):
-    """The clip on the sequence's ratio s = exp(mean_t(lp - old lp)) (GSPO, Zheng et al. 2025, eq. 5).
+    """The clip on the sequence's ratio s = exp(mean_t(lp - old lp)) (GSPO, Zheng et al. 2025, eq. 5, 7).
 
     Token form, GSPO-token (eq. 13): the ratio of token t is sg(s) lp / sg(lp), as probabilities. The paper aggregates
     by `seq-mean-token-mean`.
@@ -220,7 +220,7 @@ class SAPO(_OfRatio):
 
 @dataclass(frozen=True, kw_only=True)
 class GMPO(_Ranged):
-    """-A exp(mean_t d), d = lp - old lp clipped to -low ... high (GMPO, Zhao et al. 2025, eq. 4).
+    """-A exp(mean_t d), d = lp - old lp clipped to -low ... high (GMPO, Zhao et al. 2025).
 
     The clip is in log space and on the side that A's sign names: above where A > 0, below where A < 0. Token form: a
     clipped token has no gradient, the others the geometric mean's. The paper aggregates by `seq-mean-token-mean`.

@@ -1,7 +1,10 @@
 """CISPO: every token keeps its gradient, weighted by a clipped ratio (MiniMax 2025, eq. 4).
 
-Deviations from the paper: the lower bound is 0, so that only `clip_high` acts; the standard deviation divides by n - 1,
-and 1e-6 is added to it.
+As in the paper's runs, only the upper bound acts: the lower one is 0.
+
+Deviations from the paper: losses are averaged over all tokens of the batch, where equation 4 divides by the tokens of
+each prompt's group, as `aggregation = "prompt-mean"` does; the standard deviation divides by n - 1, and 1e-6 is added
+to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""RLOO: the baseline of a response is the mean score of the others (Ahmadian et al. 2024, eq. 6).
+"""RLOO: the baseline of a response is the mean score of the others (Ahmadian et al. 2024).
 
 Deviations from the paper:
 

@@ -49,6 +49,7 @@ def count_call_rows(call: ModelCall, workload: WorkloadSpec) -> CallRows:
 
 def _column_bytes(name: str, workload: WorkloadSpec) -> int:
     name = name.removesuffix("?")  # a column that may lack counts as if it were there
+    name = name.rstrip("0123456789").removesuffix("_")  # the responses of a second generation end in a number
     if name.endswith(_ONE_PER_ROW):
         return _INTEGER_BYTES
     if name.endswith(_IDENTIFIERS):
