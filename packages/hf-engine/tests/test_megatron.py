@@ -70,7 +70,7 @@ def models(tmp_path_factory):
     }
 
 
-def conformance(model, directory, topology, head, eps=1e-8):
+def conformance(model, directory, topology, head, eps=1e-6):
     check_train_backend(
         lambda config: build(model, topology, config, head=head),
         load_reference(model, head),
@@ -138,11 +138,12 @@ def test_four_ranks_conform(ranks4, models, tmp_path, sizes, model, head, order,
 
 
 def eps_for(model):
-    """Experts that few tokens reach have gradients near zero: AdamW blows their rounding up, less so with a large eps.
+    """Some weights have gradients near zero: AdamW blows their rounding up, less so with a large eps.
 
-    Seen in 1-2-2 with ep_size=2: parameters 1e-4 off at eps=1e-8, 3e-6 at 1e-6, 2e-7 at 1e-4.
+    Experts that few tokens reach, seen in 1-2-2 with ep_size=2: parameters 1e-4 off at eps=1e-8, 3e-6 at 1e-6, 2e-7 at
+    1e-4. A neuron of qwen2 in 1-2-2: 3e-4 off at 1e-8, below 1e-4 at 1e-6.
     """
-    return 1e-5 if model in EXPERTS else 1e-8
+    return 1e-5 if model in EXPERTS else 1e-6
 
 
 def local_rows(topology, num_rows=4):

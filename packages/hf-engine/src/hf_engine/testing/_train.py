@@ -38,6 +38,7 @@ __all__ = ["check_train_backend", "gather_weights"]
 _CONFIG = TrainConfig(
     learning_rate=3e-3,
     betas=(0.9, 0.95),
+    eps=1e-6,  # with less AdamW blows up the rounding of gradients near zero
     weight_decay=0.01,
     max_grad_norm=0.5,
     warmup_steps=2,
