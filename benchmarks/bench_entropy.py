@@ -1,4 +1,4 @@
-"""What the metric `actor/entropy` costs an update: the same optimizer step with and without it, in turns.
+"""The cost of the metric `actor/entropy` to an update: the same optimizer step with and without it, in turns.
 
 Seconds are those that the processor spent on the process. A ratio is of two steps of one round; its median and
 quartiles are over the rounds. The loss is that of a policy update, on one rank and one thread.

@@ -36,7 +36,7 @@ def logits(seed: int = 1) -> torch.Tensor:
 
 
 def score(given: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a model says: the sampled tokens are 0, 1, 2, ... in turn."""
+    """A model's outputs: the sampled tokens are 0, 1, 2, ... in turn."""
     distribution = torch.distributions.Categorical(logits=given)
     return {"logprobs": distribution.log_prob(torch.arange(B * T).view(B, T) % V), "entropy": distribution.entropy()}
 

@@ -1,4 +1,4 @@
-"""What a forward pass is asked for at each response token, as one value that backends hand on."""
+"""Request for the outputs of a forward pass at each response token, as one value that backends hand on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["OutputRequest", "TokenColumn", "place_at"]
 
 
 class TokenColumn(NamedTuple):
-    """What a column holds for each token."""
+    """Shape and dtype of what a column holds for each token."""
 
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
@@ -47,7 +47,7 @@ class OutputRequest:
             raise BackendError(f"top_k={self.top_k}: the model's vocabulary has {vocab_size} tokens. Lower it")
 
     def columns(self) -> dict[str, TokenColumn]:
-        """What scoring returns, by name."""
+        """The columns that scoring returns, by name."""
         found = {"logprobs": TokenColumn()}
         if self.entropy:
             found["entropy"] = TokenColumn()

@@ -19,7 +19,7 @@ _LEAST_LOG_WEIGHT = -1e4
 
 
 class TokenScores(NamedTuple):
-    """What the distributions at some positions say, by position."""
+    """Numbers of the distributions at some positions, by position."""
 
     logprobs: torch.Tensor
     """Float32 [...], of one token each."""

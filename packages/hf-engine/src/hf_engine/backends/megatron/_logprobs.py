@@ -178,6 +178,6 @@ def _gather_columns(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 
 
 def _local_targets(ids: torch.Tensor, first: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which of the ids [n, m] this rank's rows hold, by token and column, and at which row."""
+    """The ids among [n, m] that this rank's rows hold: token, column, and row."""
     tokens, columns = ((ids >= first) & (ids < first + num_rows)).nonzero(as_tuple=True)
     return tokens, columns, ids[tokens, columns] - first
