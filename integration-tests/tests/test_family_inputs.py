@@ -344,7 +344,7 @@ def test_a_top_k_that_leaves_no_rest_is_refused(
     assert not (config.parent / "run").exists()
 
 
-def test_a_loss_of_a_user_reads_entropies_and_log_probs_of_given_tokens(config: Path, hybridflow: Run) -> None:
+def test_a_users_loss_reads_entropies_and_given_tokens(config: Path, hybridflow: Run) -> None:
     outcome = hybridflow("train", config, *settings("algorithm.recipe=family_recipe:LIKE_A_TOPIC"))
     assert outcome.exit_code == 0, outcome.errors
     (row,) = read_metrics(config.parent / "run")

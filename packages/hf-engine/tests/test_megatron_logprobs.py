@@ -135,7 +135,7 @@ def test_the_likeliest_tokens_are_those_of_a_whole_vocabulary(ranks1, ranks2, k)
                 assert torch.equal(found, wanted)
 
 
-def test_a_candidate_outside_of_the_vocabulary_has_probability_zero(ranks2):
+def test_a_candidate_outside_of_the_vocabulary_adds_nothing(ranks2):
     """Its id may be that of a row of padding."""
     for found in ranks2.run(score_strangers):
         assert found.isneginf().tolist() == [[[False, True, True]] * 5] * 3

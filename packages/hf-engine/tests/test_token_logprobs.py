@@ -93,7 +93,7 @@ def test_a_logit_of_minus_infinity_has_probability_zero():
     assert not masked.grad[:, -1].any()
 
 
-def test_a_candidate_outside_of_the_vocabulary_has_probability_zero():
+def test_a_candidate_outside_of_the_vocabulary_adds_nothing():
     logits = torch.randn(2, 4).requires_grad_()
     candidates = torch.tensor([[1, 4], [9, 0]])
     found = compute_token_logprobs(logits, torch.tensor([3, 3]), candidate_ids=candidates).candidate_logprobs
@@ -106,7 +106,7 @@ def test_a_candidate_outside_of_the_vocabulary_has_probability_zero():
     torch.testing.assert_close(logits.grad, wanted - expected.exp())
 
 
-def test_an_entropy_that_is_only_reported_costs_the_backward_pass_nothing():
+def test_an_entropy_that_is_only_reported_has_no_backward_pass():
     """The largest tensors of a backward pass are as many with and without the entropy."""
     ids = torch.zeros(64, dtype=torch.int64)
 
