@@ -17,6 +17,7 @@ from hf_algorithms.display import RunDisplay
 from hf_algorithms.evaluation import NUM_SAMPLES, collect_samples, evaluate, measure_divergence
 from hf_algorithms.inputs import RunInputs
 from hf_algorithms.machine import check_machine
+from hf_algorithms.phases import measure_phases
 from hf_algorithms.placement import compute_workload
 from hf_algorithms.preflight import check_run
 from hf_algorithms.process_tree import MemoryMeter
@@ -209,6 +210,7 @@ class _Run:
         metrics["perf/samples_per_s"] = samples / elapsed_s
         metrics["perf/tokens_per_s"] = tokens / elapsed_s
         metrics["time/iteration_s"] = elapsed_s
+        metrics |= measure_phases(self._executor.trace.drain(), self._roles.groups, iteration)
         self._summary["iterations"] = iteration
         if "constraint/infeasible" in metrics:
             self._summary["infeasible"] = bool(metrics["constraint/infeasible"])
@@ -222,7 +224,6 @@ class _Run:
             self._display.note(f"warning: in iteration {iteration} no response could be scored: look at the reward")
         self._directory.append_metrics({"iteration": iteration, **metrics})
         self._display.iteration(iteration, metrics)
-        self._executor.trace.drain()
 
     def _evaluate_validation(self) -> float:
         return evaluate(self._roles, self._validation, self._sampling(0))

@@ -43,6 +43,7 @@ class AdvantageWorker(Worker):
     """Numerical work over a whole batch: whitening and groups see every row."""
 
     needs_process_group = False
+    phase = "advantages"
 
     @register(protocol=RANK_ZERO, reads=("response_mask",), writes=FROM_ARGUMENT)
     def compute_advantages(self, batch: TensorDict, estimator: Estimator) -> TensorDict:

@@ -32,6 +32,7 @@ class _TextFunctionWorker(Worker):
     """
 
     needs_process_group = False
+    phase = "score"
     kind = "reward"
     """Of the functions, in messages."""
 
