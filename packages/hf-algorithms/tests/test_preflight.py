@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -323,6 +324,41 @@ def test_in_process_a_plan_of_more_ranks_is_refused(build: Callable[..., Config]
 )
 def test_layouts_that_no_backend_runs_are_refused(build: Callable[..., Config], plan: MappingPlan, part: str) -> None:
     assert part in str(refusal(build(cluster={"gpus_per_machine": 2}), plan))
+
+
+needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="needs hf-engine[megatron]")
+
+
+@needs_megatron
+def test_a_role_may_have_a_training_backend_of_its_own(build: Callable[..., Config], tmp_path: Path) -> None:
+    _, plan = check_run(build(roles={"critic": {"backend": "megatron"}}), tmp_path / "model")
+    backends = {role: model.backend for role, model in plan.models.items() if model.train and role != "reward"}
+    assert backends == {"actor": "fsdp", "critic": "megatron", "reference": "fsdp"}
+
+
+@pytest.mark.parametrize(
+    ("role", "backend", "plan", "message"),
+    [
+        ("critic", "nonsense", None, "roles.critic.backend = 'nonsense': no backend named 'nonsense'"),
+        (
+            "critic",
+            "fsdp",
+            plan_of(2, backend="megatron"),
+            "roles.critic.backend = 'fsdp': the plan runs critic on 'meg",
+        ),
+        ("reward", "fsdp", None, "roles.reward.backend: the role reward of ppo holds no model. Remove the key"),
+    ],
+)
+def test_a_backend_that_cannot_be_is_named_by_its_role(
+    build: Callable[..., Config], role: str, backend: str, plan: MappingPlan | None, message: str
+) -> None:
+    try:
+        error: HybridFlowError = refusal(
+            build(cluster={"gpus_per_machine": 2}, roles={role: {"backend": backend}}), plan
+        )
+    except ConfigError as refused:
+        error = refused
+    assert str(error).startswith(message)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, compute_cost, gpu, map_dataflow
-from hf_protocols import Dataflow, GenerationSpec, MappingPlan, ModelCall, ModelShape, ParallelSpec, PlanError
+from hf_protocols import (
+    ConfigError,
+    Dataflow,
+    GenerationSpec,
+    MappingPlan,
+    ModelCall,
+    ModelShape,
+    ParallelSpec,
+    PlanError,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 QUICKSTART = WorkloadSpec(
@@ -192,3 +201,28 @@ def test_ragged_lengths_are_planned_and_take_less_time(paper_problem: Callable[.
         map_dataflow(*problem._replace(workload=workload)).estimates for workload in (ragged, problem.workload)
     )
     assert short["iteration_s"] < full["iteration_s"]
+
+
+def test_backends_by_role_are_those_of_the_plan(tiny: ModelShape) -> None:
+    models = dict.fromkeys(("actor", "critic", "reference"), tiny)
+    problem = (Dataflow.preset("ppo"), models, ClusterSpec.host(2, 2 * 2**30), QUICKSTART)
+    plan = map_dataflow(*problem, backends={"critic": ("megatron",)})
+    assert [plan.models[role].backend for role in models] == ["fsdp", "megatron", "fsdp"]
+    of_all = map_dataflow(*problem, backends=("fsdp",))
+    assert map_dataflow(*problem, backends=dict.fromkeys(models, ("fsdp",))) == of_all
+
+
+@pytest.mark.parametrize(
+    ("backends", "message"),
+    [
+        ({"judge": ("fsdp",)}, "backends: role 'judge' is unknown"),
+        ({"actor": ("megatronn",)}, "backend 'megatronn' is unknown"),
+        ({"actor": ()}, "backends is empty"),
+    ],
+)
+def test_backends_of_roles_that_cannot_be_are_refused(
+    tiny: ModelShape, backends: dict[str, tuple[str, ...]], message: str
+) -> None:
+    models = dict.fromkeys(("actor", "critic", "reference"), tiny)
+    with pytest.raises(ConfigError, match=message):
+        map_dataflow(Dataflow.preset("ppo"), models, ClusterSpec.host(2, 2 * 2**30), QUICKSTART, backends=backends)

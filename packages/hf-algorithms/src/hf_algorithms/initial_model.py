@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["InitialModel", "build_initial_model", "read_role_model"]
 
-_LOADERS = {"training.backend": load_train_backend, "rollout.backend": load_rollout_backend}
+_LOADERS: Mapping[str, Callable[[str], type]] = {"rollout.backend": load_rollout_backend}
+"""Of keys that do not name a training backend."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ def build_initial_model(
         rows: from which a tokenizer may be made.
         directory: for what is made.
         seed: of fresh weights.
-        backends: names by key, ``training.backend`` and ``rollout.backend``.
+        backends: names by key: ``rollout.backend``; others, such as ``training.backend``, name training backends.
         on_cpu: whether ranks run on host processors.
 
     Raises:
@@ -153,7 +154,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, files: ModelDirectory,
 
 def _check_backends(files: ModelDirectory, backends: Mapping[str, str], *, on_cpu: bool) -> None:
     for key, name in backends.items():
-        backend = _LOADERS[key](name)
+        backend = _LOADERS.get(key, load_train_backend)(name)
         if issubclass(backend, SupportsModelCheck):
             try:
                 backend.check_model(files, on_cpu=on_cpu)

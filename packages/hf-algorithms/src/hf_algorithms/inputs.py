@@ -9,7 +9,7 @@ from pathlib import Path
 from hf_algorithms.config import Config, DataConfig
 from hf_algorithms.data import PromptDataset, Row, load_rows
 from hf_algorithms.initial_model import InitialModel, build_initial_model
-from hf_algorithms.role_models import find_role_models
+from hf_algorithms.role_models import find_role_models, list_main_backends
 from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
 
@@ -62,7 +62,7 @@ def load_model(config: Config, rows: Sequence[Row], directory: Path) -> InitialM
         rows,
         directory=directory,
         seed=config.run.seed,
-        backends={"training.backend": config.training.backend, "rollout.backend": config.rollout.backend},
+        backends={**list_main_backends(config), "rollout.backend": config.rollout.backend},
         on_cpu=config.cluster.gpu == "cpu",
     )
 

@@ -110,11 +110,17 @@ def check_train_backends(config: Config, plan: MappingPlan | None) -> None:
     Raises:
         BackendError: naming those that are installed, or the line that installs the library.
     """
-    names = (
-        [config.training.backend] if plan is None else [plan.models[role].backend for role in _models_of(config, plan)]
-    )
-    for name in dict.fromkeys(names):
-        load_train_backend(name)
+    if plan is None:
+        names = {name: key for key, name in map(config.train_backend, config.recipe.model_roles)}
+    else:
+        names = {plan.models[role].backend: "training.backend" for role in _models_of(config, plan)}
+    for name, key in names.items():
+        try:
+            load_train_backend(name)
+        except BackendError as error:
+            if key == "training.backend":
+                raise
+            raise type(error)(f"{key} = {show(name)}: {error}") from None
 
 
 def check_rollout_options(rollout: RolloutConfig) -> None:
@@ -179,8 +185,8 @@ def plan_placement(config: Config, shapes: Mapping[str, ModelShape], *, prompt_t
         largest_generation=load_rollout_backend(config.rollout.backend).largest_generation,
     )
     models = {role: shapes[role] for role in dataflow.roles if role in shapes}
-    cluster = _describe_cluster(config)
-    return map_dataflow(dataflow, models, cluster, workload, backends=(config.training.backend,))
+    backends = {role: (config.train_backend(role)[1],) for role in models}
+    return map_dataflow(dataflow, models, _describe_cluster(config), workload, backends=backends)
 
 
 def compute_workload(config: Config, *, prompt_tokens: int) -> dict[str, Any]:
@@ -217,6 +223,7 @@ def check_plan(config: Config, plan: MappingPlan, shapes: Mapping[str, ModelShap
             "make the plan anew with hybridflow plan --json"
         )
     for role in _models_of(config, plan):
+        _check_backend(config, role, plan.models[role].backend)
         _check_layout(role, plan.models[role], shapes[role])
         _check_generation(role, config.rollout, plan.models[role].generation or GenerationSpec())
     if config.run.executor == "in_process":
@@ -226,6 +233,16 @@ def check_plan(config: Config, plan: MappingPlan, shapes: Mapping[str, ModelShap
 
 def _models_of(config: Config, plan: MappingPlan) -> list[str]:
     return [role for role in plan.models if role in config.recipe.model_roles]
+
+
+def _check_backend(config: Config, role: str, planned: str) -> None:
+    """A plan may choose another backend than `[training]`, not another one than the role's own key."""
+    key, given = config.train_backend(role)
+    if key != "training.backend" and planned != given:
+        raise PlanError(
+            f"{key} = {show(given)}: the plan runs {role} on {show(planned)}. Remove the key, or make the plan anew "
+            "with hybridflow plan --json"
+        )
 
 
 def _check_layout(role: str, model: ModelPlan, shape: ModelShape) -> None:

@@ -11,7 +11,7 @@ from hf_protocols.arguments import show
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
 
-__all__ = ["find_role_models"]
+__all__ = ["find_role_models", "list_main_backends"]
 
 
 def find_role_models(config: Config, model: InitialModel) -> dict[str, InitialModel]:
@@ -44,8 +44,21 @@ def find_role_models(config: Config, model: InitialModel) -> dict[str, InitialMo
     return found
 
 
+def list_main_backends(config: Config) -> dict[str, str]:
+    """Returns the training backends of the roles that start from the model of `[model]`, by key."""
+    found = {}
+    for name in config.recipe.model_roles:
+        role = name
+        while config.role(role).path is None and config.recipe.role(role).starts_from in config.recipe.model_roles:
+            role = str(config.recipe.role(role).starts_from)
+        if config.role(role).path is None and config.recipe.role(role).starts_from is None:
+            key, backend = config.train_backend(name)
+            found[key] = backend
+    return found
+
+
 def _read(config: Config, name: str, path: str, model: InitialModel, label: str) -> InitialModel:
-    backends = {"training.backend": config.training.backend}
+    backends = dict([config.train_backend(name)])
     if hasattr(config.recipe.role(name).load_worker(), "generate_sequences"):
         backends["rollout.backend"] = config.rollout.backend
     return read_role_model(path, model, label=label, backends=backends, on_cpu=config.cluster.gpu == "cpu")

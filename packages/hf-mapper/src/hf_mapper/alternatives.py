@@ -48,7 +48,7 @@ def compare_classes(
 
     Only those whose best plan is known when ``should_stop`` says yes. ``complete``: so was the search for ``chosen``.
     """
-    demands = build_demands(problem.dataflow, problem.models, problem.workload)
+    demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     table = build_table(problem, demands)
     reason = "the fastest" if complete else "the best so far"
     own = frozenset(frozenset(pool.roles) for pool in chosen)

@@ -51,7 +51,7 @@ class Extension:
 
 def find_bottleneck(problem: MapperConfig, pools: Sequence[PlacedPool]) -> Bottleneck:
     """What bounds the plan ``pools``, by pricing it again with each resource twice as fast."""
-    demands = build_demands(problem.dataflow, problem.models, problem.workload)
+    demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
 
     def price(cluster: ClusterSpec) -> NDArray[np.float64]:
         return stage_seconds(price_pools(pools, demands, cluster, problem.workload))

@@ -72,7 +72,7 @@ class MapperConfig:
     models: Mapping[str, ModelShape]
     cluster: ClusterSpec
     workload: WorkloadSpec
-    backends: Sequence[str] | None = None
+    backends: Sequence[str] | Mapping[str, Sequence[str]] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dataflow", self.dataflow.with_models(self.models))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_mapper._names import unknown_name
@@ -26,6 +26,8 @@ class ModelDemand:
     model: ModelShape
     calls: tuple[tuple[CallKind, ...], ...]
     rows: tuple[tuple[CallRows, ...], ...] = ()
+    backends: tuple[str, ...] | None = None
+    """Training backends to choose from for this model; None: those of the problem."""
 
     @property
     def kinds(self) -> frozenset[CallKind]:
@@ -50,13 +52,18 @@ class ModelDemand:
 
 
 def build_demands(
-    dataflow: Dataflow, models: Mapping[str, ModelShape], workload: WorkloadSpec
+    dataflow: Dataflow,
+    models: Mapping[str, ModelShape],
+    workload: WorkloadSpec,
+    backends: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, ModelDemand]:
     """The demand of every role that has a model, in the dataflow's order of roles.
 
+    Of ``backends`` only those by role are in the demands: models that may run on other backends are different ones.
+
     Raises:
-        ConfigError: for a model whose role is not in the dataflow (with the nearest), or whose positions are fewer
-            than the workload's tokens.
+        ConfigError: for a model whose role is not in the dataflow, or a backend whose role has no model (with the
+            nearest); or for a model whose positions are fewer than the workload's tokens.
         PlanError: for a role that trains or generates and has no model, or when no role has one.
     """
     for role in models:
@@ -76,15 +83,26 @@ def build_demands(
                 f"{role}: prompt_tokens + response_tokens = {workload.sequence_tokens} exceeds the "
                 f"{model.max_positions} positions of {model.name}: shorten one or choose another model"
             )
-    return {role: _build_demand(role, models[role], dataflow, workload) for role in dataflow.roles if role in models}
+    of_role = backends if isinstance(backends, Mapping) else {}
+    for role in of_role:
+        if role not in models:
+            raise unknown_name("backends: role", role, tuple(models))
+    return {
+        role: _build_demand(role, models[role], dataflow, workload, of_role.get(role))
+        for role in dataflow.roles
+        if role in models
+    }
 
 
-def _build_demand(role: str, model: ModelShape, dataflow: Dataflow, workload: WorkloadSpec) -> ModelDemand:
+def _build_demand(
+    role: str, model: ModelShape, dataflow: Dataflow, workload: WorkloadSpec, backends: Sequence[str] | None
+) -> ModelDemand:
     stages = [[call for call in stage if call.role == role] for stage in dataflow.stages()]
     return ModelDemand(
         model=model,
         calls=tuple(tuple(call.kind for call in stage) for stage in stages),
         rows=tuple(tuple(count_call_rows(call, workload) for call in stage) for stage in stages),
+        backends=None if backends is None else tuple(backends),
     )
 
 

@@ -25,7 +25,7 @@ def is_feasible(
     cluster: ClusterSpec,
     workload: WorkloadSpec,
     *,
-    backends: Sequence[str] | None = None,
+    backends: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
 ) -> bool:
     """Whether any placement of the models fits the cluster's memory.
 
@@ -43,7 +43,7 @@ def find_smallest_cluster(
     cluster: ClusterSpec,
     workload: WorkloadSpec,
     *,
-    backends: Sequence[str] | None = None,
+    backends: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
 ) -> MachineSpec | None:
     """The fewest machines of one of the cluster's kinds on which the models fit, up to 2,048 accelerators.
 
@@ -86,7 +86,7 @@ def build_infeasible_error(problem: MapperConfig) -> PlanError:
 
 def _least_allocations(problem: MapperConfig) -> Iterator[tuple[PoolRequest, ...]]:
     """For every partition, the fewest devices of each kind that hold each set; ``pack`` favours smaller requests."""
-    demands = build_demands(problem.dataflow, problem.models, problem.workload)
+    demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     table = build_table(problem, demands)
     least: dict[tuple[int, ...], list[PoolRequest]] = {}
     for partition in set_partitions([table.demands.index(demand) for demand in demands.values()]):

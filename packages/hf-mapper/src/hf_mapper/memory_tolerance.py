@@ -74,7 +74,7 @@ def _search(problem: MapperConfig, factor: float, should_stop: StopSign) -> tupl
         return None
     machines = tuple(_share_memory(machine, factor) for machine in problem.cluster.machines)
     roomy = replace(problem, cluster=replace(problem.cluster, machines=machines))
-    demands = build_demands(problem.dataflow, problem.models, problem.workload)
+    demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     table = build_table(roomy, demands)
     pools, search = search_partitions(table, demands, set_partitions(tuple(demands)), should_stop)
     return pools if search["complete"] else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +33,7 @@ __all__ = [
     "ModelOption",
     "best_parallelism",
     "build_options",
+    "choose_backends",
     "default_backends",
     "find_device_counts",
     "generation_layouts",
@@ -86,6 +87,18 @@ def default_backends(gpu_kind: str, backends: Sequence[str] | None = None) -> tu
     if not backends:
         raise ConfigError(f"backends is empty: give one or more of {', '.join(BACKENDS)}")
     return tuple(backends)
+
+
+def choose_backends(
+    demand: ModelDemand, gpu_kind: str, backends: Sequence[str] | Mapping[str, Sequence[str]] | None
+) -> tuple[str, ...]:
+    """The training backends to choose from for one model: its own, else those given for all, else the usual ones.
+
+    Raises:
+        ConfigError: for an unknown name or none at all.
+    """
+    of_all = None if isinstance(backends, Mapping) else backends
+    return default_backends(gpu_kind, of_all if demand.backends is None else demand.backends)
 
 
 def find_device_counts(demand: ModelDemand, machine: MachineSpec, workload: WorkloadSpec) -> frozenset[int]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from hf_mapper.config import MapperConfig
 from hf_mapper.demand import ModelDemand, number_demands
 from hf_mapper.frontier import find_frontier
-from hf_mapper.parallelism import ModelOption, build_options, default_backends, find_device_counts
+from hf_mapper.parallelism import ModelOption, build_options, choose_backends, find_device_counts
 from hf_mapper.placements import PoolRequest
 from hf_mapper.scales import SimulatorScales
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
@@ -57,7 +57,7 @@ class PoolTable:
     demands: Sequence[ModelDemand]
     cluster: ClusterSpec
     workload: WorkloadSpec
-    backends: Sequence[str] | None = None
+    backends: Sequence[str] | Mapping[str, Sequence[str]] | None = None
     scales: SimulatorScales = field(default_factory=SimulatorScales)
     _options: dict[tuple[int, PoolRequest], tuple[ModelOption, ...]] = field(default_factory=dict)
     _combinations: dict[tuple[Members, PoolRequest], _Combinations] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class PoolTable:
         if key not in self._options:
             cluster = self.cluster.only(request.machine)
             usable = cluster.machine.gpu.usable_bytes
-            backends = default_backends(cluster.machine.gpu.kind, self.backends)
+            backends = choose_backends(self.demands[demand], cluster.machine.gpu.kind, self.backends)
             every = build_options(self.demands[demand], cluster, request.num_gpus, self.workload, backends, self.scales)
             fitting = [option for option in every if option.memory_bytes <= usable]
             self._options[key] = tuple(fitting[row] for row in find_frontier(self._rows(fitting)))

@@ -75,7 +75,7 @@ def compute_tolerances(
 
     Only of those that were done when ``should_stop`` says yes.
     """
-    demands = build_demands(problem.dataflow, problem.models, problem.workload)
+    demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     seconds = price_pools(pools, demands, problem.cluster, problem.workload)
     chosen = _Rival(pools=tuple(pools), seconds=seconds)
     found: list[Tolerance] = []

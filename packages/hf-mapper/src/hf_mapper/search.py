@@ -45,15 +45,15 @@ def map_dataflow(
     workload: WorkloadSpec,
     should_stop: StopSign | None = None,
     *,
-    backends: Sequence[str] | None = None,
+    backends: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
 ) -> MappingPlan:
     """The placement, allocation and layouts with the shortest iteration.
 
     A role without a model (a reward function, advantages) gets a host slot of its own, beside the cluster's.
     ``should_stop`` is asked between candidates once a plan is known; when it says yes, the best plan so far is the
     answer and ``estimates["search"]`` says ``complete: False``. Its ``gap`` is proven: no plan takes less than
-    ``iteration_s * (1 - gap)``; of a complete search it is 0. ``backends`` are the training backends to choose from;
-    by default FSDP on host slots, which have no other, and FSDP and Megatron on accelerators.
+    ``iteration_s * (1 - gap)``; of a complete search it is 0. ``backends`` are the training backends to choose from,
+    for all roles or by role; by default FSDP on host slots, and FSDP and Megatron on accelerators.
 
     Raises:
         PlanError: when nothing fits, naming the smallest cluster that would do; or when a role lacks its model.
@@ -67,7 +67,7 @@ def find_pools(
     problem: MapperConfig, should_stop: StopSign | None = None
 ) -> tuple[MappingPlan, tuple[PlacedPool, ...]]:
     """The plan of ``map_dataflow``, and the pools that it was made of."""
-    demands = build_demands(problem.dataflow, problem.models, problem.workload)
+    demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     table = build_table(problem, demands)
     pools, search = search_partitions(table, demands, set_partitions(tuple(demands)), should_stop)
     if not pools:

@@ -16,7 +16,7 @@ from hf_mapper._names import unknown_name
 from hf_mapper.demand import ModelDemand, build_demands, find_function_roles
 from hf_mapper.frontier import find_frontier
 from hf_mapper.movement import count_swaps, transfer_call_s
-from hf_mapper.parallelism import ModelOption, build_options, default_backends
+from hf_mapper.parallelism import ModelOption, build_options, choose_backends
 from hf_mapper.placements import PoolRequest, pack
 from hf_mapper.planning import PlacedPool, build_plan, find_machines
 from hf_mapper.pools import PoolOption
@@ -151,7 +151,7 @@ def simulate_placement(
     workload: WorkloadSpec,
     pools: Sequence[PoolChoice],
     *,
-    backends: Sequence[str] | None = None,
+    backends: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
 ) -> Simulation:
     """Times and bytes of ``pools``; one that does not fit in memory is answered too (``check_memory`` tells).
 
@@ -160,7 +160,7 @@ def simulate_placement(
             layout that the model cannot have.
         ConfigError: as ``map_dataflow``.
     """
-    demands = build_demands(dataflow, models, workload)
+    demands = build_demands(dataflow, models, workload, backends)
     _check_roles(demands, pools)
     requests = [_build_request(cluster, pool) for pool in pools]
     slots = pack(cluster, requests)
@@ -225,12 +225,12 @@ def _list_options(
     workload: WorkloadSpec,
     pool: PoolChoice,
     request: PoolRequest,
-    backends: Sequence[str] | None,
+    backends: Sequence[str] | Mapping[str, Sequence[str]] | None,
 ) -> list[ModelOption]:
     """The ways to run ``role`` on its pool; of a given layout, those that differ in rounds of generation."""
     part, given = cluster.only(request.machine), pool.layouts.get(role)
     if given is None:
-        allowed = default_backends(part.machine.gpu.kind, backends)
+        allowed = choose_backends(demand, part.machine.gpu.kind, backends)
     else:
         allowed, workload = (given.backend,), replace(workload, micro_batch_tokens=given.micro_batch_tokens)
     options = [

@@ -228,7 +228,7 @@ class CostConfig(_Section):
 
 
 class TrainingConfig(_Section):
-    """`[training]`: the backend of actor, critic and reference."""
+    """`[training]`: the backend of roles with a model; `[roles.NAME]` names another for one of them."""
 
     backend: str = "fsdp"
     """Name of a `hf_engine.train_backends` entry point."""
@@ -274,6 +274,8 @@ class RoleConfig(_Section):
     """Model directory or hub name; left out: what the recipe declares, in most cases the actor's."""
     learning_rate: Positive | None = None
     """Left out: that of `[optimizer]`."""
+    backend: str | None = None
+    """Name of a `hf_engine.train_backends` entry point; left out: `training.backend`."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Left out: `training.dtype`."""
 
@@ -304,6 +306,11 @@ class Config(_Section):
     def count_updates(self) -> int:
         """Optimizer steps of a role in the whole run, the warm start left out."""
         return self.run.iterations * self.algorithm.epochs * self.algorithm.mini_batches
+
+    def train_backend(self, role: str) -> tuple[str, str]:
+        """Returns the key that names the training backend of a role, and its value."""
+        own = self.role(role).backend
+        return ("training.backend", self.training.backend) if own is None else (f"roles.{role}.backend", own)
 
     def role(self, name: str) -> RoleConfig:
         """Returns the overrides of `[roles.NAME]`; without such a section, none."""
