@@ -159,10 +159,18 @@ def test_a_module_that_raises_is_told_with_its_place(module: Path, source: str) 
     ("roles", "message"),
     [
         ({"judge": {"path": "a"}}, r"^\[roles\.judge\]: recipe 'ppo' has no role 'judge': its roles are actor, critic"),
-        ({"actor": {"lr": 1.0}}, r"^unknown key 'roles\.actor\.lr'\. \[roles\.actor\] has path, learning_rate, dtype$"),
+        (
+            {"actor": {"lr": 1.0}},
+            r"^unknown key 'roles\.actor\.lr'\. \[roles\.actor\] has path, learning_rate, backend, dtype$",
+        ),
         ({"actor": {"learning_rte": 1.0}}, r"did you mean 'roles\.actor\.learning_rate'\?"),
         ({"actor": {"learning_rate": -1.0}}, r"^roles\.actor\.learning_rate = -1\.0: must be above 0"),
         ({"reward": {"dtype": "bfloat16"}}, r"^roles\.reward\.dtype: the role reward of ppo holds no model"),
+        (
+            {"advantage": {"path": "a"}},
+            r"^roles\.advantage\.path: the role advantage of ppo holds no model\. Remove the key",
+        ),
+        ({"reward": {"learning_rate": 1.0}}, r"^roles\.reward\.learning_rate: the role reward of ppo holds no model"),
         ({"actor": 3}, r"^roles\.actor = 3: must be a table$"),
         (3, r"^roles = 3: must be a table$"),
     ],

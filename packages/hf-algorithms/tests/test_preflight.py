@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 
 from hf_algorithms import placement
-from hf_algorithms.config import Config, parse_config
+from hf_algorithms.config import Config, WarmStartConfig, parse_config
 from hf_algorithms.inputs import RunInputs, load_inputs
-from hf_algorithms.placement import check_plan
+from hf_algorithms.placement import check_batches, check_plan
 from hf_algorithms.preflight import check_run
 from hf_algorithms.quickstart import prepare_quickstart
+from hf_algorithms.recipes import Role
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.walk import walk_calls
 from hf_algorithms.wiring import build_roles, build_sampling
-from hf_controller import TracingExecutor
+from hf_controller import TracingExecutor, Worker
 from hf_protocols import (
+    THREE_D_ALL_MICRO_DP,
     BackendError,
     ConfigError,
     DataError,
@@ -34,6 +36,7 @@ from hf_protocols import (
     ParallelSpec,
     PlanError,
     PoolPlan,
+    register,
 )
 from hf_protocols.arguments import show
 
@@ -387,9 +390,24 @@ def test_a_quickstart_of_any_ranks_can_run(quickstart: tuple[Config, RunInputs],
     assert sum(plan.pool(name).num_slots for name in {plan.models[r].pool for r in config.recipe.model_roles}) <= ranks
 
 
-def test_a_schedule_leaves_no_room_for_a_warm_start(build: Callable[..., Config]) -> None:
-    config = build(training={"learning_rate_schedule": "cosine"})
-    assert str(refusal(config)).startswith("training.learning_rate_schedule = 'cosine': the warm start of")
+def test_a_schedule_goes_with_a_warm_start(build: Callable[..., Config], tmp_path: Path) -> None:
+    config = build(warm_start={"max_steps": 50}, training={"learning_rate_schedule": "cosine"})
+    check_run(config, tmp_path / "model")
+
+
+def test_a_warm_start_needs_a_model_that_generates(build: Callable[..., Config]) -> None:
+    class Generator(Worker):
+        @register(protocol=THREE_D_ALL_MICRO_DP, rows="times", reads=("prompt_ids",), writes=("response_ids",))
+        def generate_sequences(self, batch: Any, sampling: Any) -> Any: ...
+
+    config = build(warm_start={"max_steps": 5})
+    actor = Role(name="actor", worker=Generator)
+    config._own_recipe = dataclasses.replace(config.recipe, roles=(actor, *config.recipe.roles[1:]))
+    with pytest.raises(
+        ConfigError, match=r"^warm_start\.max_steps = 5: the role actor of ppo generates and holds no model"
+    ):
+        check_batches(config)
+    check_batches(config.model_copy(update={"warm_start": WarmStartConfig()}))
 
 
 def test_the_keys_of_training_and_rollout_reach_the_workers(build: Callable[..., Config], tmp_path: Path) -> None:

@@ -113,3 +113,16 @@ def test_another_rate_has_the_same_schedule():
 def test_a_schedule_that_cannot_be_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         TrainConfig(learning_rate=1e-3, warmup_steps=2, **changes)
+
+
+def test_a_constant_rate_has_no_schedule_until_it_is_reset():
+    config = TrainConfig(learning_rate=1e-3, warmup_steps=2, schedule="linear", total_steps=6)
+    rate = LearningRate(config)
+    rate.set(1e-2, constant=True)
+    assert [rate.at(step) for step in (0, 1, 2, 5, 50)] == pytest.approx([5e-3, 1e-2, 1e-2, 1e-2, 1e-2])
+    rate.reset()
+    scheduled = [LearningRate(config).at(step) for step in range(8)]
+    assert [rate.at(step) for step in range(8)] == scheduled
+    rate.set(1e-2, constant=True)
+    rate.set(1e-3)
+    assert [rate.at(step) for step in range(8)] == scheduled

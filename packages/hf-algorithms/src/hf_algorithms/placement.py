@@ -89,11 +89,10 @@ def check_batches(config: Config) -> None:
         problems.append(
             f"rollout.samples_per_prompt = {each}: {algorithm.name} takes at most {algorithm.most_samples}. Lower it"
         )
-    schedule = config.training.learning_rate_schedule
-    if warm_start.max_steps and schedule != "constant":
+    if warm_start.max_steps and (generator := _find_generator_without_model(config)) is not None:
         problems.append(
-            f"training.learning_rate_schedule = {show(schedule)}: the warm start of warm_start.max_steps = "
-            f"{warm_start.max_steps} would use up its steps. Use 'constant', or start from a model without a warm start"
+            f"warm_start.max_steps = {warm_start.max_steps}: the role {generator} of {algorithm.name} generates and "
+            "holds no model that could be trained. Set warm_start.max_steps = 0, or declare the role with has_model"
         )
     if warm_start.max_steps and warm_start.stop_at is not None and warm_start.stop_at > warm_start.fail_above:
         problems.append(
@@ -102,6 +101,14 @@ def check_batches(config: Config) -> None:
         )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _find_generator_without_model(config: Config) -> str | None:
+    """The role that generates, if it is not one with a model."""
+    for role in config.recipe.roles:
+        if hasattr(role.load_worker(), "generate_sequences"):
+            return None if role.has_model else role.name
+    return None
 
 
 def check_train_backends(config: Config, plan: MappingPlan | None) -> None:

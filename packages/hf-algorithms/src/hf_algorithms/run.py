@@ -167,7 +167,10 @@ class _Run:
         limit = self._config.rollout.max_new_tokens
         if cut := self._inputs.train.count_cut_answers(limit):
             self._display.note(f"{cut} of {len(self._inputs.train)} answers are cut to rollout.max_new_tokens={limit}")
-        self._roles.having("set_learning_rate").set_learning_rate(config.learning_rate).result()
+        # constant: a schedule is for the iterations, before which every role loads the warm model
+        has_schedule = self._config.training.learning_rate_schedule != "constant"
+        options = {"constant": True} if has_schedule else {}
+        self._roles.having("set_learning_rate").set_learning_rate(config.learning_rate, **options).result()
         note = self._display.note
         self._summary["warm_start_steps"] = warm_start(
             self._roles, self._supervised_batches(), self._evaluate_validation, config, metric=self._metric, note=note

@@ -239,7 +239,9 @@ class TrainingConfig(_Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the computation; trained weights and the optimizer's state are float32."""
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of learning rates after `optimizer.warmup_steps`: unchanged, or down to 0 at the last update."""
+    """Course of learning rates after `optimizer.warmup_steps`: unchanged, or down to 0 at the last update. That of the
+    warm start is `warm_start.learning_rate`, constant.
+    """
     activation_checkpointing: bool = False
     """Recomputes each decoder layer in the backward pass: less memory, more time."""
     balance_tokens: bool = False

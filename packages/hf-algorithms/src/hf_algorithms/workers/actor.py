@@ -176,9 +176,9 @@ class ActorWorker(ModelWorker):
         self._has_stepped = False  # they may be the weights that generation has seen
 
     @register(protocol=ONE_TO_ALL, returns="object")
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Use ``learning_rate`` from the next step on."""
-        self._train.set_learning_rate(learning_rate)
+    def set_learning_rate(self, learning_rate: float, *, constant: bool = False) -> None:
+        """Use ``learning_rate`` from the next step on; a ``constant`` one has no schedule until a model is loaded."""
+        self._train.set_learning_rate(learning_rate, **({"constant": True} if constant else {}))
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def describe_transition(self) -> dict[str, Any]:

@@ -22,22 +22,23 @@ class LearningRate:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self._whole = config.learning_rate
+        self._is_constant = False
 
-    def set(self, learning_rate: float) -> None:
-        """Uses another whole rate; warm-up and schedule take their shares of it."""
+    def set(self, learning_rate: float, *, constant: bool = False) -> None:
+        """Uses another whole rate; warm-up takes its share of it, and the schedule unless it is `constant`."""
         check_number(BackendError, "learning_rate", learning_rate, may_be_zero=True)
-        self._whole = learning_rate
+        self._whole, self._is_constant = learning_rate, constant
 
     def reset(self) -> None:
-        """Uses the configured rate again."""
-        self._whole = self._config.learning_rate
+        """Uses the configured rate and schedule again."""
+        self._whole, self._is_constant = self._config.learning_rate, False
 
     def at(self, step: int) -> float:
         """The rate of step number `step`, counted from 0."""
         config = self._config
         if step < config.warmup_steps:
             return self._whole * (step + 1) / config.warmup_steps
-        if config.schedule == "constant":
+        if config.schedule == "constant" or self._is_constant:
             return self._whole
         done = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
         left = 1.0 - done if config.schedule == "linear" else (1.0 + cos(pi * done)) / 2

@@ -189,9 +189,9 @@ class MegatronBackend:
         self._weight_changes += 1
         return dict(metrics) | {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0)}
 
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Uses another learning rate from the next step on; warm-up and schedule still apply."""
-        self._require_optimizer("set_learning_rate").learning_rate.set(learning_rate)
+    def set_learning_rate(self, learning_rate: float, *, constant: bool = False) -> None:
+        """Uses another learning rate from the next step on; see `TrainBackend.set_learning_rate`."""
+        self._require_optimizer("set_learning_rate").learning_rate.set(learning_rate, constant=constant)
 
     @lost_peers_are_errors("sum_over_data")
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
