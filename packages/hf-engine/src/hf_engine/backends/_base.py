@@ -221,10 +221,7 @@ class TrainBackend(Protocol):
         ...
 
     def set_learning_rate(self, learning_rate: float, *, constant: bool = False) -> None:
-        """Uses another learning rate from the next step on; warm-up and schedule still apply.
-
-        With `constant` the schedule does not, until the weights of a model are loaded or a rate is set without it.
-        """
+        """Uses another rate from the next step on, after the warm-up; if `constant`, unscheduled until a model is loaded."""
         ...
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
