@@ -27,10 +27,10 @@ SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.7)
 PROMPTS = build_prompts(8, vocab_size=VOCAB_SIZE)
 
 
-def build(model: Path, learning_rate: float = 1e-2) -> ActorWorker:
+def build(model: Path, learning_rate: float = 1e-2, **training_options: Any) -> ActorWorker:
     topology = Topology(ParallelSpec(dp_size=dist.get_world_size()), GenerationSpec())
     context = WorkerContext(role="actor", rank=dist.get_rank(), world_size=dist.get_world_size(), topology=topology)
-    training = TrainConfig(learning_rate=learning_rate)
+    training = TrainConfig(learning_rate=learning_rate, **training_options)
     return ActorWorker(context, model=str(model), backend="fsdp", training=training, rollout="transformers")
 
 
@@ -158,3 +158,17 @@ def test_an_update_without_a_trained_token_changes_nothing(ranks2: LocalRanks, m
         assert skipped == {"actor/skipped_steps": 1.0}
         assert unchanged
         assert "actor/grad_norm" in following
+
+
+def train_at_a_constant_rate(model: Path) -> list[float]:
+    """The learning rates of two steps of a warm start, and of two after the warm model was loaded."""
+    worker = build(model, schedule="linear", total_steps=4)
+    worker.set_learning_rate(0.5, constant=True)
+    found = [update(worker)["actor/learning_rate"] for _ in range(2)]
+    worker.load_model(str(model))
+    return found + [update(worker)["actor/learning_rate"] for _ in range(2)]
+
+
+def test_a_schedule_begins_where_a_model_is_loaded(ranks2: LocalRanks, model: Path) -> None:
+    for found in ranks2.run(train_at_a_constant_rate, model):
+        assert found == pytest.approx([0.5, 0.5, 1e-2, 0.75e-2])

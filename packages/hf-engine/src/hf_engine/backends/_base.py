@@ -221,7 +221,7 @@ class TrainBackend(Protocol):
         ...
 
     def set_learning_rate(self, learning_rate: float, *, constant: bool = False) -> None:
-        """Uses another rate from the next step on, after the warm-up; if `constant`, unscheduled until a model is loaded."""
+        """Uses another rate from the next step on; a `constant` one has no schedule until a model is loaded."""
         ...
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
