@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hf_algorithms.advantages import GAE
+from hf_algorithms.advantages import GAE, FilterMetric
 from hf_algorithms.workers import AdvantageWorker
 from hf_controller import InProcessExecutor, ResourcePool, WorkerSpec
 from hf_protocols import BatchError, ParallelSpec, Topology
@@ -138,8 +138,8 @@ class Given:
         (torch.zeros(3), r"advantages has the shape \(3,\)"),
         (torch.zeros(2, 3, dtype=torch.bool), "advantages has dtype torch.bool. Return real numbers"),
         (torch.zeros(2, 3, dtype=torch.complex64), "advantages has dtype torch.complex64"),
-        (torch.tensor([1.0, float("inf")]), "advantages of row 1 is not finite"),
-        (torch.tensor([[1.0, 0.0, float("nan")]] * 2), "advantages of row 0 is not finite"),
+        (torch.tensor([1.0, float("inf")]), "advantages of row 1 is infinite or not a number"),
+        (torch.tensor([[1.0, 0.0, float("nan")]] * 2), "advantages of row 0 is infinite or not a number"),
     ],
 )
 def test_an_estimator_that_goes_wrong_is_named(found: Any, message: str) -> None:
@@ -156,3 +156,35 @@ def test_values_of_untrained_tokens_may_be_anything() -> None:
 def test_a_class_is_not_an_estimator() -> None:
     with pytest.raises(BatchError, match=r"estimator Given: it is a class\. Pass an instance, Given\(\.\.\.\)"):
         run_worker("compute_advantages", batch_with_observations(), Given)
+
+
+def test_returns_are_measured_with_those_after_a_response() -> None:
+    nan = float("nan")
+    batch = TensorDict(
+        {
+            "response_mask": jagged([1, 0, 1], [1], dtype=torch.int64),
+            "returns": jagged([2.0, nan, 4.0], [9.0]),
+            "next_returns": torch.tensor([nan, 5.0]),
+        },
+        batch_size=[2],
+    )
+    with_after, without = (
+        run_worker("measure_returns", batch),
+        run_worker("measure_returns", batch.exclude("next_returns")),
+    )
+    for found, returns in ((with_after, [2.0, 4.0, 9.0, 5.0]), (without, [2.0, 4.0, 9.0])):
+        squares = len(returns) * np.var(returns)
+        assert found == pytest.approx({"count": len(returns), "mean": np.mean(returns), "squares": squares})
+
+
+def test_groups_are_selected_by_the_named_metric() -> None:
+    batch = TensorDict(
+        {
+            "response_mask": jagged([1, 0], [1, 1], [1], [1], dtype=torch.int64),
+            "scores": torch.tensor([1.0, 1.0, 0.0, 1.0]),
+            "group_id": torch.tensor([5, 5, 7, 7]),
+        },
+        batch_size=[4],
+    )
+    assert run_worker("select_groups", batch) == [7]
+    assert run_worker("select_groups", batch, FilterMetric("response_tokens")) == [5]

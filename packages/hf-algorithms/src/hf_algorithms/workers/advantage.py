@@ -216,8 +216,12 @@ def _estimate(estimator: Estimator, columns: Mapping[str, torch.Tensor]) -> dict
         if value.is_complex() or value.dtype == torch.bool:
             raise BatchError(f"{label}: {name} has dtype {value.dtype}. Return real numbers")
         trained = value if value.dim() == 1 else value.masked_fill(~mask, 0)
-        if not bool(trained.isfinite().all()):
-            row = int((~trained.isfinite()).nonzero()[0, 0])
-            raise BatchError(f"{label}: {name} of row {row} is not finite. Look at the columns that it reads there")
+        # NaN is the value of a row that has none.
+        wrong = trained.isinf() if value.dim() == 1 else ~trained.isfinite()
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0, 0])
+            raise BatchError(
+                f"{label}: {name} of row {row} is infinite or not a number. Look at the columns that it reads there"
+            )
         checked[name] = trained
     return checked
