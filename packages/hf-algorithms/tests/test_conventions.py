@@ -192,6 +192,20 @@ def openrlhf_gae(batch: dict[str, Any]) -> np.ndarray:
     return white(np.where(mask, earned - batch["values"].numpy(), 0.0), mask, 0)
 
 
+def nemo_gae(batch: dict[str, Any]) -> np.ndarray:
+    """Lambda 0.95, gamma 1, no KL in the rewards; the next trained token is the next step."""
+    mask = batch["response_mask"].numpy()
+    found = np.zeros(mask.shape)
+    for row, trained in enumerate(mask):
+        values, places = batch["values"].numpy()[row][trained], np.flatnonzero(trained)
+        following, total = 0.0, 0.0
+        for at in reversed(range(len(places))):
+            reward = batch["scores"].numpy()[row] if at == len(places) - 1 else 0.0
+            total = reward + following - values[at] + 0.95 * total
+            following, found[row, places[at]] = values[at], total
+    return white(found, mask, 1)
+
+
 def nemo_reinforce_baseline(batch: dict[str, Any]) -> np.ndarray:
     mask = batch["response_mask"].numpy()
     return white(np.where(mask, centred(batch)[:, None] - penalty(batch), 0.0), mask, 1)
@@ -202,6 +216,7 @@ REFERENCES = {
     ("nemo", "dapo"): nemo_grpo,
     ("nemo", "gspo"): nemo_grpo,
     ("nemo", "cispo"): nemo_grpo,
+    ("nemo", "ppo"): nemo_gae,
     ("nemo", "reinforce_pp_baseline"): nemo_reinforce_baseline,
     ("openrlhf", "ppo"): openrlhf_gae,
     ("openrlhf", "grpo"): openrlhf_group_norm,

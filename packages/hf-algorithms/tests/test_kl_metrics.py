@@ -60,3 +60,17 @@ def test_divergence_is_that_of_the_policy_before_the_update(
 def test_without_a_penalty_nothing_is_measured(old_logprobs: str) -> None:
     found = train("ppo", kl_coefficient=0.1, kl_place="none", old_logprobs=old_logprobs)
     assert not [name for name in found if name.startswith("kl")]
+
+
+def test_online_dpo_measures_the_divergence_before_each_update() -> None:
+    workers: dict[str, Any] = {
+        "actor": (TablePolicy, {"table": [np.log(POLICY).tolist()], "learning_rate": 0.1}),
+        "reference": (FrozenPolicy, {"table": [np.log(REFERENCE).tolist()]}),
+        "reward": (TableReward, {"table": [[1.0, 0.0, 0.0, 0.5]]}),
+    }
+    run = TableRun(
+        recipe=RECIPES["online_dpo"], algorithm={}, workers=workers, iterations=1, prompts=(0,) * 400, samples=2
+    )
+    found = run.train().metrics[0]
+    # Pairs are drawn: 800 samples, not all of the table.
+    assert found["kl/k1"] == pytest.approx(WANTED["k1"], abs=0.1)

@@ -294,3 +294,18 @@ def test_a_role_that_only_measures_is_placed() -> None:
     flow = derive_dataflow(own, usual.config(), SamplingParams(max_new_tokens=4, n=2), num_prompts=2)
     assert [call.method for call in flow.calls if call.role == "stats"] == ["compute_metrics"]
     assert "compute_metrics" not in [call.method for call in flow.calls if call.role == "advantage"]
+
+
+def test_a_recipe_stands_next_to_the_configuration(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = module.parent / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    body = {**DATA, "algorithm": {"recipe": f"{module.name}:MINE"}}
+    assert parse_config(body, search_path=[str(module.parent)]).recipe.name == "mine"
+
+
+def test_a_role_that_is_not_trained_has_no_learning_rate() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^roles\.reference\.learning_rate: the role reference of ppo is not trained"
+    ):
+        parse_config({**DATA, "roles": {"reference": {"learning_rate": 0.1}}})

@@ -402,7 +402,8 @@ def test_a_warm_start_needs_a_model_that_generates(build: Callable[..., Config])
 
     config = build(warm_start={"max_steps": 5})
     actor = Role(name="actor", worker=Generator)
-    config._own_recipe = dataclasses.replace(config.recipe, roles=(actor, *config.recipe.roles[1:]))
+    others = [dataclasses.replace(role, starts_from=None) for role in config.recipe.roles[1:]]
+    config._own_recipe = dataclasses.replace(config.recipe, roles=(actor, *others))
     with pytest.raises(
         ConfigError, match=r"^warm_start\.max_steps = 5: the role actor of ppo generates and holds no model"
     ):
@@ -416,7 +417,7 @@ def test_the_keys_of_training_and_rollout_reach_the_workers(build: Callable[...,
         warm_start={"max_steps": 0},
         algorithm={"mini_batches": 2, "epochs": 3},
         optimizer={"actor_learning_rate": 0.5},
-        roles={"critic": {"dtype": "bfloat16"}, "reference": {"learning_rate": 0.25}},
+        roles={"critic": {"dtype": "bfloat16", "learning_rate": 0.25}},
         rollout={"stop": ["="], "min_new_tokens": 2, "bucket_bytes": 4096},
         training={
             "learning_rate_schedule": "cosine",
@@ -428,13 +429,13 @@ def test_the_keys_of_training_and_rollout_reach_the_workers(build: Callable[...,
     inputs = load_inputs(config, tmp_path / "model")
     executor = TracingExecutor()
     groups = build_roles(executor, config, plan_of(2), inputs, ()).groups
-    actor, critic, reference = (groups[role].spec for role in ("actor", "critic", "reference"))
+    actor, critic = (groups[role].spec for role in ("actor", "critic"))
     training = actor.kwargs["training"]
     assert (training.schedule, training.total_steps) == ("cosine", 42)
     assert training.activation_checkpointing and training.compile and actor.balance_tokens
     assert actor.kwargs["bucket_bytes"] == 4096
     assert [each.kwargs["training"].dtype for each in (actor, critic)] == ["float32", "bfloat16"]
-    assert [each.kwargs["training"].learning_rate for each in (actor, reference)] == [0.5, 0.25]
+    assert [each.kwargs["training"].learning_rate for each in (actor, critic)] == [0.5, 0.25]
     assert not groups["reward"].spec.balance_tokens
     sampling = build_sampling(config, end_token_id=1, step=0)
     assert (sampling.stop_strings, sampling.min_new_tokens) == (("=",), 2)

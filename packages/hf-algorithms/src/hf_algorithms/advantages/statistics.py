@@ -16,11 +16,13 @@ def compute_score_metrics(columns: Mapping[str, torch.Tensor]) -> dict[str, tupl
     """Returns metrics of one batch as `{name: (sum, count)}`.
 
     `reward/mean` and `reward/std` (dividing by N - 1; 0 for one row) are over scored rows of the whole batch; left out
-    where there is none. `reward/unscorable` is the number of rows without a score. `group/zero_variance` is the share
-    of groups whose scores are all equal, among groups with at least two scored rows; left out where there is none.
+    where there is none. `reward/unscorable` is the number of rows without a score, `reward/unscorable_baseline` of
+    those whose greedy baseline has none. `group/zero_variance` is the share of groups whose scores are all equal, among
+    groups with at least two scored rows; left out where there is none.
 
     Args:
-        columns: `scores` [B], NaN where the reward could not score; `group_id` int64 [B], which may be absent.
+        columns: `scores` [B], NaN where the reward could not score; `group_id` int64 [B] and `baseline_scores` [B],
+            which may be absent.
     """
     scores = columns["scores"].double()
     scored = scores[~scores.isnan()]
@@ -28,6 +30,8 @@ def compute_score_metrics(columns: Mapping[str, torch.Tensor]) -> dict[str, tupl
     if len(scored):
         metrics["reward/mean"] = (float(scored.sum()), float(len(scored)))
         metrics["reward/std"] = (float(scored.std()) if len(scored) > 1 else 0.0, 1.0)
+    if "baseline_scores" in columns:
+        metrics["reward/unscorable_baseline"] = (float(columns["baseline_scores"].isnan().sum()), 1.0)
     if "group_id" in columns:
         groups = [scores[rows] for rows in split_groups(columns["group_id"])]
         compared = [group for group in groups if (~group.isnan()).sum() > 1]

@@ -168,7 +168,14 @@ def _ask_for_contradictions(algorithm: AlgorithmConfig) -> list[str]:
 
 def _find_overrides_without_model(config: Config) -> Iterator[str]:
     for name, overrides in config.roles.items():
-        if not config.recipe.role(name).has_model:
+        role = config.recipe.role(name)
+        if (
+            role.has_model
+            and overrides.learning_rate is not None
+            and not getattr(role.load_worker(), "trainable", True)
+        ):
+            yield f"roles.{name}.learning_rate: the role {name} of {config.recipe.name} is not trained. Remove the key"
+        if not role.has_model:
             yield from (
                 f"roles.{name}.{key}: the role {name} of {config.recipe.name} holds no model. Remove the key"
                 for key in overrides.model_fields_set

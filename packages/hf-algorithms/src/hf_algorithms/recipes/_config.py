@@ -59,7 +59,7 @@ class AlgorithmConfig(BaseModel):
     """Keys of other sections that must have a value, such as `roles.teacher.path`."""
 
     name: str
-    """A recipe of `RECIPES`, or the name of your own."""
+    """The algorithm, one of those that `hybridflow algorithms` lists; with `recipe`, the name of your own."""
     recipe: str | None = None
     """Your own recipe, as `module:RECIPE` or `file.py:RECIPE`."""
     conventions: Literal["ours", "trl", "verl", "openrlhf", "nemo"] = "ours"

@@ -22,7 +22,8 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
 
     Args:
         reference: `module:RECIPE`, or `file.py:RECIPE`.
-        search_path: folders in which modules are looked for last, so that they hide no installed module.
+        search_path: folders in which modules are looked for last, so that they hide no installed module, and files
+            after the folder where the command runs.
 
     Raises:
         ConfigError: for another form, a module that is absent or raises, and an object that is not a `Recipe`.
@@ -33,7 +34,9 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
         raise ConfigError(f"{label}: it does not name a recipe. Write module:RECIPE or file.py:RECIPE")
     folders = [str(Path(folder).resolve()) for folder in search_path]
     if place.endswith(".py"):
-        file = Path(place).expanduser().resolve()
+        given = Path(place).expanduser()
+        candidates = [given.resolve(), *(Path(folder, given).resolve() for folder in folders)]
+        file = next((each for each in candidates if each.is_file()), candidates[0])
         if not file.is_file():
             raise ConfigError(f"{label}: there is no file {file}. Give the path of a Python file")
         folders, place = [str(file.parent)], file.stem

@@ -97,6 +97,11 @@ class StepContext:
     count_prompts_left: Callable[[], int]
     pretrain_rows: Callable[[int], BatchFuture]
 
+    @property
+    def seed(self) -> int:
+        """For draws of this iteration on the controller: other in another run, and in another iteration."""
+        return self.sampling.seed * 1_000_003 + self.sampling.step
+
     def read(self, future: ObjectFuture, *, while_tracing: Any) -> Any:
         """Returns the object of a future; `while_tracing` while a dataflow is derived, where there are no values."""
         return while_tracing if self.iteration == 0 else future.result()

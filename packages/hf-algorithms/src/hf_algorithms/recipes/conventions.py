@@ -191,6 +191,20 @@ _NEMO_STD: Switches = {
     "baseline": "leave_one_out",
 }
 _NEMO_TABLE: Mapping[str, Switches] = {
+    # Discount and lambda are those of its example, for it has no defaults.
+    "ppo": {
+        **_NEMO,
+        **_CLIP,
+        "dual_clip": None,
+        "gamma": 1.0,
+        "gae_lambda": 0.95,
+        "value_clip": None,
+        "bootstrap": "zero",
+        "reward_position": "last",
+        "whiten": True,
+        "std_ddof": 1,
+        "std_eps": 1e-8,
+    },
     "grpo": {**_NEMO, **_NEMO_STD, **_CLIP, "dual_clip": None},
     "dapo": {**_NEMO, **_NEMO_STD, "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
     "gspo": {**_NEMO, **_NEMO_STD, "aggregation": "seq-mean-token-mean"},

@@ -131,6 +131,8 @@ class AdvantageWorker(Worker):
             "old_logprobs?",
             "ref_logprobs?",
             "rollout_logprobs?",
+            "teacher_logprobs?",
+            "baseline_scores?",
         ),
     )
     def compute_metrics(
@@ -148,6 +150,8 @@ class AdvantageWorker(Worker):
         are those of the policy before the update; without `old_logprobs` here the update itself reports them.
         ``response/tokens`` counts trained tokens.
 
+        `distillation/kl` is the mean over trained tokens of the policy's log-prob less the teacher's.
+
         ``rollout/logprob_gap`` is the mean over trained tokens of |sampler's log-prob - trainer's|, ``..._max`` the
         largest, ``..._share`` the share of tokens above `GAP_BOUND`. They are left out where the sampler's log-probs
         were taken as old ones: then there is nothing to compare before the update. Means over tokens are left out where
@@ -159,13 +163,14 @@ class AdvantageWorker(Worker):
 
         rows = float(len(batch))
         mask = pad_rows(batch["response_mask"]).bool()
-        names = ("old_logprobs", "ref_logprobs", "rollout_logprobs")
-        old, reference, sampled = (pad_rows(batch[name])[mask] if name in batch else None for name in names)
+        names = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "teacher_logprobs")
+        old, reference, sampled, teacher = (pad_rows(batch[name])[mask] if name in batch else None for name in names)
         tokens = float(mask.sum())
         metrics: Metrics = {}
         if counts_responses:
             metrics["response/tokens"] = (tokens, rows)
-            metrics |= compute_score_metrics({name: batch[name] for name in ("scores", "group_id") if name in batch})
+            columns = ("scores", "group_id", "baseline_scores")
+            metrics |= compute_score_metrics({name: batch[name] for name in columns if name in batch})
             if "finish_reason" in batch:
                 metrics["response/truncated"] = (float((batch["finish_reason"] == TRUNCATED).sum()), rows)
         if old is not None and reference is not None:
@@ -173,6 +178,8 @@ class AdvantageWorker(Worker):
             metrics |= {f"kl_sequence/{name}": (sums[name], rows) for name in ("k1", "k3")}
             if tokens:
                 metrics |= {f"kl/{name}": (each, tokens) for name, each in sums.items()}
+        if tokens and old is not None and teacher is not None:
+            metrics["distillation/kl"] = (float((old - teacher).sum()), tokens)
         if compares_sampler and tokens and old is not None and sampled is not None:
             gaps = (sampled - old).abs()
             metrics["rollout/logprob_gap"] = (float(gaps.sum()), tokens)
