@@ -253,7 +253,7 @@ def test_a_declared_column_that_nobody_writes_is_named() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(BatchError, match=r"^critic\.update_critic: ValueLoss reads returns"):
         derive(lambda roles, prompts, *rest: [roles.critic.update_critic(respond(roles, prompts), ValueLoss(clip=0.2))])
-    with pytest.raises(ConfigError, match=r"no role 'judge'"):
+    with pytest.raises(ConfigError, match=r"roles.judge: the recipe has no role of that name"):
         derive(lambda roles, prompts, config, sampling: [roles.judge.compute(prompts)])
     with pytest.raises(ConfigError, match=r"critic\.compute_values does not say which columns it returns"):
         derive(

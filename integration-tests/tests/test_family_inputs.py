@@ -276,7 +276,7 @@ def test_a_group_of_one_is_refused(config: Path, hybridflow: Run, command: str, 
         (("algorithm.name=safe_rlhf",), "cost.function is missing: algorithm.name = 'safe_rlhf' needs it"),
         (("algorithm.name=distillation",), "roles.teacher.path is missing: algorithm.name = 'distillation' needs it"),
         (("roles.judge.path=somewhere",), "[roles.judge]: recipe 'ppo' has no role 'judge'"),
-        (("algorithm.recipe=family_recipe:ASK_A_JUDGE",), "no role 'judge'"),
+        (("algorithm.recipe=family_recipe:ASK_A_JUDGE",), "roles.judge: the recipe has no role of that name"),
         (("algorithm.recipe=family_recipe:READ_VALUES",), "advantage.compute_advantages: GAE reads values"),
         (
             ("algorithm.recipe=family_recipe:SKIP_ADVANTAGES",),

@@ -68,7 +68,7 @@ def test_steps_that_change_nothing_are_warned_of(
     with pytest.warns(UserWarning, match="rank 0 of actor: an optimizer step .* changed no bit of its weights"):
         outcome = hybridflow("train", small_config, "--set", f"run.output_dir={run.parent / 'stuck'}")
     assert outcome.exit_code == 0, outcome.errors
-    assert "warning: in iteration 2 the actor's last steps had left its weights as they were" in outcome.output
+    assert "warning: in iteration 2 the last steps of role actor had left its weights as they were" in outcome.output
     # The evaluation after an iteration generates too, and sees the steps first; the next iteration reports it.
     assert [row["actor/weights_unchanged"] for row in read_metrics(run.parent / "stuck")][1] == 1.0
 

@@ -63,7 +63,7 @@ def test_sigterm_ends_a_run_in_process_quietly(small_config: Path, hybridflow: C
     assert ended.exit_code == 143
     assert ended.errors == ""
     summary = json.loads((small_config.parent / "run" / "summary.json").read_text())
-    assert summary["stopped"] == "SystemExit: 143"
+    assert summary["stopped"] == "Terminated: 143"
     assert summary["iterations"] == len(read_metrics(small_config.parent / "run")) == 2
 
 

@@ -51,6 +51,7 @@ def step(roles, prompts, config, context):
 
 
 MINE = Recipe(name="mine", config=Config, roles=(ACTOR, REWARD), step=step)
+OTHER = Recipe(name="other", config=Config, roles=(ACTOR, REWARD), step=step)
 """
 
 
@@ -132,6 +133,7 @@ def test_a_recipe_of_ones_own_has_its_own_keys(module: Path, form: str) -> None:
         ({"recipe": "no_such_module_here:MINE"}, r"there is no module 'no_such_module_here' on Python's path"),
         ({"recipe": "{folder}/absent.py:MINE"}, r"there is no file .*absent\.py\. Give the path of a Python file"),
         ({"recipe": "{folder}/math.py:MINE"}, r"another module is named 'math'"),
+        ({"recipe": "{stem}:OTHER"}, r"it is named 'other', and its Config has the name 'mine'\. Write name: Literal"),
         ({"recipe": 3}, r"algorithm\.recipe = 3: must be a text"),
         ({"name": 3}, r"algorithm\.name = 3: there is no such algorithm"),
         ({"name": "pppo"}, r"algorithm\.name = 'pppo': there is no such algorithm\. did you mean 'ppo'\?"),
@@ -192,9 +194,7 @@ def test_overrides_are_read_from_a_file_and_by_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "other"}, r"OwnConfig has the name 'own'\. Write name: Literal\['other'\] = 'other' there"),
         ({"name": 3}, "its name is not a text"),
-        ({"config": PPOConfig}, "PPOConfig has the name 'ppo'"),
         ({"config": {}}, r"config is \{\}\. Give a subclass of AlgorithmConfig"),
         ({"config": OwnConfig()}, "Give a subclass of AlgorithmConfig"),
         ({"config": dict}, "Give a subclass of AlgorithmConfig"),

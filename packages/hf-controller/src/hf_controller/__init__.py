@@ -13,6 +13,7 @@ from hf_controller.failures import RemoteCallError
 from hf_controller.local_start import LocalCheck, check_local_start, list_local_checks
 from hf_controller.recovery import rebuild
 from hf_controller.resource_pool import ResourcePool, build_pools
+from hf_controller.signals import Terminated
 from hf_controller.trace import Span, SubSpan, Trace
 from hf_controller.worker import Worker, WorkerContext, WorkerSpec, as_pieces
 from hf_controller.worker_group import WorkerGroup
@@ -38,6 +39,7 @@ __all__ = [
     "ResourcePool",
     "Span",
     "SubSpan",
+    "Terminated",
     "Trace",
     "TracedCall",
     "TracedResult",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-__all__ = ["SignalGuard", "after_imports", "shielded"]
+__all__ = ["SignalGuard", "Terminated", "after_imports", "shielded"]
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -20,13 +20,17 @@ _SLICE_S = 0.05
 _LONGEST_IMPORT_S = 10.0
 
 
+class Terminated(SystemExit):
+    """SIGTERM came: the end of the whole program, whichever code it met."""
+
+
 class SignalGuard:
     """Makes Ctrl-C and SIGTERM exceptions of the main thread, so that ``with`` blocks and ``finally`` run.
 
-    SIGTERM becomes ``SystemExit(143)``. Ctrl-C keeps its handler, and is ignored where it was ignored. An exception
-    that gets lost, because a library swallows it or because it is raised where Python cannot raise (in a finalizer,
-    say), is raised again by the next :meth:`watching`. Outside the main thread, where Python allows no handlers, the
-    guard does nothing.
+    SIGTERM becomes ``Terminated(143)``, a SystemExit. Ctrl-C keeps its handler, and is ignored where it was ignored. An
+    exception that gets lost, because a library swallows it or because it is raised where Python cannot raise (in a
+    finalizer, say), is raised again by the next :meth:`watching`. Outside the main thread, where Python allows no
+    handlers, the guard does nothing.
 
     Args:
         with_interrupts: watch Ctrl-C as well as SIGTERM.
@@ -143,4 +147,4 @@ def shielded() -> Iterator[None]:
 
 
 def _exit(kind: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + kind)
+    raise Terminated(128 + kind)

@@ -55,6 +55,13 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
         near = find_similar(name, recipes) or recipes
         hint = f"did you mean {', '.join(near)}?" if near else "Define one with Recipe(...)"
         raise ConfigError(f"{label}: {name} {what} in {where}. {hint}")
+    usual = found.config.model_fields["name"].default
+    if usual != found.name:
+        has = f"has the name {show(usual)}" if isinstance(usual, str) else "has no name"
+        raise ConfigError(
+            f"{label}: it is named {show(found.name)}, and its {found.config.__name__} {has}. "
+            f"Write name: Literal[{found.name!r}] = {found.name!r} there"
+        )
     return found
 
 

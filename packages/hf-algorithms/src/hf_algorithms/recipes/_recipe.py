@@ -121,8 +121,8 @@ class Recipe:
         step: the program of one iteration.
 
     Raises:
-        ConfigError: for a field of another type, a name that is not that of `config`, two roles of one name, roles
-            that start from one another, or a step that does not take four arguments.
+        ConfigError: for a field of another type, two roles of one name, roles that start from one another, or a step
+            that does not take four arguments.
     """
 
     name: str
@@ -164,10 +164,6 @@ class Recipe:
             raise ConfigError(f"{label}: its name is not a text. Give it one")
         if not isinstance(config, type) or not issubclass(config, AlgorithmConfig):
             raise ConfigError(f"{label}: config is {show(config)}. Give a subclass of AlgorithmConfig")
-        usual = config.model_fields["name"].default
-        if usual != name:
-            found = f"has the name {show(usual)}" if isinstance(usual, str) else "has no name"
-            raise ConfigError(f"{label}: {config.__name__} {found}. Write name: Literal[{name!r}] = {name!r} there")
         if not isinstance(roles, tuple | list) or not all(isinstance(role, Role) for role in roles):
             raise ConfigError(f"{label}: roles is {show(roles)}. Give a tuple of Role(...)")
         try:
@@ -201,12 +197,14 @@ class Recipe:
             ConfigError: for the same while a dataflow is derived: nothing has started then.
             HybridFlowError: what calls to the roles raise.
         """
+        from hf_controller import Terminated
+
         fails = StepError if context.iteration else ConfigError
         label = f"step of recipe {show(self.name)}"
         try:
             found: Any = self.step(roles, prompts, config, context)
             metrics = list(found) if isinstance(found, Iterable) and not isinstance(found, str | Mapping) else [found]
-        except HybridFlowError:
+        except (HybridFlowError, Terminated):
             raise
         except (Exception, SystemExit) as error:
             raise fails(f"{label} raised {describe_raised(error)}") from error

@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 from hf_algorithms.users_code import describe_raised
+from hf_controller import Terminated
 from hf_protocols.arguments import show
 from hf_protocols.errors import RewardError
 
@@ -47,6 +48,8 @@ def compute_scores(
     name = _name(function, kind)
     try:
         scores = _as_list(function(list(prompts), list(responses), list(answers)))
+    except Terminated:
+        raise
     except (Exception, SystemExit) as error:  # whatever a user's function may raise is the user's to see
         raise RewardError(f"{name} raised {describe_raised(error)}") from error
     if scores is None or len(scores) != len(responses):
