@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from learning_curves import draw_curves
-from learning_tasks import COST_LIMIT, build_addition, build_constrained_text
+from learning_tasks import COST_LIMIT, build_addition, build_constrained_text, write_small_addition
 from measurement import record, write_table
 
 from hf_algorithms.config import format_toml, parse_config
-from hf_algorithms.data import write_addition_data
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache" / "learning"
@@ -64,7 +63,8 @@ class Experiment:
 
 
 def _addition(name: str, algorithm: str | None = None, **changes: Mapping[str, Any]) -> Experiment:
-    return Experiment(name=name, algorithm={"name": algorithm or name}, iterations=300, changes=changes)
+    body = {"name": algorithm or name, "kl_coefficient": 0.0}
+    return Experiment(name=name, algorithm=body, iterations=200, changes=changes)
 
 
 EXPERIMENTS = (
@@ -85,7 +85,7 @@ def main() -> int:
     chosen = [each for each in EXPERIMENTS if not options.only or each.name in options.only]
     CACHE.mkdir(parents=True, exist_ok=True)
     if not (CACHE / "data").exists():
-        write_addition_data(CACHE / "data", seed=0)
+        write_small_addition(CACHE / "data")
     started_s = time.monotonic()
     results: dict[str, list[dict[str, Any]]] = {}
     is_complete = True

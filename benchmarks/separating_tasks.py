@@ -1,0 +1,132 @@
+"""Tasks on which two algorithms differ as their theory says: data, rewards and configurations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from hf_algorithms.data import Row, write_rows
+
+SMALL_MODEL: Mapping[str, Any] = {
+    "tokenizer": "characters",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_layers": 1,
+    "num_heads": 2,
+    "max_positions": 20,
+}
+"""Of fifteen thousand parameters."""
+REVERSING_MODEL: Mapping[str, Any] = {
+    **SMALL_MODEL, "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4
+}  # fmt: skip
+
+EASY, HARD, SURE = 0.5, 0.02, 0.98
+"""Probability of the right answer after the warm start, by kind of prompt."""
+
+_DIGITS = "0123456789"
+_LONGEST = 12
+
+
+def is_right_digit(prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Rewards a response that is the digit belonging to the prompt."""
+    return [float(response == _right_digit(prompt)) for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def has_right_parity(prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Rewards a response whose first character says if the prompt's digit is even; its length does not matter."""
+    return [float(response[:1] == "eo"[int(prompt[0]) % 2]) for prompt, response in zip(prompts, responses, strict=True)]
+
+
+def share_of_reversed(prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Rewards every character that stands where the reversed prompt has it, 0 to 1."""
+    found = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        wanted = prompt[-2::-1]
+        equal = sum(a == b for a, b in zip(wanted, response, strict=False))
+        found.append(equal / max(len(wanted), len(response)))
+    return found
+
+
+def write_task_data(directory: Path) -> None:
+    """Writes the rows of every task; their answers are what the warm start learns, right or wrong."""
+    random_ = random.Random(0)
+    kinds = {"mixture": (EASY, HARD), "extremes": (HARD, SURE, HARD, SURE, EASY)}
+    for name, shares in kinds.items():
+        write_rows(directory / f"{name}.jsonl", islice(_digit_rows(random_, shares), 4000))
+        prompts = dict.fromkeys(row.prompt for row in _digit_rows_once(shares))
+        write_rows(directory / f"{name}-test.jsonl", [Row(prompt, _right_digit(prompt)) for prompt in prompts])
+    write_rows(directory / "parity.jsonl", islice(_parity_rows(random_), 4000))
+    write_rows(directory / "parity-test.jsonl", [Row(f"{digit}=", "eo"[digit % 2]) for digit in range(10)])
+    texts = ["".join(random_.choices("abcdef", k=4)) for _ in range(3000)]
+    rows = [Row(f"{text}=", text[::-1]) for text in texts]
+    write_rows(directory / "reverse-test.jsonl", rows[:200])
+    write_rows(directory / "reverse.jsonl", rows[200:])
+
+
+def _digit_rows_once(shares: Sequence[float]) -> Iterator[Row]:
+    return islice(_digit_rows(random.Random(0), shares), 10 * len(shares))
+
+
+def _digit_rows(random_: random.Random, shares: Sequence[float]) -> Iterator[Row]:
+    """Endless rows; row i is of kind i modulo the number of kinds, and its answer is right in that kind's share."""
+    letters = "abcde"
+    for number, (kind, share) in enumerate(cycle(enumerate(shares))):
+        prompt = f"{letters[kind]}{number // len(shares) % 10}="
+        right = _right_digit(prompt)
+        wrong = random_.choice(_DIGITS.replace(right, ""))
+        yield Row(prompt, right if random_.random() < share else wrong)
+
+
+def _right_digit(prompt: str) -> str:
+    return _DIGITS[(7 * int(prompt[1]) + 3 * ord(prompt[0])) % 10]
+
+
+def _parity_rows(random_: random.Random) -> Iterator[Row]:
+    """Endless rows: any parity, then dots, whose number is geometric with mean 2."""
+    while True:
+        dots = 0
+        while dots < _LONGEST - 2 and random_.random() < 2 / 3:
+            dots += 1
+        digit, answer = random_.randrange(10), random_.choice("eo")
+        yield Row(f"{digit}=", answer if answer == "eo"[digit % 2] else answer + "." * dots)
+
+
+def build_task(
+    data: Path, algorithm: Mapping[str, Any], *, task: str, seed: int, iterations: int
+) -> dict[str, Any]:
+    """Returns the configuration of a task by one rank in the program.
+
+    Args:
+        data: folder of `write_task_data`.
+        algorithm: the `[algorithm]` section.
+        task: `mixture`, `extremes`, `parity` or `reverse`.
+        seed: of the run.
+        iterations: of the algorithm.
+    """
+    reward = f"{__name__}:" + {
+        "mixture": "is_right_digit", "extremes": "is_right_digit", "parity": "has_right_parity",
+        "reverse": "share_of_reversed",
+    }[task]  # fmt: skip
+    rates = {"mixture": 1e-3, "extremes": 1e-3, "parity": 1e-3, "reverse": 1e-3}
+    sizes = {"mixture": 20, "extremes": 20, "parity": 16, "reverse": 16}
+    steps = {"mixture": 300, "extremes": 300, "parity": 150, "reverse": 150}
+    samples = 1 if algorithm["name"] in ("ppo", "reinforce_pp") else 8
+    return {
+        "run": {"seed": seed, "iterations": iterations, "executor": "in_process", "eval_every": 5},
+        "data": {"train": str(data / f"{task}.jsonl"), "validation": str(data / f"{task}-test.jsonl")},
+        "model": dict(REVERSING_MODEL if task == "reverse" else SMALL_MODEL),
+        "algorithm": dict(algorithm),
+        "warm_start": {"max_steps": steps[task], "learning_rate": 3e-3, "batch_size": 128, "eval_every": steps[task]},
+        "optimizer": {"actor_learning_rate": rates[task], "critic_learning_rate": 3e-3},
+        "rollout": {
+            "batch_size": sizes[task] * 8 // samples,
+            "samples_per_prompt": samples,
+            "max_new_tokens": {"parity": _LONGEST, "reverse": 6}.get(task, 3),
+        },
+        "reward": {"function": reward, "metric": reward},
+        "training": {"shard": "root"},
+        "cluster": {"gpus_per_machine": 1},
+    }
