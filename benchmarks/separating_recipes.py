@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hf_algorithms import Recipe
 from hf_algorithms.jagged import pad_rows
-from hf_algorithms.recipes import RECIPES, Role, StepContext
+from hf_algorithms.recipes import RECIPES, StepContext
 from hf_algorithms.recipes.grpo import GRPOConfig
 from hf_algorithms.workers import AdvantageWorker
 from hf_protocols import RANK_ZERO, register
@@ -51,7 +51,8 @@ def _measure(name: str) -> Recipe:
     shipped = RECIPES[name]
     worker = f"{__name__}:{MeasuringWorker.__name__}"
     return replace(
-        shipped, roles=tuple(replace(role, worker=worker) if role.name == "advantage" else role for role in shipped.roles)
+        shipped,
+        roles=tuple(replace(role, worker=worker) if role.name == "advantage" else role for role in shipped.roles),
     )
 
 
@@ -77,9 +78,7 @@ def step_stale(roles: Roles, prompts: BatchFuture, config: StaleConfig, context:
     if 0 < context.iteration <= config.sample_age:
         return [fresh]
     oldest = waiting.pop(0)
-    _, *updates = train_by_scores(
-        roles, oldest, config, context, build_group_advantage(config), build_clip(config)
-    )
+    _, *updates = train_by_scores(roles, oldest, config, context, build_group_advantage(config), build_clip(config))
     return [fresh, *updates]
 
 

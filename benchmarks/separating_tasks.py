@@ -37,7 +37,9 @@ def is_right_digit(prompts: Sequence[str], responses: Sequence[str], answers: Se
 
 def has_right_parity(prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> list[float]:
     """Rewards a response whose first character says if the prompt's digit is even; its length does not matter."""
-    return [float(response[:1] == "eo"[int(prompt[0]) % 2]) for prompt, response in zip(prompts, responses, strict=True)]
+    return [
+        float(response[:1] == "eo"[int(prompt[0]) % 2]) for prompt, response in zip(prompts, responses, strict=True)
+    ]
 
 
 def share_of_reversed(prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> list[float]:
@@ -94,9 +96,7 @@ def _parity_rows(random_: random.Random) -> Iterator[Row]:
         yield Row(f"{digit}=", answer if answer == "eo"[digit % 2] else answer + "." * dots)
 
 
-def build_task(
-    data: Path, algorithm: Mapping[str, Any], *, task: str, seed: int, iterations: int
-) -> dict[str, Any]:
+def build_task(data: Path, algorithm: Mapping[str, Any], *, task: str, seed: int, iterations: int) -> dict[str, Any]:
     """Returns the configuration of a task by one rank in the program.
 
     Args:

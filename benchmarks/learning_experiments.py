@@ -1,0 +1,222 @@
+"""Experiments of the learning benchmark, and the marks that their runs must reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from learning_tasks import COST_LIMIT, build_addition, build_constrained_text
+from separating_tasks import build_task
+
+__all__ = ["ACCURACY", "EXPERIMENTS", "SEPARATIONS", "Experiment", "Separation", "end_of", "growth_of", "start_of"]
+
+ACCURACY = "eval/validation/exact_match"
+WANTED_GAIN = 0.2
+WANTED_DISTANCE = 0.05
+LARGEST_CONTROL_GAIN = 0.05
+
+Result = Mapping[str, Any]
+"""`before`, `after`, `wall_s`, and `curves`: pairs of iteration and value by metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """An algorithm on a task.
+
+    Attributes:
+        name: of the runs.
+        algorithm: the `[algorithm]` section.
+        task: `addition`, `constrained`, or a task of `separating_tasks`.
+        iterations: of the algorithm.
+        curves: metrics that are kept.
+        changes: keys that differ from the task's, by section.
+    """
+
+    name: str
+    algorithm: Mapping[str, Any]
+    task: str = "addition"
+    iterations: int
+    curves: tuple[str, ...] = (ACCURACY, "reward/mean")
+    changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def configure(self, data: Path, seed: int, iterations: int | None = None) -> dict[str, Any]:
+        """Returns the configuration without `run.output_dir`, as a TOML file would hold it.
+
+        Args:
+            data: folder of the rows.
+            seed: of the run.
+            iterations: in place of the experiment's.
+        """
+        keys = {"seed": seed, "iterations": iterations or self.iterations}
+        if self.task == "addition":
+            body = build_addition(data, self.algorithm, **keys)
+        elif self.task == "constrained":
+            body = build_constrained_text(data, self.algorithm, **keys)
+        else:
+            body = build_task(data, self.algorithm, task=self.task, **keys)
+        for section, changed in self.changes.items():
+            body[section] = {**body.get(section, {}), **changed}
+        return body
+
+    @property
+    def measure(self) -> str:
+        """The name of the number by which the experiment is judged."""
+        return "mean cost" if self.task == "constrained" else "exact match"
+
+    def judge(self, result: Result) -> tuple[float, bool]:
+        """Returns the number by which a run is judged, and True if it reaches its mark."""
+        if self.task == "constrained":
+            cost = end_of(result, "constraint/cost")
+            return cost, abs(cost - COST_LIMIT) <= WANTED_DISTANCE
+        gain = result["after"] - result["before"]
+        is_control = self.name.endswith("_shuffled")
+        return result["after"], gain <= LARGEST_CONTROL_GAIN if is_control else gain >= WANTED_GAIN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Separation:
+    """A task on which two algorithms, or two settings of one, must differ.
+
+    Attributes:
+        task: of `separating_tasks`.
+        title: of the page's table.
+        experiments: the first is expected to show an effect that the second does not.
+        metric: the curve that shows it.
+        rule: for the page.
+        measure: the number of a run by which both are compared.
+        passes: takes these numbers in the order of `experiments`.
+        pictured: algorithms whose page shows this task's curve.
+    """
+
+    task: str
+    title: str
+    experiments: tuple[Experiment, ...]
+    metric: str
+    rule: str
+    measure: Callable[[Result], float]
+    passes: Callable[..., bool]
+    pictured: tuple[str, ...] = ()
+
+    def judge(self, results: Sequence[Mapping[int, Result]]) -> dict[int, tuple[list[float], bool]]:
+        """Returns the numbers that are compared, and True if they pass, by seed that all experiments have.
+
+        Args:
+            results: of each experiment, by seed.
+        """
+        shared = sorted(set.intersection(*(set(found) for found in results)))
+        judged = {}
+        for seed in shared:
+            numbers = [self.measure(found[seed]) for found in results]
+            judged[seed] = numbers, self.passes(*numbers)
+        return judged
+
+
+def _values(result: Result, metric: str) -> list[float]:
+    return [value for _, value in result["curves"][metric]]
+
+
+def start_of(result: Result, metric: str) -> float:
+    """Returns the mean over the first five points of a curve."""
+    values = _values(result, metric)[:5]
+    return sum(values) / len(values)
+
+
+def end_of(result: Result, metric: str) -> float:
+    """Returns the mean over the last quarter of a curve."""
+    values = _values(result, metric)
+    last = values[-max(len(values) // 4, 1) :]
+    return sum(last) / len(last)
+
+
+def growth_of(result: Result, metric: str) -> float:
+    """Returns the end of a curve divided by its start."""
+    return end_of(result, metric) / start_of(result, metric)
+
+
+def _addition(name: str, algorithm: str | None = None, **changes: Mapping[str, Any]) -> Experiment:
+    body = {"name": algorithm or name, "kl_coefficient": 0.0}
+    return Experiment(name=name, algorithm=body, iterations=200, changes=changes)
+
+
+def _safe_rlhf(name: str, *curves: str, **keys: Any) -> Experiment:
+    return Experiment(
+        name=name,
+        algorithm={"name": "safe_rlhf", "cost_limit": COST_LIMIT, "lambda_learning_rate": 0.5, **keys},
+        task="constrained",
+        iterations=150,
+        curves=("constraint/cost", "constraint/lambda", "constraint/infeasible", "reward/mean", *curves),
+    )
+
+
+def _measured(name: str, recipe: str, task: str, iterations: int, curves: Sequence[str], **keys: Any) -> Experiment:
+    algorithm = {"name": recipe.lower(), "recipe": f"separating_recipes:{recipe}", "kl_coefficient": 0.0, **keys}
+    return Experiment(
+        name=f"{task}_{name}", algorithm=algorithm, task=task, iterations=iterations, curves=(*curves, "reward/mean")
+    )
+
+
+EXPERIMENTS = (
+    *(_addition(name) for name in ("ppo", "grpo", "rloo", "remax", "reinforce_pp", "dapo")),
+    _addition("grpo_shuffled", "grpo", reward={"function": "learning_tasks:shuffled_exact_match"}),
+    _safe_rlhf("safe_rlhf"),
+)
+"""Seven algorithms and the control, each with a mark of its own."""
+
+_DIGIT = "eval/validation/is_right_digit"
+_PTX = "actor/ptx_loss"
+_UNMEASURABLE = 1e-9
+
+SEPARATIONS = (
+    Separation(
+        task="parity",
+        title="length of wrong responses",
+        experiments=tuple(
+            _measured(name, name.upper(), "parity", 60, ("wrong/tokens", "right/tokens"))
+            for name in ("grpo", "dr_grpo")
+        ),
+        metric="wrong/tokens",
+        rule="their mean length grows by a factor of at least 2 under `grpo`, of at most 1.5 under `dr_grpo`",
+        measure=lambda result: growth_of(result, "wrong/tokens"),
+        passes=lambda grpo, dr_grpo: grpo >= 2 and dr_grpo <= 1.5,
+        pictured=("dr_grpo",),
+    ),
+    Separation(
+        task="mixture",
+        title="hard prompts among easy ones",
+        experiments=tuple(
+            _measured(name, name.upper(), "mixture", 120, ("hard/score", _DIGIT)) for name in ("maxrl", "dr_grpo")
+        ),
+        metric="hard/score",
+        rule="their mean score at the end is at least twice as high under `maxrl` as under `dr_grpo`",
+        measure=lambda result: end_of(result, "hard/score"),
+        passes=lambda maxrl, dr_grpo: maxrl >= 2 * dr_grpo,
+        pictured=("maxrl",),
+    ),
+    Separation(
+        task="extremes",
+        title="groups with equal scores",
+        experiments=(
+            _measured("dapo", "DAPO", "extremes", 100, (_DIGIT, "group/refills", "group/filtered")),
+            _measured("grpo", "GRPO", "extremes", 100, (_DIGIT,)),
+        ),
+        metric=_DIGIT,
+        rule="`dapo` gains at least 1.2 times as many prompts by as many updates as `grpo`",
+        measure=lambda result: end_of(result, _DIGIT) - result["before"],
+        passes=lambda dapo, grpo: dapo >= 1.2 * grpo,
+    ),
+    Separation(
+        task="constrained",
+        title="language-model loss next to Safe-RLHF",
+        experiments=(
+            _safe_rlhf("safe_rlhf_ptx", _PTX, ptx_coefficient=1.0),
+            # Rows of a coefficient this small move nothing, and are measured all the same.
+            _safe_rlhf("safe_rlhf_without_ptx", _PTX, ptx_coefficient=_UNMEASURABLE),
+        ),
+        metric=_PTX,
+        rule="the loss on training answers falls by at least 10 % with `ptx_coefficient = 1`, and not without",
+        measure=lambda result: growth_of(result, _PTX),
+        passes=lambda with_term, without: with_term <= 0.9 and without >= 1.0,
+    ),
+)
