@@ -15,9 +15,9 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -30,9 +30,12 @@ from learning_page import write_page
 from learning_tasks import write_small_addition
 from separating_tasks import write_task_data
 
-from hf_algorithms.config import format_toml, parse_config
+from hf_algorithms.config import Config, format_toml, parse_config
+from hf_algorithms.run import run_training
+from hf_algorithms.run_directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ROOT / "benchmarks"
 CACHE = ROOT / ".cache" / "learning"
 SEEDS = (0, 1, 2)
 BUDGET_MINUTES = 90.0
@@ -45,6 +48,7 @@ def main() -> int:
     options = _parse_options()
     chosen = [each for each in ALL if not options.only or each.name in options.only]
     _write_data()
+    _load_libraries()
     started_s = time.monotonic()
     results: dict[str, dict[int, dict[str, Any]]] = {each.name: {} for each in chosen}
     is_complete = True
@@ -103,6 +107,18 @@ def _write_data() -> None:
     write_task_data(CACHE / "task-data")
 
 
+def _load_libraries() -> None:
+    """Imports what runs need, ten seconds' worth, before the first is forked. One thread, as a fork ends threads."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    import hf_engine.backends.fsdp
+    import hf_engine.backends.transformers
+
+    assert LlamaForCausalLM and hf_engine.backends.fsdp and hf_engine.backends.transformers
+    torch.set_num_threads(1)
+
+
 def _configure(experiment: Experiment, seed: int, iterations: int | None = None) -> dict[str, Any]:
     is_shared = experiment.task in ("addition", "constrained")
     return experiment.configure(CACHE / ("data" if is_shared else "task-data"), seed, iterations)
@@ -121,7 +137,7 @@ def _find_sources(experiment: Experiment) -> list[Path]:
     found = [path for part in parts for path in sorted((package / part).glob("*.py"))]
     is_shared = experiment.task in ("addition", "constrained")
     names = ("learning_tasks",) if is_shared else ("separating_recipes", "separating_tasks")
-    return [*found, *(ROOT / "benchmarks" / f"{name}.py" for name in names)]
+    return [*found, *(BENCHMARKS / f"{name}.py" for name in names)]
 
 
 def _run_once(experiment: Experiment, seed: int, iterations: int | None, *, starts: bool) -> dict[str, Any] | None:
@@ -168,23 +184,30 @@ def _warm_model(experiment: Experiment) -> Path:
 
 
 def _train(body: dict[str, Any], folder: Path) -> Path:
-    """Runs `hybridflow train` in a process of its own; returns the run's directory."""
+    """Trains in a process of its own, forked after the imports; returns the run's directory."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    output = folder / "run"
-    benchmarks = str(ROOT / "benchmarks")
-    config = parse_config({**body, "run": {**body["run"], "output_dir": str(output)}}, search_path=[benchmarks])
+    output, log = folder / "run", folder / "log"
+    config = parse_config({**body, "run": {**body["run"], "output_dir": str(output)}}, search_path=[str(BENCHMARKS)])
     (folder / "config.toml").write_text(format_toml(config))
-    command = [str(Path(sys.executable).parent / "hybridflow"), "train", str(folder / "config.toml")]
-    environment = {**os.environ, "PYTHONPATH": benchmarks, "OMP_NUM_THREADS": "1"}
-    with (folder / "log").open("w") as log:
-        ended = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, check=False,
-            timeout=RUN_TIMEOUT_S,
-        )  # fmt: skip
-    if ended.returncode:
-        sys.exit(f"{' '.join(command)} ended with {ended.returncode}\n{(folder / 'log').read_text()[-4000:]}")
+    process = multiprocessing.get_context("fork").Process(target=_train_here, args=(config, log))
+    process.start()
+    process.join(RUN_TIMEOUT_S)
+    if process.exitcode is None:
+        process.terminate()
+        process.join()
+    if process.exitcode:
+        sys.exit(f"{folder.name}: the run ended with {process.exitcode}\n{log.read_text()[-4000:]}")
     return output
+
+
+def _train_here(config: Config, log: Path) -> None:
+    with log.open("w") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+        directory = RunDirectory(Path(config.run.output_dir))
+        directory.begin()
+        run_training(config, directory, search_path=[str(BENCHMARKS)])
 
 
 def _collect(rows: list[dict[str, Any]], metric: str) -> list[tuple[int, float]]:

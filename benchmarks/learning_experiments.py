@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from learning_tasks import COST_LIMIT, build_addition, build_constrained_text
 from separating_tasks import build_task
 
-__all__ = ["ACCURACY", "EXPERIMENTS", "SEPARATIONS", "Experiment", "Separation", "end_of", "growth_of", "start_of"]
+__all__ = [
+    "ACCURACY",
+    "EXPERIMENTS",
+    "SEPARATIONS",
+    "Experiment",
+    "Separation",
+    "end_of",
+    "growth_of",
+    "mean_of",
+    "start_of",
+]
 
 ACCURACY = "eval/validation/exact_match"
 WANTED_GAIN = 0.2
@@ -130,6 +140,12 @@ def end_of(result: Result, metric: str) -> float:
     return sum(last) / len(last)
 
 
+def mean_of(result: Result, metric: str) -> float:
+    """Returns the mean over a curve."""
+    values = _values(result, metric)
+    return sum(values) / len(values)
+
+
 def growth_of(result: Result, metric: str) -> float:
     """Returns the end of a curve divided by its start."""
     return end_of(result, metric) / start_of(result, metric)
@@ -150,8 +166,16 @@ def _safe_rlhf(name: str, *curves: str, **keys: Any) -> Experiment:
     )
 
 
+_NAMES = {"STALE": "stale_grpo"}
+
+
 def _measured(name: str, recipe: str, task: str, iterations: int, curves: Sequence[str], **keys: Any) -> Experiment:
-    algorithm = {"name": recipe.lower(), "recipe": f"separating_recipes:{recipe}", "kl_coefficient": 0.0, **keys}
+    algorithm = {
+        "name": _NAMES.get(recipe, recipe.lower()),
+        "recipe": f"separating_recipes:{recipe}",
+        "kl_coefficient": 0.0,
+        **keys,
+    }
     return Experiment(
         name=f"{task}_{name}", algorithm=algorithm, task=task, iterations=iterations, curves=(*curves, "reward/mean")
     )
@@ -205,6 +229,23 @@ SEPARATIONS = (
         rule="`dapo` gains at least 1.2 times as many prompts by as many updates as `grpo`",
         measure=lambda result: end_of(result, _DIGIT) - result["before"],
         passes=lambda dapo, grpo: dapo >= 1.2 * grpo,
+    ),
+    Separation(
+        task="stale",
+        title="samples four iterations old",
+        experiments=tuple(
+            replace(_measured("grpo", "STALE", "stale", 60, (_DIGIT,), **keys), name=f"stale_{name}")
+            for name, keys in {
+                "fresh": {"sample_age": 0},
+                "corrected": {"sample_age": 4, "correction": "tis"},
+                "uncorrected": {"sample_age": 4},
+            }.items()
+        ),
+        metric=_DIGIT,
+        rule="the share of solved prompts, averaged over the run, is at least 95 % of that of fresh samples with "
+        '`correction = "tis"`, and less without',
+        measure=lambda result: mean_of(result, _DIGIT),
+        passes=lambda fresh, corrected, uncorrected: corrected >= 0.95 * fresh > uncorrected,
     ),
     Separation(
         task="constrained",

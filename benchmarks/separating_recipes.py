@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hf_algorithms import Recipe
 from hf_algorithms.jagged import pad_rows
-from hf_algorithms.recipes import RECIPES, StepContext
+from hf_algorithms.recipes import RECIPES, StepContext, build_clip, generate_scored, train_by_scores
 from hf_algorithms.recipes.grpo import GRPOConfig
 from hf_algorithms.workers import AdvantageWorker
 from hf_protocols import RANK_ZERO, register
@@ -69,7 +69,7 @@ class StaleConfig(GRPOConfig):
 
 def step_stale(roles: Roles, prompts: BatchFuture, config: StaleConfig, context: StepContext) -> Sequence[Any]:
     """One iteration: draws a batch, and trains on the one that was drawn `sample_age` iterations ago."""
-    from hf_algorithms.recipes._steps import build_clip, build_group_advantage, generate_scored, train_by_scores
+    from hf_algorithms.advantages import GroupAdvantage
 
     batch = generate_scored(roles, prompts, context)
     fresh: MetricsFuture = roles.advantage.compute_metrics(batch)
@@ -77,8 +77,8 @@ def step_stale(roles: Roles, prompts: BatchFuture, config: StaleConfig, context:
     waiting.append(batch)
     if 0 < context.iteration <= config.sample_age:
         return [fresh]
-    oldest = waiting.pop(0)
-    _, *updates = train_by_scores(roles, oldest, config, context, build_group_advantage(config), build_clip(config))
+    estimator = GroupAdvantage(std_ddof=config.std_ddof, std_eps=config.std_eps)
+    _, *updates = train_by_scores(roles, waiting.pop(0), config, context, estimator, build_clip(config))
     return [fresh, *updates]
 
 

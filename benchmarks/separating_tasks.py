@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,6 @@ SMALL_MODEL: Mapping[str, Any] = {
     "max_positions": 20,
 }
 """Of fifteen thousand parameters."""
-REVERSING_MODEL: Mapping[str, Any] = {
-    **SMALL_MODEL, "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 4
-}  # fmt: skip
 
 EASY, HARD, SURE = 0.5, 0.02, 0.98
 """Probability of the right answer after the warm start, by kind of prompt."""
@@ -42,18 +40,8 @@ def has_right_parity(prompts: Sequence[str], responses: Sequence[str], answers: 
     ]
 
 
-def share_of_reversed(prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Rewards every character that stands where the reversed prompt has it, 0 to 1."""
-    found = []
-    for prompt, response in zip(prompts, responses, strict=True):
-        wanted = prompt[-2::-1]
-        equal = sum(a == b for a, b in zip(wanted, response, strict=False))
-        found.append(equal / max(len(wanted), len(response)))
-    return found
-
-
 def write_task_data(directory: Path) -> None:
-    """Writes the rows of every task; their answers are what the warm start learns, right or wrong."""
+    """Writes the rows of every task. The warm start learns their answers, of which a known share is right."""
     random_ = random.Random(0)
     kinds = {"mixture": (EASY, HARD), "extremes": (HARD, SURE, HARD, SURE, EASY)}
     for name, shares in kinds.items():
@@ -62,10 +50,6 @@ def write_task_data(directory: Path) -> None:
         write_rows(directory / f"{name}-test.jsonl", [Row(prompt, _right_digit(prompt)) for prompt in prompts])
     write_rows(directory / "parity.jsonl", islice(_parity_rows(random_), 4000))
     write_rows(directory / "parity-test.jsonl", [Row(f"{digit}=", "eo"[digit % 2]) for digit in range(10)])
-    texts = ["".join(random_.choices("abcdef", k=4)) for _ in range(3000)]
-    rows = [Row(f"{text}=", text[::-1]) for text in texts]
-    write_rows(directory / "reverse-test.jsonl", rows[:200])
-    write_rows(directory / "reverse.jsonl", rows[200:])
 
 
 def _digit_rows_once(shares: Sequence[float]) -> Iterator[Row]:
@@ -87,7 +71,7 @@ def _right_digit(prompt: str) -> str:
 
 
 def _parity_rows(random_: random.Random) -> Iterator[Row]:
-    """Endless rows: any parity, then dots, whose number is geometric with mean 2."""
+    """Endless rows: the right parity alone, or the wrong one and dots, whose number is geometric with mean 2."""
     while True:
         dots = 0
         while dots < _LONGEST - 2 and random_.random() < 2 / 3:
@@ -96,35 +80,58 @@ def _parity_rows(random_: random.Random) -> Iterator[Row]:
         yield Row(f"{digit}=", answer if answer == "eo"[digit % 2] else answer + "." * dots)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    reward: str
+    learning_rate: float
+    batch_size: int
+    max_new_tokens: int
+    warm_steps: int
+    rows: str
+
+
+_DIGIT_TASK = _Task(
+    reward="is_right_digit", learning_rate=2e-3, batch_size=20, max_new_tokens=3, warm_steps=300, rows="mixture"
+)
+_TASKS = {
+    "mixture": _DIGIT_TASK,
+    "stale": _DIGIT_TASK,
+    "extremes": replace(_DIGIT_TASK, batch_size=8, rows="extremes"),
+    "parity": _Task(
+        reward="has_right_parity",
+        learning_rate=1e-3,
+        batch_size=16,
+        max_new_tokens=_LONGEST,
+        warm_steps=150,
+        rows="parity",
+    ),
+}
+
+
 def build_task(data: Path, algorithm: Mapping[str, Any], *, task: str, seed: int, iterations: int) -> dict[str, Any]:
-    """Returns the configuration of a task by one rank in the program.
+    """Returns the configuration of a task by one rank in the program, with eight responses to a prompt.
 
     Args:
         data: folder of `write_task_data`.
         algorithm: the `[algorithm]` section.
-        task: `mixture`, `extremes`, `parity` or `reverse`.
+        task: `mixture`, `stale`, `extremes` or `parity`.
         seed: of the run.
         iterations: of the algorithm.
     """
-    reward = f"{__name__}:" + {
-        "mixture": "is_right_digit", "extremes": "is_right_digit", "parity": "has_right_parity",
-        "reverse": "share_of_reversed",
-    }[task]  # fmt: skip
-    rates = {"mixture": 1e-3, "extremes": 1e-3, "parity": 1e-3, "reverse": 1e-3}
-    sizes = {"mixture": 20, "extremes": 20, "parity": 16, "reverse": 16}
-    steps = {"mixture": 300, "extremes": 300, "parity": 150, "reverse": 150}
-    samples = 1 if algorithm["name"] in ("ppo", "reinforce_pp") else 8
+    chosen = _TASKS[task]
+    reward = f"{__name__}:{chosen.reward}"
+    steps = chosen.warm_steps
     return {
         "run": {"seed": seed, "iterations": iterations, "executor": "in_process", "eval_every": 5},
-        "data": {"train": str(data / f"{task}.jsonl"), "validation": str(data / f"{task}-test.jsonl")},
-        "model": dict(REVERSING_MODEL if task == "reverse" else SMALL_MODEL),
+        "data": {"train": str(data / f"{chosen.rows}.jsonl"), "validation": str(data / f"{chosen.rows}-test.jsonl")},
+        "model": dict(SMALL_MODEL),
         "algorithm": dict(algorithm),
-        "warm_start": {"max_steps": steps[task], "learning_rate": 3e-3, "batch_size": 128, "eval_every": steps[task]},
-        "optimizer": {"actor_learning_rate": rates[task], "critic_learning_rate": 3e-3},
+        "warm_start": {"max_steps": steps, "learning_rate": 3e-3, "batch_size": 128, "eval_every": steps},
+        "optimizer": {"actor_learning_rate": chosen.learning_rate, "critic_learning_rate": 3e-3},
         "rollout": {
-            "batch_size": sizes[task] * 8 // samples,
-            "samples_per_prompt": samples,
-            "max_new_tokens": {"parity": _LONGEST, "reverse": 6}.get(task, 3),
+            "batch_size": chosen.batch_size,
+            "samples_per_prompt": 8,
+            "max_new_tokens": chosen.max_new_tokens,
         },
         "reward": {"function": reward, "metric": reward},
         "training": {"shard": "root"},
