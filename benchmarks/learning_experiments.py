@@ -197,7 +197,7 @@ SEPARATIONS = (
         task="parity",
         title="length of wrong responses",
         experiments=tuple(
-            _measured(name, name.upper(), "parity", 60, ("wrong/tokens", "right/tokens"))
+            _measured(name, name.upper(), "parity", 40, ("wrong/tokens", "right/tokens"))
             for name in ("grpo", "dr_grpo")
         ),
         metric="wrong/tokens",

@@ -1,4 +1,4 @@
-"""Tasks that separate algorithms: rows have the shares of right answers that the tasks promise, and rewards see them."""
+"""Tasks that separate algorithms: rows have the shares of right answers that are promised, and rewards see them."""
 
 from __future__ import annotations
 
