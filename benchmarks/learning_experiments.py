@@ -222,13 +222,13 @@ SEPARATIONS = (
         task="extremes",
         title="groups with equal scores",
         experiments=(
-            _measured("dapo", "DAPO", "extremes", 100, (_DIGIT, "group/refills", "group/filtered")),
-            _measured("grpo", "GRPO", "extremes", 100, (_DIGIT,)),
+            _measured("dapo", "DAPO", "extremes", 50, (_DIGIT, "group/refills", "group/filtered"), max_refills=8),
+            _measured("grpo", "GRPO", "extremes", 50, (_DIGIT,)),
         ),
         metric=_DIGIT,
-        rule="`dapo` gains at least 1.2 times as many prompts by as many updates as `grpo`",
-        measure=lambda result: end_of(result, _DIGIT) - result["before"],
-        passes=lambda dapo, grpo: dapo >= 1.2 * grpo,
+        rule="averaged over the run, `dapo` has gained at least 1.5 times as many prompts as `grpo` by as many updates",
+        measure=lambda result: mean_of(result, _DIGIT) - result["before"],
+        passes=lambda dapo, grpo: dapo >= 1.5 * grpo,
     ),
     Separation(
         task="stale",
@@ -251,12 +251,12 @@ SEPARATIONS = (
         task="constrained",
         title="language-model loss next to Safe-RLHF",
         experiments=(
-            _safe_rlhf("safe_rlhf_ptx", _PTX, ptx_coefficient=1.0),
+            _safe_rlhf("safe_rlhf_ptx", _PTX, ptx_coefficient=0.3),
             # Rows of a coefficient this small move nothing, and are measured all the same.
             _safe_rlhf("safe_rlhf_without_ptx", _PTX, ptx_coefficient=_UNMEASURABLE),
         ),
         metric=_PTX,
-        rule="the loss on training answers falls by at least 10 % with `ptx_coefficient = 1`, and not without",
+        rule="the loss on training answers falls by at least 10 % with `ptx_coefficient = 0.3`, and not without",
         measure=lambda result: growth_of(result, _PTX),
         passes=lambda with_term, without: with_term <= 0.9 and without >= 1.0,
     ),

@@ -43,9 +43,11 @@ def has_right_parity(prompts: Sequence[str], responses: Sequence[str], answers: 
 def write_task_data(directory: Path) -> None:
     """Writes the rows of every task. The warm start learns their answers, of which a known share is right."""
     random_ = random.Random(0)
-    kinds = {"mixture": (EASY, HARD), "extremes": (HARD, SURE, HARD, SURE, EASY)}
+    kinds = {"mixture": (EASY, HARD), "extremes": (HARD, SURE, HARD, SURE)}
     for name, shares in kinds.items():
-        write_rows(directory / f"{name}.jsonl", islice(_digit_rows(random_, shares), 4000))
+        write_rows(
+            directory / f"{name}.jsonl", islice(_digit_rows(random_, shares, has_one_wrong=name == "extremes"), 4000)
+        )
         prompts = dict.fromkeys(row.prompt for row in _digit_rows_once(shares))
         write_rows(directory / f"{name}-test.jsonl", [Row(prompt, _right_digit(prompt)) for prompt in prompts])
     write_rows(directory / "parity.jsonl", islice(_parity_rows(random_), 4000))
@@ -56,13 +58,16 @@ def _digit_rows_once(shares: Sequence[float]) -> Iterator[Row]:
     return islice(_digit_rows(random.Random(0), shares), 10 * len(shares))
 
 
-def _digit_rows(random_: random.Random, shares: Sequence[float]) -> Iterator[Row]:
-    """Endless rows; row i is of kind i modulo the number of kinds, and its answer is right in that kind's share."""
+def _digit_rows(random_: random.Random, shares: Sequence[float], *, has_one_wrong: bool = False) -> Iterator[Row]:
+    """Endless rows; row i is of kind i modulo the number of kinds, and its answer is right in that kind's share.
+
+    Wrong answers are any other digits, or always the same one of a prompt.
+    """
     letters = "abcde"
     for number, (kind, share) in enumerate(cycle(enumerate(shares))):
         prompt = f"{letters[kind]}{number // len(shares) % 10}="
         right = _right_digit(prompt)
-        wrong = random_.choice(_DIGITS.replace(right, ""))
+        wrong = _DIGITS[(int(right) + 5) % 10] if has_one_wrong else random_.choice(_DIGITS.replace(right, ""))
         yield Row(prompt, right if random_.random() < share else wrong)
 
 
