@@ -94,7 +94,7 @@ class Separation:
         title: of the page's table.
         experiments: the first is expected to show an effect that the second does not.
         metric: the curve that shows it.
-        rule: for the page.
+        rule: for the page, about the numbers that are compared.
         measure: the number of a run by which both are compared.
         passes: takes these numbers in the order of `experiments`.
         pictured: algorithms whose page shows this task's curve.
@@ -190,7 +190,7 @@ EXPERIMENTS = (
 
 _DIGIT = "eval/validation/is_right_digit"
 _PTX = "actor/ptx_loss"
-_UNMEASURABLE = 1e-9
+_NEGLIGIBLE = 1e-9
 
 SEPARATIONS = (
     Separation(
@@ -201,7 +201,7 @@ SEPARATIONS = (
             for name in ("grpo", "dr_grpo")
         ),
         metric="wrong/tokens",
-        rule="their mean length grows by a factor of at least 2 under `grpo`, of at most 1.5 under `dr_grpo`",
+        rule="at least 2 under `grpo`, at most 1.5 under `dr_grpo`",
         measure=lambda result: growth_of(result, "wrong/tokens"),
         passes=lambda grpo, dr_grpo: grpo >= 2 and dr_grpo <= 1.5,
         pictured=("dr_grpo",),
@@ -213,7 +213,7 @@ SEPARATIONS = (
             _measured(name, name.upper(), "mixture", 120, ("hard/score", _DIGIT)) for name in ("maxrl", "dr_grpo")
         ),
         metric="hard/score",
-        rule="their mean score at the end is at least twice as high under `maxrl` as under `dr_grpo`",
+        rule="under `maxrl` at least twice that under `dr_grpo`",
         measure=lambda result: end_of(result, "hard/score"),
         passes=lambda maxrl, dr_grpo: maxrl >= 2 * dr_grpo,
         pictured=("maxrl",),
@@ -226,7 +226,7 @@ SEPARATIONS = (
             _measured("grpo", "GRPO", "extremes", 50, (_DIGIT,)),
         ),
         metric=_DIGIT,
-        rule="averaged over the run, `dapo` has gained at least 1.5 times as many prompts as `grpo` by as many updates",
+        rule="under `dapo` at least 1.5 times that under `grpo`",
         measure=lambda result: mean_of(result, _DIGIT) - result["before"],
         passes=lambda dapo, grpo: dapo >= 1.5 * grpo,
     ),
@@ -242,8 +242,7 @@ SEPARATIONS = (
             }.items()
         ),
         metric=_DIGIT,
-        rule="the share of solved prompts, averaged over the run, is at least 95 % of that of fresh samples with "
-        '`correction = "tis"`, and less without',
+        rule="corrected at least 95 % of that of fresh samples, uncorrected less",
         measure=lambda result: mean_of(result, _DIGIT),
         passes=lambda fresh, corrected, uncorrected: corrected >= 0.95 * fresh > uncorrected,
     ),
@@ -253,10 +252,10 @@ SEPARATIONS = (
         experiments=(
             _safe_rlhf("safe_rlhf_ptx", _PTX, ptx_coefficient=0.3),
             # Rows of a coefficient this small move nothing, and are measured all the same.
-            _safe_rlhf("safe_rlhf_without_ptx", _PTX, ptx_coefficient=_UNMEASURABLE),
+            _safe_rlhf("safe_rlhf_without_ptx", _PTX, ptx_coefficient=_NEGLIGIBLE),
         ),
         metric=_PTX,
-        rule="the loss on training answers falls by at least 10 % with `ptx_coefficient = 0.3`, and not without",
+        rule="at most 0.9 with the term, at least 1 without",
         measure=lambda result: growth_of(result, _PTX),
         passes=lambda with_term, without: with_term <= 0.9 and without >= 1.0,
     ),

@@ -68,14 +68,14 @@ def _rows(results: Results) -> Iterator[str]:
 
 
 def _separation_rows(results: Results) -> Iterator[str]:
-    yield "| task | compared | measured, by seed | passes |"
-    yield "| --- | --- | --- | --: |"
+    yield "| task | compared | passes if | measured, by seed | passes |"
+    yield "| --- | --- | --- | --- | --: |"
     for separation in SEPARATIONS:
         names = " / ".join(f"`{_short(separation, each.name)}`" for each in separation.experiments)
         judged = _judge(separation, results)
         numbers = "; ".join(" / ".join(f"{number:.2f}" for number in pair) for pair, _ in judged.values()) or "-"
         passed = f"{sum(passes for _, passes in judged.values())} of {len(judged)}"
-        yield f"| {separation.title} | {names} | {numbers} | {passed} |"
+        yield f"| {separation.title} | {names} | {separation.rule} | {numbers} | {passed} |"
 
 
 def _short(separation: Separation, name: str) -> str:

@@ -19,10 +19,10 @@ SMALL_MODEL: Mapping[str, Any] = {
     "num_heads": 2,
     "max_positions": 20,
 }
-"""Of fifteen thousand parameters."""
+"""Of ten thousand parameters."""
 
 EASY, HARD, SURE = 0.5, 0.02, 0.98
-"""Probability of the right answer after the warm start, by kind of prompt."""
+"""Share of right answers in the rows that the warm start learns, by kind of prompt."""
 
 _DIGITS = "0123456789"
 _LONGEST = 12
