@@ -28,7 +28,7 @@ WANTED_DISTANCE = 0.05
 LARGEST_CONTROL_GAIN = 0.05
 
 Result = Mapping[str, Any]
-"""`before`, `after`, `wall_s`, and `curves`: pairs of iteration and value by metric."""
+"""`before`, `after`, `cpu_s`, and `curves`: pairs of iteration and value by metric."""
 
 
 @dataclass(frozen=True, kw_only=True)

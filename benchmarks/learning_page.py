@@ -49,14 +49,14 @@ def _judge(separation: Separation, results: Results) -> dict[int, tuple[list[flo
 
 
 def _rows(results: Results) -> Iterator[str]:
-    yield "| algorithm | task | seeds | before | after: mean, least and most | seconds a run | reaches its mark |"
+    yield "| algorithm | task | seeds | before | after: mean, least and most | CPU seconds a run | reaches its mark |"
     yield "| --- | --- | --: | --: | --: | --: | --: |"
     for experiment in EXPERIMENTS:
         found = list(results[experiment.name].values())
         if not found:
             yield f"| `{experiment.name}` | {experiment.task} | 0 | - | - | - | - |"
             continue
-        seconds = sum(result["wall_s"] for result in found) / len(found)
+        seconds = sum(result["cpu_s"] for result in found) / len(found)
         is_constrained = experiment.task == "constrained"
         task = f"constrained text, limit {COST_LIMIT}" if is_constrained else "addition"
         before = "-" if is_constrained else f"{found[0]['before']:.3f}"

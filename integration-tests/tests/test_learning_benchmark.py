@@ -56,7 +56,7 @@ def keep(cache: Path, name: str, seed: int, result: dict[str, Any]) -> None:
 
 def make_result(experiment: Experiment, value: float = 0.5) -> dict[str, Any]:
     curves = {name: [(1, value / 2), (2, value)] for name in experiment.curves}
-    return {"before": 0.3, "after": 0.55, "wall_s": 12.0, "curves": curves}
+    return {"before": 0.3, "after": 0.55, "cpu_s": 12.0, "curves": curves}
 
 
 def test_a_finished_run_is_not_run_again(cache: Path) -> None:
