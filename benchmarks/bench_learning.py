@@ -90,14 +90,12 @@ def _parse_options() -> argparse.Namespace:
 
 
 def _find_missed(results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[str]:
-    """The names of experiments and tasks of which a finished seed misses its mark."""
+    """The names of experiments of which a finished seed misses its mark, and of tasks whose finished seeds do."""
     missed = [
         each.name for each in EXPERIMENTS if not all(each.judge(one)[1] for one in results.get(each.name, {}).values())
     ]
-    for separation in SEPARATIONS:
-        judged = separation.judge([results.get(each.name, {}) for each in separation.experiments])
-        if not all(passes for _, passes in judged.values()):
-            missed.append(separation.task)
+    found = {each.task: each.judge([results.get(one.name, {}) for one in each.experiments]) for each in SEPARATIONS}
+    missed += [task for task, passes in found.items() if passes is False]
     return missed
 
 
@@ -169,7 +167,7 @@ def _warm_model(experiment: Experiment) -> Path:
     """The model from which all runs of a task start, made once for each digest of what it depends on."""
     body = _configure(experiment, seed=0, iterations=1)
     needed = {name: body[name] for name in ("data", "model", "warm_start", "run")}
-    folder = CACHE / f"warm-{_digest(needed)}"
+    folder = CACHE / f"warm-{_digest(needed, [Path(body['data']['train'])])}"
     if not (folder / "warm_model").exists():
         algorithm = {"name": "ppo"}
         body = {name: value for name, value in body.items() if name != "cost"} | {"algorithm": algorithm}

@@ -96,7 +96,7 @@ class Separation:
         metric: the curve that shows it.
         rule: for the page, about the numbers that are compared.
         measure: the number of a run by which both are compared.
-        passes: takes these numbers in the order of `experiments`.
+        passes: takes the means of these numbers over the seeds, in the order of `experiments`.
         pictured: algorithms whose page shows this task's curve.
     """
 
@@ -109,18 +109,19 @@ class Separation:
     passes: Callable[..., bool]
     pictured: tuple[str, ...] = ()
 
-    def judge(self, results: Sequence[Mapping[int, Result]]) -> dict[int, tuple[list[float], bool]]:
-        """Returns the numbers that are compared, and True if they pass, by seed that all experiments have.
+    def measure_all(self, results: Sequence[Mapping[int, Result]]) -> list[list[float]]:
+        """Returns the numbers of each experiment, one for each seed that all experiments have.
 
         Args:
             results: of each experiment, by seed.
         """
         shared = sorted(set.intersection(*(set(found) for found in results)))
-        judged = {}
-        for seed in shared:
-            numbers = [self.measure(found[seed]) for found in results]
-            judged[seed] = numbers, self.passes(*numbers)
-        return judged
+        return [[self.measure(found[seed]) for seed in shared] for found in results]
+
+    def judge(self, results: Sequence[Mapping[int, Result]]) -> bool | None:
+        """Returns True if the means over the seeds pass; None without a seed that all experiments have."""
+        numbers = self.measure_all(results)
+        return self.passes(*(sum(each) / len(each) for each in numbers)) if numbers[0] else None
 
 
 def _values(result: Result, metric: str) -> list[float]:

@@ -39,13 +39,13 @@ def _list_metrics(results: Results) -> Iterator[tuple[str, tuple[float, str]]]:
         for seed, result in results[experiment.name].items():
             yield f"{experiment.name}_seed_{seed}", (round(experiment.judge(result)[0], 4), experiment.measure)
     for separation in SEPARATIONS:
-        for seed, (numbers, _) in _judge(separation, results).items():
-            for experiment, number in zip(separation.experiments, numbers, strict=True):
-                yield f"{experiment.name}_seed_{seed}", (round(number, 4), separation.title)
+        for experiment, numbers in zip(separation.experiments, _measure(separation, results), strict=True):
+            if numbers:
+                yield experiment.name, (round(sum(numbers) / len(numbers), 4), f"{separation.title}: mean over seeds")
 
 
-def _judge(separation: Separation, results: Results) -> dict[int, tuple[list[float], bool]]:
-    return separation.judge([results[each.name] for each in separation.experiments])
+def _measure(separation: Separation, results: Results) -> list[list[float]]:
+    return separation.measure_all([results[each.name] for each in separation.experiments])
 
 
 def _rows(results: Results) -> Iterator[str]:
@@ -68,14 +68,22 @@ def _rows(results: Results) -> Iterator[str]:
 
 
 def _separation_rows(results: Results) -> Iterator[str]:
-    yield "| task | compared | passes if | measured, by seed | passes |"
-    yield "| --- | --- | --- | --- | --: |"
+    yield "| task | passes if | mean, and each seed | passes |"
+    yield "| --- | --- | --- | --- |"
     for separation in SEPARATIONS:
-        names = " / ".join(f"`{_short(separation, each.name)}`" for each in separation.experiments)
-        judged = _judge(separation, results)
-        numbers = "; ".join(" / ".join(f"{number:.2f}" for number in pair) for pair, _ in judged.values()) or "-"
-        passed = f"{sum(passes for _, passes in judged.values())} of {len(judged)}"
-        yield f"| {separation.title} | {names} | {separation.rule} | {numbers} | {passed} |"
+        found = [results[each.name] for each in separation.experiments]
+        verdict = {True: "yes", False: "no", None: "-"}[separation.judge(found)]
+        numbers = "<br>".join(
+            f"`{_short(separation, experiment.name)}` {_list_numbers(each)}"
+            for experiment, each in zip(separation.experiments, separation.measure_all(found), strict=True)
+        )
+        yield f"| {separation.title} | {separation.rule} | {numbers} | {verdict} |"
+
+
+def _list_numbers(numbers: Sequence[float]) -> str:
+    if not numbers:
+        return "-"
+    return f"{sum(numbers) / len(numbers):.2f} ({', '.join(f'{number:.2f}' for number in numbers)})"
 
 
 def _short(separation: Separation, name: str) -> str:
