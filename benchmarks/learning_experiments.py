@@ -157,12 +157,12 @@ def _addition(name: str, algorithm: str | None = None, **changes: Mapping[str, A
     return Experiment(name=name, algorithm=body, iterations=200, changes=changes)
 
 
-def _safe_rlhf(name: str, *curves: str, **keys: Any) -> Experiment:
+def _safe_rlhf(name: str, *curves: str, iterations: int = 150, **keys: Any) -> Experiment:
     return Experiment(
         name=name,
         algorithm={"name": "safe_rlhf", "cost_limit": COST_LIMIT, "lambda_learning_rate": 0.5, **keys},
         task="constrained",
-        iterations=150,
+        iterations=iterations,
         curves=("constraint/cost", "constraint/lambda", "constraint/infeasible", "reward/mean", *curves),
     )
 
@@ -185,7 +185,7 @@ def _measured(name: str, recipe: str, task: str, iterations: int, curves: Sequen
 EXPERIMENTS = (
     *(_addition(name) for name in ("ppo", "grpo", "rloo", "remax", "reinforce_pp", "dapo")),
     _addition("grpo_shuffled", "grpo", reward={"function": "learning_tasks:shuffled_exact_match"}),
-    _safe_rlhf("safe_rlhf"),
+    _safe_rlhf("safe_rlhf", iterations=300),
 )
 """Seven algorithms and the control, each with a mark of its own."""
 
