@@ -83,11 +83,12 @@ def _separation_rows(results: Results) -> Iterator[str]:
 def _list_numbers(numbers: Sequence[float]) -> str:
     if not numbers:
         return "-"
-    return f"{sum(numbers) / len(numbers):.2f} ({', '.join(f'{number:.2f}' for number in numbers)})"
+    mean, *each = (f"{number:.2f}".replace("-0.00", "0.00") for number in (sum(numbers) / len(numbers), *numbers))
+    return f"{mean} ({', '.join(each)})"
 
 
 def _short(separation: Separation, name: str) -> str:
-    return name.removeprefix(f"{separation.task}_")
+    return name.removeprefix(f"{separation.task}_").removeprefix("safe_rlhf_")
 
 
 def _draw(results: Results) -> Iterator[tuple[str, str]]:
@@ -126,7 +127,7 @@ _TITLE = {
     "parity": "tokens of wrong responses",
     "mixture": "score of hard prompts",
     "extremes": "solved prompts, share",
-    "stale": "mean reward",
+    "stale": "solved prompts, share",
     "constrained": "loss on training answers",
 }
 _ALT = {
