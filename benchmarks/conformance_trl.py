@@ -238,7 +238,9 @@ def _build_peer(trainer: type[Any], config: type[Any], batch: dict[str, Any], **
                 [int(each) for each in row[:length]]
                 for row, length in zip(batch["response_mask"].tolist(), lengths, strict=True)
             ]
-            sampled = [row[:length] for row, length in zip(batch["rollout_logprobs"].tolist(), lengths, strict=True)]
+            sampled = [
+                row[:length] for row, length in zip(batch["rollout_logprobs"].tolist(), lengths, strict=True)
+            ]
             return [[1]] * rows, ids, tool_mask, texts, sampled, {}, None, None
 
         def _calculate_rewards(self, *arguments: Any) -> torch.Tensor:
