@@ -21,7 +21,8 @@ def draw_curves(panels: Mapping[str, Mapping[str, Sequence[Curve]]]) -> str:
     """Returns an SVG: one panel per title; in it each name's seeds thin and their mean thick.
 
     Args:
-        panels: curves of each name's seeds, (x, value) at equal x, by title and name.
+        panels: curves of each name's seeds, pairs of x and value, by title and name. The mean is taken at each x that
+            all seeds have.
     """
     parts = [
         f'<g transform="translate({number * (WIDTH + LEGEND)},0)">{_draw_panel(title, named)}</g>'
@@ -50,7 +51,12 @@ def _draw_panel(title: str, named: Mapping[str, Sequence[Curve]]) -> str:
     for number, (name, curves) in enumerate(named.items()):
         color = COLORS[number % len(COLORS)]
         parts += [f'<polyline class="s" stroke="{color}" points="{place(curve)}"/>' for curve in curves]
-        mean = [(seeds[0][0], sum(value for _, value in seeds) / len(seeds)) for seeds in zip(*curves, strict=True)]
-        parts.append(f'<polyline class="m" stroke="{color}" points="{place(mean)}"/>')
+        parts.append(f'<polyline class="m" stroke="{color}" points="{place(_average(curves))}"/>')
         parts.append(f'<text x="{WIDTH - 8}" y="{TOP + 10 + 18 * number}" style="fill:{color}">{name}</text>')
     return "".join(parts)
+
+
+def _average(curves: Sequence[Curve]) -> Curve:
+    values = [dict(curve) for curve in curves]
+    shared = sorted(set.intersection(*(set(each) for each in values)))
+    return [(x, sum(each[x] for each in values) / len(values)) for x in shared]

@@ -8,10 +8,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hf_algorithms.data import Row, write_rows
 from hf_algorithms.rewards import exact_match
 
-ADDITION_MODEL: Mapping[str, Any] = {"tokenizer": "characters", "max_positions": 16}
-"""The quickstart's model, of a million parameters."""
+ADDITION_MODEL: Mapping[str, Any] = {
+    "tokenizer": "characters",
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_layers": 2,
+    "num_heads": 4,
+    "max_positions": 16,
+}
+"""Of a hundred thousand parameters."""
 TEXT_MODEL: Mapping[str, Any] = {
     "tokenizer": "characters",
     "hidden_size": 32,
@@ -45,11 +53,20 @@ def shuffled_exact_match(prompts: Sequence[str], responses: Sequence[str], answe
     return scores
 
 
+def write_small_addition(directory: Path) -> None:
+    """Writes sums of a number below 100 and one below 10: 700 rows to train, 100 to validate and 200 to test."""
+    rows = [Row(f"{a}+{b}=", str(a + b)) for a in range(100) for b in range(10)]
+    random.Random(0).shuffle(rows)
+    parts = {"train": rows[:700], "validation": rows[700:800], "test": rows[800:]}
+    for name, part in parts.items():
+        write_rows(directory / f"{name}.jsonl", part)
+
+
 def build_addition(data: Path, algorithm: Mapping[str, Any], *, seed: int, iterations: int) -> dict[str, Any]:
     """Returns a configuration for addition by one rank in the program, 256 completions an iteration.
 
     Args:
-        data: folder of `write_addition_data`.
+        data: folder of `write_small_addition`.
         algorithm: the `[algorithm]` section.
         seed: of the run.
         iterations: of the algorithm.
@@ -57,9 +74,9 @@ def build_addition(data: Path, algorithm: Mapping[str, Any], *, seed: int, itera
     samples = 1 if algorithm["name"] in ("ppo", "remax", "reinforce_pp") else 8
     return {
         **_build(data, ADDITION_MODEL, algorithm, seed=seed, iterations=iterations),
-        "warm_start": {"max_steps": 1000, "learning_rate": 1e-3, "stop_at": 0.35, "fail_above": 0.5},
-        "optimizer": {"actor_learning_rate": 5e-5, "critic_learning_rate": 1e-3, "warmup_steps": 20},
-        "rollout": {"batch_size": 256 // samples, "samples_per_prompt": samples, "max_new_tokens": _LENGTH},
+        "warm_start": {"max_steps": 1000, "learning_rate": 3e-3, "stop_at": 0.35, "fail_above": 0.6},
+        "optimizer": {"actor_learning_rate": 5e-4, "critic_learning_rate": 1e-3, "warmup_steps": 10},
+        "rollout": {"batch_size": 256 // samples, "samples_per_prompt": samples, "max_new_tokens": 4},
     }
 
 

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "algorithms"
 EQUATIONS = ROOT / "scripts" / "algorithm_equations.md"
 PATHS = ROOT / "scripts" / "fixed_points.json"
+CURVES = ROOT / "docs" / "assets" / "curves"
 NOTE = "<!-- Written by scripts/algorithm_pages.py; edit the recipe, or scripts/algorithm_equations.md. -->\n\n"
 PASSED_ON = {"response_mask", "weight_version", "finish_reason", "sample_id"}
 """Columns that go with responses; the picture leaves them out."""
@@ -117,6 +118,7 @@ def write_page(recipe: Recipe, equations: str) -> str:
             "",
             "## Deviations\n",
             f"{deviations or 'None are known.'}\n",
+            *describe_curve(recipe.name),
             f"The program is `{source}`.\n",
         ]
     )
@@ -130,6 +132,17 @@ def split_docstring(text: str) -> tuple[str, str]:
         is_more = bool(deviations) and paragraph.startswith("- ")
         (deviations if is_more or paragraph.startswith("Deviation") else kept).append(paragraph)
     return "\n\n".join(kept), "\n\n".join(deviations)
+
+
+def describe_curve(name: str) -> list[str]:
+    """The picture of `make bench-learning`, if there is one of this algorithm."""
+    if not (CURVES / f"{name}.svg").exists():
+        return []
+    return [
+        "## Learning curve\n",
+        f"![Curves of `{name}` over the iterations, one thin line a seed](../assets/curves/{name}.svg)\n",
+        "[Learning curves](../reference/learning-curves.md) has the task, the settings and the mark.\n",
+    ]
 
 
 def describe_needs(recipe: Recipe) -> list[str]:
