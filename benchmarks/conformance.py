@@ -51,6 +51,7 @@ class _Sampling:
     max_new_tokens: int
     temperature: float = 1.0
     step: int = 0
+    seed: int = 0
     greedy: bool = False
 
 

@@ -174,10 +174,10 @@ def get_error(outcome: Outcome, code: int) -> str:
     ("function", "says"),
     [
         ("too_long", "family_rewards:too_long answered 9 scores for 8 responses: one score per response"),
-        ("two_columns", "answered [1.0, 1.0] (list), which is not a number, for sample 0"),
+        ("two_columns", "answered [1.0, 1.0] (list), which is not a number, for response "),
         ("one_number", "answered something else than a list for 8 responses"),
-        ("texts", "answered 'good' (str), which is not a number, for sample 0"),
-        ("complex_numbers", "answered 1j (complex), which is not a number, for sample 0"),
+        ("texts", "answered 'good' (str), which is not a number, for response "),
+        ("complex_numbers", "answered 1j (complex), which is not a number, for response "),
     ],
 )
 def test_a_reward_of_the_wrong_form_is_one_error(config: Path, hybridflow: Run, function: str, says: str) -> None:

@@ -264,3 +264,10 @@ def test_namesakes_beside_a_reward_do_not_reach_its_imports(folder):
     assert function(["p"], ["r"], ["a"]) == [0.5]
     (folder / "not_installed.py").write_text("raise RuntimeError('imported by mistake')\n")
     assert importlib.util.find_spec("not_installed") is None
+
+
+def test_a_sample_is_named_by_its_id_where_it_has_one() -> None:
+    with pytest.raises(RewardError, match=r"for response 2 to row 7 \(epoch 1\): prompt 'p'"):
+        compute_scores(lambda *texts: ["x"], ["p"], ["r"], ["a"], samples=[[1, 7, 2, 0]])
+    with pytest.raises(RewardError, match=r"for response 0 to row 3 \(epoch 0, attempt 2\): "):
+        compute_scores(lambda *texts: ["x"], ["p"], ["r"], ["a"], samples=[[0, 3, 0, 2]])

@@ -163,8 +163,8 @@ def _infer(role: str, method: str, column: str, *more: str) -> ModelCall:
     return ModelCall(role=role, method=method, kind="inference", reads=(*_SEQUENCE, *more), writes=(column,))
 
 
-def _score(role: str, column: str, *, responses: str = "response_ids") -> ModelCall:
-    reads = ("prompt_ids", responses, "answer")
+def _score(role: str, column: str, *, number: str = "") -> ModelCall:
+    reads = ("prompt_ids", f"response_ids{number}", "answer", f"sample_id{number}")
     return ModelCall(role=role, method=f"compute_{role}", kind="function", reads=reads, writes=(column,))
 
 
@@ -222,7 +222,7 @@ _PRESETS: dict[str, tuple[ModelCall, ...]] = {
         _generate(),
         _REWARD,
         _generate("_2"),
-        _score("reward", "baseline_scores", responses="response_ids_2"),
+        _score("reward", "baseline_scores", number="_2"),
         *_compare_penalised("baseline_scores")[2:],
     ),
     "safe_rlhf": (

@@ -25,6 +25,7 @@ def compute_scores(
     responses: Sequence[str],
     answers: Sequence[str],
     *,
+    samples: Sequence[Sequence[int]] | None = None,
     may_be_unscorable: bool = False,
     kind: str = "reward",
 ) -> list[float]:
@@ -38,6 +39,7 @@ def compute_scores(
         prompts: one for each response.
         responses: texts.
         answers: one for each response.
+        samples: `sample_id` of each response, for messages: epoch, row, number in its group, attempt.
         may_be_unscorable: None and NaN are taken.
         kind: stands in messages before "function".
 
@@ -55,10 +57,18 @@ def compute_scores(
     if scores is None or len(scores) != len(responses):
         given = "something else than a list" if scores is None else f"{len(scores)} scores"
         raise RewardError(f"{name} answered {given} for {len(responses)} responses: one score per response")
-    return [
-        math.nan if may_be_unscorable and _is_unscorable(score) else _checked(score, index, sample, name)
-        for index, (score, sample) in enumerate(zip(scores, zip(prompts, responses, answers, strict=True), strict=True))
-    ]
+    found = []
+    for index, (score, texts) in enumerate(zip(scores, zip(prompts, responses, answers, strict=True), strict=True)):
+        which = f"sample {index}" if samples is None else _name_sample(samples[index])
+        is_unscorable = may_be_unscorable and _is_unscorable(score)
+        found.append(math.nan if is_unscorable else _checked(score, which, texts, name))
+    return found
+
+
+def _name_sample(sample_id: Sequence[int]) -> str:
+    epoch, row, number, attempt = sample_id
+    again = f", attempt {attempt}" if attempt else ""
+    return f"response {number} to row {row} (epoch {epoch}{again})"
 
 
 def _as_list(answer: Any) -> list[Any] | None:
@@ -77,7 +87,7 @@ def _is_unscorable(score: Any) -> bool:
     return score is None or (isinstance(score, float) and math.isnan(score))
 
 
-def _checked(score: Any, index: int, sample: tuple[str, str, str], name: str) -> float:
+def _checked(score: Any, which: str, texts: tuple[str, str, str], name: str) -> float:
     problem = None
     if not isinstance(score, Real):
         problem = f"{show(score)} ({type(score).__name__}), which is not a number,"
@@ -86,9 +96,9 @@ def _checked(score: Any, index: int, sample: tuple[str, str, str], name: str) ->
     elif abs(float(score)) > _LARGEST_FLOAT32:
         problem = f"{show(score)}, a number beyond the range of float32,"
     if problem is not None:
-        prompt, response, answer = map(show, sample)
+        prompt, response, answer = map(show, texts)
         raise RewardError(
-            f"{name} answered {problem} for sample {index}: prompt {prompt}, response {response}, answer {answer}"
+            f"{name} answered {problem} for {which}: prompt {prompt}, response {response}, answer {answer}"
         )
     return float(score)
 

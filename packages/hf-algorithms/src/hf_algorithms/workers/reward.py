@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CostWorker", "RewardWorker"]
 
-_READS = ("prompt_ids", "response_ids", "answer")
+_READS = ("prompt_ids", "response_ids", "answer", "sample_id?")
 
 
 class _TextFunctionWorker(Worker):
@@ -53,7 +53,13 @@ class _TextFunctionWorker(Worker):
         import torch
         from tensordict import TensorDict
 
-        found = compute_scores(function, *self._texts(batch), may_be_unscorable=may_be_unscorable, kind=self.kind)
+        found = compute_scores(
+            function,
+            *self._texts(batch),
+            samples=batch["sample_id"].tolist() if "sample_id" in batch else None,
+            may_be_unscorable=may_be_unscorable,
+            kind=self.kind,
+        )
         return TensorDict({column: torch.tensor(found, dtype=dtype)}, batch_size=batch.batch_size)
 
     def _texts(self, batch: TensorDict) -> tuple[list[str], list[str], list[str]]:
