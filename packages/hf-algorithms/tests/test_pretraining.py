@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict
 
@@ -68,3 +69,16 @@ def test_metrics_of_the_policy_do_not_count_rows_to_learn() -> None:
     _, wanted = loss({"logprobs": logprobs[:2]}, alone)
     found = both({"logprobs": logprobs}, padded)[1]
     assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("rows", [[0, 1], [2], [0, 2]])
+def test_a_micro_batch_may_have_rows_of_one_kind(rows: list[int]) -> None:
+    policy, learned = batches()
+    joined, both = join_pretraining(policy, PolicyLoss(), learned, weight=0.5)
+    torch.manual_seed(1)
+    logprobs = torch.randn(3, 3, dtype=torch.float64, requires_grad=True)
+    padded: dict[str, Any] = {str(name): pad_rows(joined[name]) for name, _ in joined.items()}
+    (whole,) = torch.autograd.grad(both({"logprobs": logprobs}, padded)[0], logprobs)
+    part = {name: column[rows] for name, column in padded.items()}
+    (found,) = torch.autograd.grad(both({"logprobs": logprobs[rows]}, part)[0], logprobs)
+    torch.testing.assert_close(found[rows], whole[rows], rtol=0, atol=1e-12)
