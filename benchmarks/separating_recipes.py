@@ -29,13 +29,17 @@ class MeasuringWorker(AdvantageWorker):
     """Reports the length of wrong responses, and scores by rows of the training set."""
 
     @register(protocol=RANK_ZERO, returns="metrics", reads=(*_SCORED, *_LOGPROBS))
-    def compute_metrics(self, batch: TensorDict, *, compares_sampler: bool = True) -> dict[str, tuple[float, float]]:
+    def compute_metrics(
+        self, batch: TensorDict, *, compares_sampler: bool = True, counts_responses: bool = True
+    ) -> dict[str, tuple[float, float]]:
         """Returns the shipped metrics, and three more.
 
         `wrong/tokens` is the mean number of tokens of responses with score 0, `right/tokens` that of the others.
         `hard/score` is the mean score of rows with an odd number in the training set, which hard tasks have.
         """
-        metrics = super().compute_metrics(batch, compares_sampler=compares_sampler)
+        metrics = super().compute_metrics(batch, compares_sampler=compares_sampler, counts_responses=counts_responses)
+        if not counts_responses:
+            return metrics
         lengths = pad_rows(batch["response_mask"]).sum(dim=1).double()
         scores = batch["scores"]
         for name, rows in {"wrong": scores <= 0, "right": scores > 0}.items():

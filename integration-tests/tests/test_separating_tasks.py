@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import separating_recipes
 import separating_tasks
 from separating_tasks import EASY, HARD, SURE, has_right_parity, is_right_digit
 
+from hf_algorithms import derive_dataflow
 from hf_algorithms.data import load_rows
+from hf_engine import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +52,10 @@ def test_rewards_read_the_response_alone() -> None:
     assert is_right_digit(["a0="], [str((3 * ord("a")) % 10)], ["9"]) == [1.0]
     assert is_right_digit(["a0="], [""], ["9"]) == [0.0]
     assert has_right_parity(["4=", "4=", "4="], ["e", "e...", "o"], [""] * 3) == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["GRPO", "DR_GRPO", "MAXRL", "DAPO", "STALE"])
+def test_the_recipes_of_the_tasks_can_run(name: str) -> None:
+    recipe = getattr(separating_recipes, name)
+    flow = derive_dataflow(recipe, recipe.config(), SamplingParams(max_new_tokens=4, n=2), num_prompts=2)
+    assert "update_actor" in {call.method for call in flow.calls}

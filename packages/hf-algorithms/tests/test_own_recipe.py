@@ -194,7 +194,7 @@ def test_overrides_are_read_from_a_file_and_by_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": 3}, "its name is not a text"),
+        ({"name": 3}, "its name must be a text that is not empty"),
         ({"config": {}}, r"config is \{\}\. Give a subclass of AlgorithmConfig"),
         ({"config": OwnConfig()}, "Give a subclass of AlgorithmConfig"),
         ({"config": dict}, "Give a subclass of AlgorithmConfig"),

@@ -68,6 +68,7 @@ class Sampling:
     n = 2
     temperature = 1.0
     step = 3
+    seed = 0
     max_new_tokens = 8
 
 

@@ -18,7 +18,7 @@ _PARTS = {"reshard": "sync"}
 
 
 def measure_phases(spans: Iterable[Span], groups: Mapping[str, WorkerGroup], iteration: int) -> dict[str, float]:
-    """Returns `time/PHASE_s` of one iteration: generate, sync, logprobs, score, advantages, train.
+    """Returns `time/PHASE_s` of one iteration: generate, sync, logprobs, score, advantages, train, other.
 
     A call takes as long as its slowest rank is inside the method. Calls on different pools overlap, so the sum of all
     phases may be above the seconds of the iteration.

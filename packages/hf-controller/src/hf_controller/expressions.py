@@ -108,7 +108,7 @@ class Expression(ABC):
         return self._count_rows(extents)[id(self)]
 
     def leading(self) -> Expression:
-        """Returns a tree of as many rows over fewer sources: of each union its left side stands for both."""
+        """Returns a tree of as many rows over fewer sources: keeps the left side of every union."""
         return self.fold(lambda node, below: node._lead(below))[id(self)]
 
     def columns(self, extents: Extents) -> tuple[str, ...]:
@@ -274,10 +274,6 @@ class Leaf(Expression):
     def num_rows(self, extents: Extents) -> int:
         """Number of rows."""
         return extents[self.source].num_rows
-
-    def leading(self) -> Expression:
-        """Returns a tree of as many rows over fewer sources: of each union its left side stands for both."""
-        return self.fold(lambda node, below: node._lead(below))[id(self)]
 
     def columns(self, extents: Extents) -> tuple[str, ...]:
         """Column names, in order."""

@@ -21,7 +21,7 @@ _LONGEST_IMPORT_S = 10.0
 
 
 class Terminated(SystemExit):
-    """SIGTERM came: the end of the whole program, whichever code it met."""
+    """Is raised in the main thread on SIGTERM. Code that catches SystemExit must raise it again."""
 
 
 class SignalGuard:

@@ -92,9 +92,10 @@ class PolicyLoss:
         whose loss a clip changed. `update_kl` estimates KL(old || current) in nats per token. `entropy` is the mean
         over trained tokens of the distribution's entropy, in nats, before the step.
         `rollout/*` compares sampler and trainer. `kl/*` and `kl_sequence/*` compare policy and reference, if there is
-        a KL term and the batch has no `old_logprobs`, which tell the same before the update. A `Clip` with `ratio_cap`
-        adds `truncated_fraction`, and `sampler_gap`, the mean of |lp - old lp|; `..._max` is the largest, and
-        `..._share` the share of tokens above `GAP_BOUND`. Later updates of an iteration add their own change.
+        a KL term and the batch has no `old_logprobs`; with them `compute_metrics` reports both before the update. A
+        `Clip` with `ratio_cap` adds `truncated_fraction`, and `sampler_gap`, the mean of |lp - old lp|; `..._max` is
+        the largest, and `..._share` the share of tokens above `GAP_BOUND`. Later updates of an iteration add their own
+        change.
 
         Args:
             outputs: `logprobs` and `entropy` [b, T], with the gradient.
@@ -168,7 +169,7 @@ class PolicyLoss:
 
 
 def _ask(surrogate: Surrogate, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Calls a surrogate, which may be anybody's."""
+    """Calls a surrogate, which may be user code, and checks what it returns."""
     label = f"surrogate {type(surrogate).__name__}"
     try:
         answer: object = surrogate(tokens)
@@ -197,7 +198,7 @@ def _measure_clips(clips: dict[str, torch.Tensor], mask: torch.Tensor) -> Metric
     count = float(mask.sum())
     shares = {name: float((clips[name] & mask).sum()) if name in clips else 0.0 for name in ("clip_low", "clip_high")}
     shares |= {name: float((active & mask).sum()) for name, active in clips.items()}
-    return {f"{name}": (share, count) for name, share in shares.items()}
+    return {name: (share, count) for name, share in shares.items()}
 
 
 @torch.no_grad()
@@ -219,7 +220,7 @@ def _measure_gaps(tokens: Tokens) -> Metrics:
 
 @torch.no_grad()
 def _measure_kl(logprobs: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> Metrics:
-    count, rows = float(mask.sum()), float(mask.any(1).sum())
+    count, rows = float(mask.sum()), float(len(mask))
     found = estimate_kl(logprobs[mask], reference[mask])
     sums = {name: float(each.sum()) for name, each in found.items()}
     per_token: Metrics = {f"kl/{name}": (each, count) for name, each in sums.items()}

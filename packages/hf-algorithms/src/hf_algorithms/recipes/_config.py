@@ -178,7 +178,7 @@ class PolicyConfig(AlgorithmConfig):
         if self.correction != "none" and low >= high:
             yield (
                 f"algorithm.correction_low = {low}: algorithm.correction_high = {high} is not above it. "
-                "Lower the first, or raise the second"
+                "Lower correction_low, or raise correction_high"
             )
         if self.old_logprobs == "current":
             for key in ("epochs", "mini_batches"):

@@ -66,6 +66,8 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
 
 
 def _import(name: str, label: str) -> Any:
+    from hf_controller import Terminated
+
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)
@@ -73,5 +75,7 @@ def _import(name: str, label: str) -> Any:
         if error.name and (name == error.name or name.startswith(f"{error.name}.")):
             raise ConfigError(f"{label}: there is no module {show(error.name)} on Python's path") from None
         raise ConfigError(f"{label}: its module raised {describe_raised(error)}") from error
+    except Terminated:
+        raise
     except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ConfigError(f"{label}: its module raised {describe_raised(error)}") from error

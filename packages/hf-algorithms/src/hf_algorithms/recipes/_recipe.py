@@ -99,7 +99,7 @@ class StepContext:
 
     @property
     def seed(self) -> int:
-        """For draws of this iteration on the controller: other in another run, and in another iteration."""
+        """Seed of draws on the controller; it differs between values of `run.seed` and between iterations."""
         return self.sampling.seed * 1_000_003 + self.sampling.step
 
     def read(self, future: ObjectFuture, *, while_tracing: Any) -> Any:
@@ -160,8 +160,8 @@ class Recipe:
         label, name = f"recipe {show(self.name)}", self.name
         config: Any = self.config
         roles: Any = self.roles
-        if not str(name).strip() or not str(name) == name:
-            raise ConfigError(f"{label}: its name is not a text. Give it one")
+        if not str(name) == name or not name.strip():
+            raise ConfigError(f"{label}: its name must be a text that is not empty. Give it one")
         if not isinstance(config, type) or not issubclass(config, AlgorithmConfig):
             raise ConfigError(f"{label}: config is {show(config)}. Give a subclass of AlgorithmConfig")
         if not isinstance(roles, tuple | list) or not all(isinstance(role, Role) for role in roles):

@@ -147,8 +147,7 @@ def mini_batches(roles: Roles, batch: BatchFuture, config: PolicyConfig, context
         batch = batch.union(roles.advantage.count_group_tokens(batch, overlong_filter=config.overlong_filter))
     group_size = context.sampling.n if config.keeps_groups else 1
     parts = max(min(config.mini_batches, batch.num_rows // group_size), 1)
-    seed = context.sampling.step
-    for rows in mini_batch_rows(batch.num_rows, parts, epochs=config.epochs, seed=seed, group_size=group_size):
+    for rows in mini_batch_rows(batch.num_rows, parts, epochs=config.epochs, seed=context.seed, group_size=group_size):
         yield batch.rows(rows)
 
 

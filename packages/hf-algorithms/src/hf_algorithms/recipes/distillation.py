@@ -35,6 +35,7 @@ from hf_algorithms.recipes._steps import (
     mini_batches,
     update_policy,
 )
+from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
@@ -82,11 +83,10 @@ class DistillationConfig(ClipKeys, PolicyConfig):
         if self.signal == "sampled":
             return
         for key in _OF_THE_POLICY_GRADIENT:
-            value = getattr(self, key)
-            if value != type(self).model_fields[key].default:
+            if self.changes(key):
                 yield (
-                    f"algorithm.{key} = {value!r}: algorithm.signal = 'top_k' has no policy gradient, which it belongs "
-                    "to. Remove it, or use signal = 'sampled'"
+                    f"algorithm.{key} = {show(getattr(self, key))}: algorithm.signal = 'top_k' has no policy gradient, "
+                    "which it belongs to. Remove it, or use signal = 'sampled'"
                 )
 
     def find_misfits(self, models: Mapping[str, ModelShape]) -> Iterator[str]:

@@ -8,7 +8,8 @@ Deviations from Schulman et al. (2017) and from the paper's figure:
   the policy's ratio, which then holds the difference of the two engines as well, is truncated;
 - advantages are whitened over the whole batch; the value loss is clipped like the policy's;
 - the logarithm of the policy's ratio is cut at -20 and 20;
-- each loss is a mean over all response tokens of a mini-batch, so long responses weigh more than short ones.
+- each loss is a mean over all response tokens of a mini-batch, so long responses weigh more than short ones;
+  `aggregation` and `overlong_filter` change the actor's alone.
 """
 
 from __future__ import annotations
@@ -60,9 +61,7 @@ class PPOConfig(CriticKeys, RewardKeys, WhitenKeys, ClipKeys, PolicyConfig):
     kl_horizon: Annotated[int, Field(ge=1)] = 10_000
     """Responses over which the coefficient may change by a fifth."""
     kl_stop: Range | None = None
-    """Nats per token: an update that finds the actor moved further than this, by those before it, is its last of the
-    iteration.
-    """
+    """Nats per token: the actor is not updated again in an iteration once `actor/update_kl` is above this."""
     value_lambda: Share | None = None
     """The lambda of the critic's returns; by default `gae_lambda`."""
     reward_position: Literal["last", "after"] = "last"
@@ -80,8 +79,8 @@ class PPOConfig(CriticKeys, RewardKeys, WhitenKeys, ClipKeys, PolicyConfig):
             )
         if self.kl_target is not None and self.kl_coefficient == 0:
             yield (
-                "algorithm.kl_coefficient = 0: algorithm.kl_target multiplies it and so leaves it 0. Set the first "
-                "above 0, or remove the second"
+                "algorithm.kl_coefficient = 0: algorithm.kl_target multiplies it and so leaves it 0. Set "
+                "kl_coefficient above 0, or remove kl_target"
             )
         elif self.kl_target is not None and not (self.needs_reference and self.old_source != "current"):
             yield (
@@ -91,7 +90,7 @@ class PPOConfig(CriticKeys, RewardKeys, WhitenKeys, ClipKeys, PolicyConfig):
         if self.kl_target is None and self.changes("kl_horizon"):
             yield (
                 f"algorithm.kl_horizon = {self.kl_horizon}: without algorithm.kl_target the coefficient is fixed. "
-                "Set the second, or remove the first"
+                "Set kl_target, or remove kl_horizon"
             )
         if self.kl_stop is not None and self.epochs * self.mini_batches == 1:
             yield (
@@ -103,7 +102,7 @@ class PPOConfig(CriticKeys, RewardKeys, WhitenKeys, ClipKeys, PolicyConfig):
 def step(
     roles: Roles, prompts: BatchFuture, config: PPOConfig, context: StepContext
 ) -> Sequence[MetricsFuture | Mapping[str, float]]:
-    """One iteration; every line returns at once, and the data flows from worker to worker."""
+    """One iteration; it waits for metrics where `kl_target` or `kl_stop` reads them, and for a critic's new unit."""
     coefficient = context.state.get("kl_coefficient", config.kl_coefficient)
     batch = add_old_logprobs(roles, generate(roles, prompts, context), config, context)
     batch = batch.union(compute_values(roles, batch, config, context))
@@ -114,7 +113,8 @@ def step(
     metrics = [found, *_update(roles, batch, config, context, coefficient)]
     if config.kl_target is None:
         return metrics
-    context.state["kl_coefficient"] = _adapt(coefficient, config, found, batch.num_rows)
+    if _trains_actor(config, context):
+        context.state["kl_coefficient"] = _adapt(coefficient, config, found, batch.num_rows)
     return [*metrics, {"kl/coefficient": coefficient}]
 
 
@@ -146,7 +146,7 @@ def _update(
     policy_loss = build_policy_loss(
         config, build_clip(config), max_new_tokens=sampling.max_new_tokens, kl_coefficient=coefficient
     )
-    trains_actor = not 0 < context.iteration <= config.critic_warmup
+    trains_actor = _trains_actor(config, context)
     for rows in mini_batches(roles, batch, config, context):
         metrics.append(roles.critic.update_critic(rows, value_loss))
         if trains_actor:
@@ -154,6 +154,10 @@ def _update(
             if config.kl_stop is not None and metrics[-1].result().get("actor/update_kl", 0.0) > config.kl_stop:
                 trains_actor = False
     return metrics
+
+
+def _trains_actor(config: PPOConfig, context: StepContext) -> bool:
+    return not 0 < context.iteration <= config.critic_warmup
 
 
 def _adapt(coefficient: float, config: PPOConfig, metrics: MetricsFuture, num_samples: int) -> float:

@@ -11,7 +11,7 @@ Deviations from the authors' code:
 - lambda is updated once an iteration by the costs of the whole batch, not once a micro-batch and rank;
 - both critics start from the actor, not from a reward model and a cost model;
 - the values' clip is PPO's; the authors clip values to a distance of 5, which is `value_clip = 5.0`;
-- the critics' loss is a mean over all tokens of a mini-batch, not over responses, and knows no `overlong_filter`;
+- the critics' loss is a mean over all tokens of a mini-batch, not over responses, and ignores `overlong_filter`;
 - the gradient of PTX enters the optimizer step of the policy's loss; the authors pass backwards twice.
 
 `constraint/infeasible` is 1 where lambda keeps growing, or stands at `lambda_max`, while the cost stays above the limit
@@ -60,7 +60,7 @@ class SafeRLHFConfig(CriticKeys, ClipKeys, PolicyConfig):
     name: Literal["safe_rlhf"] = "safe_rlhf"
     kl_coefficient: Coefficient = 0.02
     kl_place: Literal["reward"] = "reward"
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_estimator: Literal["k1"] = "k1"
     aggregation: AggregationMode = "seq-mean-token-mean"
     cost_limit: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
     """Expected cost of a response that is allowed."""
@@ -109,7 +109,8 @@ def step(roles: Roles, prompts: BatchFuture, config: SafeRLHFConfig, context: St
         bootstrap=config.bootstrap,
     )
     batch = batch.union(roles.advantage.compute_advantages(batch, estimator))
-    return [roles.advantage.compute_metrics(batch), constraint, *_update(roles, batch, config, context)]
+    metrics = roles.advantage.compute_metrics(batch, compares_sampler=config.old_source != "sampled")
+    return [metrics, constraint, *_update(roles, batch, config, context)]
 
 
 def _move_multiplier(costs: Sequence[float], config: SafeRLHFConfig, context: StepContext) -> dict[str, float]:

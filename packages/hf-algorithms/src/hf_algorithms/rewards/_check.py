@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from hf_algorithms.rewards._load import get_users_function, imports_from, load_function
+from hf_controller import Terminated
 from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError, DataError, HybridFlowError
 
@@ -132,6 +133,8 @@ def _check_answers(what: str, check: Callable[[str], object], path: str, rows: S
         try:
             if _is_false(check(row.answer)):
                 reason = "its check_answer returned False"
+        except Terminated:
+            raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything, which is reported
             reason = _describe(error)
         if reason is not None:

@@ -15,6 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from hf_algorithms.users_code import describe_raised
+from hf_controller import Terminated
 from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError
 from hf_protocols.similar_names import find_similar
@@ -71,6 +72,8 @@ def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
         raise ConfigError(
             f"{show(name)}: no module {show(missing)} in {places}. {_nearest(module_name, _module_names(folders))}"
         ) from error
+    except Terminated:
+        raise
     except (
         Exception,
         SystemExit,

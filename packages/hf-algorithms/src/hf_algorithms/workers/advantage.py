@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["AdvantageWorker", "Estimator"]
 
-TRUNCATED = 1
-"""`finish_reason` of a response that was cut by its length."""
-
 
 class Estimator(Protocol):
     """A frozen object that travels with a call, and computes columns of a whole batch."""
@@ -74,6 +71,7 @@ class AdvantageWorker(Worker):
         """
         from tensordict import TensorDict
 
+        from hf_algorithms.advantages.shaping import TRUNCATED
         from hf_algorithms.losses import count_group_tokens
 
         mask = pad_rows(batch["response_mask"]).bool()
@@ -158,6 +156,7 @@ class AdvantageWorker(Worker):
         there is no trained token.
         """
         from hf_algorithms.advantages import compute_score_metrics
+        from hf_algorithms.advantages.shaping import TRUNCATED
         from hf_algorithms.kl import estimate_kl
         from hf_algorithms.losses import GAP_BOUND
 
@@ -189,7 +188,7 @@ class AdvantageWorker(Worker):
 
 
 def _estimate(estimator: Estimator, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Calls an estimator, which may be anybody's, and believes nothing that it returns."""
+    """Calls an estimator, which may be user code, and checks what it returns."""
     import torch
 
     if isinstance(estimator, type):
