@@ -158,6 +158,19 @@ def test_a_class_is_not_an_estimator() -> None:
         run_worker("compute_advantages", batch_with_observations(), Given)
 
 
+def test_returns_of_rows_without_a_score_are_not_measured() -> None:
+    batch = TensorDict(
+        {
+            "response_mask": jagged([1, 1], [1], dtype=torch.int64),
+            "returns": jagged([2.0, 4.0], [9.0]),
+            "scores": torch.tensor([1.0, float("nan")]),
+        },
+        batch_size=[2],
+    )
+    found = run_worker("measure_returns", batch)
+    assert (found["count"], found["mean"]) == (2.0, 3.0)
+
+
 def test_returns_are_measured_with_those_after_a_response() -> None:
     nan = float("nan")
     batch = TensorDict(

@@ -49,7 +49,7 @@ COST = Role(name="cost", worker="hf_algorithms.workers:CostWorker")
 COST_CRITIC = Role(name="cost_critic", worker=CRITIC.worker, has_model=True, starts_from="actor")
 
 _SEQUENCE = ("prompt_ids", "response_ids", "response_mask")
-_OF_COSTS = {"cost_values": "values", "cost_returns": "returns"}
+_OF_COSTS = {"cost_values": "values", "cost_returns": "returns", "costs": "scores"}
 
 
 class SafeRLHFConfig(CriticKeys, ClipKeys, PolicyConfig):
