@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from unittest import mock
@@ -82,7 +82,7 @@ def _run_trainer(
     batch: dict[str, Any], logprobs: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
     """The trainer's loss, its whitened advantages [B, T] and the weight of the value loss in the loss."""
-    from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+    from trl.experimental.ppo import ppo_trainer
 
     rows = len(logprobs)
     is_response = torch.arange(WIDTH) < batch["lengths"][:, None]
@@ -120,6 +120,26 @@ def _run_trainer(
     def unwrap(*arguments: Any, **options: Any) -> Iterator[Any]:
         yield namespace(policy=None)
 
+    replaced = {
+        "unwrap_model_for_generation": unwrap,
+        "batch_generation": lambda *arguments: (sequences, batch["old_logprobs"][..., None]),
+        "selective_log_softmax": lambda logits, ids: logits.squeeze(-1),
+        "forward": forward,
+        "get_reward": get_reward,
+        "masked_whiten": whiten,
+    }
+    peer = _build_peer(queries, backward)
+    with mock.patch.multiple(_MODULE, **replaced), suppress(_BackwardError):
+        peer.train()
+    return seen["loss"], seen["advantages"], float(peer.args.vf_coef)
+
+
+def _build_peer(queries: torch.Tensor, backward: Callable[[torch.Tensor], None]) -> Any:
+    """The trainer without models, at its first batch: `queries` [B, 1], one prompt a row."""
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+
+    rows = len(queries)
+
     class Peer(PPOTrainer):
         def __init__(self) -> None:
             self.args = PPOConfig(
@@ -151,18 +171,7 @@ def _run_trainer(
             self.state, self.is_deepspeed_enabled = namespace(), False
             self.callback_handler = namespace(on_train_begin=lambda *arguments: None)
 
-    replaced = {
-        "unwrap_model_for_generation": unwrap,
-        "batch_generation": lambda *arguments: (sequences, batch["old_logprobs"][..., None]),
-        "selective_log_softmax": lambda logits, ids: logits.squeeze(-1),
-        "forward": forward,
-        "get_reward": get_reward,
-        "masked_whiten": whiten,
-    }
-    peer = Peer()
-    with mock.patch.multiple(_MODULE, **replaced), suppress(_BackwardError):
-        peer.train()
-    return seen["loss"], seen["advantages"], float(peer.args.vf_coef)
+    return Peer()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ iteration to iteration. So no result depends on a seed, and the rounding average
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -291,7 +292,11 @@ class TableRun:
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=1))
 
     def train(self) -> Trained:
-        """Runs all iterations."""
+        """Runs all iterations, on one thread: the tables are smaller than what threads cost."""
+        with _one_thread():
+            return self._train()
+
+    def _train(self) -> Trained:
         config = self.recipe.config(name=self.recipe.name, **self.algorithm)
         assert not list(config.find_contradictions())
         policies, metrics = [], []
@@ -318,6 +323,16 @@ class TableRun:
                 gradient=roles.actor.read_gradient().result(),
                 values=roles.critic.read_values().result() if "critic" in workers else None,
             )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _count_one(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:

@@ -36,7 +36,7 @@ COSTS = (1.0, 0.4, -0.5, -1.0)
 TEACHER = (0.1, 0.2, 0.3, 0.4)
 BETA = 0.5
 LARGE_BETA = 2.0
-"""Where scores are divided by their deviation: with a small beta the deviation shrinks and the policy is one answer."""
+"""For scores divided by their deviation. With a small beta the deviation vanishes, and one answer takes all."""
 
 
 def tilt(rewards: Sequence[float] | np.ndarray, beta: float, reference: Sequence[float] = REFERENCE) -> np.ndarray:

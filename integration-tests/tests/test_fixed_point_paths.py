@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from hf_algorithms.recipes import RECIPES
 
@@ -18,14 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 KEPT: dict[str, dict[str, Any]] = json.loads((ROOT / "scripts" / "fixed_points.json").read_text())
 AS_GRPO = ("gspo", "cispo", "sapo", "gmpo", "dppo_tv")
 """Take GRPO's path, for every ratio is 1."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

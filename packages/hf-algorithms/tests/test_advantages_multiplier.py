@@ -194,7 +194,7 @@ def test_a_cost_that_does_not_answer_is_reported(fall: float, rate: float, infea
 
 
 def follow(multiplier: Multiplier, updates: int, seed: int, **task: float) -> list[bool]:
-    """What is reported while a policy follows lambda with a delay, on noisy costs in batches of 32.
+    """Reports of a task in which the policy follows lambda with a delay, on noisy costs in batches of 32.
 
     The cost that the policy tends to is linear in lambda's weight w, as near the optimum of the KL-regularised problem:
     `free` at w = 0 and `full` at w = 1. Each update moves the policy by `speed` of the way.

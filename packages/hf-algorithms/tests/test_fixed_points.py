@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from hf_algorithms.config import parse_config
 from hf_algorithms.recipes import RECIPES, Recipe
@@ -22,14 +20,6 @@ BETA = 0.5
 START = [np.log(REFERENCE).tolist()]
 TOLERANCE = 1.5e-3
 """Of a probability: a batch of 256 samples is rounded, and the rounding averages out over iterations."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tilt(rewards: np.ndarray, beta: float, reference: np.ndarray = REFERENCE) -> np.ndarray:

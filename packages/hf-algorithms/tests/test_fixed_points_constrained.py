@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from hf_algorithms.recipes import SAFE_RLHF
 from tabular_roles import FrozenPolicy, TableCritic, TablePolicy, TableReward, TableRun, Trained
@@ -16,14 +14,6 @@ REFERENCE = np.array([0.4, 0.3, 0.2, 0.1])
 REWARDS = np.array([1.0, 0.7, 0.2, 0.0])
 COSTS = np.array([1.0, 0.4, -0.5, -1.0])
 START = [np.log(REFERENCE).tolist()]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def find_policy(multiplier: float, beta: float) -> np.ndarray:

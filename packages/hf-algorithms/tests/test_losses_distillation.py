@@ -63,7 +63,7 @@ def test_all_tokens_but_one_give_the_whole_divergence() -> None:
     assert lumped == sorted(lumped)  # telling more tokens apart never lowers it
     np.testing.assert_allclose(lumped[-1], float(whole.sum()), rtol=1e-10)
     single = build(student.float(), teacher.float(), V - 1)
-    # In float32 the teacher's least likely token is told from 1 less all others, to 1e-7.
+    # The last probability is 1 less all others, which float32 gives to 1e-7.
     np.testing.assert_allclose(float(DistillationLoss()(*single)[0]), float(whole.sum()), rtol=1e-4)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,14 +18,6 @@ from hf_protocols import ConfigError, merge_metrics
 from tabular_roles import TableCritic, TablePolicy, TableReward, TableRun, Trained
 
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e7])

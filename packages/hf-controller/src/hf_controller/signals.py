@@ -27,10 +27,9 @@ class Terminated(SystemExit):
 class SignalGuard:
     """Makes Ctrl-C and SIGTERM exceptions of the main thread, so that ``with`` blocks and ``finally`` run.
 
-    SIGTERM becomes ``Terminated(143)``, a SystemExit. Ctrl-C keeps its handler, and is ignored where it was ignored. An
-    exception that gets lost, because a library swallows it or because it is raised where Python cannot raise (in a
-    finalizer, say), is raised again by the next :meth:`watching`. Outside the main thread, where Python allows no
-    handlers, the guard does nothing.
+    SIGTERM becomes `Terminated(143)`, a SystemExit. Ctrl-C keeps its handler, and is ignored where it was ignored. An
+    exception may get lost: a library swallows it, or Python cannot raise it, as in a finalizer. The next `watching`
+    raises it again. Python allows handlers in the main thread alone; in another one the guard does nothing.
 
     Args:
         with_interrupts: watch Ctrl-C as well as SIGTERM.

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
+from hf_algorithms.advantages.shaping import TRUNCATED
 from hf_algorithms.jagged import pad_rows
 from hf_protocols import BatchError, ConfigError
 from hf_protocols.arguments import check_number, show
@@ -15,8 +16,6 @@ from hf_protocols.arguments import check_number, show
 __all__ = ["Aggregation", "AggregationMode", "count_group_tokens"]
 
 AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "prompt-mean"]
-
-_FINISHED_BY_LENGTH = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +74,7 @@ class Aggregation:
         mask = pad_rows(columns["response_mask"]).bool()
         if not self.overlong_filter:
             return mask
-        return mask & (columns["finish_reason"] != _FINISHED_BY_LENGTH)[:, None]
+        return mask & (columns["finish_reason"] != TRUNCATED)[:, None]
 
     def weigh(self, mask: torch.Tensor, micro_batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Returns the weights of the token losses, float64 [b, T], 0 where the mask is False.

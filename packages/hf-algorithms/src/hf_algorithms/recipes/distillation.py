@@ -10,8 +10,8 @@ train nothing.
 Deviations from the paper:
 
 - with `"sampled"` the loss is a policy gradient on the sampled token, not a divergence over the vocabulary;
-- with `"top_k"` the tokens outside of the `top_k` are told apart neither by the teacher nor by the student; a token's
-  divergence counts at the responses that the student gave, and does not reach back to the tokens that led there.
+- with `"top_k"` all tokens but the teacher's `top_k` likeliest count as one outcome. The divergence is taken at the
+  student's own responses, and its gradient does not reach back to the tokens that led there.
 
 `"top_k"` adds two columns to the batch, 8 `top_k` bytes for each response token: 256 with 32.
 """

@@ -149,7 +149,7 @@ class ActorWorker(ModelWorker):
         Rows of `hold_pretraining` are learned in the same step: `pretrain_weight` times the mean of -log-prob over all
         their trained tokens is added to the loss (Ouyang et al. 2022, eq. 2), with logits divided by `temperature` too.
 
-        There is no step, and `ROLE/skipped_steps` is reported, where no rank has a trained token.
+        Without a trained token on any rank the weights stay, and `ROLE/skipped_steps` is reported.
 
         The first step after a generation reports `ROLE/weights_unchanged`: on how many ranks the weights were those
         of the generation before, although a step with a gradient and a learning rate above zero lay in between.
