@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -114,3 +115,15 @@ def test_importing_data_and_rewards_loads_nothing_heavy():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_rows_with_columns_or_chats_travel_as_json(tmp_path):
+    tokenizer = build_character_tokenizer(CHARACTERS, tmp_path)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if add_generation_prompt %}={% endif %}"
+    chat = ({"role": "user", "content": "1+2"},)
+    rows = [Row("1+1=", "2"), Row(chat, None, {"level": 3})]
+    batch = PromptDataset(rows, tokenizer).prompts([0, 1])
+    found = [json.loads(bytes(each)) for each in _lists(batch["row_extra"])]
+    assert found == [[None, "2", {}], [list(chat), None, {"level": 3}]]
+    assert _lists(batch["prompt_ids"]) == [_ids("1+1="), _ids("1+2=")]
+    assert "row_extra" not in PromptDataset(rows[:1], tokenizer).prompts([0])

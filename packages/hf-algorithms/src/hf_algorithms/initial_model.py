@@ -163,7 +163,7 @@ def _check_backends(files: ModelDirectory, backends: Mapping[str, str], *, on_cp
 
 
 def _build_tokenizer(config: ModelConfig, rows: Sequence[Row], directory: Path) -> str:
-    texts = [row.prompt + row.answer for row in rows]
+    texts = [_join_texts(row) for row in rows]
     if config.tokenizer == "characters":
         build_character_tokenizer("".join(sorted(set("".join(texts)))), directory)
     elif config.tokenizer == "bpe":
@@ -173,6 +173,11 @@ def _build_tokenizer(config: ModelConfig, rows: Sequence[Row], directory: Path) 
     else:
         return _find(config.tokenizer or config.path or "")
     return str(directory)
+
+
+def _join_texts(row: Row) -> str:
+    parts = [row.prompt] if isinstance(row.prompt, str) else [str(each.get("content", "")) for each in row.prompt]
+    return "".join([*parts, row.answer or ""])
 
 
 def _find(path: str) -> str:

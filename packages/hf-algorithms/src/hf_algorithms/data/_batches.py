@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.data._jsonl import Row
+from hf_algorithms.data._jsonl import Message, Row
 from hf_protocols.errors import BatchError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class PromptDataset:
         self.source = source
         self._rows = tuple(rows)
         self._tokenizer = tokenizer
-        self._prompt_ids: list[list[int]] = tokenizer([row.prompt for row in rows])["input_ids"]
-        self._answer_bytes = [row.answer.encode() for row in rows]
+        self._prompt_ids = _encode_prompts(rows, tokenizer)
+        self._answer_bytes = [(row.answer or "").encode() for row in rows]
         _refuse_empty_prompts(source, self.prompt_lengths)
 
     def __len__(self) -> int:
@@ -79,7 +80,9 @@ class PromptDataset:
 
         Returns:
             `row_id` int64 [B], `prompt_ids` jagged int64 [B, tokens], `answer` jagged uint8 [B, UTF-8 bytes],
-            `group_id` int64 [B], and `prompt_id` int64 [B, 3]: epoch, row, attempt.
+            `group_id` int64 [B], and `prompt_id` int64 [B, 3]: epoch, row, attempt. If any row of the data set is a
+            chat, has columns, or lacks an answer, also `row_extra` jagged uint8 [B, UTF-8 bytes], the JSON array
+            `[messages or null, answer or null, columns]` of each row.
 
         Raises:
             BatchError: for a row that the data set does not have.
@@ -95,6 +98,8 @@ class PromptDataset:
             "group_id": torch.arange(first_group, first_group + len(chosen)),
             "prompt_id": _name_prompts(epochs or [0] * len(chosen), chosen, attempt),
         }
+        if self._has_extra:
+            columns["row_extra"] = _jagged([_encode_extra(self._rows[row]) for row in chosen], torch.uint8)
         return TensorDict(columns, batch_size=[len(chosen)])
 
     def supervised(self, indices: Iterable[int], *, max_response_tokens: int) -> TensorDict:
@@ -124,11 +129,15 @@ class PromptDataset:
         return sum(len(ids) > max_response_tokens for ids in self._answer_ids)
 
     @cached_property
+    def _has_extra(self) -> bool:
+        return any(row.columns or row.answer is None or not isinstance(row.prompt, str) for row in self._rows)
+
+    @cached_property
     def _answer_ids(self) -> list[list[int]]:
         end = self._tokenizer.eos_token_id
         if end is None:
             raise ConfigError("the tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json")
-        texts = [row.answer for row in self._rows]
+        texts = [row.answer or "" for row in self._rows]
         return [[*ids, end] for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
     def _checked(self, indices: Iterable[int]) -> list[int]:
@@ -172,6 +181,23 @@ def _refuse_empty_prompts(source: str, lengths: Sequence[int]) -> None:
             f"{source}, line {lines[0]}: its prompt has no tokens, so nothing can follow it{others}. "
             "Give each row a prompt"
         )
+
+
+def _encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    texts = [row.prompt for row in rows if isinstance(row.prompt, str)]
+    encoded = iter(tokenizer(texts)["input_ids"] if texts else [])
+    return [next(encoded) if isinstance(row.prompt, str) else _encode_chat(row.prompt, tokenizer) for row in rows]
+
+
+def _encode_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    chat = [dict(each) for each in messages]
+    ids: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return list(ids)
+
+
+def _encode_extra(row: Row) -> bytes:
+    messages = None if isinstance(row.prompt, str) else row.prompt
+    return json.dumps([messages, row.answer, dict(row.columns)], ensure_ascii=False).encode()
 
 
 def _name_prompts(epochs: Sequence[int], rows: Sequence[int], attempt: int) -> torch.Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,17 +13,28 @@ from hf_protocols.arguments import shorten_list, show
 from hf_protocols.errors import DataError
 from hf_protocols.outer_files import HEAD_BYTES, describe_stand_in
 
-__all__ = ["Row", "load_rows", "write_rows"]
+__all__ = ["Message", "Row", "load_rows", "read_records", "write_rows"]
 
 _WANTED = "Data is a JSONL file, one JSON object per line"
 
 
+Message = Mapping[str, Any]
+"""One message of a chat: `role`, `content`, and further keys that the chat template knows."""
+
+
 @dataclass(frozen=True)
 class Row:
-    """A prompt, and the answer that belongs to it."""
+    """A prompt, and what rewards see next to it.
 
-    prompt: str
-    answer: str
+    Attributes:
+        prompt: text, or the messages of a chat.
+        answer: reference answer; None if the data has none.
+        columns: all other columns by name, as JSON values.
+    """
+
+    prompt: str | tuple[Message, ...]
+    answer: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_rows(path: str | Path, *, prompt_field: str = "prompt", answer_field: str = "answer") -> list[Row]:
@@ -36,18 +47,26 @@ def load_rows(path: str | Path, *, prompt_field: str = "prompt", answer_field: s
             naming the file and the line, for an empty line, one that is not a JSON object in UTF-8, and a field that is
             missing or neither text nor a number.
     """
-    rows = []
+    rows = [_row_of(record, (prompt_field, answer_field), where=where) for where, record in read_records(path)]
+    if not rows:
+        raise DataError(f"{path} has no rows. {_WANTED}")
+    return rows
+
+
+def read_records(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields where a record stands, such as `train.jsonl, line 3`, and the record, row by row.
+
+    Raises:
+        DataError: as `load_rows` does, but for the fields.
+    """
     try:
         _check_kind(Path(path), path)
         with Path(path).open("rb") as file:
             for number, line in enumerate(file, start=1):
-                record = _parse_line(line, where=f"{path}, line {number}")
-                rows.append(_row_of(record, (prompt_field, answer_field), where=f"{path}, line {number}"))
+                where = f"{path}, line {number}"
+                yield where, _parse_line(line, where=where)
     except OSError as error:
         raise DataError(f"{path}: {_reason(error)}. {_WANTED}") from error
-    if not rows:
-        raise DataError(f"{path} has no rows. {_WANTED}")
-    return rows
 
 
 def write_rows(

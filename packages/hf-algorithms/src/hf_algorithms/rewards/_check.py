@@ -131,7 +131,7 @@ def _check_answers(what: str, check: Callable[[str], object], path: str, rows: S
     for number, row in enumerate(rows, start=1):
         reason = None
         try:
-            if _is_false(check(row.answer)):
+            if _is_false(check(row.answer or "")):
                 reason = "its check_answer returned False"
         except Terminated:
             raise
