@@ -120,20 +120,23 @@ def test_other_pools_do_not_wait(ray_stage):
     assert ray_stage.three.step(batch()).result()["end"].max() < slow.result()["end"].min()
 
 
-def test_a_rank_that_waits_for_its_inputs_answers_questions(ray_executor, ray_stage):
+def test_a_rank_that_waits_for_its_inputs_answers_questions(ray_executor, ray_stage, tmp_path):
     ray_executor.describe(ray_stage.two)  # starts what asks ranks
-    unready = ray_stage.three.step(batch(), seconds=15.0)
+    released = tmp_path / "released"
+    unready = ray_stage.three.step(batch(), seconds=90.0, until=str(released))
     waiting = ray_stage.two.step(unready)
     behind = ray_stage.colocated.step(batch())
-    first, second = {0: ""}, {0: ""}
-    until_s = time.monotonic() + 14.0
-    while not all(" waiting for " in text for text in (*first.values(), *second.values())):
-        assert time.monotonic() < until_s, (first, second)
-        first, second = (ray_executor.describe(group) for group in (ray_stage.two, ray_stage.colocated))
+    wanted = {"two": ("waiting for the inputs of call", "two.step"), "behind": ("colocated.step", "earlier call")}
+    until_s = time.monotonic() + 60.0
+    while True:
+        found = {"two": ray_executor.describe(ray_stage.two), "behind": ray_executor.describe(ray_stage.colocated)}
+        if all(word in text for name in found for text in found[name].values() for word in wanted[name]):
+            break
+        assert time.monotonic() < until_s, found
     answered_s = time.time()
-    assert all("waiting for the inputs of call" in text and "two.step" in text for text in first.values())
-    assert all("colocated.step: waiting for the pool's earlier call" in text for text in second.values())
-    assert "in wait" in second[0]
+    released.touch()
+    assert "colocated.step: waiting for the pool's earlier call" in found["behind"][0]
+    assert "in wait" in found["behind"][0]
     assert answered_s < unready.result()["end"].min()
     assert waiting.result()["end"].max() <= behind.result()["start"].min()
 

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -283,10 +284,12 @@ class ProbeWorker(DeclaringWorker):
             return {"rows": (len(batch), 1)}
 
     @register(protocol=DP, reads=["x"], writes=["x", "start", "end"])
-    def step(self, batch: TensorDict, seconds: float = 0.0) -> TensorDict:
-        """X + 1, and when it was made."""
+    def step(self, batch: TensorDict, seconds: float = 0.0, until: str = "") -> TensorDict:
+        """X + 1, and when it was made: after some seconds, or as soon as there is a file `until`."""
         start = torch.full(batch.batch_size, time.time(), dtype=torch.float64)
-        time.sleep(seconds)
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0 and not (until and Path(until).exists()):
+            time.sleep(min(left_s, 0.05) if until else left_s)
         end = torch.full(batch.batch_size, time.time(), dtype=torch.float64)
         return TensorDict({"x": batch["x"] + 1, "start": start, "end": end}, batch_size=batch.batch_size)
 
