@@ -159,7 +159,7 @@ def test_more_slots_than_the_cluster_has_are_refused_at_once(ray_executor):
         ray_executor.build_groups(ResourcePool([99], device="cpu", name="huge"), {"fragile": spec})
     with pytest.raises(PoolError, match="1 CPU and 1 GPU; the cluster has"):
         ray_executor.build_groups(ResourcePool([1], name="gpus"), {"fragile": WorkerSpec(worker=Fragile, topology=ONE)})
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 60.0, "slots were waited for"
 
 
 def test_slots_that_others_hold_are_refused_within_the_deadline(ray_executor, monkeypatch):

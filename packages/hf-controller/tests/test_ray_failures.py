@@ -35,7 +35,7 @@ TWO = Topology(ParallelSpec(dp_size=2))
 ONE = Topology(ParallelSpec())
 
 
-def test_slow_and_dead_ranks_are_named_and_the_group_can_be_built_again(ray_executor, pool):
+def test_slow_and_dead_ranks_are_named_and_the_group_can_be_built_again(ray_executor, pool, monkeypatch):
     group = build(ray_executor, pool)
     before = group.pid().result()
     ray_executor.describe(group)  # starts what asks ranks
@@ -57,6 +57,7 @@ def test_slow_and_dead_ranks_are_named_and_the_group_can_be_built_again(ray_exec
     assert "no answer" in ray_executor.describe(group)[1]
 
     ray_executor.release(pool)
+    monkeypatch.setattr(ray_executor, "_collective_timeout_s", 100.0)  # the peers of who fails are not left to it
     again = build(ray_executor, pool)
     assert again.meet().result() == [2.0, 2.0]
     assert set(again.pid().result()).isdisjoint(before)
@@ -66,7 +67,7 @@ def test_slow_and_dead_ranks_are_named_and_the_group_can_be_built_again(ray_exec
     started = time.monotonic()
     with pytest.raises(RewardError, match="rank left the collective") as error:
         again.meet(but=1, how="raise").result()
-    assert time.monotonic() - started < 10.0  # its peer hangs on until the collective's deadline, 15 s
+    assert time.monotonic() - started < 60.0, "its peer waited for the collective's deadline"
     assert "fragile.meet on rank 1" in error.value.__notes__[0]
 
 
