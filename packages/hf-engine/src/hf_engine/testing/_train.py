@@ -175,6 +175,7 @@ class _Laws:
         assert not changed, f"a refused step changed {changed}"
 
     def check_training(self, backend: TrainBackend) -> torch.nn.Module:
+        """Returns a reference that was trained alike, with the backend's own weights."""
         reference = deepcopy(self._reference)
         optimizer = torch.optim.AdamW(
             reference.parameters(),
@@ -198,6 +199,8 @@ class _Laws:
         for name, parameter in tensors_in_files(family_of(reference), expected).items():
             difference = float((weights[name] - parameter).abs().max())
             assert difference <= self._tolerance, f"{name} is {difference} off after five AdamW steps"
+            # Scores are compared under one set of weights: a small difference of weights may be a larger one of scores.
+            parameter.copy_(weights[name])
         return reference
 
     def check_offloading(self, backend: TrainBackend) -> None:
