@@ -47,7 +47,7 @@ def test_prompts_are_the_columns_of_the_contract(dataset):
     )
     assert batch["prompt_ids"].layout == torch.jagged
     assert len(dataset) == 3
-    assert dataset.rows == tuple(ROWS)
+    assert dataset.rows == ROWS
     assert dataset.max_prompt_tokens == 6
 
 
@@ -68,7 +68,7 @@ def test_a_batch_of_no_rows_is_a_batch(dataset):
 
 def test_lengths_are_those_of_the_batches(dataset):
     prompts, learned = dataset.prompts([0, 1, 2]), dataset.supervised([0, 1, 2], max_response_tokens=3)
-    assert dataset.prompt_lengths == [len(row) for row in _lists(prompts["prompt_ids"])]
+    assert list(dataset.prompt_lengths) == [len(row) for row in _lists(prompts["prompt_ids"])]
     assert dataset.response_lengths(3) == [len(row) for row in _lists(learned["response_ids"])]
 
 

@@ -211,7 +211,10 @@ def test_a_prompt_above_the_context_has_key_file_and_line(build: Callable[..., C
     error = str(refusal(config))
     assert error.startswith(line)
     assert f"(rollout.max_new_tokens = 4) are 34 tokens, above the {CONTEXT}; so are 1 other rows" in error
-    assert "Raise model.max_positions to at least 34, lower rollout.max_new_tokens to at most 2, or shorten" in error
+    assert (
+        "Raise model.max_positions to at least 34, lower rollout.max_new_tokens to at most 2, shorten the prompt, or set data.too_long"
+        in error
+    )
 
 
 @pytest.mark.parametrize(("samples", "fits"), [(1, 768), (4, 2048)])

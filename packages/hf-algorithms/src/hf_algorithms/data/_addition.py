@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_algorithms.data._jsonl import Row, write_rows
+from hf_algorithms.data._rows import Row, write_rows
 
 __all__ = ["AdditionFiles", "write_addition_data"]
 
