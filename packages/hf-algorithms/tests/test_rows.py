@@ -48,7 +48,7 @@ def test_numbers_become_text_and_other_fields_are_columns(tmp_path):
         (b"3", "is a JSON number, not an object"),
         (
             b'{"question": "a", "answer": "b"}',
-            "no field 'prompt'; its fields are 'question', 'answer'. Set data.prompt",
+            "no field 'prompt'; its fields are 'question', 'answer'. Set data.prompt_field",
         ),
         (b'{"prompt": null, "answer": "b"}', "field 'prompt' is a JSON null, not text, a number or a list"),
         (b'{"prompt": true, "answer": "b"}', "field 'prompt' is a JSON boolean"),

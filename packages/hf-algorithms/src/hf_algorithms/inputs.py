@@ -8,13 +8,14 @@ from pathlib import Path
 
 from hf_algorithms.budgets import find_prompt_room
 from hf_algorithms.config import Config, DataConfig
-from hf_algorithms.data import PromptDataset, Rows, open_rows
+from hf_algorithms.data import Kind, PromptDataset, Rows, open_rows
 from hf_algorithms.initial_model import InitialModel, build_initial_model
 from hf_algorithms.role_models import find_role_models, list_main_backends
 from hf_protocols.errors import DataError
 
 __all__ = ["DATA_SETS", "RunInputs", "load_inputs", "load_model", "load_row_sets", "tokenize_inputs"]
 
+_NO_KIND: tuple[Kind, ...] = ()
 DATA_SETS = ("train", "validation", "test")
 """The data sets of a run, by the names of their keys in ``[data]``."""
 
@@ -130,7 +131,7 @@ def _open_rows(config: DataConfig, name: str) -> Rows:
             config.sources_of(name),
             prompt_field=None if is_own else config.prompt_field,
             answer_field=None if is_own else config.answer_field,
-            texts=is_own,
+            promptless=("texts",) if is_own else _NO_KIND,
         )
         for _ in rows if key == "train" or is_own else rows.first(config.max_eval_rows):
             pass

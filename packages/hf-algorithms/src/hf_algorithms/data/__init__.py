@@ -5,10 +5,19 @@ Importing this package loads neither torch nor transformers.
 
 from __future__ import annotations
 
-from hf_algorithms.data._addition import AdditionFiles, write_addition_data
+from hf_algorithms.data._addition import ExampleFiles, write_addition_data
 from hf_algorithms.data._batches import PromptDataset, TooLong
-from hf_algorithms.data._columns import ColumnMapping
+from hf_algorithms.data._columns import ColumnMapping, Kind
+from hf_algorithms.data._gsm8k import write_gsm8k_data, write_gsm8k_preferences
 from hf_algorithms.data._order import RowOrder, select_rows
+from hf_algorithms.data._report import (
+    DataReport,
+    FileReport,
+    FirstRow,
+    LengthReport,
+    TooLongReport,
+    describe_data,
+)
 from hf_algorithms.data._rows import (
     Message,
     Row,
@@ -23,8 +32,13 @@ from hf_algorithms.data._rows import (
 from hf_algorithms.data._tokenizers import build_character_tokenizer, load_tokenizer, train_bpe_tokenizer
 
 __all__ = [
-    "AdditionFiles",
     "ColumnMapping",
+    "DataReport",
+    "ExampleFiles",
+    "FileReport",
+    "FirstRow",
+    "Kind",
+    "LengthReport",
     "Message",
     "PromptDataset",
     "Row",
@@ -32,7 +46,9 @@ __all__ = [
     "RowOrder",
     "Rows",
     "TooLong",
+    "TooLongReport",
     "build_character_tokenizer",
+    "describe_data",
     "load_rows",
     "load_tokenizer",
     "locate_row",
@@ -41,5 +57,7 @@ __all__ = [
     "select_rows",
     "train_bpe_tokenizer",
     "write_addition_data",
+    "write_gsm8k_data",
+    "write_gsm8k_preferences",
     "write_rows",
 ]

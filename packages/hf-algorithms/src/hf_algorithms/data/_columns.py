@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_protocols.arguments import shorten_list, show
 from hf_protocols.errors import DataError
 
-__all__ = ["ANSWER_COLUMNS", "PROMPT_COLUMNS", "ColumnMapping", "find_columns", "get_field", "is_chat"]
+__all__ = ["ANSWER_COLUMNS", "PROMPT_COLUMNS", "ColumnMapping", "Kind", "find_columns", "get_field", "is_chat"]
 
 PROMPT_COLUMNS = (("prompt", "messages"), ("question", "problem", "query", "instruction", "input"))
 """Names of a prompt's column. Those of a later line count where none of an earlier line is there."""
@@ -18,6 +18,9 @@ ANSWER_COLUMNS = (
     ("completion", "output"),
 )
 """Names of an answer's column, in the same order."""
+Kind = Literal["prompts", "chats", "preferences", "texts"]
+"""Kind of the rows of a table."""
+
 _TEXT_COLUMN = "text"
 _PAIRS = (("chosen", "rejected"), ("response_0", "response_1"))
 
@@ -33,7 +36,7 @@ class ColumnMapping:
         others: all other columns.
     """
 
-    kind: Literal["prompts", "chats", "preferences", "texts"]
+    kind: Kind
     prompt: str | None
     answer: str | None
     others: tuple[str, ...]
@@ -52,7 +55,7 @@ def find_columns(
     where: str,
     prompt_field: str | None = None,
     answer_field: str | None = None,
-    texts: bool = False,
+    promptless: Collection[Kind] = (),
 ) -> ColumnMapping:
     """Finds what the columns of a table hold.
 
@@ -61,7 +64,7 @@ def find_columns(
         where: file and row of the first one, for messages.
         prompt_field: the user's name for the prompt's field.
         answer_field: the user's name for the answer's field.
-        texts: rows may be texts without a prompt.
+        promptless: kinds of rows that may lack a prompt: `texts`, `preferences`.
 
     Raises:
         DataError: for no column with prompts, for two that may hold prompts or answers, and for a field that the user
@@ -70,8 +73,11 @@ def find_columns(
     names = list(dict.fromkeys(name for record in records for name in record))
     absent = _describe_absent(names, where)
     prompt = _choose(records, prompt_field, PROMPT_COLUMNS, "prompt", absent=absent, where=where)
+    has_pairs = any(all(_is_present(records, name) for name in pair) for pair in _PAIRS)
+    if prompt is None and has_pairs and "preferences" in promptless:
+        return ColumnMapping(kind="preferences", prompt=None, answer=None, others=tuple(names))
     if prompt is None and _is_present(records, _TEXT_COLUMN):
-        if texts:
+        if "texts" in promptless:
             others = tuple(name for name in names if name != _TEXT_COLUMN)
             return ColumnMapping(kind="texts", prompt=None, answer=_TEXT_COLUMN, others=others)
         raise DataError(
@@ -79,11 +85,12 @@ def find_columns(
             "holds prompts, or name the file as data.pretraining"
         )
     if prompt is None:
-        raise DataError(absent.format("a prompt") + ". Set data.prompt_field")
+        known = ", ".join(show(name) for tier in PROMPT_COLUMNS for name in tier)
+        raise DataError(f"{absent.format(f'for the prompt, such as {known}')}. Set data.prompt_field")
     answer = _choose(records, answer_field, ANSWER_COLUMNS, "answer", absent=absent, where=where)
     others = tuple(name for name in names if name != prompt and not name == answer == "answer")
-    kind: Literal["prompts", "chats", "preferences"] = "prompts"
-    if any(all(_is_present(records, name) for name in pair) for pair in _PAIRS):
+    kind: Kind = "prompts"
+    if has_pairs:
         kind = "preferences"
     elif any(is_chat(get_field(record, prompt)) for record in records):
         kind = "chats"

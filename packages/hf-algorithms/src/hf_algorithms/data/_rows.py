@@ -6,14 +6,14 @@ import glob
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, overload
 
 from hf_algorithms.atomic_files import write_text
-from hf_algorithms.data._columns import ColumnMapping, find_columns, get_field, is_chat
+from hf_algorithms.data._columns import ColumnMapping, Kind, find_columns, get_field, is_chat
 from hf_algorithms.data._json_records import SpelledNumber, describe_json_kind
 from hf_algorithms.data._tables import FORMATS, Table, open_table
 from hf_protocols.arguments import show
@@ -126,7 +126,7 @@ def open_rows(
     *,
     prompt_field: str | None = None,
     answer_field: str | None = None,
-    texts: bool = False,
+    promptless: Collection[Kind] = (),
 ) -> Rows:
     """Opens files of rows and finds their columns; reads only the first rows of each.
 
@@ -134,7 +134,7 @@ def open_rows(
         sources: a path, a pattern such as `data/*.jsonl`, or a hub name, and its weight or None.
         prompt_field: field of the prompt; None: found by its name.
         answer_field: field of the answer; None: found by its name.
-        texts: rows may be texts to pretrain on.
+        promptless: kinds of rows that may lack a prompt: `texts` to pretrain on, `preferences`.
 
     Raises:
         DataError: for a file that cannot be opened or has no rows, and columns that cannot be told apart.
@@ -151,7 +151,7 @@ def open_rows(
                 where=table.where(0),
                 prompt_field=prompt_field,
                 answer_field=answer_field,
-                texts=texts,
+                promptless=promptless,
             )
             files.append(RowFile(path=each, table=table, columns=columns, source=number))
     given = [each for each in weights if each is not None]
@@ -195,10 +195,11 @@ def write_rows(
     Raises:
         DataError: when the file cannot be written.
     """
-    lines = (
-        json.dumps({prompt_field: row.prompt, answer_field: row.answer, **row.columns}, ensure_ascii=False) + "\n"
+    objects = (
+        {prompt_field: row.prompt, **({} if row.answer is None else {answer_field: row.answer}), **row.columns}
         for row in rows
     )
+    lines = (json.dumps(each, ensure_ascii=False) + "\n" for each in objects)
     try:
         return write_text(path, "".join(lines))
     except OSError as error:
@@ -219,7 +220,7 @@ def _build_row(record: Mapping[str, Any], columns: ColumnMapping, table: Table, 
         others = {name: record[name] for name in columns.others if name in record}
         answer = None if columns.answer is None else _read_answer(record, columns.answer)
         if columns.prompt is None:
-            if not answer:
+            if not answer and columns.kind == "texts":
                 raise DataError(": its text is empty. Remove the row")
             return Row("", answer, others)
         prompt, written = _read_prompt(record, columns.prompt)
