@@ -93,7 +93,7 @@ def test_longer_prompts_are_left_out_or_cut(tokenizer, action, kept, prompts):
     assert (len(data), data.num_too_long, data.longest, data.max_prompt_tokens) == (len(kept), 1, 6, 4)
     assert data.where(len(kept) - 1) == "x, line 3"
     assert data.supervised([len(kept) - 1], max_response_tokens=9)["row_id"].tolist() == [2]
-    assert "1 of 3 prompts have more than 4 tokens, at most 6" in data.describe_too_long()
+    assert "1 of 3 prompts have more than 4 tokens (the longest has 6)" in data.describe_too_long()
 
 
 def test_a_longer_prompt_is_refused_by_default(tokenizer):

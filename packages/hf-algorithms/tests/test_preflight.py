@@ -223,7 +223,7 @@ def test_longer_prompts_are_left_out_or_cut(
     assert sorted(inputs.train.prompt_lengths) == lengths
     (note,) = [line for line in inputs.describe_data() if "too_long" in line]
     assert note.startswith("data.train = ")
-    assert "2 of 4 prompts have more than 28 tokens, at most 40" in note
+    assert "2 of 4 prompts have more than 28 tokens (the longest has 40)" in note
 
 
 def test_a_bound_on_prompts_is_the_users_own(build: Callable[..., Config], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PlainSerializer,
     PlainValidator,
     PrivateAttr,
     SerializeAsAny,
@@ -88,10 +89,6 @@ class DataSource(_Section):
     weight: Positive | None = None
     """Share of this source in every batch, relative to the others'; left out of all: each row comes once per epoch."""
 
-    @model_serializer(mode="wrap")
-    def _leave_out_nothing(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in write(self).items() if value is not None}
-
 
 def _read_sources(value: object) -> str | tuple[DataSource, ...]:
     """A path, or a list of paths and tables with a path and a weight."""
@@ -111,10 +108,14 @@ def _read_sources(value: object) -> str | tuple[DataSource, ...]:
     return tuple(found)
 
 
+def _write_sources(sources: str | tuple[DataSource, ...]) -> str | list[dict[str, Any]]:
+    return sources if isinstance(sources, str) else [each.model_dump(exclude_none=True) for each in sources]
+
+
 class DataConfig(_Section):
     """`[data]`: rows as JSONL, JSON, CSV, Parquet, directories that `datasets` saved, or names on its hub."""
 
-    train: Annotated[str | tuple[DataSource, ...], PlainValidator(_read_sources)]
+    train: Annotated[str | tuple[DataSource, ...], PlainValidator(_read_sources), PlainSerializer(_write_sources)]
     """Training rows: a path, a pattern such as `data/*.parquet`, a hub name `OWNER/NAME:SPLIT`, or a list of
     `{path, weight}`.
     """

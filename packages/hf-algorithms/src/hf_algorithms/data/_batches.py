@@ -101,8 +101,8 @@ class PromptDataset:
             return None
         done = "left out" if self._too_long == "drop" else "cut on the left"
         return (
-            f"{self.source}: {self.num_too_long} of {len(self._rows)} prompts have more than {self.max_tokens} tokens, "
-            f"at most {self.longest}, and are {done} (data.too_long)"
+            f"{self.source}: {self.num_too_long} of {len(self._rows)} prompts have more than {self.max_tokens} tokens "
+            f"(the longest has {self.longest}) and are {done} (data.too_long)"
         )
 
     def response_lengths(self, max_response_tokens: int) -> list[int]:
