@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from hf_algorithms.data import PromptDataset, Row, build_character_tokenizer, select_rows
+from hf_algorithms.data import PromptDataset, Row, build_character_tokenizer, open_rows, select_rows
 from hf_protocols.errors import BatchError, ConfigError, DataError
 
 ROWS = [Row("37+85=", "122"), Row("1+1=", "2"), Row("9+0=", "")]
@@ -47,7 +47,7 @@ def test_prompts_are_the_columns_of_the_contract(dataset):
     )
     assert batch["prompt_ids"].layout == torch.jagged
     assert len(dataset) == 3
-    assert dataset.rows == tuple(ROWS)
+    assert dataset.rows == ROWS
     assert dataset.max_prompt_tokens == 6
 
 
@@ -68,7 +68,7 @@ def test_a_batch_of_no_rows_is_a_batch(dataset):
 
 def test_lengths_are_those_of_the_batches(dataset):
     prompts, learned = dataset.prompts([0, 1, 2]), dataset.supervised([0, 1, 2], max_response_tokens=3)
-    assert dataset.prompt_lengths == [len(row) for row in _lists(prompts["prompt_ids"])]
+    assert list(dataset.prompt_lengths) == [len(row) for row in _lists(prompts["prompt_ids"])]
     assert dataset.response_lengths(3) == [len(row) for row in _lists(learned["response_ids"])]
 
 
@@ -77,6 +77,60 @@ def test_rows_that_nothing_can_follow_are_refused(tokenizer):
         PromptDataset([ROWS[0], Row("", "1"), Row("", "2")], tokenizer, source="data.test = 'x'")
     with pytest.raises(DataError, match="it needs at least one"):
         PromptDataset([], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("action", "kept", "prompts"),
+    [("drop", [1, 2], ["1+1=", "9+0="]), ("truncate_left", [0, 1, 2], ["+85=", "1+1=", "9+0="])],
+)
+def test_longer_prompts_are_left_out_or_cut(tokenizer, action, kept, prompts):
+    data = PromptDataset(ROWS, tokenizer, source="x", max_prompt_tokens=4, too_long=action)
+    batch = data.prompts(range(len(data)))
+    assert batch["row_id"].tolist() == kept, "the row of the file"
+    assert batch["prompt_id"][:, 1].tolist() == kept
+    assert _lists(batch["prompt_ids"]) == [_ids(prompt) for prompt in prompts]
+    assert list(data.prompt_lengths) == [len(prompt) for prompt in prompts]
+    assert (len(data), data.num_too_long, data.longest, data.max_prompt_tokens) == (len(kept), 1, 6, 4)
+    assert data.where(len(kept) - 1) == "x, line 3"
+    assert data.supervised([len(kept) - 1], max_response_tokens=9)["row_id"].tolist() == [2]
+    assert "1 of 3 prompts have more than 4 tokens (the longest has 6)" in data.describe_too_long()
+
+
+def test_a_longer_prompt_is_refused_by_default(tokenizer):
+    with pytest.raises(DataError, match=r"^x, line 1: its prompt has 6 tokens, more than data.max_prompt_tokens = 4"):
+        PromptDataset(ROWS, tokenizer, source="x", max_prompt_tokens=4)
+    with pytest.raises(DataError, match=r"^x: every prompt has more than 3 tokens"):
+        PromptDataset(ROWS, tokenizer, source="x", max_prompt_tokens=3, too_long="drop")
+
+
+def test_the_token_that_begins_a_sequence_is_not_cut(tmp_path):
+    tokenizer = build_character_tokenizer("<" + CHARACTERS, tmp_path)
+    tokenizer.bos_token = "<"
+    data = PromptDataset([Row("<37+85=")], tokenizer, max_prompt_tokens=4, too_long="truncate_left")
+    assert tokenizer.decode(_lists(data.prompts([0])["prompt_ids"])[0]) == "<85="
+
+
+def test_a_text_to_pretrain_on_begins_with_its_first_token(tokenizer):
+    data = PromptDataset([Row("", "1+1=2"), Row("1+1=", "2")], tokenizer, texts=True)
+    batch = data.supervised([0, 1], max_response_tokens=9)
+    end = tokenizer.eos_token_id
+    assert _lists(batch["prompt_ids"]) == [_ids("1"), _ids("1+1=")]
+    assert _lists(batch["response_ids"]) == [[*_ids("+1=2"), end], [*_ids("2"), end]]
+    assert (list(data.prompt_lengths), data.response_lengths(9)) == ([1, 4], [5, 2])
+
+
+def test_sources_with_weights_share_every_batch(tokenizer, tmp_path):
+    for name, prompts in (("a", ["1=", "2=", "37+85="]), ("b", ["3="])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
+    rows = open_rows([(str(tmp_path / f"{name}.jsonl"), 1.0) for name in "ab"])
+    data = PromptDataset(rows, tokenizer, source="data.train = []", max_prompt_tokens=4, too_long="drop")
+    drawn = [row for i in range(4) for _, row in data.order.draw(4, iteration=i, seed=0)]
+    assert Counter(drawn) == {0: 4, 1: 4, 2: 8}
+    assert data.where(2) == f"data.train: {tmp_path / 'b.jsonl'}, line 1"
+    (tmp_path / "b.jsonl").write_text('{"prompt": "3333="}')
+    rows = open_rows([(str(tmp_path / f"{name}.jsonl"), 1.0) for name in "ab"])
+    with pytest.raises(DataError, match="leaves no row of its source 2"):
+        PromptDataset(rows, tokenizer, max_prompt_tokens=4, too_long="drop")
 
 
 def test_rows_outside_and_tokenizers_without_an_end_are_refused(dataset, tmp_path):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import hf_algorithms
-from hf_algorithms.config import Config, config_keys, format_toml, load_config, parse_config
+from hf_algorithms.config import Config, config_keys, format_commented, format_toml, load_config, parse_config
 from hf_algorithms.placement import check_rollout_options
 from hf_algorithms.recipes import RECIPES
 from hf_protocols import ConfigError
@@ -408,3 +408,35 @@ def test_thousands_of_unknown_keys_are_summed_up() -> None:
     with pytest.raises(ConfigError) as refused:
         parse_config(body)
     assert str(refused.value).endswith("and 4997 more") and len(str(refused.value)) < 2000
+
+
+def test_training_rows_may_come_from_a_list_of_sources(tmp_path: Path) -> None:
+    body = '[data]\ntrain = [{path = "~/a.jsonl", weight = 3}, {path = "b/*.parquet", weight = 1.5}]\n'
+    config = load_config(write(tmp_path, body))
+    assert config.data.sources_of("train") == [(str(Path.home() / "a.jsonl"), 3.0), ("b/*.parquet", 1.5)]
+    assert config.data.sources_of("validation") == config.data.sources_of("train")
+    assert parse_config(tomllib.loads(format_toml(config))) == config
+    assert parse_config(tomllib.loads(format_commented(config))) == config
+    plain = load_config(write(tmp_path, '[data]\ntrain = ["a.jsonl", {path = "b.csv"}]\nvalidation = "c.csv"\n'))
+    assert plain.data.sources_of("train") == [("a.jsonl", None), ("b.csv", None)]
+    assert plain.data.sources_of("test") == [("c.csv", None)]
+    assert parse_config(tomllib.loads(format_toml(plain))) == plain
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("3", "data.train = 3: must be a path in quotes, or a list of {path = ..., weight = ...}"),
+        ("[]", "data.train = []: must be a path in quotes, or a list"),
+        ("[3]", "item 1 is not {path = ..., weight = ...}"),
+        ('["a", {path = "b", weight = 1}]', "some items have a weight and some have none"),
+        ('[{path = "a", weight = 0}]', "item 1 is not {path = ..., weight = ...}: weight = 0: must be above 0"),
+        ('[{path = "a", weigth = 1}]', "item 1 is not {path = ..., weight = ...}: unknown key 'weigth'"),
+        ('[{path = ""}]', "path = '': a path cannot be empty or blank"),
+    ],
+)
+def test_a_list_of_sources_that_is_none_is_one_line(tmp_path: Path, value: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, f"[data]\ntrain = {value}\n"))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -211,7 +211,38 @@ def test_a_prompt_above_the_context_has_key_file_and_line(build: Callable[..., C
     error = str(refusal(config))
     assert error.startswith(line)
     assert f"(rollout.max_new_tokens = 4) are 34 tokens, above the {CONTEXT}; so are 1 other rows" in error
-    assert "Raise model.max_positions to at least 34, lower rollout.max_new_tokens to at most 2, or shorten" in error
+    assert "Raise model.max_positions to at least 34, lower rollout.max_new_tokens to at most 2, shorten " in error
+
+
+@pytest.mark.parametrize(("action", "lengths"), [("drop", [2, 28]), ("truncate_left", [2, 28, 28, 28])])
+def test_longer_prompts_are_left_out_or_cut(
+    build: Callable[..., Config], tmp_path: Path, action: str, lengths: list[int]
+) -> None:
+    rows = {"train": ["1=", "2" * 28, "3" * 29, "4" * 40]}
+    inputs, _ = check_run(build(rows, data={"too_long": action}), tmp_path / "model")
+    assert sorted(inputs.train.prompt_lengths) == lengths
+    (note,) = [line for line in inputs.describe_data() if "too_long" in line]
+    assert note.startswith("data.train = ")
+    assert "2 of 4 prompts have more than 28 tokens (the longest has 40)" in note
+
+
+def test_a_bound_on_prompts_is_the_users_own(build: Callable[..., Config], tmp_path: Path) -> None:
+    error = str(refusal(build({"train": ["1=", "2222="]}, data={"max_prompt_tokens": 4})))
+    assert "train.jsonl', line 2: its prompt has 5 tokens, more than data.max_prompt_tokens = 4" in error
+    config = build({"train": ["1=", "2222="]}, data={"max_prompt_tokens": 4, "too_long": "drop"})
+    with pytest.raises(
+        DataError, match=r"test.* every prompt has more than 4 tokens, so data.too_long = 'drop' leaves"
+    ):
+        load_inputs(config, tmp_path / "model")
+
+
+def test_texts_for_a_pretraining_loss_are_a_set_of_their_own(build: Callable[..., Config], tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "1+1=2"}\n{"text": "2"}\n')
+    inputs = load_inputs(build(data={"pretraining": str(tmp_path / "texts.jsonl")}), tmp_path / "model")
+    assert inputs.pretraining is not None
+    assert inputs.pretraining.response_lengths(9) == [5, 1]
+    error = str(refusal(build(data={"train": str(tmp_path / "texts.jsonl")})))
+    assert "line 1 has a field 'text' and no prompt" in error
 
 
 @pytest.mark.parametrize(("samples", "fits"), [(1, 768), (4, 2048)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from hf_algorithms.config import Config, RolloutConfig
     from hf_algorithms.inputs import RunInputs
     from hf_algorithms.walk import PlannedCall
-    from hf_protocols import MappingPlan
+    from hf_protocols import MappingPlan, ModelShape
 
-__all__ = ["RowTokens", "check_cache", "check_calls", "check_context"]
+__all__ = ["RowTokens", "check_cache", "check_calls", "check_context", "find_prompt_room"]
 
 _BATCH_KEYS = {
     "generation": "rollout.batch_size",
     "training": "rollout.batch_size * rollout.samples_per_prompt / algorithm.mini_batches",
 }
+_RAISE_BUDGET = "raise training.micro_batch_tokens"
 _SAMPLES_KEY = "rollout.batch_size * rollout.samples_per_prompt"
 
 
@@ -28,10 +29,11 @@ _SAMPLES_KEY = "rollout.batch_size * rollout.samples_per_prompt"
 class RowTokens:
     """Tokens of each row of a data set: its prompt, and the longest response that it may have.
 
-    `source` is where the rows come from, for messages; row i is line i + 1 of that file.
+    `source` is where the rows come from, for messages, and `where` says it of one row.
     """
 
     source: str
+    where: Callable[[int], str]
     prompts: Sequence[int]
     responses: Sequence[int]
 
@@ -58,10 +60,31 @@ def check_context(config: Config, inputs: RunInputs) -> None:
     """
     new = config.rollout.max_new_tokens
     rows = [
-        RowTokens(source=data.source, prompts=data.prompt_lengths, responses=[new] * len(data))
+        RowTokens(source=data.source, where=data.where, prompts=data.prompt_lengths, responses=[new] * len(data))
         for data in (inputs.train, inputs.validation, inputs.test)
     ]
-    _refuse(_find_long_rows(rows, _find_context(config, inputs), new))
+    limit = _find_context(config, inputs.model.shape)
+    problems = [*_find_long_rows(rows, limit, new)]
+    if (data := inputs.pretraining) is not None:
+        learned = data.response_lengths(new)
+        row = RowTokens(source=data.source, where=data.where, prompts=data.prompt_lengths, responses=learned)
+        tokens = config.training.micro_batch_tokens
+        budget = _Limit(tokens=tokens, name=f"training.micro_batch_tokens = {tokens}", remedy=_RAISE_BUDGET)
+        problems += _find_long_rows([row], min(limit, budget, key=lambda each: each.tokens), new)
+    _refuse(problems)
+
+
+def find_prompt_room(config: Config, shape: ModelShape) -> int | None:
+    """Tokens that a prompt may have where longer ones are dropped or cut, or `data.max_prompt_tokens` bounds them.
+
+    Without either it is None: a row that does not fit is then refused with all that could be changed.
+    """
+    given = config.data.max_prompt_tokens
+    if config.data.too_long == "error":
+        return given
+    context = min(_find_context(config, shape).tokens, config.training.micro_batch_tokens)
+    room = context - config.rollout.max_new_tokens
+    return given if room < 1 else min(room, given or room)
 
 
 def check_cache(rollout: RolloutConfig, inputs: RunInputs) -> None:
@@ -113,8 +136,8 @@ def _refuse(problems: Iterable[str]) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def _find_context(config: Config, inputs: RunInputs) -> _Limit:
-    tokens = inputs.model.shape.max_positions
+def _find_context(config: Config, shape: ModelShape) -> _Limit:
+    tokens = shape.max_positions
     engine = config.rollout.options.get("max_positions")
     if type(engine) is int and engine < tokens:
         remedy = "raise rollout.options.max_positions"
@@ -148,10 +171,10 @@ def _find_long_rows(rows: Iterable[RowTokens], limit: _Limit, max_new_tokens: in
             row = totals.index(longest)
             others = sum(total > limit.tokens for total in totals) - 1
             yield (
-                f"{each.source}, line {row + 1}: its prompt of {each.prompts[row]} tokens and a response of up to "
+                f"{each.where(row)}: its prompt of {each.prompts[row]} tokens and a response of up to "
                 f"{each.responses[row]} (rollout.max_new_tokens = {max_new_tokens}) are {longest} tokens, above "
                 f"{limit.name}{f'; so are {others} other rows' if others else ''}. "
-                f"{_start(raised)}, {lower}, or shorten the prompt"
+                f"{_start(raised)}, {lower}, shorten the prompt, or set data.too_long"
             )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from hf_algorithms.data_commands import data
 from hf_controller.signals import after_imports
 from hf_protocols import ConfigError, DataError, HybridFlowError, PlanError
 from hf_protocols.paths import read_path, read_text
@@ -101,10 +102,12 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
     settings = load_config(config, overrides, search_path=_search_path(config))
     with tempfile.TemporaryDirectory() as folder, _exit_codes():
-        _, found = check_run(settings, Path(folder), search_path=_search_path(config))
+        inputs, found = check_run(settings, Path(folder), search_path=_search_path(config))
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
+        for line in inputs.describe_data():
+            click.echo(line)
         render_plan(found, build_console())
 
 
@@ -154,6 +157,9 @@ def doctor() -> None:
     from hf_algorithms.doctor import collect_checks, render_checks
 
     sys.exit(render_checks(collect_checks(), build_console()))
+
+
+cli.add_command(data)
 
 
 @cli.command()

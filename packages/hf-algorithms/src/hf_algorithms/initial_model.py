@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -163,9 +164,9 @@ def _check_backends(files: ModelDirectory, backends: Mapping[str, str], *, on_cp
 
 
 def _build_tokenizer(config: ModelConfig, rows: Sequence[Row], directory: Path) -> str:
-    texts = [_join_texts(row) for row in rows]
+    texts = map(_join_texts, rows)
     if config.tokenizer == "characters":
-        build_character_tokenizer("".join(sorted(set("".join(texts)))), directory)
+        build_character_tokenizer("".join(sorted(set(chain.from_iterable(texts)))), directory)
     elif config.tokenizer == "bpe":
         train_bpe_tokenizer(texts, vocab_size=config.vocab_size, directory=directory)
     elif config.tokenizer is None and config.path is None:

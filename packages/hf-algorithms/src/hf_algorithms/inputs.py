@@ -1,27 +1,28 @@
-"""Inputs of a run, read before anything starts: the model and three data sets."""
+"""Inputs of a run, read before anything starts: the model and its data sets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hf_algorithms.budgets import find_prompt_room
 from hf_algorithms.config import Config, DataConfig
-from hf_algorithms.data import PromptDataset, Row, load_rows
+from hf_algorithms.data import Kind, PromptDataset, Rows, open_rows
 from hf_algorithms.initial_model import InitialModel, build_initial_model
 from hf_algorithms.role_models import find_role_models, list_main_backends
-from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
 
 __all__ = ["DATA_SETS", "RunInputs", "load_inputs", "load_model", "load_row_sets", "tokenize_inputs"]
 
+_NO_KIND: tuple[Kind, ...] = ()
 DATA_SETS = ("train", "validation", "test")
 """The data sets of a run, by the names of their keys in ``[data]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """The models and the three data sets of a run."""
+    """The models and the data sets of a run."""
 
     model: InitialModel
     """The one of `[model]`."""
@@ -30,6 +31,18 @@ class RunInputs:
     train: PromptDataset
     validation: PromptDataset
     test: PromptDataset
+    pretraining: PromptDataset | None = None
+    """What a pretraining loss learns; None: the rows of `train`."""
+
+    def describe_data(self) -> list[str]:
+        """One line for each file with its format and what its columns hold, and one for prompts that are too long."""
+        lines: list[str] = []
+        for data in filter(None, (self.train, self.validation, self.test, self.pretraining)):
+            if isinstance(data.rows, Rows):
+                key = data.source.partition(" = ")[0]
+                lines += [f"{key}: {each.describe()}" for each in data.rows.files]
+            lines += filter(None, [data.describe_too_long()])
+        return list(dict.fromkeys(lines))
 
     def moved(self, before: str, after: str) -> RunInputs:
         """The same inputs, with what lies in folder ``before`` in ``after``."""
@@ -51,7 +64,7 @@ def load_inputs(config: Config, directory: Path) -> RunInputs:
     return tokenize_inputs(config, rows, load_model(config, rows["train"], directory))
 
 
-def load_model(config: Config, rows: Sequence[Row], directory: Path) -> InitialModel:
+def load_model(config: Config, rows: Rows, directory: Path) -> InitialModel:
     """The model, checked for both backends; a fresh one of the training ``rows`` is written to ``directory``.
 
     Raises:
@@ -67,36 +80,61 @@ def load_model(config: Config, rows: Sequence[Row], directory: Path) -> InitialM
     )
 
 
-def load_row_sets(config: DataConfig) -> dict[str, list[Row]]:
-    """The rows of every data set; of validation and test those that are evaluated.
+def load_row_sets(config: DataConfig) -> dict[str, Rows]:
+    """The rows of every data set, each of them read once; of validation and test those that are evaluated.
+
+    `pretraining` is among them if the configuration names it.
 
     Raises:
         DataError: for a file that cannot be read, or a line of it.
     """
-    return {name: _load_rows(config, name) for name in DATA_SETS}
+    opened: dict[str, Rows] = {}
+    for name in (*DATA_SETS, *(["pretraining"] if config.pretraining is not None else [])):
+        key = config.key_of(name)
+        if key not in opened:
+            opened[key] = _open_rows(config, name)
+    sets = {name: opened[config.key_of(name)] for name in DATA_SETS}
+    sets = {name: rows if name == "train" else rows.first(config.max_eval_rows) for name, rows in sets.items()}
+    if config.pretraining is not None:
+        sets["pretraining"] = opened["pretraining"]
+    return sets
 
 
-def tokenize_inputs(config: Config, rows: dict[str, list[Row]], model: InitialModel) -> RunInputs:
+def tokenize_inputs(config: Config, rows: dict[str, Rows], model: InitialModel) -> RunInputs:
     """The rows of every data set as the model's tokens, and the models of the other roles.
 
     Raises:
         DataError: for a prompt without tokens, with its key, file and line.
         ConfigError: for a role's own model that cannot be used.
     """
+    bound = find_prompt_room(config, model.shape)
     sets = {
-        name: PromptDataset(part, model.tokenizer, source=_describe_source(config.data, name))
+        name: PromptDataset(
+            part,
+            model.tokenizer,
+            source=config.data.describe(name),
+            max_prompt_tokens=bound,
+            too_long=config.data.too_long,
+            texts=name == "pretraining",
+        )
         for name, part in rows.items()
     }
     return RunInputs(model=model, models=find_role_models(config, model), **sets)
 
 
-def _describe_source(config: DataConfig, name: str) -> str:
-    return f"data.{config.key_of(name)} = {show(config.path_of(name))}"
-
-
-def _load_rows(config: DataConfig, name: str) -> list[Row]:
+def _open_rows(config: DataConfig, name: str) -> Rows:
+    """Opens a data set and reads every row of it once, to find what is wrong with any."""
+    key = config.key_of(name)
+    is_own = name == "pretraining"
     try:
-        rows = load_rows(config.path_of(name), prompt_field=config.prompt_field, answer_field=config.answer_field)
+        rows = open_rows(
+            config.sources_of(name),
+            prompt_field=None if is_own else config.prompt_field,
+            answer_field=None if is_own else config.answer_field,
+            promptless=("texts",) if is_own else _NO_KIND,
+        )
+        for _ in rows if key == "train" or is_own else rows.first(config.max_eval_rows):
+            pass
     except DataError as error:
-        raise DataError(f"data.{config.key_of(name)}: {error}") from error
-    return rows if name == "train" else rows[: config.max_eval_rows]
+        raise DataError(f"data.{key}: {error}") from error
+    return rows

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_algorithms.budgets import check_cache, check_calls, check_context
-from hf_algorithms.inputs import RunInputs, load_model, load_row_sets, tokenize_inputs
+from hf_algorithms.inputs import DATA_SETS, RunInputs, load_model, load_row_sets, tokenize_inputs
 from hf_algorithms.placement import (
     check_batches,
     check_plan,
@@ -26,7 +26,7 @@ from hf_protocols import ConfigError, HybridFlowError
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
-    from hf_algorithms.data import Row
+    from hf_algorithms.data import Rows
     from hf_protocols import MappingPlan
 
 __all__ = ["check_run"]
@@ -56,11 +56,12 @@ def check_run(
         check_rollout_options(config.rollout)
     with problems.noted():
         check_train_backends(config, plan)
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, Rows] = {}
     with problems.noted():
         rows = load_row_sets(config.data)
     with problems.noted():
-        check_rewards(config, rows, search_path=search_path)
+        scored = {name: part for name, part in rows.items() if name in DATA_SETS}
+        check_rewards(config, scored, search_path=search_path)
     if rows:
         with problems.noted():
             model = load_model(config, rows["train"], folder)

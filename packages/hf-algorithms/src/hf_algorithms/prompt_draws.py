@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hf_algorithms.data import PromptDataset, select_rows
+from hf_algorithms.data import PromptDataset
 from hf_protocols import DataError
 
 if TYPE_CHECKING:
@@ -21,14 +22,24 @@ class PromptDraws:
         batch_size: prompts of `first`.
         iteration: from 1.
         seed: of the run.
+        pretraining: the rows of `pretraining`; those of `data` by default.
     """
 
-    def __init__(self, data: PromptDataset, batch_size: int, *, iteration: int, seed: int) -> None:
+    def __init__(
+        self,
+        data: PromptDataset,
+        batch_size: int,
+        *,
+        iteration: int,
+        seed: int,
+        pretraining: PromptDataset | None = None,
+    ) -> None:
         self._data = data
+        self._pretraining = pretraining or data
         self._iteration, self._seed = iteration, seed
-        self._rows = select_rows(len(data), batch_size, iteration=iteration - 1, seed=seed)
-        first = (iteration - 1) * batch_size
-        self._epochs = [position // len(data) for position in range(first, first + batch_size)]
+        drawn = data.order.draw(batch_size, iteration=iteration - 1, seed=seed)
+        self._epochs = [epoch for epoch, _ in drawn]
+        self._rows = [row for _, row in drawn]
         self._num_drawn = self._num_learned = 0
         self._attempt = 0
 
@@ -50,7 +61,7 @@ class PromptDraws:
         if num_prompts < 1:
             raise DataError(f"{self._data.source}: the step asks for {num_prompts} more prompts. Ask for at least 1")
         taken = set(self._rows)
-        order = select_rows(len(self._data), len(self._data), iteration=self._iteration, seed=self._seed + 2)
+        order = self._data.order.arrange(iteration=self._iteration, seed=self._seed + 2)
         left = [row for row in order if row not in taken]
         if num_prompts > len(left):
             raise DataError(
@@ -69,11 +80,17 @@ class PromptDraws:
             DataError: for less than one row.
         """
         if num_rows < 1:
-            raise DataError(f"{self._data.source}: the step asks for {num_rows} rows to learn. Ask for at least 1")
-        order = select_rows(len(self._data), len(self._data), iteration=self._iteration - 1, seed=self._seed + 1)
+            raise DataError(
+                f"{self._pretraining.source}: the step asks for {num_rows} rows to learn. Ask for at least 1"
+            )
+        order = self._learning_order
         rows = [order[position % len(order)] for position in range(self._num_learned, self._num_learned + num_rows)]
         self._num_learned += num_rows
-        return self._data.supervised(rows, max_response_tokens=max_response_tokens)
+        return self._pretraining.supervised(rows, max_response_tokens=max_response_tokens)
+
+    @cached_property
+    def _learning_order(self) -> list[int]:
+        return self._pretraining.order.arrange(iteration=self._iteration - 1, seed=self._seed + 1)
 
     def _number(self, rows: list[int], epochs: list[int]) -> TensorDict:
         batch = self._data.prompts(rows, epochs=epochs, attempt=self._attempt, first_group=self._num_drawn)

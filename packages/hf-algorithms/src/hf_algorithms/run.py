@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.config import Config, format_toml
-from hf_algorithms.data import PromptDataset, select_rows
+from hf_algorithms.data import PromptDataset
 from hf_algorithms.display import RunDisplay
 from hf_algorithms.evaluation import NUM_SAMPLES, collect_samples, evaluate, measure_divergence
 from hf_algorithms.inputs import RunInputs
@@ -64,6 +64,8 @@ def run_training(
         check_machine(config, plan)
         _check_inputs(config, directory)
         with MemoryMeter() as memory, RunDisplay(config.run.iterations) as display, ExitStack() as stack:
+            for line in inputs.describe_data():
+                display.note(line)
             display.phase("starting workers")
             executor = stack.enter_context(_build_executor(config, plan))
             inputs = _begin(config, directory, plan, inputs, fresh)
@@ -77,7 +79,9 @@ def run_training(
 def _check_inputs(config: Config, directory: RunDirectory) -> None:
     """Refuse inputs that the run's own files would replace."""
     data, model = config.data, config.model
-    paths = {"data.train": data.train, "data.validation": data.validation, "data.test": data.test}
+    paths = {f"data.{key}": getattr(data, key) for key in ("validation", "test", "pretraining")}
+    sources = data.sources_of("train")
+    paths |= {"data.train" if len(sources) == 1 else f"data.train, {path}": path for path, _ in sources}
     directory.check_inputs({**paths, "model.path": model.path, "model.tokenizer": model.tokenizer})
 
 
@@ -187,7 +191,13 @@ class _Run:
         """One step of the recipe, its metrics, and an evaluation every now and then."""
         config = self._config
         start_s = time.perf_counter()
-        draws = PromptDraws(self._inputs.train, config.rollout.batch_size, iteration=iteration, seed=config.run.seed)
+        draws = PromptDraws(
+            self._inputs.train,
+            config.rollout.batch_size,
+            iteration=iteration,
+            seed=config.run.seed,
+            pretraining=self._inputs.pretraining,
+        )
         prompts = self._executor.put(draws.first())
         context = StepContext(
             sampling=self._sampling(iteration),
@@ -239,7 +249,8 @@ class _Run:
         data, config = self._inputs.train, self._config
         step = 0
         while True:
-            rows = select_rows(len(data), config.warm_start.batch_size, iteration=step, seed=config.run.seed + 1)
+            drawn = data.order.draw(config.warm_start.batch_size, iteration=step, seed=config.run.seed + 1)
+            rows = [row for _, row in drawn]
             yield self._executor.put(data.supervised(rows, max_response_tokens=config.rollout.max_new_tokens))
             step += 1
 

@@ -84,7 +84,8 @@ def _list_phases(
 
     if config.warm_start.max_steps:
         batch = executor.put_columns((*PROMPT_COLUMNS, *SEQUENCE[1:]), config.warm_start.batch_size)
-        learned = RowTokens(source=train.source, prompts=train.prompts, responses=inputs.train.response_lengths(limit))
+        responses = inputs.train.response_lengths(limit)
+        learned = RowTokens(source=train.source, where=train.where, prompts=train.prompts, responses=responses)
         yield "warm start", learned, partial(_learn, roles, batch)
     recipe = config.recipe
     batch, context = prompts(config.rollout.batch_size), build_tracing_context(executor, sampling)
@@ -92,13 +93,13 @@ def _list_phases(
     for tokens in (validation, test):
         yield "evaluation", tokens, partial(request_scores, roles, prompts(len(tokens.prompts)), sampling)
     few = min(NUM_SAMPLES, len(test.prompts))
-    shown = RowTokens(source=test.source, prompts=test.prompts[:few], responses=test.responses[:few])
+    shown = RowTokens(source=test.source, where=test.where, prompts=test.prompts[:few], responses=test.responses[:few])
     yield "samples", shown, partial(request_samples, roles, prompts(few), sampling)
     yield "divergence", test, partial(request_divergence, roles, prompts(len(test.prompts)), sampling)
 
 
 def _generated(data: PromptDataset, limit: int) -> RowTokens:
-    return RowTokens(source=data.source, prompts=data.prompt_lengths, responses=[limit] * len(data))
+    return RowTokens(source=data.source, where=data.where, prompts=data.prompt_lengths, responses=[limit] * len(data))
 
 
 def _learn(roles: Roles, batch: Any) -> None:

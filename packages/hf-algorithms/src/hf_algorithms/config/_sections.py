@@ -10,15 +10,20 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PlainSerializer,
+    PlainValidator,
     PrivateAttr,
     SerializeAsAny,
     SerializerFunctionWrapHandler,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_serializer,
 )
 
+from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe
+from hf_protocols.arguments import show
 from hf_protocols.paths import expand_path
 
 __all__ = [
@@ -26,6 +31,7 @@ __all__ = [
     "Config",
     "CostConfig",
     "DataConfig",
+    "DataSource",
     "ModelConfig",
     "OptimizerConfig",
     "RewardConfig",
@@ -75,32 +81,80 @@ class RunConfig(_Section):
     """`in_process` runs one rank in the program itself, for debuggers."""
 
 
-class DataConfig(_Section):
-    """`[data]`: JSONL files, one object a line."""
+class DataSource(_Section):
+    """One of several sources of training rows."""
 
-    train: UserPath
-    """Path of the training rows."""
+    path: UserPath
+    """Path, pattern or hub name."""
+    weight: Positive | None = None
+    """Share of this source in every batch, relative to the others'; left out of all: each row comes once per epoch."""
+
+
+def _read_sources(value: object) -> str | tuple[DataSource, ...]:
+    """A path, or a list of paths and tables with a path and a weight."""
+    if isinstance(value, str):
+        return expand_path(value)
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError("must be a path in quotes, or a list of {path = ..., weight = ...}")
+    found = []
+    for number, each in enumerate(value, start=1):
+        try:
+            found.append(DataSource.model_validate({"path": each} if isinstance(each, str) else each))
+        except ValidationError as error:
+            problem = describe_problem(error.errors()[0])
+            raise ValueError(f"item {number} is not {{path = ..., weight = ...}}: {problem}") from None
+    if len({each.weight is None for each in found}) > 1:
+        raise ValueError("some items have a weight and some have none. Give a weight to all or to none")
+    return tuple(found)
+
+
+def _write_sources(sources: str | tuple[DataSource, ...]) -> str | list[dict[str, Any]]:
+    return sources if isinstance(sources, str) else [each.model_dump(exclude_none=True) for each in sources]
+
+
+class DataConfig(_Section):
+    """`[data]`: rows as JSONL, JSON, CSV, Parquet, directories that `datasets` saved, or names on its hub."""
+
+    train: Annotated[str | tuple[DataSource, ...], PlainValidator(_read_sources), PlainSerializer(_write_sources)]
+    """Training rows: a path, a pattern such as `data/*.parquet`, a hub name `OWNER/NAME:SPLIT`, or a list of
+    `{path, weight}`.
+    """
     validation: UserPath | None = None
     """Path of the rows that are evaluated during a run; left out: the first rows of `train`."""
     test: UserPath | None = None
     """Path of the held-out rows that are evaluated before and after; left out: the validation rows."""
-    prompt_field: str = "prompt"
-    """Name of the field that holds the prompt."""
-    answer_field: str = "answer"
-    """Name of the field that holds the reference answer."""
+    pretraining: UserPath | None = None
+    """Path of what `algorithm.ptx_coefficient` learns: texts in a field `text`, or prompts with answers; left out:
+    `train`.
+    """
+    prompt_field: str | None = None
+    """Name of the field that holds the prompt, with dots into nested ones; left out: found by its name."""
+    answer_field: str | None = None
+    """Name of the field that holds the reference answer, in the same way; rows may lack it."""
     max_eval_rows: Count = 500
     """Rows of validation and test that are used, from the first."""
+    max_prompt_tokens: Tokens | None = None
+    """Tokens of a prompt at most; left out: what the model's context and `training.micro_batch_tokens` leave for it."""
+    too_long: Literal["error", "drop", "truncate_left"] = "error"
+    """Longer prompts end the run before it starts, are left out, or lose their beginning."""
 
     def key_of(self, rows: str) -> str:
         """The key that names the file of `train`, `validation` or `test`: its own, or the one that stands in."""
+        if rows == "pretraining":
+            return rows if self.pretraining is not None else "train"
         if rows == "test" and self.test is None:
             rows = "validation"
         return "train" if rows == "validation" and self.validation is None else rows
 
-    def path_of(self, rows: str) -> str:
-        """The file of `train`, `validation` or `test`."""
-        path: str = getattr(self, self.key_of(rows))
-        return path
+    def sources_of(self, rows: str) -> list[tuple[str, float | None]]:
+        """Paths of `train`, `validation`, `test` or `pretraining` with their weights."""
+        found = getattr(self, self.key_of(rows))
+        return [(found, None)] if isinstance(found, str) else [(each.path, each.weight) for each in found]
+
+    def describe(self, rows: str) -> str:
+        """Key and value of a data set as the user wrote them, for messages."""
+        key, found = self.key_of(rows), getattr(self, self.key_of(rows))
+        return f"data.{key} = {show(found if isinstance(found, str) else [each.path for each in found])}"
 
 
 class ModelConfig(_Section):

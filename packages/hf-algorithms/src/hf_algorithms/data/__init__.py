@@ -1,26 +1,63 @@
-"""Questions and answers: JSONL files, the addition data set, tokenizers, and batches of them.
+"""Rows of any format, the example data sets, tokenizers, and batches of token ids.
 
 Importing this package loads neither torch nor transformers.
 """
 
 from __future__ import annotations
 
-from hf_algorithms.data._addition import AdditionFiles, write_addition_data
-from hf_algorithms.data._batches import PromptDataset, select_rows
-from hf_algorithms.data._jsonl import Message, Row, load_rows, read_records, write_rows
+from hf_algorithms.data._addition import ExampleFiles, write_addition_data
+from hf_algorithms.data._batches import PromptDataset, TooLong
+from hf_algorithms.data._columns import ColumnMapping, Kind
+from hf_algorithms.data._gsm8k import write_gsm8k_data, write_gsm8k_preferences
+from hf_algorithms.data._order import RowOrder, select_rows
+from hf_algorithms.data._report import (
+    DataReport,
+    FileReport,
+    FirstRow,
+    LengthReport,
+    TooLongReport,
+    describe_data,
+)
+from hf_algorithms.data._rows import (
+    Message,
+    Row,
+    RowFile,
+    Rows,
+    load_rows,
+    locate_row,
+    open_rows,
+    read_records,
+    write_rows,
+)
 from hf_algorithms.data._tokenizers import build_character_tokenizer, load_tokenizer, train_bpe_tokenizer
 
 __all__ = [
-    "AdditionFiles",
+    "ColumnMapping",
+    "DataReport",
+    "ExampleFiles",
+    "FileReport",
+    "FirstRow",
+    "Kind",
+    "LengthReport",
     "Message",
     "PromptDataset",
     "Row",
+    "RowFile",
+    "RowOrder",
+    "Rows",
+    "TooLong",
+    "TooLongReport",
     "build_character_tokenizer",
+    "describe_data",
     "load_rows",
     "load_tokenizer",
+    "locate_row",
+    "open_rows",
     "read_records",
     "select_rows",
     "train_bpe_tokenizer",
     "write_addition_data",
+    "write_gsm8k_data",
+    "write_gsm8k_preferences",
     "write_rows",
 ]

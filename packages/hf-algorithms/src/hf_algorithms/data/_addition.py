@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_algorithms.data._jsonl import Row, write_rows
+from hf_algorithms.data._rows import Row, write_rows
 
-__all__ = ["AdditionFiles", "write_addition_data"]
+__all__ = ["ExampleFiles", "write_addition_data"]
 
 _LARGEST_OPERAND = 99
 _NUM_TEST = 500
@@ -17,7 +17,7 @@ _NUM_VALIDATION = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdditionFiles:
+class ExampleFiles:
     """The three files of :func:`write_addition_data`."""
 
     train: Path
@@ -25,7 +25,7 @@ class AdditionFiles:
     test: Path
 
 
-def write_addition_data(directory: str | Path, *, seed: int) -> AdditionFiles:
+def write_addition_data(directory: str | Path, *, seed: int) -> ExampleFiles:
     """Write ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl`` of problems like ``37+85=`` with answer ``122``.
 
     Operands run from 0 to 99. The split is by unordered pair, so that ``85+37`` never tells what a held-out
@@ -43,7 +43,7 @@ def write_addition_data(directory: str | Path, *, seed: int) -> AdditionFiles:
     generator.shuffle(train)
 
     directory = Path(directory)
-    return AdditionFiles(
+    return ExampleFiles(
         train=write_rows(directory / "train.jsonl", _problems(train)),
         validation=write_rows(directory / "validation.jsonl", _problems(held_out[_NUM_TEST:])),
         test=write_rows(directory / "test.jsonl", _problems(held_out[:_NUM_TEST])),

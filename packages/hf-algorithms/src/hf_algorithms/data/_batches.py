@@ -1,15 +1,17 @@
-"""Rows of a data set as batches of token ids, and which rows belong to which iteration."""
+"""Rows of a data set as batches of token ids."""
 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterable, Sequence
-from functools import cached_property, lru_cache
-from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, chain, islice, pairwise
+from typing import TYPE_CHECKING, Any, Literal
 
-from hf_algorithms.data._jsonl import Message, Row
+from hf_algorithms.data._order import RowOrder
+from hf_algorithms.data._rows import Message, Row, Rows
 from hf_protocols.errors import BatchError, ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -17,55 +19,95 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PromptDataset", "select_rows"]
+__all__ = ["PromptDataset", "TooLong"]
+
+TooLong = Literal["error", "drop", "truncate_left"]
+"""What happens to a prompt that is too long."""
+
+_CHUNK_ROWS = 1024
 
 
 class PromptDataset:
-    """Prompts and answers of a data set, tokenised once."""
+    """Prompts and answers of a data set; their tokens are counted once and made again for each batch."""
 
     def __init__(
-        self, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, source: str = "the data set"
+        self,
+        rows: Sequence[Row],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        source: str = "the data set",
+        max_prompt_tokens: int | None = None,
+        too_long: TooLong = "error",
+        texts: bool = False,
     ) -> None:
-        """Tokenise every prompt, with whatever the tokenizer puts before a text.
+        """Tokenise every prompt once, with what the tokenizer puts before a text.
 
         Args:
-            rows: what :func:`~hf_algorithms.data.load_rows` read.
+            rows: what :func:`~hf_algorithms.data.open_rows` or :func:`~hf_algorithms.data.load_rows` read.
             tokenizer: the model's.
             source: where the rows come from, for messages, such as ``data.train = 'train.jsonl'``.
+            max_prompt_tokens: bound on the tokens of a prompt; None: there is none.
+            too_long: what happens to a longer prompt: it is refused, its row dropped, or its beginning cut off, but for
+                the token that begins every sequence.
+            texts: a row without a prompt is a text to pretrain on, whose first token stands for the prompt.
 
         Raises:
-            DataError: for no rows, and for a prompt without tokens.
+            DataError: for no rows, a prompt without tokens, one that is refused, and if every row is dropped.
         """
         if not rows:
             raise DataError(f"{source} has no rows: it needs at least one")
         self.source = source
-        self._rows = tuple(rows)
+        self.max_tokens = max_prompt_tokens
+        self._rows = rows
         self._tokenizer = tokenizer
-        self._prompt_ids = _encode_prompts(rows, tokenizer)
-        self._answer_bytes = [(row.answer or "").encode() for row in rows]
-        _refuse_empty_prompts(source, self.prompt_lengths)
+        self._too_long = too_long
+        self._texts = texts
+        self._kept = array("q")
+        self._lengths = array("q")
+        self._has_extra = False
+        self.num_too_long = 0
+        """Rows whose prompts are above the bound, dropped or cut."""
+        self.longest = 0
+        """Tokens of the longest prompt before that."""
+        self._count_tokens()
+        self.order = self._build_order()
+        """In which order rows are drawn; it counts rows as `prompts` does."""
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._kept)
 
     @property
-    def rows(self) -> tuple[Row, ...]:
-        """The rows as they were given."""
+    def rows(self) -> Sequence[Row]:
+        """The rows as they were given, those that are dropped included."""
         return self._rows
 
     @property
     def max_prompt_tokens(self) -> int:
         """Tokens of the longest prompt."""
-        return max(self.prompt_lengths)
+        return max(self._lengths)
 
     @property
-    def prompt_lengths(self) -> list[int]:
+    def prompt_lengths(self) -> Sequence[int]:
         """Tokens of every prompt, by row."""
-        return [len(ids) for ids in self._prompt_ids]
+        return self._lengths
+
+    def where(self, index: int) -> str:
+        """Place of a row for messages, such as `data.train = 'train.jsonl', line 3`."""
+        return self._where(self._kept[index])
+
+    def describe_too_long(self) -> str | None:
+        """One line about prompts that were dropped or cut; None if there are none."""
+        if not self.num_too_long:
+            return None
+        done = "left out" if self._too_long == "drop" else "cut on the left"
+        return (
+            f"{self.source}: {self.num_too_long} of {len(self._rows)} prompts have more than {self.max_tokens} tokens "
+            f"(the longest has {self.longest}) and are {done} (data.too_long)"
+        )
 
     def response_lengths(self, max_response_tokens: int) -> list[int]:
         """Tokens of each row's response in a supervised batch."""
-        return [min(len(ids), max_response_tokens) for ids in self._answer_ids]
+        return [min(length, max_response_tokens) for length in self._answer_lengths]
 
     def prompts(
         self, indices: Iterable[int], *, epochs: Sequence[int] = (), attempt: int = 0, first_group: int = 0
@@ -91,15 +133,16 @@ class PromptDataset:
         from tensordict import TensorDict
 
         chosen = self._checked(indices)
+        rows = [self._rows[number] for number in chosen]
         columns = {
             "row_id": torch.tensor(chosen, dtype=torch.int64),
-            "prompt_ids": _jagged([self._prompt_ids[row] for row in chosen], torch.int64),
-            "answer": _jagged([self._answer_bytes[row] for row in chosen], torch.uint8),
+            "prompt_ids": _jagged([ids for ids, _ in self._encode(rows)], torch.int64),
+            "answer": _jagged([(row.answer or "").encode() for row in rows], torch.uint8),
             "group_id": torch.arange(first_group, first_group + len(chosen)),
             "prompt_id": _name_prompts(epochs or [0] * len(chosen), chosen, attempt),
         }
         if self._has_extra:
-            columns["row_extra"] = _jagged([_encode_extra(self._rows[row]) for row in chosen], torch.uint8)
+            columns["row_extra"] = _jagged([_encode_extra(row) for row in rows], torch.uint8)
         return TensorDict(columns, batch_size=[len(chosen)])
 
     def supervised(self, indices: Iterable[int], *, max_response_tokens: int) -> TensorDict:
@@ -117,70 +160,129 @@ class PromptDataset:
         """
         import torch
 
-        chosen = self._checked(indices)
-        responses = [self._answer_ids[row][:max_response_tokens] for row in chosen]
-        batch = self.prompts(chosen)
+        indices = list(indices)
+        responses = [
+            ids[:max_response_tokens]
+            for ids in self._encode_responses([self._rows[number] for number in self._checked(indices)])
+        ]
+        batch = self.prompts(indices)
         batch["response_ids"] = _jagged(responses, torch.int64)
         batch["response_mask"] = _jagged([[True] * len(ids) for ids in responses], torch.bool)
         return batch
 
     def count_cut_answers(self, max_response_tokens: int) -> int:
         """How many answers of the data set, with their end of sequence, are longer than ``max_response_tokens``."""
-        return sum(len(ids) > max_response_tokens for ids in self._answer_ids)
+        return sum(length > max_response_tokens for length in self._answer_lengths)
 
     @cached_property
-    def _has_extra(self) -> bool:
-        return any(row.columns or row.answer is None or not isinstance(row.prompt, str) for row in self._rows)
+    def _answer_lengths(self) -> array[int]:
+        chunks = _chunked(self._rows[number] for number in self._kept)
+        return array("q", (len(ids) for chunk in chunks for ids in self._encode_responses(chunk)))
 
-    @cached_property
-    def _answer_ids(self) -> list[list[int]]:
+    def _count_tokens(self) -> None:
+        empty: list[int] = []
+        number = 0
+        for chunk in _chunked(self._rows):
+            self._has_extra = self._has_extra or any(map(_needs_extra, chunk))
+            for ids, length in self._encode(chunk):
+                self.longest = max(self.longest, length)
+                is_too_long = self.max_tokens is not None and length > self.max_tokens
+                self.num_too_long += is_too_long
+                if not length:
+                    empty.append(number)
+                elif not is_too_long or self._too_long != "drop":
+                    self._kept.append(number)
+                    self._lengths.append(len(ids))
+                if is_too_long and self._too_long == "error":
+                    raise DataError(
+                        f"{self._where(number)}: its prompt has {length} tokens, more than data.max_prompt_tokens = "
+                        f"{self.max_tokens}. Shorten it, or set data.too_long to drop or cut such prompts"
+                    )
+                number += 1
+        if empty:
+            others = f", and so have {len(empty) - 1} other rows" if len(empty) > 1 else ""
+            raise DataError(
+                f"{self._where(empty[0])}: its prompt has no tokens, so nothing can follow it{others}. "
+                "Give each row a prompt"
+            )
+        if not self._kept:
+            raise DataError(
+                f"{self.source}: every prompt has more than {self.max_tokens} tokens, so data.too_long = 'drop' leaves "
+                "no row. Lower rollout.max_new_tokens, or set data.too_long = 'truncate_left'"
+            )
+
+    def _encode(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], int]]:
+        """Yields the ids of each prompt, cut to the bound if that is asked for, and how many it has uncut."""
+        for row, ids in zip(rows, _encode_prompts(rows, self._tokenizer), strict=True):
+            length = len(ids)
+            if self._is_text(row):
+                ids = self._encode_text(row)[:1]
+                length = len(ids)
+            elif self.max_tokens is not None and self._too_long == "truncate_left":
+                ids = _cut_left(ids, self.max_tokens, self._tokenizer.bos_token_id)
+            yield ids, length
+
+    def _is_text(self, row: Row) -> bool:
+        return self._texts and row.prompt == ""
+
+    def _encode_text(self, row: Row) -> list[int]:
+        found: Any = self._tokenizer(row.answer or "")["input_ids"]
+        return list(found)
+
+    def _encode_responses(self, rows: Sequence[Row]) -> list[list[int]]:
         end = self._tokenizer.eos_token_id
         if end is None:
             raise ConfigError("the tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json")
-        texts = [row.answer or "" for row in self._rows]
-        return [[*ids, end] for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        texts = [row.answer or "" for row in rows]
+        found = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        return [
+            [*(self._encode_text(row)[1:] if self._is_text(row) else ids), end]
+            for row, ids in zip(rows, found, strict=True)
+        ]
+
+    def _build_order(self) -> RowOrder:
+        if not isinstance(self._rows, Rows) or self._rows.weights is None:
+            return RowOrder([len(self._kept)])
+        ends = [bisect_left(self._kept, end) for end in accumulate(self._rows.source_sizes)]
+        sizes = [end - start for start, end in pairwise([0, *ends])]
+        if 0 in sizes:
+            raise DataError(
+                f"{self.source}: data.too_long = 'drop' leaves no row of its source {sizes.index(0) + 1}. Leave that "
+                "source out, or set data.too_long = 'truncate_left'"
+            )
+        return RowOrder(sizes, self._rows.weights)
+
+    def _where(self, number: int) -> str:
+        if isinstance(self._rows, Rows) and len(self._rows.files) > 1:
+            return f"{self.source.partition(' = ')[0]}: {self._rows.where(number)}"
+        unit = self._rows.where(number).rpartition(", ")[2] if isinstance(self._rows, Rows) else f"line {number + 1}"
+        return f"{self.source}, {unit}"
 
     def _checked(self, indices: Iterable[int]) -> list[int]:
+        """Numbers of the rows among all that were given."""
         chosen = [int(index) for index in indices]
         for row in chosen:
-            if not 0 <= row < len(self._rows):
-                raise BatchError(f"row {row} of a data set with {len(self._rows)} rows, 0 to {len(self._rows) - 1}")
-        return chosen
+            if not 0 <= row < len(self):
+                raise BatchError(f"row {row} of a data set with {len(self)} rows, 0 to {len(self) - 1}")
+        return [self._kept[row] for row in chosen]
 
 
-def select_rows(num_rows: int, batch_size: int, *, iteration: int, seed: int) -> list[int]:
-    """The rows of iteration ``iteration`` (from 0) when shuffled epochs are read one after the other.
-
-    Each epoch is a permutation of its own; each row comes once per epoch, and a batch may end one epoch and begin
-    the next, or hold several. Nothing is remembered: a run resumed at iteration i reads what it would have read.
-
-    Raises:
-        ConfigError: for no rows, a batch without rows, or an iteration before the first.
-    """
-    if num_rows < 1 or batch_size < 1 or iteration < 0:
-        raise ConfigError(
-            f"num_rows={num_rows}, batch_size={batch_size}, iteration={iteration}: "
-            "rows and batches start at 1, iterations at 0"
-        )
-    positions = range(iteration * batch_size, (iteration + 1) * batch_size)
-    return [_permutation(num_rows, position // num_rows, seed)[position % num_rows] for position in positions]
+def _chunked(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    left = iter(rows)
+    while chunk := list(islice(left, _CHUNK_ROWS)):
+        yield chunk
 
 
-@lru_cache(maxsize=8)
-def _permutation(num_rows: int, epoch: int, seed: int) -> tuple[int, ...]:
-    order = list(range(num_rows))
-    random.Random(f"epoch {epoch} of seed {seed}").shuffle(order)
-    return tuple(order)
+def _cut_left(ids: list[int], most: int, begin: int | None) -> list[int]:
+    if len(ids) <= most:
+        return ids
+    if ids[0] == begin and most > 1:
+        return [ids[0], *ids[len(ids) - most + 1 :]]
+    return ids[len(ids) - most :]
 
 
-def _refuse_empty_prompts(source: str, lengths: Sequence[int]) -> None:
-    lines = [line for line, length in enumerate(lengths, 1) if length == 0]
-    if lines:
-        others = f", and so have {len(lines) - 1} other rows" if len(lines) > 1 else ""
-        raise DataError(
-            f"{source}, line {lines[0]}: its prompt has no tokens, so nothing can follow it{others}. "
-            "Give each row a prompt"
-        )
+def _needs_extra(row: Row) -> bool:
+    return bool(row.columns) or row.answer is None or not isinstance(row.prompt, str)
 
 
 def _encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -197,7 +299,11 @@ def _encode_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase
 
 def _encode_extra(row: Row) -> bytes:
     messages = None if isinstance(row.prompt, str) else row.prompt
-    return json.dumps([messages, row.answer, dict(row.columns)], ensure_ascii=False).encode()
+    extra = [messages, row.answer, dict(row.columns)]
+    try:
+        return json.dumps(extra, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half a character in a column that may not be used; escaped it travels
+        return json.dumps(extra).encode()
 
 
 def _name_prompts(epochs: Sequence[int], rows: Sequence[int], attempt: int) -> torch.Tensor:

@@ -86,8 +86,8 @@ class StepContext:
         more_prompts: returns as many prompts that the iteration has not drawn yet, with group ids of their own. A
             `DataError` says that fewer are left.
         count_prompts_left: returns how many those are; 0 while a dataflow is derived.
-        pretrain_rows: returns as many rows of the training set with their answers as `response_ids`, for a supervised
-            term of the loss.
+        pretrain_rows: returns as many rows of `data.pretraining`, or else of the training set, with their answers as
+            `response_ids`, for a supervised term of the loss.
     """
 
     sampling: SamplingParams

@@ -2,8 +2,8 @@
 
 Two critics estimate rewards and costs. A multiplier lambda weighs the advantages, (A_r - lambda A_c) / (1 + lambda),
 and moves with the mean cost of the last responses, before the actor's updates. The KL penalty is in both signals, so
-that its net weight does not depend on lambda. With `ptx_coefficient` the language-model loss on rows of `data.train`
-enters the actor's own optimizer step.
+that its net weight does not depend on lambda. With `ptx_coefficient` the language-model loss on rows of
+`data.pretraining` or `data.train` enters the actor's own optimizer step.
 
 Deviations from the authors' code:
 
@@ -75,7 +75,9 @@ class SafeRLHFConfig(CriticKeys, ClipKeys, PolicyConfig):
     lambda_max: Range | None = None
     """Largest lambda; by default a million."""
     ptx_coefficient: Coefficient = 0.0
-    """Weight of the language-model loss on as many rows of `data.train` as there are responses."""
+    """Weight of the language-model loss on as many rows of `data.pretraining`, or else of `data.train`, as there are
+    responses.
+    """
 
     def find_contradictions(self) -> Iterator[str]:
         """Yields one line for every pair of keys that cannot go together."""

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
+from hf_algorithms.data import locate_row
 from hf_algorithms.rewards._load import get_users_function, imports_from, load_function
 from hf_controller import Terminated
 from hf_protocols.arguments import shorten, show
@@ -122,13 +123,13 @@ def _rows_by_path(config: Config, rows: Mapping[str, Sequence[Row]]) -> dict[str
     """Every file once, with most of the rows that are read of it."""
     by_path: dict[str, Sequence[Row]] = {}
     for name, part in rows.items():
-        path = config.data.path_of(name)
+        path = ", ".join(each for each, _ in config.data.sources_of(name))
         by_path[path] = max(by_path.get(path, ()), part, key=len)
     return by_path
 
 
 def _check_answers(what: str, check: Callable[[str], object], path: str, rows: Sequence[Row]) -> None:
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(rows):
         reason = None
         try:
             if _is_false(check(row.answer or "")):
@@ -138,8 +139,9 @@ def _check_answers(what: str, check: Callable[[str], object], path: str, rows: S
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything, which is reported
             reason = _describe(error)
         if reason is not None:
+            where = locate_row(rows, number, source=path)
             raise DataError(
-                f"{path}, line {number}: the answer {show(row.answer)} cannot be read by {what}: {reason}. "
+                f"{where}: the answer {show(row.answer)} cannot be read by {what}: {reason}. "
                 f"Correct the line, or set {what.partition(' ')[0]}"
             )
 

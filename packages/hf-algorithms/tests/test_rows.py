@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -19,13 +20,15 @@ def _file(tmp_path, content: bytes):
 def test_rows_survive_writing_and_reading(tmp_path):
     rows = [Row("37+85=", "122"), Row('quote " and \u2028 separator', "\u00e9\U0001f600"), Row("two\nlines", "")]
     path = write_rows(tmp_path / "new" / "rows.jsonl", rows, prompt_field="q", answer_field="a")
-    assert load_rows(path, prompt_field="q", answer_field="a") == rows
+    assert load_rows(path, prompt_field="q", answer_field="a") == [
+        replace(row, columns={"a": row.answer}) for row in rows
+    ]
     assert [entry.name for entry in path.parent.iterdir()] == ["rows.jsonl"]
 
 
-def test_numbers_become_text_and_other_fields_are_ignored(tmp_path):
+def test_numbers_become_text_and_other_fields_are_columns(tmp_path):
     path = _file(tmp_path, b'\xef\xbb\xbf{"prompt": 1, "answer": 2.5, "id": null}\r\n{"answer": -3, "prompt": "x"}')
-    assert load_rows(path) == [Row("1", "2.5"), Row("x", "-3")]
+    assert load_rows(path) == [Row("1", "2.5", {"id": None}), Row("x", "-3")]
 
 
 @pytest.mark.parametrize(
@@ -34,23 +37,28 @@ def test_numbers_become_text_and_other_fields_are_ignored(tmp_path):
         (b"", "is empty"),
         (b"   ", "is empty"),
         (b'{"prompt": "a"', "is not JSON"),
-        (b'{"prompt": "a", "answer": NaN}', "NaN is no JSON number"),
+        (b'{"prompt": "a", "answer": NaN}', "field 'answer' is nan, not a finite number"),
+        (b'{"prompt": "a", "answer": 1e400}', "the number 1e400 is outside the range of a float"),
+        (b'{"prompt": "a", "answer": "b", "prompt": "c"}', "the key 'prompt' stands twice in one object"),
+        (b'{"prompt": [{"content": "a"}]}', "field 'prompt' is a JSON array, not text, a number or a list of messages"),
+        (b'{"prompt": [{"role": "assistant", "content": "a"}]}', "has no message before the response"),
         (b"[" * 100_000, "is not JSON"),
         (b'{"prompt": "\xff", "answer": "b"}', "is not UTF-8: byte 13 of the line is 0xff"),
         (b'["a", "b"]', "is a JSON array, not an object"),
         (b"3", "is a JSON number, not an object"),
         (
-            b'{"prompt": "a", "reply": "b"}',
-            "no field 'answer'; its fields are 'prompt', 'reply'. Set data.answer_field",
+            b'{"question": "a", "answer": "b"}',
+            "no field 'prompt'; its fields are 'question', 'answer'. Set data.prompt_field",
         ),
-        (b'{"prompt": null, "answer": "b"}', "field 'prompt' is a JSON null, not text or a number. Set data.prompt"),
+        (b'{"prompt": null, "answer": "b"}', "field 'prompt' is a JSON null, not text, a number or a list"),
         (b'{"prompt": true, "answer": "b"}', "field 'prompt' is a JSON boolean"),
         (b'{"prompt": {}, "answer": "b"}', "field 'prompt' is a JSON object"),
-        (b'{"prompt": "\\ud83d", "answer": "b"}', "half of a surrogate pair"),
+        (b'{"prompt": "\\ud83d", "answer": "b"}', "contains an unpaired surrogate"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number(tmp_path, line, says):
-    path = _file(tmp_path, b'{"prompt": "a", "answer": "b"}\n' + line + b"\n")
+    good = b'{"prompt": "a", "answer": "b"}\n'
+    path = _file(tmp_path, good + line + b"\n" + good)
     with pytest.raises(DataError) as caught:
         load_rows(path)
     assert str(caught.value).startswith(f"{path}, line 2")
@@ -80,7 +88,7 @@ def test_missing_empty_and_foreign_files_are_one_message(tmp_path):
     [
         (b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer, not the file itself"),
         (b"\x1f\x8b\x08\x00", "is compressed with gzip"),
-        (b"PAR1\x15\x04", "is a Parquet file"),
+        (b"PAR1\x15\x04", "cannot be read as Parquet"),
         ('{"prompt": "a"}'.encode("utf-16"), "is text in UTF-16. Save it as UTF-8"),
         (b"<!doctype html>", "is a web page"),
     ],
@@ -93,7 +101,7 @@ def test_a_file_of_another_format_is_named(tmp_path, head, says):
 def test_what_is_not_a_regular_file_is_not_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero", "/dev/null"):
-        with pytest.raises(DataError, match=f"^{path}: is not a regular file. Data is a JSONL file"):
+        with pytest.raises(DataError, match=f"^{path}: is not a regular file. Data is JSONL, JSON, CSV"):
             load_rows(path)
 
 

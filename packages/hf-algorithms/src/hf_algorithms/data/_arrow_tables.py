@@ -1,0 +1,183 @@
+"""Tables in Arrow's columns: Parquet files, and data sets of the `datasets` library, from a directory or the hub.
+
+Only this module imports pyarrow and `datasets`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from hf_protocols.arguments import show
+from hf_protocols.errors import DataError
+
+__all__ = ["DatasetTable", "ParquetTable", "open_dataset_directory", "open_hub_dataset"]
+
+_CACHE_BYTES = 256 << 20
+_BATCH_ROWS = 1024
+_PLAIN = (str, int, float, type(None))
+
+
+class ParquetTable:
+    """A Parquet file, read by its row groups; the last ones read stay in memory up to 256 MiB."""
+
+    format = "Parquet"
+
+    def __init__(self, path: Path, shown: str) -> None:
+        self._shown = shown
+        with self._errors():
+            import pyarrow.parquet
+
+            self._file = pyarrow.parquet.ParquetFile(path)
+            groups = self._file.metadata
+            sizes = [groups.row_group(group).num_rows for group in range(groups.num_row_groups)]
+        self._starts: list[int] = list(accumulate(sizes, initial=0))
+        self._groups: OrderedDict[int, Any] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def where(self, row: int) -> str:
+        return f"{self._shown}, row {row + 1}"
+
+    def record(self, row: int) -> Mapping[str, Any]:
+        group = bisect_right(self._starts, row) - 1
+        with self._errors():
+            (found,) = self._read_group(group).slice(row - self._starts[group], 1).to_pylist()
+        return _to_json_object(found)
+
+    def records(self) -> Iterator[Mapping[str, Any]]:
+        batches = self._file.iter_batches(batch_size=_BATCH_ROWS)
+        while True:
+            with self._errors():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield from map(_to_json_object, batch.to_pylist())
+
+    def _read_group(self, group: int) -> Any:
+        if group not in self._groups:
+            self._groups[group] = self._file.read_row_group(group)
+            while len(self._groups) > 1 and sum(each.nbytes for each in self._groups.values()) > _CACHE_BYTES:
+                self._groups.popitem(last=False)
+        self._groups.move_to_end(group)
+        return self._groups[group]
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Turns what Arrow raises of a damaged file into one line."""
+        try:
+            yield
+        except DataError:
+            raise
+        except Exception as error:  # a damaged file makes Arrow raise OSError, ArrowException or KeyError
+            reason = " ".join(str(error).split())
+            raise DataError(f"{self._shown}: cannot be read as Parquet: {show(reason)}. Fetch it again") from error
+
+
+class DatasetTable:
+    """A data set of the `datasets` library, mapped into memory from its files."""
+
+    format = "datasets"
+
+    def __init__(self, dataset: Any, shown: str) -> None:
+        self._dataset = dataset.with_format("arrow")
+        self._shown = shown
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def where(self, row: int) -> str:
+        return f"{self._shown}, row {row + 1}"
+
+    def record(self, row: int) -> Mapping[str, Any]:
+        (found,) = self._dataset[row].to_pylist()
+        return _to_json_object(found)
+
+    def records(self) -> Iterator[Mapping[str, Any]]:
+        for batch in self._dataset.iter(_BATCH_ROWS):
+            yield from map(_to_json_object, batch.to_pylist())
+
+
+def open_dataset_directory(path: Path, shown: str) -> DatasetTable:
+    """Opens a directory that `save_to_disk` wrote.
+
+    Raises:
+        DataError: for one with several splits, one that is damaged, and without the library.
+    """
+    if (path / "dataset_dict.json").is_file():
+        splits = _read_splits(path / "dataset_dict.json", shown)
+        if len(splits) > 1:
+            raise DataError(
+                f"{shown}: holds the splits {', '.join(splits)}. Name one, such as '{shown.rstrip('/')}/{splits[0]}'"
+            )
+        path = path / splits[0]
+    datasets = _import_datasets(shown)
+    try:
+        return DatasetTable(datasets.load_from_disk(str(path)), shown)
+    except Exception as error:  # the library raises what its parsers raise of a damaged file
+        raise DataError(f"{shown}: `datasets` cannot load it: {_one_line(error)}. Save it again") from error
+
+
+def open_hub_dataset(name: str) -> DatasetTable:
+    """Opens `OWNER/NAME` or `OWNER/NAME:SPLIT` of the hub, or of what its client fetched earlier; the split is `train`.
+
+    Raises:
+        DataError: if there is no such data set, the hub cannot be reached, or the library is not installed.
+    """
+    datasets = _import_datasets(name)
+    path, _, split = name.partition(":")
+    try:
+        return DatasetTable(datasets.load_dataset(path, split=split or "train"), name)
+    except OSError as error:  # DatasetNotFoundError as well: no such name, or no network to look for it
+        raise DataError(
+            f"{name}: no such file or directory, and no dataset of the hub by that name can be fetched: "
+            f"{_one_line(error)}. Correct the path, or fetch the dataset where there is a network"
+        ) from error
+    except Exception as error:  # the library raises what its parsers and builders raise
+        raise DataError(f"{name}: `datasets` cannot load it: {_one_line(error)}") from error
+
+
+def _import_datasets(shown: str) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(
+            f"{shown}: reading it needs the package `datasets`. Install it: pip install 'hf-algorithms[datasets]'"
+        ) from None
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def _read_splits(file: Path, shown: str) -> list[str]:
+    try:
+        splits = json.loads(file.read_bytes())["splits"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{shown}: its dataset_dict.json names no splits. Save it again") from error
+    return [str(each) for each in splits]
+
+
+def _one_line(error: Exception) -> str:
+    return show(" ".join(str(error).split()).rstrip(".") or type(error).__name__)
+
+
+def _to_json_object(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: _to_json(value) for name, value in record.items()}
+
+
+def _to_json(value: Any) -> Any:
+    """The value as JSON has it: bytes in base64; decimals, dates and times as text."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _to_json(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(each) for each in value]
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,161 @@
+"""Which columns of a table hold what: found by presence, or named by the user."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hf_protocols.arguments import shorten_list, show
+from hf_protocols.errors import DataError
+
+__all__ = ["ANSWER_COLUMNS", "PROMPT_COLUMNS", "ColumnMapping", "Kind", "find_columns", "get_field", "is_chat"]
+
+PROMPT_COLUMNS = (("prompt", "messages"), ("question", "problem", "query", "instruction", "input"))
+"""Names of a prompt's column. Those of a later line count where none of an earlier line is there."""
+ANSWER_COLUMNS = (
+    ("answer", "solution", "ground_truth", "label", "reward_model.ground_truth", "reward_spec.ground_truth"),
+    ("completion", "output"),
+)
+"""Names of an answer's column, in the same order."""
+Kind = Literal["prompts", "chats", "preferences", "texts"]
+"""Kind of the rows of a table."""
+
+_TEXT_COLUMN = "text"
+_PAIRS = (("chosen", "rejected"), ("response_0", "response_1"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnMapping:
+    """Columns of a table.
+
+    Attributes:
+        kind: of its rows: prompts in text, chats, pairs of a better and a worse response, texts to pretrain on.
+        prompt: field of the prompt, with dots between nested names; None for texts.
+        answer: field of the answer, or of a text; None if there is none.
+        others: all other columns.
+    """
+
+    kind: Kind
+    prompt: str | None
+    answer: str | None
+    others: tuple[str, ...]
+
+    def describe(self) -> str:
+        """One line, such as `prompts; prompt = 'question', answer = 'answer'`."""
+        fields = [("prompt", self.prompt), ("text" if self.kind == "texts" else "answer", self.answer)]
+        found = [f"{name} = {show(field) if field else 'none'}" for name, field in fields if field or name != "prompt"]
+        others = f"; other columns: {', '.join(map(show, self.others))}" if self.others else ""
+        return f"{self.kind}; {', '.join(found)}{others}"
+
+
+def find_columns(
+    records: Sequence[Mapping[str, Any]],
+    *,
+    where: str,
+    prompt_field: str | None = None,
+    answer_field: str | None = None,
+    promptless: Collection[Kind] = (),
+) -> ColumnMapping:
+    """Finds what the columns of a table hold.
+
+    Args:
+        records: the first ones; a column that has no value in any of them is absent.
+        where: file and row of the first one, for messages.
+        prompt_field: the user's name for the prompt's field.
+        answer_field: the user's name for the answer's field.
+        promptless: kinds of rows that may lack a prompt: `texts`, `preferences`.
+
+    Raises:
+        DataError: for no column with prompts, for two that may hold prompts or answers, and for a field that the user
+            named and no record has.
+    """
+    names = list(dict.fromkeys(name for record in records for name in record))
+    absent = _describe_absent(names, where)
+    prompt = _choose(records, prompt_field, PROMPT_COLUMNS, "prompt", absent=absent, where=where)
+    has_pairs = any(all(_is_present(records, name) for name in pair) for pair in _PAIRS)
+    if prompt is None and has_pairs and "preferences" in promptless:
+        return ColumnMapping(kind="preferences", prompt=None, answer=None, others=tuple(names))
+    if prompt is None and _is_present(records, _TEXT_COLUMN):
+        if "texts" in promptless:
+            others = tuple(name for name in names if name != _TEXT_COLUMN)
+            return ColumnMapping(kind="texts", prompt=None, answer=_TEXT_COLUMN, others=others)
+        raise DataError(
+            f"{where} has a field 'text' and no prompt: a text is learned, not answered. Set data.prompt_field if it "
+            "holds prompts, or name the file as data.pretraining"
+        )
+    if prompt is None:
+        known = ", ".join(show(name) for tier in PROMPT_COLUMNS for name in tier)
+        raise DataError(f"{absent.format(f'for the prompt, such as {known}')}. Set data.prompt_field")
+    answer = _choose(records, answer_field, ANSWER_COLUMNS, "answer", absent=absent, where=where)
+    others = tuple(name for name in names if name != prompt and not name == answer == "answer")
+    kind: Kind = "prompts"
+    if has_pairs:
+        kind = "preferences"
+    elif any(is_chat(get_field(record, prompt)) for record in records):
+        kind = "chats"
+    return ColumnMapping(kind=kind, prompt=prompt, answer=answer, others=others)
+
+
+def get_field(record: Mapping[str, Any], field: str) -> Any:
+    """The value of a field; its name may lead into nested objects by dots. None if it is absent."""
+    if field in record:
+        return record[field]
+    value: Any = record
+    for name in field.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(name)
+    return value
+
+
+def is_chat(value: object) -> bool:
+    """True for a list of messages, each of which has a role."""
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(each, Mapping) and isinstance(each.get("role"), str) for each in value)
+    )
+
+
+def _choose(
+    records: Sequence[Mapping[str, Any]],
+    given: str | None,
+    candidates: Iterable[Sequence[str]],
+    role: str,
+    *,
+    absent: str,
+    where: str,
+) -> str | None:
+    if given is not None:
+        if not any(_has_field(record, given) for record in records):
+            raise DataError(absent.format(show(given)) + f". Set data.{role}_field")
+        return given
+    for names in candidates:
+        found = [name for name in names if _is_present(records, name)]
+        if len(found) > 1:
+            raise DataError(
+                f"{where}: {' and '.join(map(show, found))} may each hold the {role}. Set data.{role}_field to the "
+                "one that does"
+            )
+        if found:
+            return found[0]
+    return None
+
+
+def _is_present(records: Iterable[Mapping[str, Any]], name: str) -> bool:
+    """True if a record has a value there; true and false are no answers, but labels of whole responses."""
+    return any((value := get_field(record, name)) is not None and not isinstance(value, bool) for record in records)
+
+
+def _has_field(record: Mapping[str, Any], field: str) -> bool:
+    if field in record:
+        return True
+    parent, _, name = field.rpartition(".")
+    holder = get_field(record, parent) if parent else None
+    return isinstance(holder, Mapping) and name in holder
+
+
+def _describe_absent(names: Sequence[str], where: str) -> str:
+    there = (", ".join(shorten_list([show(name) for name in names])) or "none").replace("{", "{{").replace("}", "}}")
+    return f"{where.replace('{', '{{').replace('}', '}}')} has no field {{}}; its fields are {there}"

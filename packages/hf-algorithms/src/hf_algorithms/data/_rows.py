@@ -1,0 +1,283 @@
+"""Rows: a prompt, the answer that a reward sees, and all other columns. They are read from their files one by one."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any, overload
+
+from hf_algorithms.atomic_files import write_text
+from hf_algorithms.data._columns import ColumnMapping, Kind, find_columns, get_field, is_chat
+from hf_algorithms.data._json_records import SpelledNumber, describe_json_kind
+from hf_algorithms.data._tables import FORMATS, Table, open_table
+from hf_protocols.arguments import show
+from hf_protocols.errors import DataError
+
+__all__ = ["Message", "Row", "RowFile", "Rows", "load_rows", "locate_row", "open_rows", "read_records", "write_rows"]
+
+_SAMPLE = 100
+"""Records by which columns are found."""
+
+
+Message = Mapping[str, Any]
+"""One message of a chat: `role`, `content`, and further keys that the chat template knows."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt, and what rewards see next to it.
+
+    Attributes:
+        prompt: text, or the messages of a chat; empty for a text to pretrain on, which is the answer.
+        answer: reference answer; None if the data has none.
+        columns: all other columns by name, as JSON values.
+    """
+
+    prompt: str | tuple[Message, ...]
+    answer: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFile:
+    """A file of rows: its path as given, its records, what its columns hold, and the number of its source."""
+
+    path: str
+    table: Table
+    columns: ColumnMapping
+    source: int = 0
+
+    def describe(self) -> str:
+        """One line, such as `train.csv is CSV of 7,473 rows: prompts; prompt = 'question', answer = 'answer'`."""
+        return f"{self.path} is {self.table.format} of {len(self.table):,} rows: {self.columns.describe()}"
+
+
+class Rows(Sequence[Row]):
+    """Rows of one or more files, read when they are asked for.
+
+    Args:
+        files: at least one.
+        weights: of the sources, for the share of their rows in a batch; None: they are one set.
+        first: uses that many rows; None: all.
+    """
+
+    def __init__(
+        self, files: Sequence[RowFile], weights: Sequence[float] | None = None, *, first: int | None = None
+    ) -> None:
+        self.files = tuple(files)
+        self.weights = None if weights is None else tuple(weights)
+        self._starts = list(accumulate((len(each.table) for each in files), initial=0))
+        self._length = self._starts[-1] if first is None else min(first, self._starts[-1])
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(self._length))]
+        file, row = self._find(index)
+        return _build_row(file.table.record(row), file.columns, file.table, row)
+
+    def __iter__(self) -> Iterator[Row]:
+        return islice(self._all(), self._length)
+
+    def first(self, num_rows: int) -> Rows:
+        """The first rows."""
+        return Rows(self.files, self.weights, first=min(num_rows, self._length))
+
+    def where(self, index: int) -> str:
+        """Place of a row, such as `train.jsonl, line 3`."""
+        file, row = self._find(index)
+        return file.table.where(row)
+
+    @property
+    def source_sizes(self) -> list[int]:
+        """Rows of each source."""
+        sizes = dict.fromkeys((each.source for each in self.files), 0)
+        for each in self.files:
+            sizes[each.source] += len(each.table)
+        return list(sizes.values())
+
+    def _all(self) -> Iterator[Row]:
+        for file in self.files:
+            for row, record in enumerate(file.table.records()):
+                yield _build_row(record, file.columns, file.table, row)
+
+    def _find(self, index: int) -> tuple[RowFile, int]:
+        row = index + self._length if index < 0 else index
+        if not 0 <= row < self._length:
+            raise IndexError(f"row {index} of {self._length}")
+        file = bisect_right(self._starts, row) - 1
+        return self.files[file], row - self._starts[file]
+
+
+def open_rows(
+    sources: Iterable[tuple[str, float | None]],
+    *,
+    prompt_field: str | None = None,
+    answer_field: str | None = None,
+    promptless: Collection[Kind] = (),
+) -> Rows:
+    """Opens files of rows and finds their columns; reads only the first rows of each.
+
+    Args:
+        sources: a path, a pattern such as `data/*.jsonl`, or a hub name, and its weight or None.
+        prompt_field: field of the prompt; None: found by its name.
+        answer_field: field of the answer; None: found by its name.
+        promptless: kinds of rows that may lack a prompt: `texts` to pretrain on, `preferences`.
+
+    Raises:
+        DataError: for a file that cannot be opened or has no rows, and columns that cannot be told apart.
+    """
+    files, weights = [], []
+    for number, (path, weight) in enumerate(sources):
+        weights.append(weight)
+        for each in _expand(path):
+            table = open_table(each)
+            if not len(table):
+                raise DataError(f"{each} has no rows. Data is {FORMATS}")
+            columns = find_columns(
+                list(islice(table.records(), _SAMPLE)),
+                where=table.where(0),
+                prompt_field=prompt_field,
+                answer_field=answer_field,
+                promptless=promptless,
+            )
+            files.append(RowFile(path=each, table=table, columns=columns, source=number))
+    given = [each for each in weights if each is not None]
+    return Rows(files, given or None)
+
+
+def load_rows(path: str | Path, *, prompt_field: str | None = None, answer_field: str | None = None) -> list[Row]:
+    """Reads every row of a file in any format that :func:`open_rows` takes.
+
+    Raises:
+        DataError: for a file that is not a regular one, cannot be read, is of no format that is read or has no rows,
+            and, naming file and line, for a record that is malformed or lacks a prompt.
+    """
+    return list(open_rows([(str(path), None)], prompt_field=prompt_field, answer_field=answer_field))
+
+
+def read_records(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields where a record stands, such as `train.jsonl, line 3`, and the record, row by row, in any format.
+
+    A path may be a pattern. A decimal number keeps its spelling as `str(value.spelling)` of a `float`.
+
+    Raises:
+        DataError: as `load_rows` does, but for the fields.
+    """
+    for each in _expand(str(path)):
+        table = open_table(each)
+        for row, record in enumerate(table.records()):
+            yield table.where(row), record
+
+
+def locate_row(rows: Sequence[Row], index: int, *, source: str) -> str:
+    """Place of a row for messages: that in its file, or in the order of `source`."""
+    return rows.where(index) if isinstance(rows, Rows) else f"{source}, line {index + 1}"
+
+
+def write_rows(
+    path: str | Path, rows: Iterable[Row], *, prompt_field: str = "prompt", answer_field: str = "answer"
+) -> Path:
+    """Write rows so that :func:`load_rows` reads them back; the file appears whole or not at all.
+
+    Raises:
+        DataError: when the file cannot be written.
+    """
+    objects = (
+        {prompt_field: row.prompt, **({} if row.answer is None else {answer_field: row.answer}), **row.columns}
+        for row in rows
+    )
+    lines = (json.dumps(each, ensure_ascii=False) + "\n" for each in objects)
+    try:
+        return write_text(path, "".join(lines))
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from error
+
+
+def _expand(path: str) -> list[str]:
+    """The files that a pattern matches, in the order of their names; a path as it is."""
+    if not glob.has_magic(path) or os.path.exists(path):
+        return [path]
+    if found := sorted(glob.glob(path, recursive=True)):
+        return found
+    raise DataError(f"{path}: no file matches this pattern. Data is {FORMATS}")
+
+
+def _build_row(record: Mapping[str, Any], columns: ColumnMapping, table: Table, row: int) -> Row:
+    try:
+        others = {name: record[name] for name in columns.others if name in record}
+        answer = None if columns.answer is None else _read_answer(record, columns.answer)
+        if columns.prompt is None:
+            if not answer and columns.kind == "texts":
+                raise DataError(": its text is empty. Remove the row")
+            return Row("", answer, others)
+        prompt, written = _read_prompt(record, columns.prompt)
+        return Row(prompt, written if answer is None else answer, others)
+    except DataError as error:
+        raise DataError(f"{table.where(row)}{error}") from None
+
+
+def _read_prompt(record: Mapping[str, Any], name: str) -> tuple[str | tuple[Message, ...], str | None]:
+    """The prompt, and the response with which a chat ends, if it does."""
+    value = get_field(record, name)
+    if value is None and name not in record:
+        raise DataError(
+            f" has no field {show(name)}; its fields are {', '.join(map(show, record))}. Set data.prompt_field"
+        )
+    if not is_chat(value):
+        return _read_text(value, name, wanted="text, a number or a list of messages with roles", role="prompt"), None
+    messages = [{key: part for key, part in each.items() if part is not None} for each in value]
+    for message in messages:
+        _check_characters(str(message.get("content", "")), name)
+    written = None
+    if messages[-1]["role"] == "assistant":
+        content = messages.pop().get("content")
+        written = content if isinstance(content, str) else None
+    if not messages:
+        raise DataError(f": field {show(name)} has no message before the response. Begin a chat with a user's message")
+    return tuple(messages), written
+
+
+def _read_answer(record: Mapping[str, Any], name: str) -> str | None:
+    """The answer as text: a number as it is written, a response in messages by its content, other JSON as JSON."""
+    value = get_field(record, name)
+    if value is None:
+        return None
+    if is_chat(value) and len(value) == 1 and isinstance(value[0].get("content"), str):
+        value = value[0]["content"]
+    elif isinstance(value, bool | list | tuple | Mapping):
+        value = json.dumps(value, ensure_ascii=False)
+    return _read_text(value, name, wanted="text or a number", role="answer")
+
+
+def _read_text(value: object, name: str, *, wanted: str, role: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        kind = describe_json_kind(value)
+        raise DataError(f": field {show(name)} is a JSON {kind}, not {wanted}. Set data.{role}_field")
+    if isinstance(value, float) and value - value != 0:
+        raise DataError(f": field {show(name)} is {value}, not a finite number. Correct the row")
+    text = value.spelling if isinstance(value, SpelledNumber) else str(value)
+    _check_characters(text, name)
+    return text
+
+
+def _check_characters(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f": field {show(name)} contains an unpaired surrogate, {show(text[error.start])}, which is not a "
+            "character. Remove it"
+        ) from None

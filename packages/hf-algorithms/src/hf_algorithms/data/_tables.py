@@ -1,0 +1,122 @@
+"""Tables of records, whatever their format: opened by content and name, read by row.
+
+A table holds an index of its rows, never their text, so that a file may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hf_algorithms.data._arrow_tables import ParquetTable, open_dataset_directory, open_hub_dataset
+from hf_algorithms.data._text_tables import CsvTable, JsonLinesTable, JsonTable
+from hf_protocols.errors import DataError
+from hf_protocols.outer_files import HEAD_BYTES, describe_stand_in
+
+__all__ = ["FORMATS", "Table", "open_table"]
+
+FORMATS = "JSONL, JSON, CSV, Parquet, or a directory that `datasets` saved"
+"""Formats that are read, for messages."""
+
+_DATASET_FILES = ("state.json", "dataset_dict.json", "dataset_info.json")
+_HEADS = {b"\xff\xfe": "is text in UTF-16. Save it as UTF-8", b"\xfe\xff": "is text in UTF-16. Save it as UTF-8"}
+_MOST_BLANKS = 1 << 16
+
+
+class Table(Protocol):
+    """Records by number."""
+
+    @property
+    def format(self) -> str:
+        """Name of the format, such as `JSONL`."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def where(self, row: int) -> str:
+        """Place of a row for messages, such as `train.jsonl, line 3`."""
+        ...
+
+    def record(self, row: int) -> Mapping[str, Any]:
+        """One record; values are those of JSON, and decimal numbers may be `SpelledNumber`."""
+        ...
+
+    def records(self) -> Iterator[Mapping[str, Any]]:
+        """All records in order."""
+        ...
+
+
+def open_table(path: str | Path) -> Table:
+    """Opens a file, a directory that `datasets` saved, or a hub name.
+
+    Raises:
+        DataError: for a path without data, a file that is not regular or cannot be read, and content of no format
+            that is read; for JSONL, JSON and CSV also for what shows while rows are counted.
+    """
+    shown, place = str(path), Path(path)
+    try:
+        if place.is_dir():
+            return _open_directory(place, shown)
+        if _is_hub_name(shown):
+            return open_hub_dataset(shown)
+        if place.exists() and not place.is_file():
+            raise DataError(f"{shown}: is not a regular file. Data is {FORMATS}")
+        return _open_file(place, shown)
+    except OSError as error:
+        raise DataError(f"{shown}: {(error.strerror or str(error)).lower()}. Data is {FORMATS}") from error
+
+
+def _open_directory(place: Path, shown: str) -> Table:
+    if any((place / name).is_file() for name in _DATASET_FILES):
+        return open_dataset_directory(place, shown)
+    found = sorted({each.suffix for each in place.iterdir() if each.suffix in _SUFFIXES})
+    advice = f"Name its files, such as '{shown.rstrip('/')}/*{found[0]}'" if found else f"Data is {FORMATS}"
+    raise DataError(f"{shown}: is a directory. {advice}")
+
+
+def _open_file(place: Path, shown: str) -> Table:
+    with place.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+        start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+        while not start and (more := file.read(HEAD_BYTES)) and file.tell() < _MOST_BLANKS:
+            start = more.lstrip()
+    if head.startswith(b"PAR1"):
+        return ParquetTable(place, shown)
+    foreign = next((what for magic, what in _HEADS.items() if head.startswith(magic)), None)
+    if head and (foreign := foreign or describe_stand_in(head)) is not None:
+        raise DataError(f"{shown}: {foreign}. Data is {FORMATS}")
+    suffix = place.suffix.lower()
+    if suffix in (".csv", ".tsv"):
+        return CsvTable(place, shown, delimiter="\t" if suffix == ".tsv" else None)
+    if start.startswith(b"[") and (suffix == ".json" or start[1:].lstrip().startswith(b"{")):
+        return JsonTable(place, shown)
+    if suffix == ".json" and start.startswith(b"{") and not _first_line_is_whole(place):
+        return JsonTable(place, shown)
+    return JsonLinesTable(place, shown)
+
+
+def _first_line_is_whole(place: Path) -> bool:
+    """True for JSONL under the name `.json`: its first line is an object, and not one that wraps all rows."""
+    import json
+
+    with place.open("rb") as file:
+        line = next((each for each in file if each.strip()), b"")
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    wrapped = record.get("data") if isinstance(record, dict) and len(record) == 1 else None
+    return not isinstance(wrapped, list)
+
+
+def _is_hub_name(text: str) -> bool:
+    """True for `OWNER/NAME`, with `:SPLIT` or not, where nothing lies at that path."""
+    from hf_engine.model_directory import is_hub_name
+
+    name = text.partition(":")[0]
+    return "/" in name and Path(name).suffix not in _SUFFIXES and is_hub_name(name) and not os.path.exists(text)
+
+
+_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz"})

@@ -1,0 +1,100 @@
+"""Columns by name: what a row of each shape becomes, what the user names, and what has no single meaning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_algorithms.data import Row, load_rows, open_rows
+from hf_protocols.errors import DataError
+
+USER = {"role": "user", "content": "2 + 2?"}
+TURN = {"role": "assistant", "content": "4"}
+
+
+def write(folder: Path, *records: dict[str, Any]) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("record", "row"),
+    [
+        ({"question": "q", "answer": 4}, Row("q", "4")),
+        ({"messages": [USER, TURN]}, Row((USER,), "4")),
+        ({"messages": [USER], "answer": "4"}, Row((USER,), "4")),
+        ({"messages": [USER, TURN], "answer": "four"}, Row((USER,), "four")),
+        ({"prompt": [USER], "completion": [TURN]}, Row((USER,), "4", {"completion": [TURN]})),
+        ({"prompt": "q", "question": "other"}, Row("q", None, {"question": "other"})),
+        ({"prompt": "q", "answer": ["4", "four"]}, Row("q", '["4", "four"]')),
+        ({"prompt": "q", "label": True}, Row("q", None, {"label": True})),
+        (
+            {"prompt": [USER], "reward_model": {"style": "rule", "ground_truth": "4"}, "data_source": "d"},
+            Row((USER,), "4", {"reward_model": {"style": "rule", "ground_truth": "4"}, "data_source": "d"}),
+        ),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, Row("q", None, {"chosen": "a", "rejected": "b"})),
+    ],
+)
+def test_a_row_of_each_shape(tmp_path: Path, record: dict[str, Any], row: Row) -> None:
+    assert load_rows(write(tmp_path, record)) == [row]
+
+
+def test_fields_that_the_user_names_may_be_nested(tmp_path: Path) -> None:
+    record = {"task": {"text": "q"}, "a.b": "dotted", "a": {"b": "deep", "c": {"d": 1}}, "answer": "other"}
+    path = write(tmp_path, record)
+    rows = [load_rows(path, prompt_field="task.text", answer_field=name)[0] for name in ("a.b", "a.c.d")]
+    assert [(row.prompt, row.answer, dict(row.columns)) for row in rows] == [
+        ("q", "dotted", record),
+        ("q", "1", record),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "names", "key"),
+    [
+        ({"prompt": "q", "messages": [USER]}, ("'prompt'", "'messages'"), "data.prompt_field"),
+        ({"question": "q", "problem": "q"}, ("'question'", "'problem'"), "data.prompt_field"),
+        ({"prompt": "q", "answer": "a", "solution": "s"}, ("'answer'", "'solution'"), "data.answer_field"),
+        (
+            {"prompt": "q", "label": "a", "reward_model": {"ground_truth": "s"}},
+            ("'label'", "'reward_model.ground_truth'"),
+            "data.answer_field",
+        ),
+    ],
+)
+def test_an_ambiguity_names_both_and_the_key(
+    tmp_path: Path, record: dict[str, Any], names: tuple[str, str], key: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        load_rows(write(tmp_path, record))
+    assert all(part in str(caught.value) for part in (*names, f"Set {key} to the one that does"))
+    named = {key.removeprefix("data."): names[0].strip("'")}
+    assert len(load_rows(write(tmp_path, record), **named)) == 1
+
+
+@pytest.mark.parametrize(("field", "key"), [("prompt_field", "prompt"), ("answer_field", "answer")])
+def test_a_field_that_no_row_has_is_refused(tmp_path: Path, field: str, key: str) -> None:
+    path = write(tmp_path, {"prompt": "q", "{odd}": "a"})
+    with pytest.raises(
+        DataError, match=rf"no field 'a\.b'; its fields are 'prompt', '{{odd}}'\. Set data\.{key}_field"
+    ):
+        load_rows(path, **{field: "a.b"})
+
+
+def test_answers_may_be_absent_in_some_rows(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "a"}, {"prompt": "b", "answer": "2"}, {"prompt": "c", "answer": None})
+    assert [row.answer for row in load_rows(path)] == [None, "2", None]
+
+
+def test_files_of_one_set_may_have_columns_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("question,answer\nq,1\n")
+    rows = open_rows([(str(tmp_path / "a.csv"), 2.0), (write(tmp_path, {"prompt": "p", "label": "2"}), 1.0)])
+    assert list(rows) == [Row("q", "1"), Row("p", "2", {"label": "2"})]
+    assert [each.describe().partition(" is ")[2] for each in rows.files] == [
+        "CSV of 1 rows: prompts; prompt = 'question', answer = 'answer'",
+        "JSONL of 1 rows: prompts; prompt = 'prompt', answer = 'label'; other columns: 'label'",
+    ]

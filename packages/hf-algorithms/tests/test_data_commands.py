@@ -1,0 +1,140 @@
+"""`hybridflow data`: the report of a file, and the example sets."""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hf_algorithms.cli import cli
+from hf_algorithms.data import build_character_tokenizer, load_rows
+from hf_protocols.errors import ConfigError, DataError
+
+GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(cli, ["data", *words], standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    path = tmp_path / "rows.jsonl"
+    records = [{"question": "1+1=", "answer": 2.50, "level": 1}, {"question": "11+11=", "level": 2}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_a_report_without_a_model_counts_characters(rows: str) -> None:
+    report = json.loads(run("check", rows, "--json"))
+    assert report["files"] == [
+        {
+            "path": rows,
+            "format": "JSONL",
+            "rows": 2,
+            "kind": "prompts",
+            "prompt": "question",
+            "answer": "answer",
+            "columns": ["question", "level"][1:],
+        }
+    ]
+    assert (report["rows"], report["without_answer"], report["too_long"]) == (2, 1, None)
+    first = {"where": f"{rows}, line 1", "prompt": "1+1=", "answer": "2.5", "columns": {"level": 1}}
+    assert report["first"] == {**first, "text": None, "ids": None}
+    assert (report["lengths"]["least"], report["lengths"]["most"], report["lengths"]["total"]) == (4, 6, 10)
+
+
+def test_a_report_with_a_tokenizer_has_ids_and_what_is_left_out(rows: str, tmp_path: Path) -> None:
+    tokenizer = build_character_tokenizer("0123456789+=", tmp_path / "tokenizer")
+    words = ("check", rows, "--model", str(tmp_path / "tokenizer"), "--max-prompt-tokens", "5", "--too-long", "drop")
+    report = json.loads(run(*words, "--json"))
+    assert report["first"]["ids"] == tokenizer("1+1=")["input_ids"]
+    assert report["first"]["text"] == "1+1="
+    assert report["lengths"] == {
+        "unit": "tokens of a prompt",
+        "least": 4,
+        "median": 5.0,
+        "mean": 5.0,
+        "most": 6,
+        "total": 10,
+    }
+    assert report["too_long"] == {"limit": 5, "rows": 1, "action": "drop"}
+    lines = run(*words).splitlines()
+    assert lines[0] == f"{rows}: JSONL, 2 rows"
+    assert "  its 4 ids: 4 13 4 14" in lines
+    assert "rows without an answer: 1" in lines
+    assert lines[-1] == "prompts above 5 tokens: 1 of 2; left out (data.too_long = 'drop')"
+
+
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        ({"text": "1+1=2"}, "rows: texts; prompt = none, text = 'text'"),
+        ({"chosen": "a", "rejected": "b"}, "rows: preferences; prompt = none, answer = none"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "rows: chats; prompt = 'messages', answer = none"),
+    ],
+)
+def test_every_kind_of_row_has_a_report(tmp_path: Path, record: dict[str, Any], says: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    assert says in run("check", str(tmp_path / "a.jsonl"))
+
+
+def test_what_a_run_refuses_the_report_refuses(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": null}\n')
+    with pytest.raises(DataError, match="line 2: field 'prompt' is a JSON null"):
+        run("check", str(tmp_path / "a.jsonl"))
+
+
+def test_the_addition_set_is_that_of_the_quickstart(tmp_path: Path) -> None:
+    files = run("addition", "--output", str(tmp_path)).split()
+    assert [Path(each).name for each in files] == ["train.jsonl", "validation.jsonl", "test.jsonl"]
+    assert len(load_rows(files[2])) == 500
+
+
+@pytest.mark.parametrize(("name", "file"), [("gsm8k", "train.jsonl"), ("gsm8k-preferences", "solutions.jsonl")])
+def test_without_a_source_the_file_is_named(tmp_path: Path, name: str, file: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^`hybridflow data {name}` needs --source DIR, a folder with {file}"):
+        run(name, "--output", str(tmp_path / "new"))
+    with pytest.raises(DataError, match=rf"has no file {file}\. The folder must hold {file} of the grade-school-math"):
+        run(name, "--output", str(tmp_path / "new"), "--source", str(tmp_path))
+    assert not (tmp_path / "new").exists()
+
+
+def test_gsm8k_is_split_by_question(tmp_path: Path) -> None:
+    records = [{"question": f"q{number}", "answer": f"#### {number}"} for number in range(30)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    files = run("gsm8k", "--output", str(tmp_path / "new"), "--source", str(tmp_path)).split()
+    parts = [[(row.prompt, row.answer) for row in load_rows(each)] for each in files]
+    assert [len(part) for part in parts] == [24, 3, 3]
+    assert sorted(chain.from_iterable(parts)) == sorted((each["question"], each["answer"]) for each in records)
+
+
+def test_preferences_pair_right_and_wrong_solutions(tmp_path: Path) -> None:
+    def solve(*are_correct: bool) -> dict[str, Any]:
+        return {f"m{n}": {"is_correct": each, "solution": f"{each} {n // 2}"} for n, each in enumerate(are_correct)}
+
+    records = [{"question": f"q{number}", **solve(True, False, False, True, True)} for number in range(20)]
+    records.append({"question": "all right", **solve(True, True)})
+    (tmp_path / "solutions.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    files = run("gsm8k-preferences", "--output", str(tmp_path / "new"), "--source", str(tmp_path)).split()
+    parts = [[json.loads(line) for line in Path(each).read_text().splitlines()] for each in files]
+    questions = [{pair["prompt"] for pair in part} for part in parts]
+    assert [len(each) for each in questions] == [16, 2, 2]
+    assert len(set.union(*questions)) == 20, "all pairs of a question are in one file"
+    assert sum(map(len, parts)) == 20 * 3 * 2
+    pairs = {(each["chosen"], each["rejected"]) for part in parts for each in part}
+    assert pairs == {(f"True {a}", f"False {b}") for a in (0, 1, 2) for b in (0, 1)}
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="needs a copy of GSM8K")
+def test_the_real_gsm8k_makes_both_sets(tmp_path: Path) -> None:
+    for name in ("gsm8k", "gsm8k-preferences"):
+        files = run(name, "--output", str(tmp_path / name), "--source", str(GSM8K)).split()
+        assert all(Path(each).stat().st_size > 100_000 for each in files)

@@ -1,0 +1,233 @@
+"""Tables of every format: equal records, read by row, and one line for each file that cannot be read."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from hf_algorithms.data import Row, _arrow_tables, load_rows, open_rows, read_records
+from hf_algorithms.data._tables import open_table
+from hf_protocols.errors import DataError
+
+RECORDS = [
+    {"prompt": 'two\nlines, "quoted"', "answer": "1.50", "level": "easy"},
+    {"prompt": "é\u2028;", "answer": "b", "level": "hard"},
+    {"prompt": "a\\", "answer": "[{", "level": "easy"},
+] * 2
+ROWS = [Row(each["prompt"], each["answer"], {"level": each["level"]}) for each in RECORDS]
+
+
+def quote(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"'
+
+
+def write_csv(path: Path, comma: str = ",") -> None:
+    lines = [comma.join(RECORDS[0]), *(comma.join(map(quote, each.values())) for each in RECORDS)]
+    path.write_bytes(("\ufeff" + "\r\n".join(lines) + "\r\n\r\n").encode())
+
+
+def write_parquet(path: Path) -> None:
+    pyarrow.parquet.write_table(pa.Table.from_pylist(RECORDS), path, row_group_size=2)
+
+
+WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "rows.jsonl": (
+        "JSONL",
+        lambda path: path.write_text("".join(json.dumps(each) + "\n" for each in RECORDS) + "\n \n"),
+    ),
+    "lines.json": ("JSONL", lambda path: path.write_text("\n".join(map(json.dumps, RECORDS)))),
+    "array.json": ("JSON", lambda path: path.write_text("\ufeff" + json.dumps(RECORDS))),
+    "array.jsonl": ("JSON", lambda path: path.write_text(json.dumps(RECORDS, indent=1))),
+    "wrapped.json": ("JSON", lambda path: path.write_text(json.dumps({"data": RECORDS}))),
+    "indented.json": ("JSON", lambda path: path.write_text(json.dumps({"data": RECORDS}, indent=4))),
+    "rows.csv": ("CSV", write_csv),
+    "semicolons.csv": ("CSV", lambda path: write_csv(path, ";")),
+    "rows.tsv": ("CSV", lambda path: write_csv(path, "\t")),
+    "rows.parquet": ("Parquet", write_parquet),
+    "parquet.jsonl": ("Parquet", write_parquet),
+    "saved": ("datasets", lambda path: datasets.Dataset.from_list(RECORDS).save_to_disk(path)),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_has_the_same_rows(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_arrow_tables, "_CACHE_BYTES", 0)
+    kind, write = WRITERS[name]
+    write(tmp_path / name)
+    rows = open_rows([(str(tmp_path / name), None)])
+    assert rows.files[0].table.format == kind
+    assert list(rows) == ROWS
+    assert [rows[number] for number in (4, 0, 3, -1)] == [ROWS[number] for number in (4, 0, 3, -1)]
+    assert rows[1:5] == ROWS[1:5]
+    assert [dict(record) for _, record in read_records(tmp_path / name)] == RECORDS
+    assert list(rows.first(4)) == ROWS[:4]
+
+
+def test_places_are_lines_or_rows(tmp_path: Path) -> None:
+    for name, place in [
+        ("rows.jsonl", "line 2"),
+        ("array.json", "row 2"),
+        ("rows.csv", "line 4"),
+        ("rows.parquet", "row 2"),
+    ]:
+        WRITERS[name][1](tmp_path / name)
+        assert open_table(tmp_path / name).where(1) == f"{tmp_path / name}, {place}"
+
+
+@pytest.mark.parametrize("spelling", ["1.50", "-0", "-0.0", "1e5", "0.1E-3", "12345678901234567890", "3"])
+def test_a_number_keeps_its_spelling(tmp_path: Path, spelling: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"prompt": {spelling}, "answer": {spelling}, "deep": {{"x": {spelling}}}}}')
+    (row,) = load_rows(tmp_path / "a.jsonl")
+    assert (row.prompt, row.answer) == (spelling, spelling)
+    assert row.columns["deep"]["x"] == json.loads(spelling)
+    assert json.loads(json.dumps(row.columns)) == {"deep": {"x": json.loads(spelling)}}
+
+
+def test_what_is_wrong_in_columns_that_only_travel_is_left(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "score": NaN, "half": "\\ud83d"}')
+    (row,) = load_rows(tmp_path / "a.jsonl")
+    assert (row.answer, row.columns["score"] != row.columns["score"]) == (None, True)
+    assert row.columns["half"] == "\ud83d"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", '{"prompt": "a"}\n\n{"prompt": "b"}\n', ", line 2 is empty: every line is one JSON object"),
+        ("a.json", '[{"prompt": "a"}, {"prompt": "b"', ": the JSON array does not end"),
+        ("a.json", '[{"prompt": "a"}, 3]', ": ', 3' stands after its last row, 1"),
+        ("a.json", '[3, {"prompt": "a"}]', ", row 1: '3,' stands before it"),
+        ("a.json", '[{"prompt": "a"} {"prompt": "b"}]', ", row 2: '' stands before it"),
+        ("a.json", '[{"prompt": "a"}] x', ": 'x' stands after its last row"),
+        ("a.json", '{\n"rows": 3}', ": is a JSON object, not a list of rows"),
+        ("a.json", '[{"prompt": "a", "prompt": "b"}]', ", row 1: the key 'prompt' stands twice"),
+        ("a.json", "[]", " has no rows"),
+        ("a.csv", "", " has no rows"),
+        ("a.csv", "prompt,answer\n", " has no rows"),
+        ("a.csv", "prompt,prompt\na,b\n", ": its header has the column 'prompt' twice"),
+        ("a.csv", "\na,b\n", ": its header is empty"),
+        ("a.csv", 'prompt,answer\n"a\nb",c\nd\n', ", line 4 has 1 values, the header names 2 columns"),
+        ("a.csv", 'prompt,answer\na,"b\n', ", line 2 is not CSV: unexpected end of data"),
+        ("a.csv", "prompt\n\u00e9\n".encode("latin-1"), ", line 2 is not UTF-8: byte 1 of the line is 0xe9"),
+        ("a.parquet", b"PAR1 and no more", ": cannot be read as Parquet"),
+        ("a.jsonl", b"\x1f\x8b\x08\x00", ": is compressed with gzip. Unpack it"),
+        ("data_set/state.json", "{", ": `datasets` cannot load it"),
+        (
+            "data_set/dataset_dict.json",
+            '{"splits": ["train", "test"]}',
+            ": holds the splits train, test. Name one, such as",
+        ),
+        ("data_set/part.parquet", b"", ": is a directory. Name its files, such as"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, name: str, content: str | bytes, says: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    given = path if path.parent == tmp_path else path.parent
+    with pytest.raises(DataError) as caught:
+        load_rows(given)
+    assert str(caught.value).startswith(f"{given}{says}")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_value_of_csv_is_an_absent_answer(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,answer\na,\nb,2\n")
+    assert load_rows(tmp_path / "a.csv") == [Row("a"), Row("b", "2")]
+
+
+def test_a_split_of_a_data_set_is_a_directory(tmp_path: Path) -> None:
+    parts = {name: datasets.Dataset.from_list(RECORDS[:size]) for name, size in (("train", 4), ("test", 2))}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
+    assert load_rows(tmp_path / "both" / "test") == ROWS[:2]
+
+
+def test_values_of_parquet_are_those_of_json(tmp_path: Path) -> None:
+    from datetime import date
+    from decimal import Decimal
+
+    record = {
+        "prompt": [{"role": "user", "content": "a", "name": None}],
+        "answer": Decimal("1.50"),
+        "more": {"day": date(2026, 1, 2), "raw": b"\x00", "n": 3, "list": [1.5, None]},
+    }
+    pyarrow.parquet.write_table(pa.Table.from_pylist([record]), tmp_path / "a.parquet")
+    more = {"day": "2026-01-02", "raw": "AA==", "n": 3, "list": [1.5, None]}
+    assert load_rows(tmp_path / "a.parquet") == [Row(({"role": "user", "content": "a"},), "1.50", {"more": more})]
+
+
+def test_a_hub_name_without_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    says = "^nobody/nothing-here:test: no such file or directory, and no dataset of the hub by that name can be fetched"
+    with pytest.raises(DataError, match=says) as caught:
+        load_rows("nobody/nothing-here:test")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    WRITERS["saved"][1](tmp_path / "saved")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        DataError, match=r"needs the package `datasets`. Install it: pip install 'hf-algorithms\[datasets\]'"
+    ):
+        load_rows(tmp_path / "saved")
+
+
+def test_a_pattern_is_all_files_that_match(tmp_path: Path) -> None:
+    for name, text in (("b.jsonl", "b"), ("a.csv", "a"), ("c.txt", "c")):
+        (tmp_path / name).write_text(f"prompt\n{text}\n" if name != "b.jsonl" else '{"prompt": "b"}')
+    rows = open_rows([(str(tmp_path / "*.*[lv]"), None)])
+    assert [row.prompt for row in rows] == ["a", "b"]
+    assert rows.where(1) == f"{tmp_path / 'b.jsonl'}, line 1"
+    with pytest.raises(DataError, match="no file matches this pattern"):
+        load_rows(tmp_path / "*.parquet")
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv", "array.json"])
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    WRITERS[name][1](path)
+    table = open_table(path)
+    with path.open("a") as file:
+        file.write("\n")
+    with pytest.raises(DataError, match="the file was changed after it was opened"):
+        table.record(0)
+    table = open_table(path)
+    (tmp_path / "new").write_text("{}")
+    (tmp_path / "new").replace(path)
+    assert dict(table.record(0)) == RECORDS[0], "the open file is the old one"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_arrow_tables, "_CACHE_BYTES", 1 << 20)
+    text, num_rows = "x" * 2000, 4000
+    lines = (json.dumps({"prompt": text, "n": number}) for number in range(num_rows))
+    writers: dict[str, Callable[[Path], Any]] = {
+        "a.jsonl": lambda path: path.write_text("\n".join(lines)),
+        "a.json": lambda path: path.write_text(f"[{','.join(lines)}]"),
+        "a.csv": lambda path: path.write_text("prompt,n\n" + "".join(f"{text},{n}\n" for n in range(num_rows))),
+        "a.parquet": lambda path: pyarrow.parquet.write_table(
+            pa.table({"prompt": [text] * num_rows, "n": range(num_rows)}), path, row_group_size=100
+        ),
+    }
+    writers[name](tmp_path / name)
+    tracemalloc.start()
+    try:
+        rows = open_rows([(str(tmp_path / name), None)])
+        assert sum(len(str(row.prompt)) for row in rows) == 8_000_000
+        assert int(rows[3999].columns["n"]) == 3999
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak + pa.total_allocated_bytes() < 6_000_000
