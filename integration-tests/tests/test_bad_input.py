@@ -93,7 +93,7 @@ def test_a_wrong_option_of_the_rollout_backend_is_named_before_anything_starts(
     [
         ("", ("line 2", "empty")),
         ('{"prompt": "1+1=", "answer"', ("line 2",)),
-        ('{"prompt": "1+1="}', ("line 2", "answer")),
+        ('{"answer": "2"}', ("line 2", "no field 'prompt'")),
         ('["1+1=", "2"]', ("line 2",)),
     ],
 )

@@ -20,7 +20,7 @@ from hf_protocols.errors import DataError
 
 RECORDS = [
     {"prompt": 'two\nlines, "quoted"', "answer": "1.50", "level": "easy"},
-    {"prompt": "é\u2028;", "answer": "b", "level": "hard"},
+    {"prompt": "\u00e9\u2028;", "answer": "b", "level": "hard"},
     {"prompt": "a\\", "answer": "[{", "level": "easy"},
 ] * 2
 ROWS = [Row(each["prompt"], each["answer"], {"level": each["level"]}) for each in RECORDS]

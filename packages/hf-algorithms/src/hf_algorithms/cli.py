@@ -39,7 +39,7 @@ class _UserPath(click.Path):
         return super().convert(read_path(name, os.fspath(value)), param, ctx)
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(commands=[data], context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="hf-algorithms", prog_name="hybridflow")
 def cli() -> None:
     """Train language models with reinforcement learning: one program, many ranks."""
@@ -157,9 +157,6 @@ def doctor() -> None:
     from hf_algorithms.doctor import collect_checks, render_checks
 
     sys.exit(render_checks(collect_checks(), build_console()))
-
-
-cli.add_command(data)
 
 
 @cli.command()
