@@ -97,8 +97,8 @@ After this page you know which files `data.train` and its neighbours take, and w
 Columns are found by their names in the first 100 rows, and the mapping is printed when a run starts.
 `data.prompt_field` and `data.answer_field` name others; `reward_model.ground_truth` leads into an object.
 
-- A prompt is a text, a number or a list of messages. A chat that ends with an assistant's message is a prompt whose
-  answer is that message, unless a column has the answer.
+- A prompt is a text, a number or a list of messages. A chat in `messages` that ends with an assistant's message is
+  a prompt whose answer is that message, unless a column has the answer.
 - The answer is optional. A number keeps its spelling, a message gives its content, lists and objects become JSON.
 - All other columns travel to the reward, and so does the answer's own column unless its name is `answer`.
 

@@ -26,6 +26,7 @@ def write(folder: Path, *records: dict[str, Any]) -> str:
     [
         ({"question": "q", "answer": 4}, Row("q", "4")),
         ({"messages": [USER, TURN]}, Row((USER,), "4")),
+        ({"prompt": [USER, TURN], "answer": "4"}, Row((USER, TURN), "4")),
         ({"messages": [USER], "answer": "4"}, Row((USER,), "4")),
         ({"messages": [USER, TURN], "answer": "four"}, Row((USER,), "four")),
         ({"prompt": [USER], "completion": [TURN]}, Row((USER,), "4", {"completion": [TURN]})),
@@ -88,6 +89,11 @@ def test_a_field_that_no_row_has_is_refused(tmp_path: Path, field: str, key: str
 def test_answers_may_be_absent_in_some_rows(tmp_path: Path) -> None:
     path = write(tmp_path, {"prompt": "a"}, {"prompt": "b", "answer": "2"}, {"prompt": "c", "answer": None})
     assert [row.answer for row in load_rows(path)] == [None, "2", None]
+
+
+def test_messages_that_are_a_response_alone_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"line 2: field 'messages' has no message before the response"):
+        load_rows(write(tmp_path, {"messages": [USER]}, {"messages": [TURN]}))
 
 
 def test_files_of_one_set_may_have_columns_of_their_own(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from hf_algorithms.cli import cli
+from hf_algorithms.config import ModelConfig
 from hf_algorithms.data import build_character_tokenizer, load_rows
+from hf_algorithms.initial_model import build_initial_model
 from hf_protocols.errors import ConfigError, DataError
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
@@ -84,6 +86,16 @@ def test_a_report_with_a_tokenizer_has_ids_and_what_is_left_out(rows: str, tmp_p
 def test_every_kind_of_row_has_a_report(tmp_path: Path, record: dict[str, Any], says: str) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
     assert says in run("check", str(tmp_path / "a.jsonl"))
+
+
+def test_the_context_of_the_model_bounds_prompts(rows: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_layers": 1, "num_heads": 1, "max_positions": 9}
+    config = ModelConfig.model_validate({"tokenizer": "characters", **sizes})
+    build_initial_model(config, load_rows(rows), directory=tmp_path / "model", seed=0)
+    words = ("check", rows, "--model", str(tmp_path / "model"), "--max-new-tokens")
+    assert json.loads(run(*words, "4", "--json"))["too_long"] == {"limit": 5, "rows": 1, "action": "error"}
+    with pytest.raises(ConfigError, match=r"^--max-new-tokens 9: the model's context of 9 tokens has no room"):
+        run(*words, "9")
 
 
 def test_what_a_run_refuses_the_report_refuses(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
         lambda path: path.write_text("".join(json.dumps(each) + "\n" for each in RECORDS) + "\n \n"),
     ),
     "lines.json": ("JSONL", lambda path: path.write_text("\n".join(map(json.dumps, RECORDS)))),
+    "lines.csv": ("JSONL", lambda path: path.write_text("\n".join(map(json.dumps, RECORDS)))),
     "array.json": ("JSON", lambda path: path.write_text("\ufeff" + json.dumps(RECORDS))),
     "array.jsonl": ("JSON", lambda path: path.write_text(json.dumps(RECORDS, indent=1))),
     "wrapped.json": ("JSON", lambda path: path.write_text(json.dumps({"data": RECORDS}))),

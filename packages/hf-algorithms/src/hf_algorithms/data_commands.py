@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
+from hf_protocols.errors import ConfigError
 from hf_protocols.paths import read_path
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ def check(
     from hf_algorithms.data import describe_data
 
     tokenizer, context = _load_model(model) if model else (None, None)
+    if context is not None and context <= max_new_tokens:
+        raise ConfigError(
+            f"--max-new-tokens {max_new_tokens}: the model's context of {context} tokens has no room for a prompt and "
+            f"so long a response. Set it below {context}"
+        )
     room = None if context is None else context - max_new_tokens
     bounds = [each for each in (room, max_prompt_tokens) if each is not None and tokenizer is not None]
     report = describe_data(

@@ -230,7 +230,7 @@ def _build_row(record: Mapping[str, Any], columns: ColumnMapping, table: Table, 
 
 
 def _read_prompt(record: Mapping[str, Any], name: str) -> tuple[str | tuple[Message, ...], str | None]:
-    """The prompt, and the response with which a chat ends, if it does."""
+    """The prompt, and the response with which `messages` end, if they do. In a `prompt` it is a text to go on from."""
     value = get_field(record, name)
     if value is None and name not in record:
         raise DataError(
@@ -242,7 +242,7 @@ def _read_prompt(record: Mapping[str, Any], name: str) -> tuple[str | tuple[Mess
     for message in messages:
         _check_characters(str(message.get("content", "")), name)
     written = None
-    if messages[-1]["role"] == "assistant":
+    if name.rpartition(".")[2] == "messages" and messages[-1]["role"] == "assistant":
         content = messages.pop().get("content")
         written = content if isinstance(content, str) else None
     if not messages:

@@ -88,7 +88,7 @@ def _open_file(place: Path, shown: str) -> Table:
     if head and (foreign := foreign or describe_stand_in(head)) is not None:
         raise DataError(f"{shown}: {foreign}. Data is {FORMATS}")
     suffix = place.suffix.lower()
-    if suffix in (".csv", ".tsv"):
+    if suffix in (".csv", ".tsv") and not start.startswith(b"{"):
         return CsvTable(place, shown, delimiter="\t" if suffix == ".tsv" else None)
     if start.startswith(b"[") and (suffix == ".json" or start[1:].lstrip().startswith(b"{")):
         return JsonTable(place, shown)
@@ -119,4 +119,6 @@ def _is_hub_name(text: str) -> bool:
     return "/" in name and Path(name).suffix not in _SUFFIXES and is_hub_name(name) and not os.path.exists(text)
 
 
-_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz"})
+_SUFFIXES = frozenset(
+    {".arrow", ".bz2", ".csv", ".gz", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv", ".txt", ".xz", ".zip", ".zst"}
+)
