@@ -72,9 +72,10 @@ def test_a_family_without_a_known_shape_is_planned_and_trained(
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert trained.keys() == before.keys()
     assert any(not trained[name].equal(before[name]) for name in trained)
-    assert load_file(tmp_path / "run" / "model" / "model.safetensors").keys() == load_file(
-        model / "model.safetensors"
-    ).keys()
+    assert (
+        load_file(tmp_path / "run" / "model" / "model.safetensors").keys()
+        == load_file(model / "model.safetensors").keys()
+    )
 
 
 def test_a_recurrent_model_is_one_line_before_anything_starts(

@@ -15,7 +15,6 @@ from hf_engine.model_directory import read_model_directory
 from hf_engine.testing import TINY_FAMILIES, check_family, gather_weights, write_tiny_family
 from hf_protocols import BackendError, GenerationSpec, ModelShape, ParallelSpec, Topology
 
-
 CONFIG = TrainConfig(learning_rate=1e-2, eps=1e-3)
 """A larger eps keeps the rounding of gradients near zero small."""
 

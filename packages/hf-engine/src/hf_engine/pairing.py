@@ -89,7 +89,7 @@ def _plan_between(
 
 @torch.no_grad()
 def copy_buffers(train: TrainBackend, rollout: RolloutBackend) -> None:
-    """Copies the state that no optimizer step changes into the rollout backend's model, each tensor in its own dtype."""
+    """Copies the state that no optimizer step changes into generation, each tensor in its own dtype."""
     if isinstance(train, SupportsBuffers) and isinstance(rollout, SupportsBuffers):
         found = train.buffers()
         for name, buffer in rollout.buffers().items():

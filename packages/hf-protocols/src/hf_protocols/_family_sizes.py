@@ -23,7 +23,7 @@ _PARTS_OF_HEADS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Of attention with latent keys and values: the cache holds keys of the first two sizes, values of the third."""
 
 
-def read_family_sizes(config: Mapping[str, Any], hidden_size: int) -> dict[str, int]:
+def read_family_sizes(config: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
     """Returns sizes of attention and MLP, by the names that `ModelShape` has for them.
 
     Experts count as one dense layer, as wide as those that a token visits. Keys and values of different sizes

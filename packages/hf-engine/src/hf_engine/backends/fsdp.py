@@ -225,9 +225,8 @@ class FsdpBackend:
         with torch.no_grad():
             for name, buffer in buffers.items():
                 own[name].copy_(buffer)
-            for name, shard in self._shards().items():
-                if name in full:
-                    shard.copy_(full[name][boxes[name][0].slices_in(Box.whole(full[name].shape))])
+            for name, shard in ((name, shard) for name, shard in self._shards().items() if name in full):
+                shard.copy_(full[name][boxes[name][0].slices_in(Box.whole(full[name].shape))])
         if self._optimizer is not None:
             self._optimizer = ShardedAdamW(self._parameters.values(), self._config)
 

@@ -110,7 +110,8 @@ def write_tiny_family(directory: str | Path, family: str, *, seed: int = 0, **co
     keys = {key: value for key, value in asked.items() if value is not ... and (hasattr(known, key) or key in config)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **keys), dtype=torch.float32)
+        described = AutoConfig.for_model(family, **keys)
+        model: Any = AutoModelForCausalLM.from_config(described, dtype=torch.float32)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             for tensor in model.state_dict().values():
                 if tensor.is_floating_point() and tensor.dim() < 2:  # norms, biases and buffers, which begin as 0 or 1
