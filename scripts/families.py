@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "families.md"
 TESTS = "packages/hf-engine/tests/test_families.py"
 BEGIN, END = "<!-- families -->\n\n", "\n\n<!-- end of families -->"
-HEAD = "| `model_type` | class in transformers | fsdp, transformers | vllm | sglang | megatron |\n|---|---|---|---|---|---|"
+HEAD = "| `model_type` | class in transformers | fsdp, transformers | vllm | sglang | megatron |\n" + "|---" * 6 + "|"
 
 
 def main() -> int:

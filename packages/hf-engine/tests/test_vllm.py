@@ -285,10 +285,10 @@ def test_a_family_that_the_engine_loads_follows_its_training_weights(alone, two,
     heads = {} if TINY_FAMILIES[family].get("head_dim") is ... else {"head_dim": 32, "query_pre_attn_scalar": 32}
     model = write_tiny_family(tmp_path / "model", family, **sizes, **heads)
     ranks = alone if FAMILIES[family] == 1 else two
-    ranks.run(train_and_generate, model, tmp_path / "export")
+    ranks.run(follow_the_training, model, tmp_path / "export")
 
 
-def train_and_generate(model, directory):
+def follow_the_training(model, directory):
     """Two steps, each followed by a transition: greedy samples are those of the exported weights."""
     size = dist.get_world_size()
     topology = Topology(ParallelSpec(dp_size=size), GenerationSpec(gen_tp_size=size))

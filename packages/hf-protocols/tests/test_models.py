@@ -352,7 +352,7 @@ def test_the_generic_shape_takes_the_mean_of_latent_keys_and_values() -> None:
 
 
 def test_the_generic_shape_needs_a_number_of_layers() -> None:
-    with pytest.raises(ConfigError, match="config.json has none of num_hidden_layers, n_layer"):
+    with pytest.raises(ConfigError, match=r"config\.json has none of num_hidden_layers, n_layer"):
         ModelShape.from_parameters({}, {"wte": (40, 32)}, embedding="wte", head="wte")
 
 
