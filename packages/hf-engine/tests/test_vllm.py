@@ -273,7 +273,7 @@ class TestEngines:
         wait_for_memory(before)
 
 
-FAMILIES = {"olmo2": 1, "phi3": 2, "gemma2": 1}
+FAMILIES = {"granite": 1, "phi3": 2, "gemma2": 1}
 """Families whose parameters are not known by name, and gen_tp_size: vLLM's own loaders cut them."""
 
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from hf_engine.backends._shapes import derive_shape
 from hf_engine.model_directory import ModelDirectory, is_buffer
 from hf_protocols.errors import ModelError
 from hf_protocols.models import ModelShape
 
-__all__ = ["check_sglang_runs", "check_vllm_runs", "require_known_layout"]
+__all__ = ["check_sglang_runs", "check_vllm_runs", "refuse_wrapped", "require_known_layout"]
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32's attention on a CPU; `build` asks the installed version."""
 _DERIVED_HEAD_SIZE = ("qwen2",)
 """Families whose class in vLLM divides hidden_size by heads and ignores head_dim."""
+_WRAPPED = (
+    "arcee", "cwm", "glm", "gpt_bigcode", "gpt_neox", "hunyuan_v1_dense", "jais2", "olmo", "olmo2", "olmo3", "phi",
+    "seed_oss", "smollm3", "starcoder2", "vaultgemma",
+)  # fmt: skip
+"""Families of which vLLM 0.32 has no class of its own: it changes transformers' in place, for training, too.
+`build` asks the installed version."""
 _OTHER = "Choose another model, or rollout backend 'transformers'"
 
 
@@ -52,6 +60,8 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
             f"has {shape.num_experts or 'a mixture of'} experts; backend 'vllm' updates weights of dense models only. "
             "Choose one, or rollout backend 'transformers'"
         )
+    if model.config.get("model_type") in _WRAPPED:
+        refuse_wrapped(model)
     if on_cpu and shape.head_dim not in _CPU_HEAD_SIZES:
         raise model.refusal(
             f"has head_dim={shape.head_dim}; vLLM on a CPU runs {list(_CPU_HEAD_SIZES)}. Choose another model, or "
@@ -71,6 +81,18 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
             f"{shape.family} derives it. Choose another model, or rollout backend 'transformers'"
         )
     return shape
+
+
+def refuse_wrapped(model: ModelDirectory) -> NoReturn:
+    """Refuses a family that vLLM runs by transformers' own classes.
+
+    Raises:
+        BackendError: always.
+    """
+    raise model.refusal(
+        f"is a {model.architecture or 'model'} of which vLLM has no class of its own: it would change transformers' in "
+        f"the process that trains. {_OTHER}"
+    )
 
 
 def check_sglang_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:

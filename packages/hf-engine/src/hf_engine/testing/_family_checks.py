@@ -164,7 +164,8 @@ def _check_equal(found: dict[str, torch.Tensor], model: Any, what: str) -> None:
 def _check_export(train: Any, export: Path, source: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    loaded, report = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
+    answer: Any = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
+    loaded, report = answer
     lost = {kind: names for kind, names in report.items() if names}
     assert not lost, f"an export is loaded with {lost}"
     _check_equal(_state_of(train), loaded, "an export")
