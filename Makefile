@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARTS := hf-engine hf-controller integration-tests hf-mapper hf-algorithms hf-protocols
 SLOW_PARTS := integration-tests hf-engine hf-controller hf-mapper
 
-.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) test-vllm test-sglang test-matrix check fmt docs
+.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) test-vllm test-sglang test-matrix test-families check fmt docs
 .PHONY: bench bench-learning bench-gpu wheels constraints clean
 
 ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test_rollout_dtype.py \
@@ -59,6 +59,9 @@ test-matrix: env ## test every training layout and the quickstart with every eng
 	.venv-sglang/bin/pytest packages/hf-engine/tests/test_sglang.py -m "sglang and slow"
 	.venv-vllm/bin/pytest integration-tests/tests/test_swap_page.py -m vllm
 	.venv-sglang/bin/pytest integration-tests/tests/test_swap_page.py -m sglang
+
+test-families: env ## test every family of models against transformers, and write the page of results
+	$(BIN)/python scripts/families.py
 
 check: env ## lint, format, types, import contracts and spelling
 	$(BIN)/ruff check .

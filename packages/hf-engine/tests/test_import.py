@@ -27,5 +27,6 @@ def test_importing_the_package_loads_no_backend():
         "hf_engine.backends._base",
         "hf_engine.backends._jagged",
         "hf_engine.backends._registry",
+        "hf_engine.backends._shapes",
         "hf_engine.backends._train_config",
     ]

@@ -154,7 +154,8 @@ def test_prompts_end_and_responses_start_at_one_column():
     assert positions == [[0, 1, 2, 3, 3, 3], [0, 0, 0, 1, 2, 3], [0, 0, 1, 2, 3, 3]]
     assert micro_batch.attention_mask[by_row[1]].tolist() == [False, False, True, True, True, True]
     assert micro_batch.response_mask[by_row[2]].tolist() == [True, True, False]
-    assert micro_batch.predicting_columns.tolist() == [2, 3, 4]
+    predicted = micro_batch.input_ids.flatten()[micro_batch.predicting_positions + 1]
+    assert predicted.tolist() == micro_batch.response_ids[micro_batch.response_mask].tolist()
 
 
 def test_a_loss_sees_padded_columns_and_results_come_back_in_order():

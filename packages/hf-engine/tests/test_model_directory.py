@@ -19,7 +19,7 @@ from hf_engine.model_directory import (
     read_end_of_sequence_ids,
     read_model_directory,
 )
-from hf_engine.testing import write_tiny_model
+from hf_engine.testing import write_tiny_family, write_tiny_model
 from hf_protocols import BackendError, ConfigError, ModelError, ModelShape
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -446,5 +446,26 @@ def test_engines_say_from_files_what_they_do_not_run(tmp_path, rule, config, on_
 
 def test_engines_want_a_family_whose_layout_is_known(model):
     change(model, model_type="gpt2", architectures=["GPT2LMHeadModel"])
-    with pytest.raises(ModelError, match=r"no known layout \(model_type='gpt2' .* 'transformers'"):
+    with pytest.raises(ModelError, match=r"its files hold 'transformer.*' in other parts .* 'transformers'"):
         check_vllm_runs(read_model_directory(model), on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [
+        ("gemma2", None),
+        ("phi3", None),
+        ("olmo2", "is a Olmo2ForCausalLM of which vLLM has no class of its own"),
+        ("gpt_neox", "in other parts or under another name"),
+        ("glm4_moe", "in other parts or under another name"),
+        ("apertus", "a tensor that is not trained"),
+    ],
+)
+def test_vllm_takes_families_whose_files_have_the_models_names(tmp_path, family, told):
+    files = read_model_directory(write_tiny_family(tmp_path, family))
+    if told is None:
+        assert check_vllm_runs(files, on_cpu=False).is_generic
+        return
+    with pytest.raises(ModelError, match=told) as refused:
+        check_vllm_runs(files, on_cpu=False)
+    assert "'transformers'" in str(refused.value)

@@ -143,7 +143,7 @@ def refuse(model, url, folder):
         build(write_tiny_model(folder / "other", family="qwen3"), url)
     (folder / "gpt2").mkdir()
     (folder / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
-    with pytest.raises(BackendError, match=r"no known layout \(model_type='gpt2' .* 'transformers'"):
+    with pytest.raises(BackendError, match=r"has a LlamaForCausalLM, '.*' is a GPT2LMHeadModel"):
         build(folder / "gpt2", url)
     with pytest.raises(BackendError, match=r"api_key_variable='NO_SUCH_KEY': this environment variable is not set"):
         build(model, url, api_key_variable="NO_SUCH_KEY")

@@ -297,3 +297,67 @@ def test_a_shape_is_made_of_flags_and_a_name() -> None:
         replace(shape, qkv_bias="no")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^a model's name=5: give a name$"):
         replace(shape, name=5)  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------------------- the generic shape
+
+GENERIC: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 8},
+    "gpt2": {},
+    "phi": {"num_key_value_heads": 2},
+    "bloom": {},
+    "falcon": {"multi_query": True, "new_decoder_architecture": False},
+}
+
+
+@pytest.mark.parametrize("family", GENERIC)
+def test_the_generic_shape_has_the_models_parameters(family: str) -> None:
+    torch = pytest.importorskip("torch", reason="compares with meta-device models, which need torch")
+    with torch.device("meta"):
+        model = _huggingface_model({"model_type": family, **GENERIC[family]})
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    embedding = names[id(model.get_input_embeddings().weight)]
+    head = "lm_head.weight"
+    shape = ModelShape.from_parameters(model.config.to_dict(), parameters, embedding=embedding, head=head)
+    assert shape.is_generic
+    assert shape.parameters() == parameters
+    assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert (shape.family, shape.name) == (family, family)
+    assert (shape.num_layers, shape.hidden_size, shape.vocab_size) == (2, 32, 40)
+    assert shape.tie_embeddings == (head not in parameters)
+    assert shape.num_kv_heads == {"phi": 2, "gemma2": 4, "falcon": 1}.get(family, 4)
+    assert not ModelShape.knows(model.config.to_dict())
+
+
+def _generic(**config: Any) -> ModelShape:
+    parameters = {"wte": (40, 32), "head": (40, 32)}
+    return ModelShape.from_parameters({"num_layers": 2, **config}, parameters, embedding="wte", head="head")
+
+
+def test_the_generic_shape_counts_the_experts_that_a_token_visits() -> None:
+    experts = {"moe_intermediate_size": 16, "num_experts_per_tok": 3, "intermediate_size": 99, "n_shared_experts": 2}
+    shape = _generic(num_attention_heads=4, **experts)
+    assert (shape.intermediate_size, shape.num_experts) == (5 * 16, 0)
+    assert _generic(intermediate_size=99, num_experts_per_tok=2).intermediate_size == 198
+    assert _generic(shared_expert_intermediate_size=7, **{**experts, "n_shared_experts": None}).intermediate_size == 55
+    assert _generic().intermediate_size == 4 * 32
+
+
+def test_the_generic_shape_takes_the_mean_of_latent_keys_and_values() -> None:
+    latent = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 1}
+    shape = _generic(num_attention_heads=4, **latent)
+    assert (shape.num_kv_heads, shape.head_dim) == (4, 9)
+    assert _generic(num_attention_heads=4, num_key_value_heads=3).num_kv_heads == 4
+
+
+def test_the_generic_shape_needs_a_number_of_layers() -> None:
+    with pytest.raises(ConfigError, match=r"config\.json has none of num_hidden_layers, n_layer"):
+        ModelShape.from_parameters({}, {"wte": (40, 32)}, embedding="wte", head="wte")
+
+
+def test_mixed_layers_are_not_known() -> None:
+    config = {"model_type": "qwen3_moe", **TINY}
+    assert ModelShape.knows(config)
+    assert not ModelShape.knows({**config, "mlp_only_layers": [0]})
+    assert not ModelShape.knows({"model_type": ["llama"]})

@@ -96,6 +96,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     from hf_algorithms.display import build_console
     from hf_algorithms.placement import require_mapper
     from hf_algorithms.preflight import check_run
+    from hf_algorithms.role_models import describe_generic_shapes
 
     require_mapper()
     from hf_mapper import render_plan
@@ -103,6 +104,8 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     settings = load_config(config, overrides, search_path=_search_path(config))
     with tempfile.TemporaryDirectory() as folder, _exit_codes():
         inputs, found = check_run(settings, Path(folder), search_path=_search_path(config))
+    for note in describe_generic_shapes(inputs.models):
+        click.echo(note, err=True)
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_algorithms.data import build_character_tokenizer, load_tokenizer, train_bpe_tokenizer
-from hf_engine import SupportsModelCheck, load_rollout_backend, load_train_backend
+from hf_engine import SupportsModelCheck, derive_shape, load_rollout_backend, load_train_backend
 from hf_engine.model_directory import (
     ModelDirectory,
     check_end_tokens,
@@ -79,15 +79,16 @@ def build_initial_model(
         _write_fresh_model(config, tokenizer, directory, seed)
         files = read_model_directory(directory, label="the fresh model")
         _check_backends(files, backends or {}, on_cpu=on_cpu)
-    else:
-        _check_sizes(config, files.require_shape())
+    shape = derive_shape(files)
+    if config.path is not None:
+        _check_sizes(config, shape)
     _check_vocabulary(tokenizer, files, label=_label(key, given))
     path = _find(str(directory) if config.path is None else config.path)
     return InitialModel(
         path=path,
         tokenizer_path=tokenizer_path,
         tokenizer=tokenizer,
-        shape=replace(files.require_shape(), name=Path(path).name),
+        shape=replace(shape, name=Path(path).name),
     )
 
 
@@ -116,7 +117,7 @@ def read_role_model(
                 "Give a model of the same tokenizer"
             )
     found = _find(path)
-    return replace(main, path=found, shape=replace(files.require_shape(), name=Path(found).name))
+    return replace(main, path=found, shape=replace(derive_shape(files), name=Path(found).name))
 
 
 def _read_given(path: str, backends: Mapping[str, str], *, label: str, on_cpu: bool) -> ModelDirectory:
@@ -124,7 +125,8 @@ def _read_given(path: str, backends: Mapping[str, str], *, label: str, on_cpu: b
     files = read_model_directory(path, label=label, needs_weights=not is_hub_name(path))
     check_model_directory(files)
     check_end_tokens(files)
-    files.require_shape()
+    if ModelShape.knows(files.config):
+        files.require_shape()
     _check_backends(files, backends, on_cpu=on_cpu)  # before the tokenizer, which reads config.json as well
     return files
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from hf_algorithms.initial_model import InitialModel, read_role_model
@@ -11,7 +12,7 @@ from hf_protocols.arguments import show
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
 
-__all__ = ["find_role_models", "list_main_backends"]
+__all__ = ["describe_generic_shapes", "find_role_models", "list_main_backends"]
 
 
 def find_role_models(config: Config, model: InitialModel) -> dict[str, InitialModel]:
@@ -42,6 +43,22 @@ def find_role_models(config: Config, model: InitialModel) -> dict[str, InitialMo
     if misfits := list(config.algorithm.find_misfits(shapes)):
         raise ConfigError("\n".join(misfits))
     return found
+
+
+def describe_generic_shapes(models: Mapping[str, InitialModel]) -> list[str]:
+    """Returns one line for every family of which the mapper knows names and sizes only, for the user.
+
+    Args:
+        models: of every role that holds one, by role.
+    """
+    roles: dict[str, list[str]] = {}
+    for role, model in models.items():
+        if model.shape.is_generic:
+            roles.setdefault(model.shape.family, []).append(role)
+    return [
+        f"{', '.join(names)}: planned with a generic shape, the sizes of the {family} that transformers builds"
+        for family, names in roles.items()
+    ]
 
 
 def list_main_backends(config: Config) -> dict[str, str]:

@@ -25,6 +25,7 @@ from hf_algorithms.prompt_draws import PromptDraws
 from hf_algorithms.recipes import StepContext
 from hf_algorithms.recipes.sft import warm_start
 from hf_algorithms.report import write_report
+from hf_algorithms.role_models import describe_generic_shapes
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.wiring import build_roles, build_sampling
@@ -64,6 +65,8 @@ def run_training(
         check_machine(config, plan)
         _check_inputs(config, directory)
         with MemoryMeter() as memory, RunDisplay(config.run.iterations) as display, ExitStack() as stack:
+            for note in describe_generic_shapes(inputs.models):
+                display.note(note)
             for line in inputs.describe_data():
                 display.note(line)
             display.phase("starting workers")

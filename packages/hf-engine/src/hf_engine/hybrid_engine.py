@@ -21,7 +21,7 @@ from hf_engine.backends._abilities import (
 from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._base import RolloutBackend, SamplingParams, TrainBackend
 from hf_engine.lost_peers import lost_peers_are_errors
-from hf_engine.pairing import agree_on_plan, build_transfer_group
+from hf_engine.pairing import agree_on_plan, build_transfer_group, copy_buffers
 from hf_engine.process_groups import local_device, wait_for_device
 from hf_engine.resharding.agreement import agree_on_moving
 from hf_engine.resharding.digest import compute_digests
@@ -314,11 +314,10 @@ class HybridEngine:
         is_number = isinstance(value, int | float)
         summed = torch.tensor([float(value), 0] if is_number else [0, 1], dtype=torch.float64, device=local_device())
         dist.all_reduce(summed)
-        total, refusals = summed.tolist()
-        if refusals:
+        if summed[1]:
             given = show(value) if not is_number else "a number here, and something else on other ranks"
             raise BackendError(f"sum_over_ranks: value={given}: give a number on every rank")
-        return float(total)
+        return float(summed[0])
 
     def close(self) -> None:
         """Frees both backends and the groups that this engine made; not inside `generation()`."""
@@ -361,6 +360,7 @@ class HybridEngine:
             except Exception as error:  # noqa: BLE001 - as above
                 refusal = refusal or error
         received = self._send(weights, version, refusal)
+        copy_buffers(self._train, self._rollout)
         wait_for_device()
         self._weight_version, self._weight_changes, self._digest = version, changes, digest
         self._rollout.commit_weights(version)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
-from hf_engine.backends._abilities import SupportsShardLoading, SupportsWeightBuffers
+from hf_engine.backends._abilities import SupportsBuffers, SupportsShardLoading, SupportsWeightBuffers
 from hf_engine.backends._base import RolloutBackend, TrainBackend
 from hf_engine.process_groups import build_groups, local_device, local_world_size
 from hf_engine.resharding.agreement import HIGHEST, agree
@@ -19,7 +20,7 @@ from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.topology import Topology
 
-__all__ = ["agree_on_plan", "build_transfer_group"]
+__all__ = ["agree_on_plan", "build_transfer_group", "copy_buffers"]
 
 
 def agree_on_plan(
@@ -79,10 +80,30 @@ def _plan_between(
             f"{type(rollout).__name__} keeps its weights itself: the training weights cannot lie inside them; use "
             'training_weights="keep" or "offload"'
         )
+    _check_buffers(train, rollout)
     if isinstance(rollout, SupportsWeightBuffers):
         check_weights(target, dist.get_rank(), rollout.weight_buffers(), "generation")
         check_writable(as_parts(rollout.weight_buffers()), "the generation tensors, maybe another HybridEngine's,")
     return plan
+
+
+@torch.no_grad()
+def copy_buffers(train: TrainBackend, rollout: RolloutBackend) -> None:
+    """Copies the state that no optimizer step changes into generation, each tensor in its own dtype."""
+    if isinstance(train, SupportsBuffers) and isinstance(rollout, SupportsBuffers):
+        found = train.buffers()
+        for name, buffer in rollout.buffers().items():
+            buffer.copy_(found[name])
+
+
+def _check_buffers(train: TrainBackend, rollout: RolloutBackend) -> None:
+    has = [backend.buffers() if isinstance(backend, SupportsBuffers) else {} for backend in (train, rollout)]
+    shapes = [{name: tuple(buffer.shape) for name, buffer in buffers.items()} for buffers in has]
+    if differing := sorted(name for name in {*shapes[0], *shapes[1]} if shapes[0].get(name) != shapes[1].get(name)):
+        raise ReshardError(
+            f"the two backends hold other buffers, such as {show(differing[0])}: build both with the same model, and "
+            "with backends that hold its buffers, such as fsdp and transformers"
+        )
 
 
 def _machines(world_size: int) -> Sequence[range]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hf_protocols._family_sizes import read_family_sizes
 from hf_protocols._presets import PRESETS
 from hf_protocols.arguments import check_count, check_kind, check_name, show
 from hf_protocols.errors import ConfigError
@@ -52,10 +53,11 @@ _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_atten
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a causal language model of the Llama family, dense or mixture of experts.
+    """Sizes of a causal language model, dense or mixture of experts.
 
     ``num_experts`` is 0 for a dense model; ``intermediate_size`` is one expert's width where there are experts.
     ``max_positions`` counts what stretches rotary embeddings: see ``hf_protocols.positions``.
+    ``listed_parameters`` is empty where names and shapes follow from the sizes; see ``from_parameters``.
 
     Raises:
         ConfigError: for a size that is no whole number or below 1, heads that do not share out, more experts per token
@@ -79,6 +81,7 @@ class ModelShape:
     num_experts: int = 0
     num_experts_per_token: int = 0
     family: str = "llama"
+    listed_parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __post_init__(self) -> None:
         check_name(ConfigError, "a model's name", self.name)
@@ -123,6 +126,12 @@ class ModelShape:
         return replace(cls.from_config(PRESETS[name]), name=name)
 
     @classmethod
+    def knows(cls, config: Mapping[str, Any]) -> bool:
+        """True for a model whose parameters follow from its `config.json`; others have ``from_parameters``."""
+        family = config.get("model_type", "llama")
+        return isinstance(family, str) and family in _FAMILIES and not _mixes_layers(config)
+
+    @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> ModelShape:
         """Read a Hugging Face ``config.json``: a mapping, the file, or the directory that holds it.
 
@@ -146,7 +155,7 @@ class ModelShape:
         for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
             check_kind(ConfigError, f"config.json: {key}", config.get(key), bool | None, "true or false")
         check_kind(ConfigError, "config.json: _name_or_path", config.get("_name_or_path"), str | None, "a name")
-        if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        if _mixes_layers(config):
             raise ConfigError("mlp_only_layers and decoder_sparse_step mix dense and expert layers: not known here")
         _refuse_unused(family, config)
         config = {**_FAMILIES[family], **config}
@@ -180,6 +189,41 @@ class ModelShape:
             family=family,
         )
 
+    @classmethod
+    def from_parameters(
+        cls, config: Mapping[str, Any], parameters: Mapping[str, Sequence[int]], *, embedding: str, head: str
+    ) -> ModelShape:
+        """The generic shape of a model of any family, by the parameters that it has.
+
+        It counts experts as one dense layer, as wide as those that a token visits: enough to place a model.
+
+        Args:
+            config: keys of its `config.json`, or of its `text_config`, with the defaults of its family.
+            parameters: shape of every parameter by name; a tied embedding once.
+            embedding: name of the token embedding among them.
+            head: name of the output layer, which is absent from `parameters` where it is the embedding.
+
+        Raises:
+            ConfigError: for a configuration without a number of layers, or sizes that are not plausible.
+        """
+        vocab_size, hidden_size = parameters[embedding]
+        family = config.get("model_type")
+        return cls(
+            name=family if isinstance(family, str) and family else "model",
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            max_positions=compute_positions(config) or 4096,
+            tie_embeddings=head not in parameters,
+            family=str(family),
+            listed_parameters=tuple((name, tuple(shape)) for name, shape in parameters.items()),
+            **read_family_sizes(config, hidden_size),
+        )
+
+    @property
+    def is_generic(self) -> bool:
+        """True for a shape of `from_parameters`: layouts that cut layers by name do not know its parameters."""
+        return bool(self.listed_parameters)
+
     @cached_property
     def num_parameters(self) -> int:
         """Number of parameters; a tied embedding counts once."""
@@ -192,6 +236,8 @@ class ModelShape:
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter by its Hugging Face name, in the model's order."""
+        if self.listed_parameters:
+            return dict(self.listed_parameters)
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
         for layer in range(self.num_layers):
             shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in self._layer())
@@ -233,6 +279,10 @@ def _linear(name: str, rows: int, columns: int, *, bias: bool = False) -> Iterat
     yield f"{name}.weight", (rows, columns)
     if bias:
         yield f"{name}.bias", (rows,)
+
+
+def _mixes_layers(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("mlp_only_layers")) or config.get("decoder_sparse_step", 1) != 1
 
 
 def _refuse_unused(family: str, config: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from hf_engine.backends._abilities import (
     FormsReplicas,
     HoldsPadding,
     Settles,
+    SupportsBuffers,
     SupportsModelCheck,
     SupportsShardLoading,
     SupportsWeightBuffers,
@@ -30,6 +31,7 @@ from hf_engine.backends._registry import (
     load_rollout_backend,
     load_train_backend,
 )
+from hf_engine.backends._shapes import derive_shape
 
 __all__ = [
     "AdoptsWeights",
@@ -45,6 +47,7 @@ __all__ = [
     "RolloutBackend",
     "SamplingParams",
     "Settles",
+    "SupportsBuffers",
     "SupportsModelCheck",
     "SupportsShardLoading",
     "SupportsWeightBuffers",
@@ -52,6 +55,7 @@ __all__ = [
     "TrainConfig",
     "available_rollout_backends",
     "available_train_backends",
+    "derive_shape",
     "load_rollout_backend",
     "load_train_backend",
 ]

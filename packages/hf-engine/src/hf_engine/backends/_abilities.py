@@ -22,6 +22,7 @@ __all__ = [
     "FormsReplicas",
     "HoldsPadding",
     "Settles",
+    "SupportsBuffers",
     "SupportsModelCheck",
     "SupportsShardLoading",
     "SupportsWeightBuffers",
@@ -93,6 +94,18 @@ class SupportsShardLoading(Protocol):
                 layout's boxes.
             BackendError: outside an update.
         """
+        ...
+
+
+@runtime_checkable
+class SupportsBuffers(Protocol):
+    """A training or rollout backend whose model has persistent state that no optimizer step changes.
+
+    Routing biases and tables of token ids are such state. Every rank holds all of it, and a transition copies it.
+    """
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Live tensors by name, each in a dtype of its own, outside of `weight_layout()`; empty for most models."""
         ...
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from hf_engine.backends._base import Head
 from hf_engine.backends._versions import TRANSFORMERS
 from hf_engine.model_directory import (
     VALUE_HEAD,
     ModelDirectory,
+    check_head,
     check_model_directory,
     describe_export,
     errors_of,
@@ -22,11 +24,24 @@ from hf_engine.model_directory import (
     read_end_of_sequence_ids,
     read_model_directory,
 )
+from hf_protocols.arguments import show
+from hf_protocols.models import ModelShape
 
-__all__ = ["LoadedModel", "build_without_memory", "load_causal_lm", "refuse_lacking", "save_causal_lm"]
+__all__ = [
+    "LoadedModel",
+    "build_without_memory",
+    "find_head_name",
+    "load_causal_lm",
+    "persistent_buffers",
+    "read_shape",
+    "refuse_lacking",
+    "save_causal_lm",
+]
 
 _OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 """Keys of config.json that change what a forward pass returns: backends read its logits by name."""
+_RECURRENT = ("conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent")
+"""Kinds of layers, in transformers' words, that carry a state from token to token."""
 
 
 class LoadedModel(NamedTuple):
@@ -61,7 +76,9 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype, head: Head = "lm") -> 
     loaded, report = answer
     _refuse_other_sizes(files, report["mismatched_keys"])
     _refuse_surplus(files, loaded, report["unexpected_keys"])
-    _refuse_unused(files, loaded)
+    _refuse_unfit(files, loaded, head)
+    for parameter in loaded.parameters():  # of some families transformers keeps a few in float32
+        parameter.data = parameter.data.to(dtype)
     return LoadedModel(loaded, sorted(report["missing_keys"]), files)
 
 
@@ -71,6 +88,12 @@ def build_without_memory(files: ModelDirectory) -> Any:
     Raises:
         BackendError: for a configuration from which it builds none.
     """
+    family: Any = files.config.get("model_type", "llama")
+    if not isinstance(family, str) or family not in CONFIG_MAPPING:
+        raise files.refusal(
+            f"has model_type={show(family)} in its config.json, which transformers does not build without code of the "
+            "model's own. Choose a model that it builds"
+        )
     with errors_of("transformers", f"{files.label}: its config.json describes no causal language model"):
         config = AutoConfig.from_pretrained(files.path, trust_remote_code=False, **_OUTPUTS)
         with torch.device("meta"):
@@ -78,8 +101,41 @@ def build_without_memory(files: ModelDirectory) -> Any:
     if files.generation_config:
         with errors_of("transformers", f"{files.label}: its generation_config.json cannot be used"):
             GenerationConfig.from_pretrained(files.path)
-    _refuse_unused(files, built)
+    _refuse_unfit(files, built, "lm")
     return built
+
+
+def read_shape(files: ModelDirectory) -> ModelShape:
+    """The generic shape of a model of any family: names and sizes of the one that transformers builds.
+
+    Raises:
+        BackendError: for a configuration from which it builds none, or whose model is not one that trains here.
+    """
+    built = build_without_memory(files)
+    names = {id(parameter): name for name, parameter in built.named_parameters()}
+    with errors_of("transformers", f"{files.label}: the sizes of its model cannot be read"):
+        return ModelShape.from_parameters(
+            built.config.get_text_config().to_dict(),
+            {name: tuple(parameter.shape) for name, parameter in built.named_parameters()},
+            embedding=names[id(built.get_input_embeddings().weight)],
+            head=find_head_name(built),
+        )
+
+
+def find_head_name(model: Any) -> str:
+    """Name of the output layer's weight, also where it is the embedding's."""
+    head = model.get_output_embeddings()
+    return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+
+
+def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """State in the files that no optimizer step changes, by name: live tensors."""
+    return {
+        f"{prefix}.{name}".lstrip("."): buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def refuse_lacking(files: ModelDirectory, missing: Sequence[str]) -> None:
@@ -94,12 +150,12 @@ def refuse_lacking(files: ModelDirectory, missing: Sequence[str]) -> None:
 
 
 def save_causal_lm(model: Any, weights: Mapping[str, torch.Tensor], directory: Path, *, head: str) -> None:
-    """Writes the model's configuration and these weights, by name; `head` is the output layer's."""
+    """Writes the model's configuration, these weights by name and its buffers; `head` is the output layer's."""
     generation = model.generation_config
     # transformers reads settings of generation that contradict each other, and refuses to write them.
     model.generation_config = type(generation)()
     try:
-        model.save_pretrained(directory, state_dict=weights)
+        model.save_pretrained(directory, state_dict={**weights, **persistent_buffers(model)})
     finally:
         model.generation_config = generation
     generation.to_json_file(directory / "generation_config.json", use_diff=True)
@@ -129,6 +185,42 @@ def _refuse_surplus(files: ModelDirectory, loaded: Any, unexpected: Collection[s
             f"holds {surplus[0]} ({len(surplus)} such), for which a {type(loaded).__name__} has no place: it would be "
             "ignored. Give a whole directory of one model"
         )
+
+
+def _refuse_unfit(files: ModelDirectory, model: Any, head: Head) -> None:
+    """Refuses what would be another model here than in transformers: other heads, windows, or sights of padding."""
+    if head == "lm":
+        _check_heads(files, model)
+    _refuse_unused(files, model)
+    config, name = model.config.get_text_config(), type(model).__name__
+    # Of encoders only this key makes their attention causal; others have it without a use.
+    if getattr(config, "is_decoder", True) is False and hasattr(config, "add_cross_attention"):
+        raise files.refusal(
+            f"has is_decoder=false in its config.json: the tokens of such a {name} see later ones. Set it to true, "
+            "or choose a causal language model"
+        )
+    kinds = sorted({*(getattr(config, "layer_types", None) or ())} & {*_RECURRENT})
+    if kinds or model._is_stateful:
+        named = f" ({', '.join(kinds)})" if kinds else ""
+        raise files.refusal(
+            f"is a {name}, with recurrent layers{named}: rows are padded together, and padding would change their "
+            "state. Choose a model with attention in all layers"
+        )
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    if not takes_positions and any("Position" in type(module).__name__ for module in model.modules()):
+        raise files.refusal(
+            f"is a {name}, which counts the positions of padding. Choose a model whose forward takes position_ids"
+        )
+
+
+def _check_heads(files: ModelDirectory, model: Any) -> None:
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    for name, source in tied.items():
+        check_head(files, name, source, is_tied=True)
+    name = find_head_name(model)
+    sources = {id(parameter): each for each, parameter in model.named_parameters()}
+    if name not in tied and name not in tied.values():
+        check_head(files, name, sources[id(model.get_input_embeddings().weight)], is_tied=False)
 
 
 def _refuse_unused(files: ModelDirectory, loaded: Any) -> None:

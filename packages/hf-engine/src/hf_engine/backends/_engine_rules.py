@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
-from hf_engine.model_directory import ModelDirectory
+from typing import NoReturn
+
+from hf_engine.backends._shapes import derive_shape
+from hf_engine.model_directory import ModelDirectory, is_buffer
 from hf_protocols.errors import ModelError
 from hf_protocols.models import ModelShape
 
-__all__ = ["check_sglang_runs", "check_vllm_runs", "require_known_layout"]
+__all__ = ["check_sglang_runs", "check_vllm_runs", "refuse_wrapped", "require_known_layout"]
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32's attention on a CPU; `build` asks the installed version."""
 _DERIVED_HEAD_SIZE = ("qwen2",)
 """Families whose class in vLLM divides hidden_size by heads and ignores head_dim."""
+_WRAPPED = (
+    "arcee", "cwm", "glm", "gpt_bigcode", "gpt_neox", "hunyuan_v1_dense", "jais2", "olmo", "olmo2", "olmo3", "phi",
+    "seed_oss", "smollm3", "starcoder2", "vaultgemma",
+)  # fmt: skip
+"""Families of which vLLM 0.32 has no class of its own: it changes transformers' in place, for training, too.
+`build` asks the installed version."""
+_OTHER = "Choose another model, or rollout backend 'transformers'"
 
 
 def require_known_layout(model: ModelDirectory) -> ModelShape:
-    """Sizes and parameters of a model.
+    """Sizes and parameters of a model whose weights an engine can be sent under the names in its files.
+
+    Of a family that `ModelShape` knows, an engine is sent each rank's part; of another one whole parameters, of which
+    the engine's own loader takes a part.
 
     Raises:
-        ModelError: for a family whose parameters are not known.
+        BackendError: for a family whose parameters are merged or renamed in memory, or with tensors beside them.
     """
     try:
-        return model.require_shape()
+        shape = derive_shape(model)
     except ModelError as error:
-        raise ModelError(f"{error}. Choose another model, or rollout backend 'transformers'") from error
+        raise type(error)(f"{error}. {_OTHER}") from error
+    if shape.is_generic and model.tensors:
+        names, held = shape.parameters().keys(), {name for name in model.tensors if not is_buffer(name)}
+        if merged := sorted(names - held):
+            raise model.refusal(f"its files hold {merged[0]!r} in other parts or under another name. {_OTHER}")
+        tied = {"lm_head.weight"} if shape.tie_embeddings else set()
+        if others := sorted(held - names - tied):
+            raise model.refusal(f"its files hold {others[0]!r}, a tensor that is not trained. {_OTHER}")
+    return shape
 
 
 def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
@@ -33,12 +54,14 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
         BackendError: for a family, experts, a head size or rotary embeddings that do not run.
     """
     shape = require_known_layout(model)
-    if shape.num_experts:
+    if shape.num_experts or any(".experts." in name for name in shape.parameters()):
         # vLLM's reload of packed experts is refused for some sizes and wrong, without an error, for others.
         raise model.refusal(
-            f"has {shape.num_experts} experts; backend 'vllm' updates weights of dense models only. Choose one, or "
-            "rollout backend 'transformers'"
+            f"has {shape.num_experts or 'a mixture of'} experts; backend 'vllm' updates weights of dense models only. "
+            "Choose one, or rollout backend 'transformers'"
         )
+    if model.config.get("model_type") in _WRAPPED:
+        refuse_wrapped(model)
     if on_cpu and shape.head_dim not in _CPU_HEAD_SIZES:
         raise model.refusal(
             f"has head_dim={shape.head_dim}; vLLM on a CPU runs {list(_CPU_HEAD_SIZES)}. Choose another model, or "
@@ -60,6 +83,18 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
     return shape
 
 
+def refuse_wrapped(model: ModelDirectory) -> NoReturn:
+    """Refuses a family that vLLM runs by transformers' own classes.
+
+    Raises:
+        BackendError: always.
+    """
+    raise model.refusal(
+        f"is a {model.architecture or 'model'} of which vLLM has no class of its own: it would change transformers' in "
+        f"the process that trains. {_OTHER}"
+    )
+
+
 def check_sglang_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
     """The model's shape, if SGLang runs it.
 
@@ -67,6 +102,8 @@ def check_sglang_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
         BackendError: for a family whose parameters are not known here, or experts on a CPU.
     """
     shape = require_known_layout(model)
+    if shape.is_generic and any(".experts." in name for name in shape.parameters()):
+        raise model.refusal(f"is a mixture of experts whose parts are not known here. {_OTHER}")
     if shape.num_experts and on_cpu:
         # Seen with 0.5.23: every token was 0, and nothing was said.
         raise model.refusal(

@@ -13,17 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_engine.backends._base import Head, TrainConfig
-from hf_engine.backends._causal_lm import load_causal_lm, refuse_lacking
+from hf_engine.backends._causal_lm import find_head_name, load_causal_lm, refuse_lacking
 from hf_engine.model_directory import VALUE_HEAD, ModelDirectory, errors_of
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 
 __all__ = [
     "check_same_shapes",
-    "find_head_name",
     "head_only_at",
     "load_with_head",
     "read_tensor",
+    "shapes_of",
     "shard_model",
 ]
 
@@ -31,18 +31,37 @@ __all__ = [
 def load_with_head(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[Any, bool]:
     """Loads a causal language model; for a value head, says whether the directory had one. True for `"lm"`."""
     loaded, missing, files = load_causal_lm(model, dtype, head)
-    refuse_lacking(files, [name for name in missing if head == "lm" or name != find_head_name(loaded)])
     if head == "lm":
+        refuse_lacking(files, missing)
         return loaded, True
+    layer = find_head_name(loaded).removesuffix("weight")
+    refuse_lacking(files, [name for name in missing if not name.startswith(layer)])
     value_head = torch.nn.Linear(loaded.get_output_embeddings().weight.shape[1], 1, bias=False, dtype=dtype)
     stored = read_tensor(files, VALUE_HEAD)
     with torch.no_grad():
         value_head.weight.copy_(torch.zeros(()) if stored is None else stored)
     loaded.config.tie_word_embeddings = False
-    if getattr(loaded.config, "final_logit_softcapping", None) is not None:
-        loaded.config.final_logit_softcapping = None
     loaded.set_output_embeddings(value_head)
+    _return_heads_output(loaded)
     return loaded, stored is not None
+
+
+def _return_heads_output(model: Any) -> None:
+    """Has the model return what its head does: some cap or scale it, which is for logits only.
+
+    It comes before FSDP2's hooks, which start the backward pass at what the model returns.
+    """
+    kept: list[torch.Tensor] = []
+
+    def keep(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        kept[:] = [output]
+
+    def put(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        output.logits = kept.pop()
+        return output
+
+    model.get_output_embeddings().register_forward_hook(keep)
+    model.register_forward_hook(put)
 
 
 def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule:
@@ -89,17 +108,12 @@ def _require_compiler(device: str) -> None:
         ) from error
 
 
-def find_head_name(model: Any) -> str:
-    head = model.get_output_embeddings()
-    return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
-
-
 @contextmanager
 def head_only_at(positions: torch.Tensor, model: Any) -> Iterator[None]:
     """Inside, the model's head sees some positions only, and its logits are [n, V]: padding costs no logits.
 
     Args:
-        positions: int64 [n], of the flattened [b * T] hidden states that the head is given.
+        positions: int64 [n], of the flattened [b * L] hidden states that the head is given.
         model: a causal language model.
     """
     head = model.get_output_embeddings()
@@ -123,10 +137,15 @@ def read_tensor(files: ModelDirectory, name: str) -> torch.Tensor | None:
     return found
 
 
+def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
 def check_same_shapes(
     shapes: Mapping[str, tuple[int, ...]], full: Mapping[str, torch.Tensor], directory: str | Path
 ) -> None:
-    found = {name: tuple(tensor.shape) for name, tensor in full.items()}
+    found = shapes_of(full)
     if differing := sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name)):
         name = differing[0]
         raise BackendError(

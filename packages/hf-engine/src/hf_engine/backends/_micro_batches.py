@@ -46,10 +46,11 @@ class MicroBatch:
         return (self.attention_mask.cumsum(-1) - 1).clamp(min=0)
 
     @property
-    def predicting_columns(self) -> torch.Tensor:
-        """int64 [T], the columns whose logits predict the response tokens; no other logits are needed."""
+    def predicting_positions(self) -> torch.Tensor:
+        """int64 [n], of the flattened `input_ids`: whose logits predict the response tokens, row by row."""
         width, num_tokens = self.input_ids.shape[1], self.response_mask.shape[1]
-        return torch.arange(width - num_tokens - 1, width - 1)
+        rows, columns = self.response_mask.nonzero(as_tuple=True)
+        return rows * width + columns + width - num_tokens - 1
 
     @classmethod
     def dummy(cls) -> MicroBatch:

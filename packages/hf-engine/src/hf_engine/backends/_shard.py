@@ -58,6 +58,9 @@ class Shard(torch.Tensor):
     def _cut(self, dim: int, start: int, length: int) -> torch.Tensor:
         whole = self._whole
         dim %= len(whole.shape)
+        if self._box == whole:  # all of it is here: the loader may take what its rank needs
+            self.is_used = True
+            return self._part.narrow(dim, int(start), int(length))
         wanted = Box(
             (*whole.offset[:dim], int(start), *whole.offset[dim + 1 :]),
             (*whole.shape[:dim], int(length), *whole.shape[dim + 1 :]),

@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite, together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._build_arguments import check_data_parallel, check_train_arguments
-from hf_engine.backends._causal_lm import build_without_memory, save_causal_lm
+from hf_engine.backends._causal_lm import build_without_memory, find_head_name, persistent_buffers, save_causal_lm
 from hf_engine.backends._checkpoint import check_sharded, load_sharded, save_sharded
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import check_directory, write_directory
-from hf_engine.backends._fsdp_model import check_same_shapes, find_head_name, head_only_at, load_with_head, shard_model
+from hf_engine.backends._fsdp_model import check_same_shapes, head_only_at, load_with_head, shapes_of, shard_model
 from hf_engine.backends._loss import ForwardPasses, StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._offload import OffloadedMemory
@@ -69,9 +69,9 @@ class FsdpBackend:
             model, config, DeviceMesh.from_group(self._group, self._device.type, mesh_dim_names=("dp",))
         )
         self._parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
-        shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         # Of the shards under the names of the modules, which need not be the files'.
-        self._layout = fsdp_layout(shapes, self._ranks, dtype=str(self._dtype).removeprefix("torch."))
+        shapes, dtype = shapes_of(self._parameters), str(self._dtype).removeprefix("torch.")
+        self._layout = fsdp_layout(shapes, self._ranks, dtype=dtype)
         self._optimizer = ShardedAdamW(self._parameters.values(), config) if trainable else None
         self._offloaded = OffloadedMemory(lambda: self._shards().values())
         self._has_unreduced_gradients = False
@@ -138,6 +138,10 @@ class FsdpBackend:
         self._offloaded.require_weights("local_weights")
         first_rows = {name: box.offset[0] for name, (box,) in self._layout.boxes_of(dist.get_rank()).items()}
         return tensors_in_files(family_of(self._model), self._shards(), first_rows)
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The model's persistent buffers, whole on every rank; see `SupportsBuffers`."""
+        return persistent_buffers(self._model)
 
     def padding(self) -> Sequence[torch.Tensor]:
         """Of every parameter of which this rank has no rows: room for as many as the fullest rank has."""
@@ -212,16 +216,17 @@ class FsdpBackend:
         with together("load", self._group):
             check_directory(directory)
             loaded, has_head = load_with_head(Path(directory), self._dtype, self._head)
-            full = dict(loaded.named_parameters())
-            check_same_shapes(self._layout.shapes, full, directory)
+            full, buffers, own = dict(loaded.named_parameters()), persistent_buffers(loaded), self.buffers()
+            check_same_shapes({**self._layout.shapes, **shapes_of(own)}, full | buffers, directory)
         if not has_head:
             del full[self._head_name]
         boxes = self._layout.boxes_of(dist.get_rank())
         self._weight_changes += 1  # also where copying fails on the way
         with torch.no_grad():
-            for name, shard in self._shards().items():
-                if name in full:
-                    shard.copy_(full[name][boxes[name][0].slices_in(Box.whole(full[name].shape))])
+            for name, buffer in buffers.items():
+                own[name].copy_(buffer)
+            for name, shard in ((name, shard) for name, shard in self._shards().items() if name in full):
+                shard.copy_(full[name][boxes[name][0].slices_in(Box.whole(full[name].shape))])
         if self._optimizer is not None:
             self._optimizer = ShardedAdamW(self._parameters.values(), self._config)
 
@@ -302,8 +307,7 @@ class FsdpBackend:
         # Without a backward pass the root would keep the gathered weights, and miss a later load.
         self._root.reshard()
         passes.agree(self._group, "no rank has its outputs")
-        columns = {name: sequences.jagged(parts[name], *kind) for name, kind in kinds.items()}
-        return TensorDict(columns, batch_size=batch.batch_size)
+        return TensorDict({name: sequences.jagged(parts[name], *kind) for name, kind in kinds.items()}, [len(batch)])
 
     def _pass(
         self, passes: ForwardPasses, micro_batch: MicroBatch, forward: Callable[[MicroBatch], dict[str, torch.Tensor]]
@@ -314,24 +318,23 @@ class FsdpBackend:
 
     def _forward(self, micro_batch: MicroBatch, *, request: OutputRequest) -> dict[str, torch.Tensor]:
         """Outputs [b, T] at the response tokens, zeros at their padding; no logits are computed elsewhere."""
-        mask = micro_batch.response_mask
+        mask, device = micro_batch.response_mask, self._device
         positions = mask.flatten().nonzero().squeeze(1)
-        ids = micro_batch.response_ids.flatten()[positions].to(self._device)
-        positions = positions.to(self._device)
-        with head_only_at(positions, self._model):
+        ids = micro_batch.response_ids.flatten()[positions].to(device)
+        positions = positions.to(device)
+        with head_only_at(micro_batch.predicting_positions.to(device), self._model):
             logits = self._model(
-                input_ids=micro_batch.input_ids.to(self._device),
-                attention_mask=micro_batch.attention_mask.to(self._device),
-                position_ids=micro_batch.position_ids.to(self._device),
+                input_ids=micro_batch.input_ids.to(device),
+                attention_mask=micro_batch.attention_mask.to(device),
+                position_ids=micro_batch.position_ids.to(device),
                 use_cache=False,
-                logits_to_keep=micro_batch.predicting_columns.to(self._device),
             ).logits
         if self._head == "value":
             found = {"values": logits.squeeze(-1).float()}
         else:
             candidates = micro_batch.candidate_ids
             if candidates is not None:
-                candidates = candidates.to(self._device).flatten(0, 1)[positions]
+                candidates = candidates.to(device).flatten(0, 1)[positions]
             found = request.answer(logits, ids, candidates)
         return {name: place_at(positions, output, mask.shape) for name, output in found.items()}
 

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, cast
 import torch
 from tensordict import TensorDict
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
-from hf_engine.backends._causal_lm import build_without_memory, load_causal_lm, refuse_lacking
+from hf_engine.backends._causal_lm import build_without_memory, load_causal_lm, persistent_buffers, refuse_lacking
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._decoding import LENGTH, Decoding
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
@@ -42,7 +42,7 @@ from hf_protocols.topology import GenerationSpec, Topology
 
 __all__ = ["TransformersBackend"]
 
-_ATTENTION = {DynamicLayer, DynamicSlidingWindowLayer}
+_ATTENTION = {DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer}
 _DEFAULT_CACHE_BYTES = 4 << 30
 
 
@@ -154,6 +154,10 @@ class TransformersBackend:
     def weight_buffers(self) -> Mapping[str, torch.Tensor]:
         """The model's own parameters, or what was adopted in their place; of stacked experts each matrix is a view."""
         return dict(self._buffers)
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """The model's persistent buffers; see `SupportsBuffers`."""
+        return persistent_buffers(self._model)
 
     def adopt_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Uses these tensors in the place of those parameters', without a copy; see `AdoptsWeights`.

@@ -7,7 +7,13 @@ Only headers are read, with the standard library. What belongs to a backend stay
 from __future__ import annotations
 
 from hf_engine.model_directory._borders import errors_of
-from hf_engine.model_directory._checks import VALUE_HEAD, check_end_tokens, check_model_directory, is_buffer
+from hf_engine.model_directory._checks import (
+    VALUE_HEAD,
+    check_end_tokens,
+    check_head,
+    check_model_directory,
+    is_buffer,
+)
 from hf_engine.model_directory._directory import ModelDirectory, read_model_directory
 from hf_engine.model_directory._end_tokens import check_end_of_sequence_ids, read_end_of_sequence_ids
 from hf_engine.model_directory._export import describe_export
@@ -21,6 +27,7 @@ __all__ = [
     "StoredTensor",
     "check_end_of_sequence_ids",
     "check_end_tokens",
+    "check_head",
     "check_model_directory",
     "describe_export",
     "errors_of",

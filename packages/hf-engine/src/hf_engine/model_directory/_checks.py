@@ -12,7 +12,7 @@ from hf_engine.model_directory._headers import StoredTensor
 from hf_protocols.arguments import show
 from hf_protocols.errors import ModelError
 
-__all__ = ["VALUE_HEAD", "check_end_tokens", "check_model_directory", "is_buffer"]
+__all__ = ["VALUE_HEAD", "check_end_tokens", "check_head", "check_model_directory", "is_buffer"]
 
 VALUE_HEAD = "value_head.weight"
 """Name of a critic's head in an exported directory, where the language model's name would promise logits."""
@@ -36,6 +36,8 @@ _CLASSIFIER_CLASS = re.compile(
 _QUANTISED = (".qweight", ".qzeros", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".SCB", ".absmax")
 _TRAINABLE = ("F64", "F32", "F16", "BF16")
 _MOST_NAMED = 5
+_WHOLE = "Give a whole directory of one model"
+_TIE = ", or set tie_word_embeddings to true in config.json if the embedding is the head"
 
 
 def check_model_directory(model: ModelDirectory, *, head: Literal["lm", "value"] = "lm") -> None:
@@ -66,7 +68,34 @@ def check_model_directory(model: ModelDirectory, *, head: Literal["lm", "value"]
         return
     _check_parameters(model, expected)
     if _HEAD in model.tensors and _HEAD not in expected and head == "lm":
-        _check_tied(model)
+        check_head(model, _HEAD, _EMBEDDING, is_tied=True)
+
+
+def check_head(model: ModelDirectory, head: str, embedding: str, *, is_tied: bool) -> None:
+    """Refuses files whose head is not the one that their configuration describes: libraries disagree about them.
+
+    Args:
+        model: as it was read.
+        head: name of the output layer's weight.
+        embedding: name of the token embedding; files that lack it have other names, and are not compared.
+        is_tied: whether the configuration says that the head is the embedding.
+
+    Raises:
+        ModelError: for a head of its own that is described as tied, or one that is neither tied nor there.
+    """
+    if embedding not in model.tensors:
+        return
+    if head not in model.tensors:
+        shape = model.tensors[embedding].shape
+        alike = [name for name, tensor in model.tensors.items() if tensor.shape == shape or name == VALUE_HEAD]
+        if not is_tied and alike == [embedding]:  # else the head may be there under another name
+            raise model.refusal(f"lacks the parameters {head}. {_WHOLE}{_TIE}")
+        return
+    if is_tied and not _are_equal(model.tensors[head], model.tensors[embedding]):
+        raise model.refusal(
+            f"config.json ties {show(head)} to {show(embedding)}, but the weights hold another one. Set "
+            "tie_word_embeddings to false, or leave the head out of the files"
+        )
 
 
 def is_buffer(name: str) -> bool:
@@ -133,8 +162,10 @@ _LM = "Give the language model from which it was trained"
 
 def _check_layers(model: ModelDirectory) -> None:
     stated = model.num_layers
-    held = {int(match[1]) for name in _language_names(model) if (match := _LAYER.search(name))}
-    if stated is None or not held:
+    places = [match for name in _language_names(model) if (match := _LAYER.search(name))]
+    held = {int(match[1]) for match in places}
+    stacks = {match.string[: match.start(1)] for match in places}
+    if stated is None or len(stacks) != 1:  # a model of several stacks counts its layers in its own way
         return
     surplus = sorted(layer for layer in held if layer >= stated + model.num_extra_layers)
     if surplus:
@@ -172,9 +203,7 @@ def _check_parameters(model: ModelDirectory, expected: Mapping[str, tuple[int, .
     held = model.tensors
     allowed = {name for name in held if is_buffer(name) or name == _HEAD or _is_extra(model, name)}
     if missing := [name for name in expected if name not in held]:
-        advice = "Give a whole directory of one model"
-        if missing == [_HEAD]:
-            advice += ", or set tie_word_embeddings to true in config.json if the embedding is the head"
+        advice = _WHOLE + (_TIE if missing == [_HEAD] else "")
         raise model.refusal(f"lacks the parameters {_names(missing)}. {advice}")
     if surplus := [name for name in held if name not in expected and name not in allowed]:
         raise model.refusal(
@@ -202,16 +231,6 @@ def _check_embedding(model: ModelDirectory) -> None:
             f"holds other weights than its config.json says: {show(name)} is {model.tensors[name].shape}, "
             f"vocab_size is "
             f"{stated}. Give a whole directory of one model"
-        )
-
-
-def _check_tied(model: ModelDirectory) -> None:
-    head, embedding = model.tensors[_HEAD], model.tensors[_EMBEDDING]
-    if not _are_equal(head, embedding):
-        raise model.refusal(
-            f"config.json ties {show(_HEAD)} to {show(_EMBEDDING)}, but the weights hold another one. Set "
-            f"tie_word_embeddings "
-            "to false, or leave the head out of the files"
         )
 
 

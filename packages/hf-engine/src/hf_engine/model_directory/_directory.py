@@ -111,7 +111,8 @@ class ModelDirectory:
             "embed_in.weight",
             "tok_embeddings.weight",
         )
-        found = (name for name, tensor in self.tensors.items() if name.endswith(ends) and len(tensor.shape) == 2)
+        matrices = (name for name, tensor in self.tensors.items() if len(tensor.shape) == 2)
+        found = (name for name in matrices if f".{name}".endswith(tuple(f".{end}" for end in ends)))
         return min(found, key=len, default=None)
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from hf_engine.resharding.boxes import Box
-from hf_engine.resharding.layouts import WeightLayout, fsdp_layout
+from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.tensor_parallel import (
     cut_box,
     cut_of,
@@ -140,7 +140,7 @@ def generation_layout(
     """The layout of vLLM and SGLang: tensor and pipeline parallel inside a generation replica.
 
     Key-value heads are replicated where gen_tp_size is larger than their number; experts are cut like dense layers.
-    A replica of one rank holds the whole model.
+    A replica of one rank holds the whole model, and so does every rank for a generic shape: engines cut what they load.
 
     Args:
         model: heads, experts and parameters.
@@ -165,6 +165,10 @@ def generation_layout(
         layers_per_stage = [
             sum(map(len, nested[stage * width : (stage + 1) * width])) for stage in range(generation.gen_pp_size)
         ]
+    if model.is_generic:
+        if generation.gen_pp_size > 1:
+            raise ReshardError(f"{model.name}: the layers of its family are not known by name; set gen_pp_size to 1")
+        return replicated_layout(model.parameters(), range(topology.world_size), dtype=dtype)
     stages = split_layers(model.num_layers, generation.gen_pp_size, layers_per_stage, knob="gen_pp_size")
     rows = _vocab_rows(model, generation.gen_tp_size, vocab_rows)
     shapes = model_shapes(model)

@@ -5,9 +5,20 @@ A backend is supported when it passes: call `check_train_backend` or `check_roll
 
 from __future__ import annotations
 
+from hf_engine.testing._families import TINY_FAMILIES, write_tiny_family
+from hf_engine.testing._family_checks import check_family
 from hf_engine.testing._local_ranks import LocalRanks
 from hf_engine.testing._rollout import check_rollout_backend
 from hf_engine.testing._tiny_models import write_tiny_model
 from hf_engine.testing._train import check_train_backend, gather_weights
 
-__all__ = ["LocalRanks", "check_rollout_backend", "check_train_backend", "gather_weights", "write_tiny_model"]
+__all__ = [
+    "TINY_FAMILIES",
+    "LocalRanks",
+    "check_family",
+    "check_rollout_backend",
+    "check_train_backend",
+    "gather_weights",
+    "write_tiny_family",
+    "write_tiny_model",
+]

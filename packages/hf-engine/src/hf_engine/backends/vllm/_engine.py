@@ -13,12 +13,13 @@ import torch.distributed as dist
 from vllm.config import WeightTransferConfig
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hf_engine.backends._base import SamplingParams
-from hf_engine.backends._engine_rules import check_vllm_runs
+from hf_engine.backends._engine_rules import check_vllm_runs, refuse_wrapped
 from hf_engine.backends._memory import choose_positions, take_again
 from hf_engine.backends._shard import Shard
 from hf_engine.backends.vllm._draws import DrawProcessor
@@ -60,6 +61,9 @@ def plan_layout(model: str | Path, topology: Topology, dtype: str) -> tuple[Mode
         raise BackendError(f"vLLM orders the ranks of a group by number; the groups {unordered} are ordered otherwise")
     files = read_model_directory(model)
     shape = check_vllm_runs(files, on_cpu=False)
+    found = ModelRegistry.models.get(files.architecture)
+    if shape.is_generic and getattr(found, "class_name", "Transformers").startswith("Transformers"):
+        refuse_wrapped(files)
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     if current_platform.is_cpu() and shape.head_dim not in sizes:
         raise files.refusal(

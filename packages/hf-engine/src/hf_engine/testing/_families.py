@@ -1,0 +1,120 @@
+"""Tiny random models of many families, as transformers builds and writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["TINY_FAMILIES", "write_tiny_family"]
+
+_MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 48,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 4},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, **_EXPERTS, "norm_topk_prob": True},
+    "gemma": {},
+    "gemma2": {**_MIXED, "query_pre_attn_scalar": 8},
+    "gemma3_text": {**_MIXED, "query_pre_attn_scalar": 8},
+    "phi": {"head_dim": ...},
+    "phi3": {"head_dim": ...},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": ...},
+    "olmo2": {"head_dim": ...},
+    "olmo3": {**_MIXED, "head_dim": ...},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": ...},
+    "glm4": {},
+    "glm4_moe": {"n_routed_experts": 4, **_EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "gpt_oss": {**_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": {
+        **_MLA,
+        **_EXPERTS,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "head_dim": ...,
+    },
+    "deepseek_v3": {
+        **_MLA,
+        **_EXPERTS,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "head_dim": ...,
+    },
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "llama4_text": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 48,
+        "attention_chunk_size": 16,
+    },
+    "granite": {"head_dim": ..., "logits_scaling": 2.0, "embedding_multiplier": 3.0},
+    "falcon": {"head_dim": ..., "intermediate_size": ..., "num_key_value_heads": ..., "max_position_embeddings": ...},
+    "starcoder2": {"head_dim": ...},
+    "cohere": {"head_dim": ..., "logit_scale": 0.5},
+    "cohere2": {**_MIXED, "logit_scale": 0.5},
+    "smollm3": {},
+    "ernie4_5": {},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "head_dim": ...},
+    "exaone4": {**_MIXED},
+    "apertus": {},
+    "stablelm": {"head_dim": ...},
+    "gpt2": {"n_inner": 48},
+    "gpt_neox": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "bloom": {},
+}
+"""Keys of `config.json` by model type; `...` leaves a size of all the others out. Gemma 4, Phi-4 and others share a
+model type with one of these."""
+
+
+def write_tiny_family(directory: str | Path, family: str, *, seed: int = 0, **config: Any) -> Path:
+    """Writes a random model of two layers in Hugging Face format, every tensor of it different from its default.
+
+    Args:
+        directory: created if it is absent.
+        family: a name in `TINY_FAMILIES`.
+        seed: of the weights.
+        **config: further keys of `config.json`.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    asked = {**_SIZES, **TINY_FAMILIES[family], **config}
+    known = AutoConfig.for_model(family)
+    keys = {key: value for key, value in asked.items() if value is not ... and (hasattr(known, key) or key in config)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        described = AutoConfig.for_model(family, **keys)
+        model: Any = AutoModelForCausalLM.from_config(described, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                if tensor.is_floating_point() and tensor.dim() < 2:  # norms, biases and buffers, which begin as 0 or 1
+                    tensor.add_(torch.rand_like(tensor) * 0.2)
+    model.save_pretrained(directory)
+    return Path(directory)
