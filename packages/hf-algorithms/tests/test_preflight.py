@@ -468,5 +468,6 @@ def test_the_keys_of_training_and_rollout_reach_the_workers(build: Callable[...,
     assert [each.kwargs["training"].dtype for each in (actor, critic)] == ["float32", "bfloat16"]
     assert [each.kwargs["training"].learning_rate for each in (actor, critic)] == [0.5, 0.25]
     assert not groups["reward"].spec.balance_tokens
-    sampling = build_sampling(config, end_token_id=1, step=0)
-    assert (sampling.stop_strings, sampling.min_new_tokens) == (("=",), 2)
+    sampling = build_sampling(config, stop_ids=(1, 2), step=0)
+    assert (sampling.stop_strings, sampling.min_new_tokens, sampling.stop_token_ids) == (("=",), 2, (1, 2))
+    assert groups["reward"].spec.kwargs["stop_ids"] == inputs.stop_ids == (inputs.model.tokenizer.eos_token_id,)

@@ -9,7 +9,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_algorithms.data import build_character_tokenizer, load_tokenizer, train_bpe_tokenizer
+from hf_algorithms.data import (
+    build_character_tokenizer,
+    count_spare_logits,
+    load_tokenizer,
+    read_tokenizer_files,
+    train_bpe_tokenizer,
+)
 from hf_engine import SupportsModelCheck, derive_shape, load_rollout_backend, load_train_backend
 from hf_engine.model_directory import (
     ModelDirectory,
@@ -17,6 +23,7 @@ from hf_engine.model_directory import (
     check_model_directory,
     errors_of,
     is_hub_name,
+    read_end_of_sequence_ids,
     read_model_directory,
 )
 from hf_protocols import BackendError, ConfigError, ModelError, ModelShape
@@ -36,12 +43,27 @@ _LOADERS: Mapping[str, Callable[[str], type]] = {"rollout.backend": load_rollout
 
 @dataclass(frozen=True, kw_only=True)
 class InitialModel:
-    """``path``: what backends load; ``tokenizer_path`` likewise; ``shape`` for the mapper."""
+    """A model and its tokenizer, as a run reads them before anything starts.
+
+    Attributes:
+        path: what backends load.
+        tokenizer_path: directory or hub name of the tokenizer.
+        tokenizer: loaded from there.
+        tokenizer_files: its files by name, for exports.
+        shape: for the mapper.
+        label: beginning of messages: the key of the tokenizer and its value.
+        end_ids: `eos_token_id` of the generation configuration.
+        num_spare_logits: logits beyond the tokenizer's ids.
+    """
 
     path: str
     tokenizer_path: str
     tokenizer: PreTrainedTokenizerBase
+    tokenizer_files: Mapping[str, bytes]
     shape: ModelShape
+    label: str
+    end_ids: frozenset[int]
+    num_spare_logits: int
 
 
 def build_initial_model(
@@ -88,7 +110,11 @@ def build_initial_model(
         path=path,
         tokenizer_path=tokenizer_path,
         tokenizer=tokenizer,
+        tokenizer_files=read_tokenizer_files(tokenizer_path, tokenizer),
         shape=replace(shape, name=Path(path).name),
+        label=_label(key, given),
+        end_ids=read_end_of_sequence_ids(files),
+        num_spare_logits=count_spare_logits(tokenizer, files.vocab_size),
     )
 
 
@@ -117,7 +143,13 @@ def read_role_model(
                 "Give a model of the same tokenizer"
             )
     found = _find(path)
-    return replace(main, path=found, shape=replace(derive_shape(files), name=Path(found).name))
+    return replace(
+        main,
+        path=found,
+        shape=replace(derive_shape(files), name=Path(found).name),
+        end_ids=read_end_of_sequence_ids(files),
+        num_spare_logits=count_spare_logits(main.tokenizer, files.vocab_size),
+    )
 
 
 def _read_given(path: str, backends: Mapping[str, str], *, label: str, on_cpu: bool) -> ModelDirectory:
@@ -151,7 +183,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, files: ModelDirectory,
     if files.vocab_size and largest >= files.vocab_size:
         raise ModelError(
             f"{label}: its tokenizer has the token {token!r:.40} with id {largest}, the model's embedding has "
-            f"{files.vocab_size} rows. Give the model's own tokenizer, or resize the model's embedding"
+            f"{files.vocab_size} rows. Use the model's own tokenizer, or resize the model's embedding"
         )
 
 

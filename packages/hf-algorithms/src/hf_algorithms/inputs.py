@@ -8,16 +8,26 @@ from pathlib import Path
 
 from hf_algorithms.budgets import find_prompt_room
 from hf_algorithms.config import Config, DataConfig
-from hf_algorithms.data import Kind, PromptDataset, Rows, open_rows
+from hf_algorithms.data import Kind, PromptDataset, Rows, TurnFormat, open_rows, read_template
 from hf_algorithms.initial_model import InitialModel, build_initial_model
 from hf_algorithms.role_models import find_role_models, list_main_backends
 from hf_protocols.errors import DataError
 
-__all__ = ["DATA_SETS", "RunInputs", "load_inputs", "load_model", "load_row_sets", "tokenize_inputs"]
+__all__ = [
+    "DATA_SETS",
+    "RunInputs",
+    "build_turn_format",
+    "load_inputs",
+    "load_model",
+    "load_row_sets",
+    "tokenize_inputs",
+]
 
 _NO_KIND: tuple[Kind, ...] = ()
 DATA_SETS = ("train", "validation", "test")
 """The data sets of a run, by the names of their keys in ``[data]``."""
+_TEMPLATE = "chat_template.jinja"
+"""File that transformers prefers to a template in tokenizer_config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +41,17 @@ class RunInputs:
     train: PromptDataset
     validation: PromptDataset
     test: PromptDataset
+    turns: TurnFormat
+    """How prompts and responses are written as tokens."""
+    stop_ids: tuple[int, ...]
+    """Tokens at which responses end."""
     pretraining: PromptDataset | None = None
     """What a pretraining loss learns; None: the rows of `train`."""
+
+    def exported_files(self) -> dict[str, bytes]:
+        """The tokenizer's files by name, with the template of `data.chat_template` in place of its own."""
+        template = self.turns.own_template
+        return {**self.model.tokenizer_files, **({} if template is None else {_TEMPLATE: template.encode()})}
 
     def describe_data(self) -> list[str]:
         """One line for each file with its format and what its columns hold, and one for prompts that are too long."""
@@ -105,13 +124,15 @@ def tokenize_inputs(config: Config, rows: dict[str, Rows], model: InitialModel) 
 
     Raises:
         DataError: for a prompt without tokens, with its key, file and line.
-        ConfigError: for a role's own model that cannot be used.
+        ConfigError: for a role's own model that cannot be used, and a chat template that cannot be read.
     """
+    turns = build_turn_format(config.data, model)
     bound = find_prompt_room(config, model.shape)
     sets = {
         name: PromptDataset(
             part,
             model.tokenizer,
+            turns=turns,
             source=config.data.describe(name),
             max_prompt_tokens=bound,
             too_long=config.data.too_long,
@@ -119,7 +140,25 @@ def tokenize_inputs(config: Config, rows: dict[str, Rows], model: InitialModel) 
         )
         for name, part in rows.items()
     }
-    return RunInputs(model=model, models=find_role_models(config, model), **sets)
+    models = find_role_models(config, model)
+    policies = [role for role in models if hasattr(config.recipe.role(role).load_worker(), "generate_sequences")]
+    ends = {token_id for role in policies for token_id in models[role].end_ids}
+    return RunInputs(model=model, models=models, turns=turns, stop_ids=turns.list_stop_ids(ends), **sets)
+
+
+def build_turn_format(config: DataConfig, model: InitialModel) -> TurnFormat:
+    """The chat template of `[data]`, or else the tokenizer's own.
+
+    Raises:
+        ConfigError: for a template that cannot be read or parsed.
+    """
+    return TurnFormat(
+        model.tokenizer,
+        template=None if config.chat_template is None else read_template(config.chat_template),
+        options=config.template_options,
+        system_prompt=config.system_prompt,
+        label=model.label,
+    )
 
 
 def _open_rows(config: DataConfig, name: str) -> Rows:

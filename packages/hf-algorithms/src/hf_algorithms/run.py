@@ -73,6 +73,8 @@ def run_training(
             executor = stack.enter_context(_build_executor(config, plan))
             inputs = _begin(config, directory, plan, inputs, fresh)
             roles = build_roles(executor, config, plan, inputs, search_path)
+            if spare := inputs.model.num_spare_logits:
+                display.note(f"{inputs.model.label}: {spare} logits are beyond its tokenizer's ids and have no text")
             run = _Run(config, directory, inputs, executor, roles, display, memory, started_s)
             summary = run.execute()
     write_report(directory.path)
@@ -182,7 +184,7 @@ class _Run:
         self._summary["warm_start_steps"] = warm_start(
             self._roles, self._supervised_batches(), self._evaluate_validation, config, metric=self._metric, note=note
         )
-        warm = self._export("warm_model")
+        warm = self._export("warm_model", dtype="float32")  # roles that load it start from the policy's own weights
         models = self._inputs.models
         policy = self._roles.having("generate_sequences").role
         for role, group in self._roles.groups.items():
@@ -261,17 +263,17 @@ class _Run:
         return self._executor.put(data.prompts(range(min(len(data), self._config.data.max_eval_rows))))
 
     def _sampling(self, step: int) -> SamplingParams:
-        return build_sampling(self._config, end_token_id=self._inputs.model.tokenizer.eos_token_id, step=step)
+        return build_sampling(self._config, stop_ids=self._inputs.stop_ids, step=step)
 
     def _commit_model(self, iteration: int) -> None:
         """The weights that were just evaluated are the last good state."""
-        self._export("model")
+        self._export("model", dtype=self._config.model.export_dtype)
         self._summary["model_iteration"] = iteration
 
-    def _export(self, name: str) -> Path:
+    def _export(self, name: str, *, dtype: str) -> Path:
         with self._directory.replacing(name) as folder:
-            self._roles.having("generate_sequences").export_model(str(folder)).result()
-            self._inputs.model.tokenizer.save_pretrained(folder)
+            self._roles.having("generate_sequences").export_model(str(folder), dtype=dtype).result()
+            self._directory.write_files(folder, self._inputs.exported_files())
         return self._directory.path / name
 
     def _write_summary(self) -> None:

@@ -131,6 +131,13 @@ class RunDirectory:
             shutil.rmtree(self.path / name, ignore_errors=True)
             os.replace(fresh, self.path / name)
 
+    def write_files(self, folder: Path, files: Mapping[str, bytes]) -> None:
+        """Writes files of a folder that `replacing` yields, by their paths in it."""
+        with self._reporting(folder.name):
+            for name, content in files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+
     @contextmanager
     def _refusing(self) -> Iterator[None]:
         try:

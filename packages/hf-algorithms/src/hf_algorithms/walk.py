@@ -75,7 +75,7 @@ def _list_phases(
     executor: TracingExecutor, roles: Roles, config: Config, inputs: RunInputs
 ) -> Iterator[tuple[Phase, RowTokens, Callable[[], Any]]]:
     """Yields each phase: its name, the rows that it reads, and a function that makes its calls."""
-    sampling = build_sampling(config, end_token_id=inputs.model.tokenizer.eos_token_id, step=0)
+    sampling = build_sampling(config, stop_ids=inputs.stop_ids, step=0)
     limit = sampling.max_new_tokens
     train, validation, test = (_generated(data, limit) for data in (inputs.train, inputs.validation, inputs.test))
 

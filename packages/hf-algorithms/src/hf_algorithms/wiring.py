@@ -36,8 +36,8 @@ def build_roles(
     return Roles(groups)
 
 
-def build_sampling(config: Config, *, end_token_id: int, step: int) -> SamplingParams:
-    """How responses are drawn in iteration ``step``; evaluations are step 0.
+def build_sampling(config: Config, *, stop_ids: tuple[int, ...], step: int) -> SamplingParams:
+    """How responses are drawn in iteration ``step``; evaluations are step 0. They end at any of ``stop_ids``.
 
     Raises:
         ConfigError: for a value out of range.
@@ -51,7 +51,7 @@ def build_sampling(config: Config, *, end_token_id: int, step: int) -> SamplingP
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         n=rollout.samples_per_prompt,
-        stop_token_ids=(end_token_id,),
+        stop_token_ids=stop_ids,
         seed=config.run.seed,
         step=step,
     )
@@ -63,7 +63,9 @@ def _build_spec(
     declared, placed = config.recipe.role(role), plan.models[role]
     worker = declared.load_worker()
     model = inputs.models.get(role, inputs.model)
-    setup = RoleSetup(role=role, config=config, placed=placed, model=model, search_path=search_path)
+    setup = RoleSetup(
+        role=role, config=config, placed=placed, model=model, stop_ids=inputs.stop_ids, search_path=search_path
+    )
     configure = getattr(worker, "configure", None)
     kwargs = {**(configure(setup) if configure else {}), **declared.kwargs}
     topology = Topology(placed.train or ParallelSpec(), placed.generation)

@@ -131,12 +131,23 @@ class DataConfig(_Section):
     """Name of the field that holds the prompt, with dots into nested ones; left out: found by its name."""
     answer_field: str | None = None
     """Name of the field that holds the reference answer, in the same way; rows may lack it."""
+    chat_template: str | None = None
+    """File of a chat template, or its text in Jinja; left out: the tokenizer's. Text prompts become messages by it."""
+    template_options: dict[str, Any] = {}
+    """Further variables of the chat template, such as `{enable_thinking = false}`."""
+    system_prompt: str | None = None
+    """First message of every chat that has no system message; text prompts become messages next to it."""
     max_eval_rows: Count = 500
     """Rows of validation and test that are used, from the first."""
     max_prompt_tokens: Tokens | None = None
     """Tokens of a prompt at most; left out: what the model's context and `training.micro_batch_tokens` leave for it."""
     too_long: Literal["error", "drop", "truncate_left"] = "error"
     """Longer prompts end the run before it starts, are left out, or lose their beginning."""
+
+    @field_validator("template_options")
+    @classmethod
+    def _hold_as_toml(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return cast("dict[str, Any]", _as_lists(options))
 
     def key_of(self, rows: str) -> str:
         """The key that names the file of `train`, `validation` or `test`: its own, or the one that stands in."""
@@ -164,6 +175,8 @@ class ModelConfig(_Section):
     """Local directory or hub name; left out: a fresh model of the sizes below. With a path other sizes are refused."""
     tokenizer: UserPath | None = None
     """`characters` or `bpe` (made from the training rows), a directory or a hub name; left out: the one of `path`."""
+    export_dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
+    """dtype of exported weights; `source`: the one that each tensor has in the files of `path`."""
     vocab_size: Count = 2048
     """Size of a tokenizer that is trained."""
     hidden_size: Count = 160

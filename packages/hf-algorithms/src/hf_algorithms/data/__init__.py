@@ -29,7 +29,20 @@ from hf_algorithms.data._rows import (
     read_records,
     write_rows,
 )
-from hf_algorithms.data._tokenizers import build_character_tokenizer, load_tokenizer, train_bpe_tokenizer
+from hf_algorithms.data._tokenizers import (
+    build_character_tokenizer,
+    load_tokenizer,
+    read_tokenizer_files,
+    train_bpe_tokenizer,
+)
+from hf_algorithms.data._turn_tokens import (
+    NamedToken,
+    TurnTokens,
+    count_spare_logits,
+    describe_turns,
+    read_template,
+)
+from hf_algorithms.data._turns import TurnFormat, decode_responses
 
 __all__ = [
     "ColumnMapping",
@@ -40,6 +53,7 @@ __all__ = [
     "Kind",
     "LengthReport",
     "Message",
+    "NamedToken",
     "PromptDataset",
     "Row",
     "RowFile",
@@ -47,13 +61,20 @@ __all__ = [
     "Rows",
     "TooLong",
     "TooLongReport",
+    "TurnFormat",
+    "TurnTokens",
     "build_character_tokenizer",
+    "count_spare_logits",
+    "decode_responses",
     "describe_data",
+    "describe_turns",
     "load_rows",
     "load_tokenizer",
     "locate_row",
     "open_rows",
     "read_records",
+    "read_template",
+    "read_tokenizer_files",
     "select_rows",
     "train_bpe_tokenizer",
     "write_addition_data",

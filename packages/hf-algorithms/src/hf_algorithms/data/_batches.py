@@ -8,11 +8,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, chain, islice, pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from hf_algorithms.data._order import RowOrder
-from hf_algorithms.data._rows import Message, Row, Rows
-from hf_protocols.errors import BatchError, ConfigError, DataError
+from hf_algorithms.data._rows import Row, Rows
+from hf_algorithms.data._turns import TurnFormat
+from hf_protocols.errors import BatchError, DataError
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,7 @@ class PromptDataset:
         rows: Sequence[Row],
         tokenizer: PreTrainedTokenizerBase,
         *,
+        turns: TurnFormat | None = None,
         source: str = "the data set",
         max_prompt_tokens: int | None = None,
         too_long: TooLong = "error",
@@ -45,6 +47,7 @@ class PromptDataset:
         Args:
             rows: what :func:`~hf_algorithms.data.open_rows` or :func:`~hf_algorithms.data.load_rows` read.
             tokenizer: the model's.
+            turns: how its chats are written; by default with the tokenizer's own template.
             source: where the rows come from, for messages, such as ``data.train = 'train.jsonl'``.
             max_prompt_tokens: bound on the tokens of a prompt; None: there is none.
             too_long: what happens to a longer prompt: it is refused, its row dropped, or its beginning cut off, but for
@@ -52,7 +55,8 @@ class PromptDataset:
             texts: a row without a prompt is a text to pretrain on, whose first token stands for the prompt.
 
         Raises:
-            DataError: for no rows, a prompt without tokens, one that is refused, and if every row is dropped.
+            DataError: for no rows, a prompt without tokens, one that is refused, a chat that no template writes, and if
+                every row is dropped.
         """
         if not rows:
             raise DataError(f"{source} has no rows: it needs at least one")
@@ -60,6 +64,7 @@ class PromptDataset:
         self.max_tokens = max_prompt_tokens
         self._rows = rows
         self._tokenizer = tokenizer
+        self._turns = turns or TurnFormat(tokenizer)
         self._too_long = too_long
         self._texts = texts
         self._kept = array("q")
@@ -136,17 +141,17 @@ class PromptDataset:
         rows = [self._rows[number] for number in chosen]
         columns = {
             "row_id": torch.tensor(chosen, dtype=torch.int64),
-            "prompt_ids": _jagged([ids for ids, _ in self._encode(rows)], torch.int64),
+            "prompt_ids": _jagged([ids for ids, _ in self._encode(rows, chosen)], torch.int64),
             "answer": _jagged([(row.answer or "").encode() for row in rows], torch.uint8),
             "group_id": torch.arange(first_group, first_group + len(chosen)),
             "prompt_id": _name_prompts(epochs or [0] * len(chosen), chosen, attempt),
         }
         if self._has_extra:
-            columns["row_extra"] = _jagged([_encode_extra(row) for row in rows], torch.uint8)
+            columns["row_extra"] = _jagged([self._encode_extra(row) for row in rows], torch.uint8)
         return TensorDict(columns, batch_size=[len(chosen)])
 
     def supervised(self, indices: Iterable[int], *, max_response_tokens: int) -> TensorDict:
-        """The chosen rows with the answer as the response to learn: its tokens, then the end of sequence.
+        """The chosen rows with the answer as the response to learn: its tokens, then the one that ends a turn.
 
         A longer answer is cut to ``max_response_tokens`` and loses its end; :meth:`count_cut_answers` says how many.
 
@@ -183,8 +188,8 @@ class PromptDataset:
         empty: list[int] = []
         number = 0
         for chunk in _chunked(self._rows):
-            self._has_extra = self._has_extra or any(map(_needs_extra, chunk))
-            for ids, length in self._encode(chunk):
+            self._has_extra = self._has_extra or any(map(self._needs_extra, chunk))
+            for ids, length in self._encode(chunk, range(number, number + len(chunk))):
                 self.longest = max(self.longest, length)
                 is_too_long = self.max_tokens is not None and length > self.max_tokens
                 self.num_too_long += is_too_long
@@ -211,34 +216,41 @@ class PromptDataset:
                 "no row. Lower rollout.max_new_tokens, or set data.too_long = 'truncate_left'"
             )
 
-    def _encode(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], int]]:
+    def _encode(self, rows: Sequence[Row], numbers: Sequence[int]) -> Iterator[tuple[list[int], int]]:
         """Yields the ids of each prompt, cut to the bound if that is asked for, and how many it has uncut."""
-        for row, ids in zip(rows, _encode_prompts(rows, self._tokenizer), strict=True):
+        asked = [(row, number) for row, number in zip(rows, numbers, strict=True) if not self._is_text(row)]
+        prompts = [row.prompt for row, _ in asked]
+        encoded = iter(self._turns.encode_prompts(prompts, name_row=lambda index: self._where(asked[index][1])))
+        for row in rows:
+            ids = self._turns.encode_text(row.answer or "")[:1] if self._is_text(row) else next(encoded)
             length = len(ids)
-            if self._is_text(row):
-                ids = self._encode_text(row)[:1]
-                length = len(ids)
-            elif self.max_tokens is not None and self._too_long == "truncate_left":
+            if self.max_tokens is not None and self._too_long == "truncate_left" and not self._is_text(row):
                 ids = _cut_left(ids, self.max_tokens, self._tokenizer.bos_token_id)
             yield ids, length
 
     def _is_text(self, row: Row) -> bool:
         return self._texts and row.prompt == ""
 
-    def _encode_text(self, row: Row) -> list[int]:
-        found: Any = self._tokenizer(row.answer or "")["input_ids"]
-        return list(found)
+    def _encode_responses(self, rows: Sequence[Row]) -> Iterator[list[int]]:
+        """Yields the ids of each response, its end included."""
+        asked = [row for row in rows if not self._is_text(row)]
+        answers = [row.answer or "" for row in asked]
+        encoded = iter(self._turns.encode_responses([row.prompt for row in asked], answers, name_row=self._name_row))
+        for row in rows:
+            if self._is_text(row):
+                yield [*self._turns.encode_text(row.answer or "")[1:], self._turns.eos_id]
+            else:
+                yield next(encoded)
 
-    def _encode_responses(self, rows: Sequence[Row]) -> list[list[int]]:
-        end = self._tokenizer.eos_token_id
-        if end is None:
-            raise ConfigError("the tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json")
-        texts = [row.answer or "" for row in rows]
-        found = self._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-        return [
-            [*(self._encode_text(row)[1:] if self._is_text(row) else ids), end]
-            for row, ids in zip(rows, found, strict=True)
-        ]
+    def _name_row(self, _: int) -> str:
+        return self.source
+
+    def _needs_extra(self, row: Row) -> bool:
+        return bool(row.columns) or row.answer is None or self._turns.as_chat(row.prompt) is not None
+
+    def _encode_extra(self, row: Row) -> bytes:
+        messages = self._turns.as_chat(row.prompt)
+        return json.dumps([messages, row.answer, dict(row.columns)], ensure_ascii=False).encode()
 
     def _build_order(self) -> RowOrder:
         if not isinstance(self._rows, Rows) or self._rows.weights is None:
@@ -279,31 +291,6 @@ def _cut_left(ids: list[int], most: int, begin: int | None) -> list[int]:
     if ids[0] == begin and most > 1:
         return [ids[0], *ids[len(ids) - most + 1 :]]
     return ids[len(ids) - most :]
-
-
-def _needs_extra(row: Row) -> bool:
-    return bool(row.columns) or row.answer is None or not isinstance(row.prompt, str)
-
-
-def _encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    texts = [row.prompt for row in rows if isinstance(row.prompt, str)]
-    encoded = iter(tokenizer(texts)["input_ids"] if texts else [])
-    return [next(encoded) if isinstance(row.prompt, str) else _encode_chat(row.prompt, tokenizer) for row in rows]
-
-
-def _encode_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    chat = [dict(each) for each in messages]
-    ids: Any = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return list(ids)
-
-
-def _encode_extra(row: Row) -> bytes:
-    messages = None if isinstance(row.prompt, str) else row.prompt
-    extra = [messages, row.answer, dict(row.columns)]
-    try:
-        return json.dumps(extra, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half a character in a column that may not be used; escaped it travels
-        return json.dumps(extra).encode()
 
 
 def _name_prompts(epochs: Sequence[int], rows: Sequence[int], attempt: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hf_protocols.outer_files import check_is_itself, read_json_object
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-__all__ = ["build_character_tokenizer", "load_tokenizer", "train_bpe_tokenizer"]
+__all__ = ["build_character_tokenizer", "load_tokenizer", "read_tokenizer_files", "train_bpe_tokenizer"]
 
 _PAD, _EOS, _UNK = "<pad>", "<eos>", "<unk>"
 _NUM_BYTES = 256
@@ -27,6 +27,9 @@ _READ_AS_JSON = (
 )
 _READ_AS_THEY_ARE = ("tokenizer.model", "spiece.model", "vocab.txt", "merges.txt", "chat_template.jinja")
 _PROBE = "a 1"
+_FILES = {*_VOCABULARIES, *_READ_AS_JSON, *_READ_AS_THEY_ARE, "chat_template.json", "sentencepiece.bpe.model"}
+_FILE_PATTERNS = ("tokenizer.*.json", "additional_chat_templates/*.jinja")
+"""Of older and newer forms of tokenizer.json, and of further templates by name."""
 
 
 def build_character_tokenizer(characters: str, directory: str | Path) -> PreTrainedTokenizerFast:
@@ -109,6 +112,27 @@ def load_tokenizer(path: str, *, label: str | None = None) -> PreTrainedTokenize
             "tokenizer_config.json to a token of its vocabulary"
         )
     return tokenizer
+
+
+def read_tokenizer_files(path: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    """The files from which a tokenizer was loaded, by their paths in its directory.
+
+    Args:
+        path: directory or hub name, as for `load_tokenizer`.
+        tokenizer: what was loaded from it; its class names further files.
+
+    Raises:
+        ModelError: a ConfigError, if one cannot be read.
+    """
+    from hf_engine.model_directory import find_model
+
+    directory = find_model(path, needs_weights=False)
+    found = {directory / name for name in {*_FILES, *tokenizer.vocab_files_names.values()}}
+    found |= {each for pattern in _FILE_PATTERNS for each in directory.glob(pattern)}
+    try:
+        return {each.relative_to(directory).as_posix(): each.read_bytes() for each in sorted(found) if each.is_file()}
+    except OSError as error:
+        raise ModelError(f"{path!r}: a file of its tokenizer cannot be read: {error.strerror}") from None
 
 
 def _check_files(directory: Path, name: str) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_algorithms.losses import Loss
     from hf_algorithms.workers._setup import RoleSetup
     from hf_engine import TrainBackend
+    from hf_engine.model_directory import ExportDtype
 
 __all__ = ["SEQUENCE", "Metrics", "ModelWorker", "on_device"]
 
@@ -109,9 +110,9 @@ class ModelWorker(Worker):
 
     @register(protocol=ONE_TO_ALL, returns="object")
     @on_device
-    def export_model(self, directory: str) -> None:
-        """Write the weights as a Hugging Face directory, atomically, from rank 0."""
-        self._train.export_hf(directory)
+    def export_model(self, directory: str, *, dtype: ExportDtype = "source") -> None:
+        """Write the weights as a Hugging Face directory, atomically, from rank 0; see `TrainBackend.export_hf`."""
+        self._train.export_hf(directory, dtype=dtype)
 
     @classmethod
     def one_layout_per_process(cls, kwargs: Mapping[str, Any]) -> bool:

@@ -23,6 +23,7 @@ class RoleSetup:
         config: the run's.
         placed: where the plan puts the role.
         model: the role's own model; for a role without a model, the one of `[model]`.
+        stop_ids: tokens at which responses end.
         search_path: folders where a user's functions are looked for first.
     """
 
@@ -30,4 +31,5 @@ class RoleSetup:
     config: Config
     placed: ModelPlan
     model: InitialModel
+    stop_ids: tuple[int, ...]
     search_path: Sequence[str]

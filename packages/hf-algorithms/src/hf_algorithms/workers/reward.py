@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.data import load_tokenizer
+from hf_algorithms.data import decode_responses, load_tokenizer
 from hf_algorithms.jagged import decode_text
 from hf_algorithms.rewards import RewardFunction, compute_scores, load_function
 from hf_controller import Worker, WorkerContext
@@ -27,6 +27,7 @@ class _TextFunctionWorker(Worker):
 
     Args:
         tokenizer: directory or hub name, to read texts from token ids.
+        stop_ids: tokens at which responses end, which no text has.
         function: `module:function` that scores responses.
         search_path: folders where the functions' modules are looked for first.
     """
@@ -36,9 +37,18 @@ class _TextFunctionWorker(Worker):
     kind = "reward"
     """Of the functions, in messages."""
 
-    def __init__(self, context: WorkerContext, *, tokenizer: str, function: str, search_path: Sequence[str]) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        tokenizer: str,
+        stop_ids: Sequence[int] = (),
+        function: str,
+        search_path: Sequence[str],
+    ) -> None:
         super().__init__(context)
         self._tokenizer = load_tokenizer(tokenizer)
+        self._stop_ids = frozenset(stop_ids)
         self._function = load_function(function, search_path=search_path)
 
     def _score(
@@ -63,11 +73,12 @@ class _TextFunctionWorker(Worker):
         return TensorDict({column: torch.tensor(found, dtype=dtype)}, batch_size=batch.batch_size)
 
     def _texts(self, batch: TensorDict) -> tuple[list[str], list[str], list[str]]:
-        prompts, responses = (
-            self._tokenizer.batch_decode([row.tolist() for row in batch[name].unbind()], skip_special_tokens=True)
-            for name in ("prompt_ids", "response_ids")
+        prompts, responses = ([row.tolist() for row in batch[name].unbind()] for name in ("prompt_ids", "response_ids"))
+        return (
+            decode_responses(self._tokenizer, prompts),
+            decode_responses(self._tokenizer, responses, stop_ids=self._stop_ids),
+            decode_text(batch["answer"]),
         )
-        return prompts, responses, decode_text(batch["answer"])
 
 
 class RewardWorker(_TextFunctionWorker):
@@ -75,15 +86,23 @@ class RewardWorker(_TextFunctionWorker):
 
     Args:
         tokenizer: directory or hub name, to read texts from token ids.
+        stop_ids: tokens at which responses end, which no text has.
         function: `module:function` that scores responses.
         metric: `module:function` that scores responses in evaluations.
         search_path: folders where the functions' modules are looked for first.
     """
 
     def __init__(
-        self, context: WorkerContext, *, tokenizer: str, function: str, metric: str, search_path: Sequence[str]
+        self,
+        context: WorkerContext,
+        *,
+        tokenizer: str,
+        stop_ids: Sequence[int] = (),
+        function: str,
+        metric: str,
+        search_path: Sequence[str],
     ) -> None:
-        super().__init__(context, tokenizer=tokenizer, function=function, search_path=search_path)
+        super().__init__(context, tokenizer=tokenizer, stop_ids=stop_ids, function=function, search_path=search_path)
         self._metric = load_function(metric, search_path=search_path)
 
     @classmethod
@@ -92,6 +111,7 @@ class RewardWorker(_TextFunctionWorker):
         reward = setup.config.reward
         return {
             "tokenizer": setup.model.tokenizer_path,
+            "stop_ids": setup.stop_ids,
             "function": reward.function,
             "metric": reward.metric,
             "search_path": list(setup.search_path),
@@ -138,6 +158,7 @@ class CostWorker(_TextFunctionWorker):
         """Returns the constructor's arguments for a role of a run."""
         return {
             "tokenizer": setup.model.tokenizer_path,
+            "stop_ids": setup.stop_ids,
             "function": setup.config.cost.function,
             "search_path": list(setup.search_path),
         }

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
+    from hf_engine.model_directory import ExportDtype
     from hf_engine.resharding.execute import Weights
     from hf_engine.resharding.layouts import WeightLayout
     from hf_protocols.topology import GenerationSpec, Topology
@@ -238,8 +239,14 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def export_hf(self, directory: str | Path) -> None:
-        """Writes config and safetensors from rank 0, whole or not at all; replaces a model or checkpoint, no more."""
+    def export_hf(self, directory: str | Path, *, dtype: ExportDtype = "source") -> None:
+        """Writes config and safetensors from rank 0, whole or not at all; replaces a model or checkpoint, no more.
+
+        Args:
+            directory: where to write.
+            dtype: `source` keeps the dtype that each tensor has in the files from which the model was built, also
+                where the trained weights are float32. Another one replaces the source's most frequent dtype.
+        """
         ...
 
     def save_checkpoint(self, directory: str | Path) -> None:

@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 from hf_engine.backends._base import Head
 from hf_engine.backends._versions import TRANSFORMERS
 from hf_engine.model_directory import (
     VALUE_HEAD,
+    ExportDtype,
+    ExportSource,
     ModelDirectory,
     check_head,
     check_model_directory,
@@ -62,7 +65,7 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype, head: Head = "lm") -> 
     TRANSFORMERS.check()
     files = read_model_directory(model)
     check_model_directory(files, head=head)
-    read_end_of_sequence_ids(files)
+    ends = read_end_of_sequence_ids(files)
     with errors_of("transformers", f"{files.label}: cannot be loaded as a causal language model"):
         # Its own error of a size that differs names no parameter.
         answer: Any = AutoModelForCausalLM.from_pretrained(
@@ -79,6 +82,10 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype, head: Head = "lm") -> 
     _refuse_unfit(files, loaded, head)
     for parameter in loaded.parameters():  # of some families transformers keeps a few in float32
         parameter.data = parameter.data.to(dtype)
+    embedding = loaded.get_input_embeddings()
+    if getattr(embedding, "padding_idx", None) in ends:
+        embedding.padding_idx = None  # an end of earlier turns is input like any other, and its embedding learns
+    loaded.export_source = ExportSource.of(files)
     return LoadedModel(loaded, sorted(report["missing_keys"]), files)
 
 
@@ -149,21 +156,37 @@ def refuse_lacking(files: ModelDirectory, missing: Sequence[str]) -> None:
         raise files.refusal(f"lacks the parameters {shown}. Give a whole directory of one model")
 
 
-def save_causal_lm(model: Any, weights: Mapping[str, torch.Tensor], directory: Path, *, head: str) -> None:
-    """Writes the model's configuration, these weights by name and its buffers; `head` is the output layer's."""
+def save_causal_lm(
+    model: Any, weights: Mapping[str, torch.Tensor], directory: Path, *, head: str, dtype: ExportDtype = "source"
+) -> None:
+    """Writes the configuration of a model that `load_causal_lm` loaded, these weights and its buffers.
+
+    Args:
+        model: as it was loaded.
+        weights: by the names of its modules.
+        directory: where to write.
+        head: name of the output layer's weight.
+        dtype: see `TrainBackend.export_hf`.
+    """
+    source: ExportSource = model.export_source
+    stored = {
+        name: tensor.to(getattr(torch, source.dtype_of(name, dtype))) if tensor.is_floating_point() else tensor
+        for name, tensor in revert_weight_conversion(model, {**weights, **persistent_buffers(model)}).items()
+    }
     generation = model.generation_config
     # transformers reads settings of generation that contradict each other, and refuses to write them.
     model.generation_config = type(generation)()
     try:
-        model.save_pretrained(directory, state_dict={**weights, **persistent_buffers(model)})
+        model.save_pretrained(directory, state_dict=stored, save_original_format=False)
     finally:
         model.generation_config = generation
     generation.to_json_file(directory / "generation_config.json", use_diff=True)
-    path, embedding = directory / "config.json", model.get_input_embeddings().weight
+    source.write_generation_config(directory)
+    path = directory / "config.json"
     written = describe_export(
         json.loads(path.read_text(encoding="utf-8")),
-        dtype=str(embedding.dtype).removeprefix("torch."),
-        vocab_size=embedding.shape[0],
+        dtype=source.main_dtype if dtype == "source" else dtype,
+        vocab_size=model.get_input_embeddings().weight.shape[0],
         ties_embeddings=head not in weights,
     )
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")

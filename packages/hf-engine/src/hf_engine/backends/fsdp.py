@@ -34,7 +34,7 @@ from hf_engine.backends._optimizer import ShardedAdamW
 from hf_engine.backends._outputs import OutputRequest, TokenColumn, place_at
 from hf_engine.backends._stacked_experts import family_of, layout_in_files, tensors_in_files
 from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
-from hf_engine.model_directory import VALUE_HEAD, ModelDirectory
+from hf_engine.model_directory import VALUE_HEAD, ExportDtype, ModelDirectory, check_export_dtype
 from hf_engine.process_groups import build_groups, local_device
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.execute import execute_reshard
@@ -231,11 +231,12 @@ class FsdpBackend:
             self._optimizer = ShardedAdamW(self._parameters.values(), self._config)
 
     @lost_peers_are_errors("export_hf")
-    def export_hf(self, directory: str | Path) -> None:
+    def export_hf(self, directory: str | Path, *, dtype: ExportDtype = "source") -> None:
         """Writes config and safetensors from rank 0; see `TrainBackend.export_hf`."""
         self._offloaded.require_weights("export_hf")
         with together("write", self._group):
             check_directory(directory)
+            check_export_dtype(dtype)
         layout = self._layout
         whole = replicated_layout(layout.shapes, self._ranks[:1], dtype=layout.dtype)
         is_writer = dist.get_rank(self._group) == 0
@@ -246,7 +247,8 @@ class FsdpBackend:
 
         def write(path: Path) -> None:
             if is_writer:
-                save_causal_lm(self._model, full, path, head=VALUE_HEAD if self._head == "value" else self._head_name)
+                head = VALUE_HEAD if self._head == "value" else self._head_name
+                save_causal_lm(self._model, full, path, head=head, dtype=dtype)
 
         write_directory(directory, write, self._group)
 

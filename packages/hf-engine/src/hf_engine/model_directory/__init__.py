@@ -6,7 +6,7 @@ Only headers are read, with the standard library. What belongs to a backend stay
 
 from __future__ import annotations
 
-from hf_engine.model_directory._borders import errors_of
+from hf_engine.model_directory._borders import errors_of, one_line
 from hf_engine.model_directory._checks import (
     VALUE_HEAD,
     check_end_tokens,
@@ -16,17 +16,20 @@ from hf_engine.model_directory._checks import (
 )
 from hf_engine.model_directory._directory import ModelDirectory, read_model_directory
 from hf_engine.model_directory._end_tokens import check_end_of_sequence_ids, read_end_of_sequence_ids
-from hf_engine.model_directory._export import describe_export
+from hf_engine.model_directory._export import ExportDtype, ExportSource, check_export_dtype, describe_export
 from hf_engine.model_directory._headers import StoredTensor
 from hf_engine.model_directory._paths import find_file, find_model, is_hub_name
 from hf_engine.model_directory._weight_files import find_weight_files
 
 __all__ = [
     "VALUE_HEAD",
+    "ExportDtype",
+    "ExportSource",
     "ModelDirectory",
     "StoredTensor",
     "check_end_of_sequence_ids",
     "check_end_tokens",
+    "check_export_dtype",
     "check_head",
     "check_model_directory",
     "describe_export",
@@ -36,6 +39,7 @@ __all__ = [
     "find_weight_files",
     "is_buffer",
     "is_hub_name",
+    "one_line",
     "read_end_of_sequence_ids",
     "read_model_directory",
 ]

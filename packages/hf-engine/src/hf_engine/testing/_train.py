@@ -222,7 +222,7 @@ class _Laws:
     def check_restoring(self, backend: TrainBackend, directory: Path, trained: torch.nn.Module) -> None:
         """Checkpoint and export, another step, and back."""
         backend.save_checkpoint(directory / "checkpoint")
-        backend.export_hf(directory / "export")
+        backend.export_hf(directory / "export", dtype="float32")
         changes = backend.weight_changes
         self._step(backend)
         onwards = gather_weights(backend, self._topology)

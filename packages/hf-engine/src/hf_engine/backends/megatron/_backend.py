@@ -27,7 +27,14 @@ from hf_engine.backends.megatron._parallel import ParallelGroups, check_sizes
 from hf_engine.backends.megatron._schedule import run_backward, run_forward
 from hf_engine.backends.megatron._stage import Stage
 from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
-from hf_engine.model_directory import ModelDirectory, check_model_directory, read_model_directory
+from hf_engine.model_directory import (
+    ExportDtype,
+    ExportSource,
+    ModelDirectory,
+    check_export_dtype,
+    check_model_directory,
+    read_model_directory,
+)
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout
 from hf_protocols.arguments import check_number, show
@@ -51,7 +58,7 @@ class MegatronBackend:
     def __init__(
         self,
         model: ModelConfig,
-        source: Path,
+        source: ExportSource,
         *,
         groups: ParallelGroups,
         config: TrainConfig,
@@ -91,9 +98,10 @@ class MegatronBackend:
             files = read_model_directory(model)
             described = ModelConfig.of(files)
             check_model_directory(files, head=head)
+            source = ExportSource.of(files)
         groups = ParallelGroups(topology, seed=seed)
         try:
-            backend = cls(described, files.path, groups=groups, config=config, head=head, trainable=trainable)
+            backend = cls(described, source, groups=groups, config=config, head=head, trainable=trainable)
             backend._stage.load_hf(backend._stage.open_hf(files.path))
         except BaseException:
             groups.close()
@@ -210,10 +218,16 @@ class MegatronBackend:
         self._stage.load_hf(files)
 
     @lost_peers_are_errors("export_hf")
-    def export_hf(self, directory: str | Path) -> None:
+    def export_hf(self, directory: str | Path, *, dtype: ExportDtype = "source") -> None:
         """Writes config and safetensors from rank 0; see `TrainBackend.export_hf`."""
         self._stage.offloaded.require_weights("export_hf")
-        write_directory(directory, lambda path: export_stage(path, self._source, self._stage), self._world)
+        with together("write", self._world):
+            check_export_dtype(dtype)
+
+        def write(path: Path) -> None:
+            export_stage(path, self._source, self._stage, dtype=dtype)
+
+        write_directory(directory, write, self._world)
 
     @lost_peers_are_errors("save_checkpoint")
     def save_checkpoint(self, directory: str | Path) -> None:

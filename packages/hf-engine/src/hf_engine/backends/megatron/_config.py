@@ -12,7 +12,7 @@ import torch
 
 from hf_engine.backends._base import TrainConfig
 from hf_engine.backends.megatron._core import TransformerConfig, quiet
-from hf_engine.model_directory import ModelDirectory
+from hf_engine.model_directory import ModelDirectory, read_end_of_sequence_ids
 from hf_engine.resharding.tensor_parallel import fused_qkv_rows, split_layers
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, ReshardError
@@ -43,7 +43,7 @@ class ModelConfig:
     normalize_routing: bool
     """Whether the weights of a token's experts sum to 1."""
     padding_id: int | None
-    """Token whose embedding learns nothing from the inputs, as in transformers."""
+    """Token whose embedding learns nothing from the inputs, as in transformers; None if it also ends a turn."""
     inverse_frequencies: tuple[float, ...]
     """Radians per position of every rotated pair, with any scaling applied."""
 
@@ -63,7 +63,7 @@ class ModelConfig:
             norm_eps=config.get("rms_norm_eps", 1e-5 if shape.family == "mixtral" else 1e-6),
             window=_window(config, directory),
             normalize_routing=shape.family == "mixtral" or bool(config.get("norm_topk_prob", False)),
-            padding_id=None if config.get("pad_token_id") is None else config["pad_token_id"] % shape.vocab_size,
+            padding_id=_padding_id(model, shape.vocab_size),
             inverse_frequencies=tuple(_inverse_frequencies(config, shape, directory).tolist()),
         )
 
@@ -190,6 +190,12 @@ def _refuse_unsupported(config: Mapping[str, Any], shape: ModelShape, directory:
         problems.append(f"partial_rotary_factor={config['partial_rotary_factor']} (1)")
     if problems:
         raise BackendError(f"the megatron backend cannot express {directory} exactly: {'; '.join(problems)}")
+
+
+def _padding_id(model: ModelDirectory, vocab_size: int) -> int | None:
+    stated = model.config.get("pad_token_id")
+    padding_id = None if stated is None else int(stated) % vocab_size
+    return None if padding_id in read_end_of_sequence_ids(model) else padding_id
 
 
 def _window(config: Mapping[str, Any], directory: str | Path) -> int | None:

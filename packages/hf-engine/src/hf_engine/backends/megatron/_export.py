@@ -11,35 +11,34 @@ import torch.distributed as dist
 from hf_engine.backends.megatron._files import HuggingFaceWriter
 from hf_engine.backends.megatron._names import EMBEDDING_NAME, HEAD_NAME
 from hf_engine.backends.megatron._stage import Stage
-from hf_engine.model_directory import VALUE_HEAD, describe_export
+from hf_engine.model_directory import VALUE_HEAD, ExportDtype, ExportSource, describe_export
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
 from hf_engine.resharding.plan import plan_reshard
-from hf_protocols.errors import ModelError
-from hf_protocols.outer_files import read_json_object
 
 __all__ = ["export_stage"]
 
 
-def export_stage(path: Path, source: Path, stage: Stage) -> None:
+def export_stage(path: Path, source: ExportSource, stage: Stage, *, dtype: ExportDtype) -> None:
     """Gathers every parameter on rank 0, which writes it. Collective over all ranks.
 
     Args:
         path: an empty directory.
-        source: the directory whose configuration is copied.
+        source: the files from which the model was built.
         stage: what this rank holds.
+        dtype: see `TrainBackend.export_hf`.
 
     Raises:
         OSError: on rank 0, if the file system refuses, after all collectives.
     """
     is_writer = dist.get_rank() == 0
     writer: HuggingFaceWriter | None = None
-    failure: OSError | ModelError | None = None
+    failure: OSError | None = None
     if is_writer:
         try:
-            writer = HuggingFaceWriter(path, source, _config(source, stage))
-        except (OSError, ModelError) as error:
+            writer = HuggingFaceWriter(path, source, _config(source, stage, dtype), dtype=dtype)
+        except OSError as error:
             failure = error
     local = stage.local_weights()
     for name, shape in stage.layout.shapes.items():
@@ -59,11 +58,11 @@ def export_stage(path: Path, source: Path, stage: Stage) -> None:
         writer.finish()
 
 
-def _config(source: Path, stage: Stage) -> dict[str, Any]:
+def _config(source: ExportSource, stage: Stage, dtype: ExportDtype) -> dict[str, Any]:
     shapes = {stage.stored_name(name): shape for name, shape in stage.layout.shapes.items()}
     return describe_export(
-        read_json_object(ModelError, source / "config.json"),
-        dtype=stage.layout.dtype,
+        source.config,
+        dtype=source.main_dtype if dtype == "source" else dtype,
         vocab_size=shapes[EMBEDDING_NAME][0],
         ties_embeddings=HEAD_NAME not in shapes and VALUE_HEAD not in shapes,
     )

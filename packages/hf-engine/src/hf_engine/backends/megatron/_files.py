@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hf_engine.model_directory import ModelDirectory, errors_of
+from hf_engine.model_directory import ExportDtype, ExportSource, ModelDirectory, errors_of
 from hf_engine.resharding.boxes import Box
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
@@ -20,7 +19,6 @@ from hf_protocols.errors import BackendError
 __all__ = ["HuggingFaceFiles", "HuggingFaceWriter"]
 
 _MAX_FILE_BYTES = 4 << 30
-_COPIED = "generation_config.json"
 
 
 class HuggingFaceFiles:
@@ -68,25 +66,28 @@ class HuggingFaceWriter:
 
     Args:
         directory: where to write.
-        source: the directory whose generation configuration is copied.
+        source: of the generation configuration and of dtypes.
+        dtype: see `TrainBackend.export_hf`.
         config: the whole of config.json.
     """
 
-    def __init__(self, directory: Path, source: Path, config: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, source: ExportSource, config: Mapping[str, Any], *, dtype: ExportDtype) -> None:
         self._directory = directory
+        self._source = source
+        self._dtype = dtype
         self._pending: dict[str, torch.Tensor] = {}
         self._files: list[list[str]] = []
         self._total_bytes = 0
-        if (source / _COPIED).is_file():
-            shutil.copy(source / _COPIED, directory / _COPIED)
+        source.write_generation_config(directory)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Takes one whole parameter.
+        """Takes one whole parameter, and writes it in the dtype of its export.
 
         Raises:
             OSError: if the file system refuses.
         """
+        tensor = tensor.to(getattr(torch, self._source.dtype_of(name, self._dtype)))
         if self._pending and sum(t.nbytes for t in self._pending.values()) + tensor.nbytes > _MAX_FILE_BYTES:
             self._flush()
         self._pending[name] = tensor.contiguous()
