@@ -19,19 +19,19 @@ CONFIG = TrainConfig(learning_rate=1e-2, eps=1e-3)
 """A larger eps keeps the rounding of gradients near zero small."""
 
 
-def check(family, directory, **config):
+def check(family, directory, config):
     gc.freeze()  # backends collect what they leave behind, and the libraries are large
     check_family(family, directory, **config)
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_family_equals_transformers(ranks1, tmp_path, family):
-    ranks1.run(check, family, tmp_path)
+    ranks1.run(check, family, tmp_path, {})
 
 
 @pytest.mark.parametrize(("family", "is_tied"), [("llama", True), ("gemma2", False), ("phi", True), ("cohere2", False)])
 def test_a_head_of_the_other_kind_equals_transformers(ranks1, tmp_path, family, is_tied):
-    ranks1.run(check, family, tmp_path, tie_word_embeddings=is_tied)
+    ranks1.run(check, family, tmp_path, {"tie_word_embeddings": is_tied})
 
 
 def build(backend, model, **options):
