@@ -14,7 +14,7 @@ from hf_algorithms.config import load_config, parse_config
 from hf_algorithms.data import load_rows
 from hf_algorithms.placement import check_rollout_options
 from hf_algorithms.rewards import load_function
-from hf_algorithms.rewards._scores import compute_scores
+from hf_algorithms.rewards._results import read_result
 from hf_controller import InProcessExecutor, ResourcePool, WorkerSpec
 from hf_engine import fsdp_layout, load_rollout_backend, load_train_backend, replicated_layout
 from hf_engine.resharding.matching import check_weights
@@ -69,7 +69,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "reward": lambda _: load_function(LONG),
     "reward module": lambda _: load_function(f"{LONG}:f"),
     "reward function": lambda _: load_function(f"hf_algorithms.rewards:{LONG}"),
-    "reward score": lambda _: compute_scores(lambda *_: [LONG], [LONG], [LONG], [LONG]),
+    "reward score": lambda _: read_result([LONG], 1, per_sample=False),
     "plan text": lambda _: MappingPlan.from_json(LONG),
     "plan key": lambda _: MappingPlan.from_json(with_plan(**{LONG: 1})),
     "plan role": lambda _: MappingPlan.from_json(with_plan(models={LONG: {"pool": LONG}})),

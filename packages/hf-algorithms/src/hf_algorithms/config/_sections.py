@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
@@ -23,6 +24,7 @@ from pydantic import (
 
 from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe
+from hf_algorithms.rewards import Style
 from hf_protocols.arguments import show
 from hf_protocols.paths import expand_path
 
@@ -32,6 +34,7 @@ __all__ = [
     "CostConfig",
     "DataConfig",
     "DataSource",
+    "FunctionConfig",
     "ModelConfig",
     "OptimizerConfig",
     "RewardConfig",
@@ -265,20 +268,73 @@ class RolloutConfig(_Section):
         return samples
 
 
-class RewardConfig(_Section):
-    """`[reward]`: Python functions `module:function` of (prompts, responses, answers), one number a response."""
+class FunctionConfig(_Section):
+    """`[[reward.functions]]` and `[[cost.functions]]`: one of several functions."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    """Names its curve, `reward/NAME/mean`."""
+    function: str
+    """`module:function`, `file.py:function`, or the URL of a server."""
+    weight: Annotated[float, Field(ge=-1e30, le=1e30)] = 1.0
+    """Of its scores in the sum; 0: a curve alone."""
+    deadline_s: Positive = 30.0
+    """For one response; a call for a group has as many times that. Then its responses have no score."""
+    style: Style = "auto"
+    """Convention of its parameters; `auto`: the one that their names show."""
+
+
+class _ScoringConfig(_Section):
+    """What `[reward]` and `[cost]` have in common."""
+
+    functions: tuple[FunctionConfig, ...] = Field(default=(), strict=False)
+    """Several functions, each a table `[[reward.functions]]`: their weighted sum counts. In place of `function`."""
+    processes: Slots | None = None
+    """Processes that call functions; left out: as many as the machine has cores."""
+    allowed_hosts: tuple[str, ...] = Field(default=(), strict=False)
+    """Hosts that a function's URL may name in addition to this machine's."""
+
+    @field_validator("functions")
+    @classmethod
+    def _refuse_equal_names(cls, functions: tuple[FunctionConfig, ...]) -> tuple[FunctionConfig, ...]:
+        names = [each.name for each in functions]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two functions are named {name!r}. Rename one")
+        return functions
+
+    @model_serializer(mode="wrap")
+    def _leave_out_the_short_form(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves `function` out next to `functions`, so that the written file reads back."""
+        return {key: value for key, value in write(self).items() if key != "function" or not self.functions}
+
+
+class RewardConfig(_ScoringConfig):
+    """`[reward]`: functions that score responses, one number each."""
 
     function: str = "hf_algorithms.rewards:exact_match"
-    """Function that training maximises."""
+    """Function that training maximises: `module:function`, `file.py:function`, or the URL of a server."""
     metric: str = "hf_algorithms.rewards:exact_match"
     """Function that evaluation averages: 1 for a correct response, 0 for an incorrect one."""
 
+    def list_functions(self) -> tuple[FunctionConfig, ...]:
+        """The functions that make the score; `function` alone is named after itself."""
+        return self.functions or (_name_function(self.function),)
 
-class CostConfig(_Section):
+    @property
+    def metric_name(self) -> str:
+        """Names the metric in `eval/SET/NAME`."""
+        return _name_function(self.metric).name
+
+
+class CostConfig(_ScoringConfig):
     """`[cost]`: what a constrained algorithm keeps below a limit."""
 
     function: str | None = None
-    """Python function `module:function` like a reward's; above 0 for what is unwanted."""
+    """Function like a reward's; above 0 for what is unwanted."""
+
+    def list_functions(self) -> tuple[FunctionConfig, ...]:
+        """The functions that make the cost."""
+        return self.functions or (() if self.function is None else (_name_function(self.function),))
 
 
 class TrainingConfig(_Section):
@@ -371,6 +427,11 @@ class Config(_Section):
     def role(self, name: str) -> RoleConfig:
         """Returns the overrides of `[roles.NAME]`; without such a section, none."""
         return self.roles.get(name, RoleConfig())
+
+
+def _name_function(function: str) -> FunctionConfig:
+    name = re.sub(r"[^\w.-]+", "_", function.rpartition("/" if "://" in function else ":")[2]) or "function"
+    return FunctionConfig(name=name, function=function)
 
 
 def _as_lists(value: Any) -> Any:
