@@ -472,7 +472,10 @@ def test_one_function_is_named_after_itself(function: str, name: str) -> None:
         ({"functions": [*SEVERAL["functions"], *SEVERAL["functions"]]}, "two functions are named 'right'. Rename one"),
         ({"functions": [{"name": "a b", "function": "a:f"}]}, "reward.functions.0.name = 'a b': must consist of"),
         ({"functions": [{"function": "a:f"}]}, "reward.functions.0.name is missing"),
-        ({"functions": [{"name": "a", "function": "a:f", "wieght": 1.0}]}, "unknown key 'reward.functions.0.wieght'"),
+        (
+            {"functions": [{"name": "a", "function": "a:f", "heaviness": 1.0}]},
+            "unknown key 'reward.functions.0.wieght'",
+        ),
         ({"functions": [{"name": "a", "function": "a:f", "deadline_s": 0.0}]}, "deadline_s = 0.0: must be above 0"),
         ({"functions": [{"name": "a", "function": "a:f", "style": "nemo"}]}, "style = 'nemo': must be 'auto'"),
     ],
@@ -486,5 +489,5 @@ def test_a_filter_by_an_unknown_reward_is_refused() -> None:
     given = {**MINIMAL, "reward": SEVERAL, "algorithm": {"name": "dapo", "filter_metric": "reward/right"}}
     assert parse_config(given).algorithm.model_dump()["filter_metric"] == "reward/right"
     given["algorithm"] = {"name": "dapo", "filter_metric": "reward/wrong"}
-    with pytest.raises(ConfigError, match="no reward has this name. Use one of reward/right, reward/form"):
+    with pytest.raises(ConfigError, match=r"no reward has this name\. Use one of reward/right, reward/form"):
         parse_config(given)

@@ -64,7 +64,7 @@ def test_one_reward_scores_alike_in_every_convention(functions: ScoringFunctions
         prompts=["1+1="] * 3, responses=["2", "3", "2"], answers=["2"] * 3, messages=messages, columns=columns
     )
     found = dict(zip(FUNCTIONS, functions.score(batch), strict=True))
-    assert {name: each.scores for name, each in found.items()} == dict.fromkeys(FUNCTIONS, [1.0, 0.25, 1.5])
+    assert {name: each.scores for name, each in found.items()} == {name: [1.0, 0.25, 1.5] for name in FUNCTIONS}
     assert found["verl"].metrics == {"length": [1.0] * 3}
     assert found["openrlhf"].metrics == {"scores": [1.0, 0.25, 1.5], "length": [1.0] * 3}
 
@@ -130,14 +130,14 @@ A function's convention is read off the names of its parameters; `style` of `[[r
 """
 REST = """
 
-- A parameter gets the value of its name: one that the convention offers, else the column of the data. All others may have
-  a default. `**columns` gets everything that is offered, and every column.
-- `answer`, `solution`, `ground_truth`, `label`, `target`, `reference` and their plurals are the answers where the data has no
-  such column.
+- A parameter gets the value of its name: one that the convention offers, else the column of the data. All others need a
+  default. `**columns` gets everything that is offered, and every column.
+- `answer`, `solution`, `ground_truth`, `label`, `target`, `reference` and their plurals are the answers where the data
+  has no such column.
 - Parameters with none of the names are filled by position, in the table's order.
 - `truncated` is True for a response that was cut by its length: its text does not show a missing end.
-- For chats `prompts`, `completions`, `prompt` and `completion` are lists of messages. In all conventions texts are decoded without
-  special tokens. `queries` are prompt and response in one text.
+- For chats `prompts`, `completions`, `prompt` and `completion` are lists of messages in TRL's and verifiers'
+  conventions. Texts are decoded without special tokens. `queries` are prompt and response in one text.
 - `ground_truth` of verl is `reward_model.ground_truth` as the data has it, where it has that column.
 
 ## Results
@@ -154,9 +154,9 @@ A function may be `async`: calls for several prompts then wait at the same time.
 
 ## Weights, and responses without a score
 
-The score of a response is the weighted sum over the functions that apply to it, as in TRL. It has none where no function of a
-weight other than 0 applies to it, and where a call met its deadline or ended its process. Such a response has no part in its
-group, and its advantage is 0.
+The score of a response is the weighted sum over the functions that apply to it, as in TRL. It has none where no
+function of a weight other than 0 applies to it, and where a call met its deadline or ended its process. Such a response
+has no part in its group, and its advantage is 0.
 
 ## One reward in every convention
 

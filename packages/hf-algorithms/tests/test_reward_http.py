@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,8 +18,8 @@ from hf_protocols import ConfigError, RewardError
 class Handler(BaseHTTPRequestHandler):
     """Answers by the path; remembers requests."""
 
-    seen: list[tuple[str, dict[str, Any], str | None]] = []
-    busy = 0
+    seen: ClassVar[list[tuple[str, dict[str, Any], str | None]]] = []
+    busy: ClassVar[int] = 0
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

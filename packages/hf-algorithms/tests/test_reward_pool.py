@@ -124,8 +124,10 @@ def test_an_exception_ends_the_run_with_its_place(functions: ScoringFunctions, f
 
 
 def test_a_column_that_the_data_lacks_is_named(functions: ScoringFunctions) -> None:
-    with pytest.raises(RewardError, match=r"has the parameter 'group', .* The columns are size"):
-        functions.score(samples("a", columns=[{"size": 1}]), [BY_GROUP])
+    with pytest.raises(RewardError, match=r"has the parameter 'group', which is not offered, and the data has no"):
+        functions.score(samples("a"), [BY_GROUP])
+    absent = samples("a", columns=[{"size": 1}])  # from this batch alone
+    assert functions.score(absent, [BY_GROUP])[0].scores == [1.0]
 
 
 def test_a_callable_travels_to_the_processes() -> None:

@@ -126,8 +126,8 @@ def test_a_named_reward_is_not_called_again(folder: Path) -> None:
         assert group.compute_named_reward(batch, "counts").result()["named_scores"].tolist() == scores == [2, 2, 4, 4]
         other = batch[:2]
         assert group.compute_named_reward(other, "counts").result()["named_scores"].tolist() == [6, 6]
-        with pytest.raises(ConfigError, match="no reward is named 'lenght'. Use one of counts"):
-            group.compute_named_reward(batch, "lenght").result()
+        with pytest.raises(ConfigError, match=r"no reward is named 'size'\. Use one of counts"):
+            group.compute_named_reward(batch, "size").result()
 
 
 def test_a_metric_counts_a_failed_call_as_zero_and_refuses_none(folder: Path) -> None:
@@ -135,11 +135,11 @@ def test_a_metric_counts_a_failed_call_as_zero_and_refuses_none(folder: Path) ->
         assert group.compute_metric(batch_of(folder)).result()["metric_scores"].tolist() == [1.0, 1.0, 0.0, 1.0]
         samples = group.collect_samples(batch_of(folder)).result()
     assert samples[1] == {"prompt": "1+1=", "response": "22", "answer": "2", "score": 1.0}
-    with worker(folder, spec("length"), metric="worker_rewards:unsure") as group:
-        with pytest.raises(
-            RewardError, match=r"worker_rewards:unsure answered None or NaN, .* for response 0 to row 0"
-        ):
-            group.compute_metric(batch_of(folder)).result()
+    with (
+        worker(folder, spec("length"), metric="worker_rewards:unsure") as group,
+        pytest.raises(RewardError, match=r"worker_rewards:unsure answered None or NaN, .* for response 0 to row 0"),
+    ):
+        group.compute_metric(batch_of(folder)).result()
 
 
 def test_a_wrong_score_names_the_sample(folder: Path) -> None:

@@ -288,8 +288,10 @@ class _ScoringConfig(_Section):
 
     functions: tuple[FunctionConfig, ...] = Field(default=(), strict=False)
     """Several functions, each a table `[[reward.functions]]`: their weighted sum counts. In place of `function`."""
-    processes: Slots | None = None
-    """Processes that call functions; left out: as many as the machine has cores."""
+    processes: Annotated[int, Field(ge=0, le=1 << 10)] | None = None
+    """Processes that call functions; left out: as many as the machine has cores. 0: functions run in the worker itself,
+    for debuggers, and have no deadline.
+    """
     allowed_hosts: tuple[str, ...] = Field(default=(), strict=False)
     """Hosts that a function's URL may name in addition to this machine's."""
 

@@ -81,6 +81,7 @@ class _Bound:
     binding: Binding
     is_async: bool
     is_local: bool
+    has_deadline: bool
 
     def refuse(self, samples: Samples, rows: Sequence[int], outcome: Outcome | None) -> None:
         """Raises what the function did wrong."""
@@ -91,23 +92,28 @@ class _Bound:
             raise RewardError(f"{self.label} answered {outcome.problem}{which}")
 
     def call_here(self, calls: Calls) -> list[Outcome | None]:
-        """Makes calls in a thread, which stays behind when it meets a deadline; ends at the first that goes wrong."""
+        """Makes calls in this process; ends at the first that goes wrong."""
         outcomes: list[Outcome | None] = [None] * len(calls.payloads)
         for number, num_rows in enumerate(calls.num_rows):
-            found: list[Outcome] = []
             call = partial(call_function, self.function, calls, number)
-            thread = threading.Thread(target=lambda call=call, found=found: found.append(call()), daemon=True)
-            thread.start()
-            thread.join(calls.deadline_s * num_rows)
-            if not found:
-                raise RewardError(
-                    f"{self.label} has not returned after {calls.deadline_s * num_rows:g} s. It runs in this process, "
-                    "where it cannot be ended. Raise deadline_s, or define the function in a module"
-                )
-            outcomes[number] = found[0]
-            if isinstance(found[0], RaisedCall | WrongResult):
+            found = self._call_in_thread(call, calls.deadline_s * num_rows) if self.has_deadline else call()
+            outcomes[number] = found
+            if isinstance(found, RaisedCall | WrongResult):
                 break
         return outcomes
+
+    def _call_in_thread(self, call: Callable[[], Outcome], deadline_s: float) -> Outcome:
+        """The thread stays behind when it meets the deadline."""
+        found: list[Outcome] = []
+        thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+        thread.start()
+        thread.join(deadline_s)
+        if not found:
+            raise RewardError(
+                f"{self.label} has not returned after {deadline_s:g} s. It runs in this process, where it cannot be "
+                "ended. Raise deadline_s, or define the function in a module"
+            )
+        return found[0]
 
 
 class ScoringFunctions:
@@ -118,7 +124,8 @@ class ScoringFunctions:
     Args:
         specs: the functions.
         search_path: folders where their modules are looked for first.
-        num_processes: that call them; by default as many as there are cores.
+        num_processes: that call them; by default as many as there are cores. 0: all run in this process, for
+            debuggers, without a deadline.
         kind: stands in messages before "function".
 
     Raises:
@@ -136,11 +143,12 @@ class ScoringFunctions:
         self._functions: list[_Bound] = []
         loaders = []
         for spec in specs:
-            function, loader = _find(spec, search_path)
+            function, loader = _find(spec, search_path, stays=num_processes == 0)
             label = _describe(spec, function, kind)
             binding = bind_function(label, get_users_function(function), spec.style)
             waits = is_async(get_users_function(function))
-            self._functions.append(_Bound(spec, label, function, binding, waits, loader is None))
+            has_deadline = num_processes != 0
+            self._functions.append(_Bound(spec, label, function, binding, waits, loader is None, has_deadline))
             loaders.append(pickle.dumps(_Missing()) if loader is None else loader)
         cores = num_processes or min(read_machine_limits().num_cpus, _MOST_PROCESSES)
         is_needed = not all(each.is_local for each in self._functions)
@@ -187,8 +195,8 @@ class ScoringFunctions:
             payloads = [pickle.dumps(each, pickle.HIGHEST_PROTOCOL) for each in arguments]
         except KeyError as error:
             raise RewardError(
-                f"{bound.label} has the parameter {show(error.args[0])}, which is neither offered nor a column of the "
-                f"data. The columns are {', '.join(samples.column_names) or 'none'}"
+                f"{bound.label} has the parameter {show(error.args[0])}, which is not offered, and the data has no "
+                "further columns"
             ) from None
         return Calls(
             function=number,
@@ -218,17 +226,18 @@ class _Missing:
         """Nothing."""
 
 
-def _find(spec: FunctionSpec, search_path: Sequence[str]) -> tuple[Callable[..., Any], bytes | None]:
-    """The function, and what a process of the pool loads; None if it cannot go there."""
+def _find(spec: FunctionSpec, search_path: Sequence[str], *, stays: bool) -> tuple[Callable[..., Any], bytes | None]:
+    """The function, and what a process of the pool loads; None if it cannot go there, or `stays`."""
     if not isinstance(spec.function, str):
-        return spec.function, _pickle(spec)
+        return spec.function, None if stays else _pickle(spec)
     if is_url(spec.function):
         scorer = HTTPScorer(
             spec.function, deadline_s=spec.deadline_s, style=spec.style, allowed_hosts=spec.allowed_hosts
         )
-        return scorer, pickle.dumps(Loader(function=scorer))
+        return scorer, None if stays else pickle.dumps(Loader(function=scorer))
     function = load_function(spec.function, search_path=search_path)
-    return function, pickle.dumps(Loader(name=spec.function, search_path=tuple(map(str, search_path))))
+    loader = Loader(name=spec.function, search_path=tuple(map(str, search_path)))
+    return function, None if stays else pickle.dumps(loader)
 
 
 def _pickle(spec: FunctionSpec) -> bytes | None:

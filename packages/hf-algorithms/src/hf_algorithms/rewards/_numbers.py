@@ -12,7 +12,7 @@ __all__ = ["Number", "find_final_number", "find_numbers", "plain_text", "read_nu
 
 _MINUS = "\u2212\u2013\u2012\ufe63\uff0d"
 """Minus sign, the dashes that stand for it, and the forms of East Asian text."""
-_CURRENCIES = "$€£¥₹₩₽"
+_CURRENCIES = "$\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd"
 _CODES = "USD|EUR|GBP|JPY|CHF|INR|CAD|AUD"
 _THIN_SPACES = "\u00a0\u2009\u202f\u2007"
 _WORDS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -53,7 +53,10 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _ALONE = re.compile(r"\s*(?:[A-Za-z]\w*\s*=\s*)?(?P<sign>-\s+)?")
-_UNIT = re.compile(r"[\s.]*(?:[^\W\d_]|[%°$€£¥₹/²³^*·.,\- ()])*\s*")
+_SQUARE_CUBE = "\u00b2\u00b3"
+_UNIT = re.compile(rf"(?:[^\W\d_]|[%\u00b0\u00b7{_CURRENCIES}{_SQUARE_CUBE}/^*.,\-\s()])*")
+_LONGEST = 500
+"""Characters of a text that is a number."""
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
@@ -84,7 +87,9 @@ def plain_text(text: str) -> str:
             space = " " if letters and letters[-1].isdigit() else ""
             letters.append(f"{space}{unicodedata.normalize('NFKC', letter)} ")
         else:
-            letters.append(letter if letter.isascii() or letter in "²³" else unicodedata.normalize("NFKC", letter))
+            letters.append(
+                letter if letter.isascii() or letter in _SQUARE_CUBE else unicodedata.normalize("NFKC", letter)
+            )
     text = "".join(letters).replace("\u2044", "/")
     return _POWER.sub(r"e\1", text)
 
@@ -100,10 +105,12 @@ def find_numbers(plain: str) -> Iterator[Number]:
 def read_number(text: str) -> Fraction | None:
     r"""Returns the number that a text is, with its unit or not; None for a text that is something else.
 
-    Read are `1,200`, `$-3`, `-5 °C`, `3/4`, `1 1/2`, `½`, `\frac{3}{4}`, `1.5e3`, `2 million`, `50%` (as 50), `x = 7`;
-    `1 200` with a plain space as well, and every form of the minus sign.
+    Read are `1,200`, `$-3`, `-5 km`, `3/4`, `1 1/2`, `\frac{3}{4}`, `1.5e3`, `2 million`, `50%` (as 50), `x = 7`; and
+    `1 200` with a plain space, every form of the minus sign, and fractions that are one character.
     """
     plain = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", ",", plain_text(_unbox(text)).strip().strip("$").strip())
+    if len(plain) > _LONGEST:
+        return None
     start = _ALONE.match(plain)
     assert start is not None
     rest = plain[start.end() :]

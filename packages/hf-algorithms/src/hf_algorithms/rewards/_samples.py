@@ -73,8 +73,9 @@ class Samples:
         names: Iterable[str] = convention.positional
         if binding.keywords is not None:
             known = convention.names | columns | {self.answer_name} | ANSWER_NAMES
-            names = [name for name in binding.keywords if name in known]
-            if missing := [name for name in binding.keywords if name in binding.needed and name not in known]:
+            # a column may be absent from all rows of one batch: None stands for it
+            names = [name for name in binding.keywords if name in known or name in binding.needed]
+            if not columns and (missing := [name for name in names if name not in known]):
                 raise KeyError(missing[0])
             if binding.takes_all:
                 further = (*convention.positional, *convention.offers, *self.column_names, self.answer_name)
@@ -103,10 +104,10 @@ class Samples:
             build = _OF_STYLE[style].get(name) or _OF_ALL.get(name)
             if build is not None:
                 values = build(self)
-            elif name in self.column_names:
-                values = self._column(name)
-            else:
+            elif name not in self.column_names and name in {self.answer_name, *ANSWER_NAMES}:
                 values = list(self.answers)
+            else:
+                values = self._column(name)
             self._lists[style, name] = values
         return self._lists[style, name]
 

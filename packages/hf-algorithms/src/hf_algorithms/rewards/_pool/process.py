@@ -20,6 +20,7 @@ from hf_algorithms.rewards._load import get_users_function, load_function
 from hf_algorithms.rewards._pool.messages import CallExpired, Calls, ExpiredCall, Outcome, RaisedCall
 from hf_algorithms.rewards._results import WrongResult, read_result
 from hf_algorithms.users_code import describe_raised
+from hf_controller import Terminated
 
 __all__ = [
     "ALL_AT_ONCE",
@@ -132,6 +133,8 @@ def call_function(function: Callable[..., Any], calls: Calls, number: int) -> Ou
         if type(result) is not float and inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
         return read_result(result, calls.num_rows[number], per_sample=calls.per_sample)
+    except (KeyboardInterrupt, Terminated):  # where functions run in the program itself
+        raise
     except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, which is reported
         return _describe(error, calls.deadline_s * calls.num_rows[number])
 
