@@ -474,7 +474,7 @@ def test_one_function_is_named_after_itself(function: str, name: str) -> None:
         ({"functions": [{"function": "a:f"}]}, "reward.functions.0.name is missing"),
         (
             {"functions": [{"name": "a", "function": "a:f", "heaviness": 1.0}]},
-            "unknown key 'reward.functions.0.wieght'",
+            "unknown key 'reward.functions.0.heaviness'",
         ),
         ({"functions": [{"name": "a", "function": "a:f", "deadline_s": 0.0}]}, "deadline_s = 0.0: must be above 0"),
         ({"functions": [{"name": "a", "function": "a:f", "style": "nemo"}]}, "style = 'nemo': must be 'auto'"),

@@ -74,7 +74,6 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
             parameter without a value.
         DataError: naming file and line, for an answer that a function cannot read.
     """
-    columns = {name for part in rows.values() for row in part for name in row.columns}
     for named in _list_functions(config):
         if is_url(named.function):
             _check_url(named)
@@ -92,12 +91,8 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
             raise ConfigError(
                 f"{named.label} cannot be inspected: {_describe(error)}. Write it as a function"
             ) from error
-        if rows and (unknown := binding.find_unknown({*columns, config.data.answer_field})):
-            there = ", ".join(sorted(columns)) or "none"
-            raise ConfigError(
-                f"{named.label} has the parameter {unknown[0]}: the convention {binding.style} does not have it, and "
-                f"the columns of the data are {there}. Rename it, or set style of [[reward.functions]]"
-            )
+        if rows:
+            _check_parameters(named, binding, config, rows)
         if check_answer is not None:
             with imports_from(search_path):
                 for path, longest in _rows_by_path(config, rows).items():
@@ -130,6 +125,19 @@ def _check_function(named: _Named, function: Callable[..., Any]) -> Binding:
         raise ConfigError(f"{what} is a class. Name a function, or an instance with a method __call__")
     _refuse_generators(what, function)
     return bind_function(what, function, named.style)
+
+
+def _check_parameters(named: _Named, binding: Binding, config: Config, rows: Mapping[str, Sequence[Row]]) -> None:
+    """Refuses a parameter that neither the convention nor any row has a value for."""
+    if not binding.find_unknown({str(config.data.answer_field)}):  # most functions name no column: no row is read
+        return
+    columns = {name for part in rows.values() for row in part for name in row.columns}
+    if unknown := binding.find_unknown({*columns, str(config.data.answer_field)}):
+        raise ConfigError(
+            f"{named.label} has the parameter {unknown[0]}: the convention {binding.style} does not have it, and "
+            f"the columns of the data are {', '.join(sorted(columns)) or 'none'}. Rename it, or set style of "
+            "[[reward.functions]]"
+        )
 
 
 def _refuse_generators(what: str, function: object) -> None:

@@ -266,6 +266,6 @@ def _configure(setup: RoleSetup, scoring: RewardConfig | CostConfig) -> dict[str
         "tokenizer": setup.model.tokenizer_path,
         "functions": functions,
         "search_path": list(setup.search_path),
-        "answer_name": setup.config.data.answer_field,
+        "answer_name": setup.config.data.answer_field or "answer",
         "num_processes": scoring.processes,
     }
