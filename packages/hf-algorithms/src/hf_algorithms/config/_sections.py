@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -23,8 +20,8 @@ from pydantic import (
 )
 
 from hf_algorithms.config._messages import describe_problem
+from hf_algorithms.config._scoring import CostConfig, FunctionConfig, Positive, RewardConfig, Section
 from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe
-from hf_algorithms.rewards import Style
 from hf_protocols.arguments import show
 from hf_protocols.paths import expand_path
 
@@ -53,8 +50,6 @@ Count = Annotated[int, Field(ge=1, le=1 << 53)]
 Slots = Annotated[int, Field(ge=1, le=1 << 16)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 62)]
-Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
-"""It fits a float32 with room for products."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 UserPath = Annotated[str, AfterValidator(expand_path)]
@@ -65,11 +60,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "max_po
 """Of a fresh model, in `[model]`; a model in `path` has its own."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class RunConfig(_Section):
+class RunConfig(Section):
     """`[run]`: what is run, and where its files go."""
 
     output_dir: UserPath = "runs/run"
@@ -84,7 +75,7 @@ class RunConfig(_Section):
     """`in_process` runs one rank in the program itself, for debuggers."""
 
 
-class DataSource(_Section):
+class DataSource(Section):
     """One of several sources of training rows."""
 
     path: UserPath
@@ -115,7 +106,7 @@ def _write_sources(sources: str | tuple[DataSource, ...]) -> str | list[dict[str
     return sources if isinstance(sources, str) else [each.model_dump(exclude_none=True) for each in sources]
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """`[data]`: rows as JSONL, JSON, CSV, Parquet, directories that `datasets` saved, or names on its hub."""
 
     train: Annotated[str | tuple[DataSource, ...], PlainValidator(_read_sources), PlainSerializer(_write_sources)]
@@ -160,7 +151,7 @@ class DataConfig(_Section):
         return f"data.{key} = {show(found if isinstance(found, str) else [each.path for each in found])}"
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """`[model]`: a model that transformers loads, or the sizes of a fresh Llama."""
 
     path: UserPath | None = None
@@ -190,7 +181,7 @@ class ModelConfig(_Section):
         return {key: value for key, value in write(self).items() if self.path is None or key not in _SIZES}
 
 
-class WarmStartConfig(_Section):
+class WarmStartConfig(Section):
     """`[warm_start]`: supervised training before the algorithm starts."""
 
     max_steps: Annotated[int, Field(ge=0)] = 0
@@ -207,7 +198,7 @@ class WarmStartConfig(_Section):
     """An error if the evaluation that stops is above this."""
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """`[optimizer]`: AdamW of actor and critic."""
 
     actor_learning_rate: Positive = 1e-6
@@ -226,7 +217,7 @@ class OptimizerConfig(_Section):
     """
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(Section):
     """`[rollout]`: generation."""
 
     backend: str = "transformers"
@@ -249,7 +240,7 @@ class RolloutConfig(_Section):
     """Texts that end a response; the token that completes one is kept."""
     bucket_bytes: Annotated[int, Field(ge=1, le=1 << 53)] | None = None
     """Bound on the buffers in which weights travel to the rollout backend; by default the engine's own."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """More of what the backend's `build` takes: `cache_bytes` or `cache_fraction` for keys and values."""
 
     @field_validator("options")
@@ -268,78 +259,7 @@ class RolloutConfig(_Section):
         return samples
 
 
-class FunctionConfig(_Section):
-    """`[[reward.functions]]` and `[[cost.functions]]`: one of several functions."""
-
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
-    """Names its curve, `reward/NAME/mean`."""
-    function: str
-    """`module:function`, `file.py:function`, or the URL of a server."""
-    weight: Annotated[float, Field(ge=-1e30, le=1e30)] = 1.0
-    """Of its scores in the sum; 0: a curve alone."""
-    deadline_s: Positive = 30.0
-    """For one response; a call for a group has as many times that. Then its responses have no score."""
-    style: Style = "auto"
-    """Convention of its parameters; `auto`: the one that their names show."""
-
-
-class _ScoringConfig(_Section):
-    """What `[reward]` and `[cost]` have in common."""
-
-    functions: tuple[FunctionConfig, ...] = Field(default=(), strict=False)
-    """Several functions, each a table `[[reward.functions]]`: their weighted sum counts. In place of `function`."""
-    processes: Annotated[int, Field(ge=0, le=1 << 10)] | None = None
-    """Processes that call functions; left out: as many as the machine has cores. 0: functions run in the worker itself,
-    for debuggers, and have no deadline.
-    """
-    allowed_hosts: tuple[str, ...] = Field(default=(), strict=False)
-    """Hosts that a function's URL may name in addition to this machine's."""
-
-    @field_validator("functions")
-    @classmethod
-    def _refuse_equal_names(cls, functions: tuple[FunctionConfig, ...]) -> tuple[FunctionConfig, ...]:
-        names = [each.name for each in functions]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two functions are named {name!r}. Rename one")
-        return functions
-
-    @model_serializer(mode="wrap")
-    def _leave_out_the_short_form(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves `function` out next to `functions`, so that the written file reads back."""
-        return {key: value for key, value in write(self).items() if key != "function" or not self.functions}
-
-
-class RewardConfig(_ScoringConfig):
-    """`[reward]`: functions that score responses, one number each."""
-
-    function: str = "hf_algorithms.rewards:exact_match"
-    """Function that training maximises: `module:function`, `file.py:function`, or the URL of a server."""
-    metric: str = "hf_algorithms.rewards:exact_match"
-    """Function that evaluation averages: 1 for a correct response, 0 for an incorrect one."""
-
-    def list_functions(self) -> tuple[FunctionConfig, ...]:
-        """The functions that make the score; `function` alone is named after itself."""
-        return self.functions or (_name_function(self.function),)
-
-    @property
-    def metric_name(self) -> str:
-        """Names the metric in `eval/SET/NAME`."""
-        return _name_function(self.metric).name
-
-
-class CostConfig(_ScoringConfig):
-    """`[cost]`: what a constrained algorithm keeps below a limit."""
-
-    function: str | None = None
-    """Function like a reward's; above 0 for what is unwanted."""
-
-    def list_functions(self) -> tuple[FunctionConfig, ...]:
-        """The functions that make the cost."""
-        return self.functions or (() if self.function is None else (_name_function(self.function),))
-
-
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """`[training]`: the backend of roles with a model; `[roles.NAME]` names another for one of them."""
 
     backend: str = "fsdp"
@@ -362,7 +282,7 @@ class TrainingConfig(_Section):
     """Compiles decoder layers; takes minutes at first, and needs a C++ compiler."""
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Section):
     """`[cluster]`: the machines that the mapper plans for."""
 
     gpu: str = "cpu"
@@ -381,7 +301,7 @@ class ClusterConfig(_Section):
     """
 
 
-class RoleConfig(_Section):
+class RoleConfig(Section):
     """`[roles.NAME]`: overrides what the recipe declares for one of its roles; keys left out stay as declared."""
 
     path: UserPath | None = None
@@ -394,7 +314,7 @@ class RoleConfig(_Section):
     """Left out: `training.dtype`."""
 
 
-class Config(_Section):
+class Config(Section):
     """A whole run."""
 
     run: RunConfig = RunConfig()
@@ -402,7 +322,7 @@ class Config(_Section):
     model: ModelConfig = ModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     algorithm: SerializeAsAny[AlgorithmConfig] = PPOConfig()
-    roles: dict[str, RoleConfig] = {}
+    roles: dict[str, RoleConfig] = Field(default_factory=dict)
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
@@ -429,11 +349,6 @@ class Config(_Section):
     def role(self, name: str) -> RoleConfig:
         """Returns the overrides of `[roles.NAME]`; without such a section, none."""
         return self.roles.get(name, RoleConfig())
-
-
-def _name_function(function: str) -> FunctionConfig:
-    name = re.sub(r"[^\w.-]+", "_", function.rpartition("/" if "://" in function else ":")[2]) or "function"
-    return FunctionConfig(name=name, function=function)
 
 
 def _as_lists(value: Any) -> Any:
