@@ -27,7 +27,12 @@ PPO = Dataflow.preset("ppo")
 class CostWorker(Worker):
     """A model that a recipe of one's own adds."""
 
-    @register(protocol=DP, reads=(*SEQUENCE, "answer", "sample_id?"), writes=("costs",), kind="inference")
+    @register(
+        protocol=DP,
+        reads=(*SEQUENCE, "answer", "sample_id?", "group_id", "finish_reason"),
+        writes=("costs",),
+        kind="inference",
+    )
     def compute_cost(self, batch: object) -> None:
         raise AssertionError("nothing runs")
 

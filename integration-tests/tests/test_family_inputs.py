@@ -173,9 +173,9 @@ def get_error(outcome: Outcome, code: int) -> str:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        ("too_long", "family_rewards:too_long answered 9 scores for 8 responses: one score per response"),
+        ("too_long", "family_rewards:too_long answered 2 scores for 1 responses: one score per response"),
         ("two_columns", "answered [1.0, 1.0] (list), which is not a number, for response "),
-        ("one_number", "answered something else than a list for 8 responses"),
+        ("one_number", "answered something else than a list (Tensor) for 1 responses"),
         ("texts", "answered 'good' (str), which is not a number, for response "),
         ("complex_numbers", "answered 1j (complex), which is not a number, for response "),
     ],

@@ -49,8 +49,8 @@ def _is_definition(node: ast.stmt) -> bool:
         return ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING", "__name__ == '__main__'"}
     if isinstance(node, ast.Expr):  # a docstring, of the module or of the constant above it
         return isinstance(node.value, ast.Constant)
-    definitions = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
-    return isinstance(node, definitions)
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return isinstance(node, (ast.Import, ast.ImportFrom, *functions, ast.ClassDef, ast.Assign, ast.AnnAssign))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import torch
 from hf_algorithms.config import load_config, parse_config
 from hf_algorithms.data import load_rows
 from hf_algorithms.placement import check_rollout_options
-from hf_algorithms.rewards import load_function
-from hf_algorithms.rewards._scores import compute_scores
+from hf_algorithms.rewards import FunctionSpec, Samples, ScoringFunctions, load_function
 from hf_controller import InProcessExecutor, ResourcePool, WorkerSpec
 from hf_engine import fsdp_layout, load_rollout_backend, load_train_backend, replicated_layout
 from hf_engine.resharding.matching import check_weights
@@ -51,6 +50,11 @@ def with_plan(**changes: object) -> str:
     return json.dumps({"schema_version": 1, "pools": [], "models": {}, "estimates": {}} | changes)
 
 
+def score_long() -> object:
+    functions = ScoringFunctions([FunctionSpec(name="f", function=lambda responses: [LONG])], num_processes=0)
+    return functions.score(Samples(prompts=[LONG], responses=[LONG], answers=[LONG]))
+
+
 CALLS: dict[str, Callable[[Path], Any]] = {
     "key": lambda _: parse_config({LONG: 1}),
     "nested key": lambda _: parse_config({"run": {LONG: 1}}),
@@ -69,7 +73,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "reward": lambda _: load_function(LONG),
     "reward module": lambda _: load_function(f"{LONG}:f"),
     "reward function": lambda _: load_function(f"hf_algorithms.rewards:{LONG}"),
-    "reward score": lambda _: compute_scores(lambda *_: [LONG], [LONG], [LONG], [LONG]),
+    "reward score": lambda _: score_long(),
     "plan text": lambda _: MappingPlan.from_json(LONG),
     "plan key": lambda _: MappingPlan.from_json(with_plan(**{LONG: 1})),
     "plan role": lambda _: MappingPlan.from_json(with_plan(models={LONG: {"pool": LONG}})),

@@ -130,7 +130,8 @@ def test_a_breakpoint_in_a_worker_method_stops_there(
     (small_config.parent / "my_reward.py").write_text(
         "def constant(prompts, responses, answers):\n    breakpoint()\n    return [1.0] * len(prompts)\n"
     )
-    assert hybridflow("train", small_config, "--set", "reward.function=my_reward:constant").exit_code == 0
+    settings = ("--set", "reward.function=my_reward:constant", "--set", "reward.processes=0")
+    assert hybridflow("train", small_config, *settings).exit_code == 0
     assert stopped_in == ["constant"] * len(stopped_in)
     assert len(stopped_in) >= 2
 

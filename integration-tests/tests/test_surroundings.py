@@ -33,7 +33,7 @@ calls = 0
 def score(prompts, responses, answers):
     global calls
     calls += 1
-    if calls == 3:
+    if calls == 17:  # one for each of 8 prompts: in the third iteration
         os.kill(os.getpid(), signal.SIGTERM)
     return [len(response) / 5 for response in responses]
 """
@@ -59,7 +59,8 @@ def test_namesakes_beside_a_run_do_not_reach_its_workers(small_config: Path) -> 
 
 def test_sigterm_ends_a_run_in_process_quietly(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
     (small_config.parent / "ending.py").write_text(ENDING)
-    ended = hybridflow("train", small_config, "--set", "reward.function=ending:score", "--set", "run.iterations=50")
+    settings = ("reward.function=ending:score", "reward.processes=0", "run.iterations=50")
+    ended = hybridflow("train", small_config, *(part for each in settings for part in ("--set", each)))
     assert ended.exit_code == 143
     assert ended.errors == ""
     summary = json.loads((small_config.parent / "run" / "summary.json").read_text())

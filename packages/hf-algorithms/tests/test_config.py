@@ -440,3 +440,54 @@ def test_a_list_of_sources_that_is_none_is_one_line(tmp_path: Path, value: str, 
         load_config(write(tmp_path, f"[data]\ntrain = {value}\n"))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+SEVERAL = {"functions": [{"name": "right", "function": "a:f"}, {"name": "form", "function": "b.py:g", "weight": 0.5}]}
+
+
+def test_several_functions_read_back_as_they_are() -> None:
+    given = {**MINIMAL, "reward": SEVERAL, "cost": {"functions": [{"name": "length", "function": "c:h"}]}}
+    config = parse_config({**given, "algorithm": {"name": "safe_rlhf"}})
+    assert [(each.name, each.weight, each.deadline_s, each.style) for each in config.reward.list_functions()] == [
+        ("right", 1.0, 30.0, "auto"),
+        ("form", 0.5, 30.0, "auto"),
+    ]
+    assert [each.name for each in config.cost.list_functions()] == ["length"]
+    assert parse_config(tomllib.loads(format_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [("a.b:score", "score"), ("my/file.py:score", "score"), ("http://127.0.0.1:8000/v1/score", "score"), ("x://", "x")],
+)
+def test_one_function_is_named_after_itself(function: str, name: str) -> None:
+    (found,) = parse_config({**MINIMAL, "reward": {"function": function}}).reward.list_functions()
+    assert (found.name, found.function) == (name if "x://" not in function else "function", function)
+
+
+@pytest.mark.parametrize(
+    ("reward", "says"),
+    [
+        ({**SEVERAL, "function": "a:f"}, r"reward.function = 'a:f': \[\[reward.functions\]\] are given as well"),
+        ({"functions": [*SEVERAL["functions"], *SEVERAL["functions"]]}, "two functions are named 'right'. Rename one"),
+        ({"functions": [{"name": "a b", "function": "a:f"}]}, "reward.functions.0.name = 'a b': must consist of"),
+        ({"functions": [{"function": "a:f"}]}, "reward.functions.0.name is missing"),
+        (
+            {"functions": [{"name": "a", "function": "a:f", "heaviness": 1.0}]},
+            "unknown key 'reward.functions.0.heaviness'",
+        ),
+        ({"functions": [{"name": "a", "function": "a:f", "deadline_s": 0.0}]}, "deadline_s = 0.0: must be above 0"),
+        ({"functions": [{"name": "a", "function": "a:f", "style": "nemo"}]}, "style = 'nemo': must be 'auto'"),
+    ],
+)
+def test_functions_that_contradict_are_refused(reward: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_config({**MINIMAL, "reward": reward})
+
+
+def test_a_filter_by_an_unknown_reward_is_refused() -> None:
+    given = {**MINIMAL, "reward": SEVERAL, "algorithm": {"name": "dapo", "filter_metric": "reward/right"}}
+    assert parse_config(given).algorithm.model_dump()["filter_metric"] == "reward/right"
+    given["algorithm"] = {"name": "dapo", "filter_metric": "reward/wrong"}
+    with pytest.raises(ConfigError, match=r"no reward has this name\. Use one of reward/right, reward/form"):
+        parse_config(given)

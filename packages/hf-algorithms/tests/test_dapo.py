@@ -168,12 +168,14 @@ def trace(name: str) -> dict[str, Any]:
         ("metric_scores", "metric_scores"),
         ("response_tokens", "response_mask"),
         ("finish_reason", "finish_reason"),
+        ("reward/exact_match", "named_scores"),
     ],
 )
 def test_a_step_computes_and_reads_the_named_metric(name: str, column: str) -> None:
     calls = trace(name)
     assert column in calls["select_groups"].reads
     assert ("compute_metric" in calls) == (name == "metric_scores")
+    assert ("compute_named_reward" in calls) == (column == "named_scores")
 
 
 def test_an_unknown_metric_is_refused_before_the_run() -> None:

@@ -48,7 +48,8 @@ def test_columns_have_their_sizes() -> None:
         read_bytes=24 * (8 + 80), written_bytes=48 * ((8 + 1 + 4) * 100 + 8 + 8)
     )
     assert rows["compute_values"] == CallRows(read_bytes=48 * sequence, written_bytes=48 * 400)
-    assert rows["compute_reward"] == CallRows(read_bytes=48 * (sequence - 100 + 8), written_bytes=48 * 8)  # no mask
+    # no mask, but the answer and the reason of the end
+    assert rows["compute_reward"] == CallRows(read_bytes=48 * (sequence - 100 + 8 + 8), written_bytes=48 * 8)
     assert rows["compute_advantages"] == CallRows()
     assert rows["update_critic"] == CallRows(read_bytes=3 * 48 * (sequence + 800))
 

@@ -127,7 +127,7 @@ class _Run:
         self._started_s = started_s
         self._validation = self._put_first_rows(inputs.validation)
         self._test = self._put_first_rows(inputs.test)
-        self._metric = config.reward.metric.rpartition(":")[2]
+        self._metric = config.reward.metric_name
         self._state: dict[str, Any] = {}
         self._busy_s = 0.0
         self._num_tokens = 0.0
@@ -215,7 +215,10 @@ class _Run:
             ),
         )
         with self._executor.trace.label(iteration=iteration):
-            futures = config.recipe.run_step(self._roles, prompts, config.algorithm, context)
+            futures = [
+                *config.recipe.run_step(self._roles, prompts, config.algorithm, context),
+                *(group.drain_metrics() for group in self._roles.groups.values() if "drain_metrics" in group.methods),
+            ]
             metrics = _average([_count_one(each) if isinstance(each, Mapping) else each.sums() for each in futures])
         elapsed_s = time.perf_counter() - start_s
         if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:

@@ -7,7 +7,7 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-__all__ = ["describe_raised", "place_of"]
+__all__ = ["describe_raised", "is_installed", "place_of"]
 
 _OURS = ("hf_protocols", "hf_engine", "hf_mapper", "hf_controller", "hf_algorithms")
 _LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -28,7 +28,7 @@ def place_of(error: BaseException) -> str | None:
     Where every frame is, the innermost one is taken; None without frames.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_installed(frame.filename)]
+    own = [frame for frame in frames if not is_installed(frame.filename)]
     if not frames:
         return None
     frame = (own or frames)[-1]
@@ -36,6 +36,7 @@ def place_of(error: BaseException) -> str | None:
     return f"{frame.filename}:{frame.lineno}, in {frame.name}: {line}"
 
 
-def _is_installed(filename: str) -> bool:
+def is_installed(filename: str) -> bool:
+    """True for a file that is ours, Python's or a library's."""
     parts = Path(filename).parts
     return filename.startswith(("<", _LIBRARY)) or "site-packages" in parts or any(name in parts for name in _OURS)

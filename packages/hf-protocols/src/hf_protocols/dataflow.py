@@ -164,7 +164,14 @@ def _infer(role: str, method: str, column: str, *more: str) -> ModelCall:
 
 
 def _score(role: str, column: str, *, number: str = "") -> ModelCall:
-    reads = ("prompt_ids", f"response_ids{number}", "answer", f"sample_id{number}")
+    reads = (
+        "prompt_ids",
+        f"response_ids{number}",
+        "answer",
+        f"sample_id{number}",
+        "group_id",
+        f"finish_reason{number}",
+    )
     return ModelCall(role=role, method=f"compute_{role}", kind="function", reads=reads, writes=(column,))
 
 

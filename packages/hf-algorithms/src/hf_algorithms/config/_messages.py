@@ -27,6 +27,7 @@ _RULES = {
     "list_type": "must be a list",
     "literal_error": "must be {expected}",
     "model_type": "must be a table",
+    "string_pattern_mismatch": "must consist of letters, digits, hyphens, dots and underscores",
     "string_too_short": "must not be empty",
     "string_type": "must be a string, in quotes",
     "string_unicode": "contains an unpaired surrogate, which is not a character. Remove it",

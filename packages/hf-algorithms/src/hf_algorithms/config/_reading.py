@@ -145,10 +145,11 @@ def _check_meaning(config: Config) -> None:
     problems = [
         *_ask_for_contradictions(config.algorithm),
         *_find_overrides_without_model(config),
+        *_find_problems_of_rewards(config),
         *(
             f"{key} is missing: algorithm.name = {name} needs it"
             for key in config.algorithm.needs_keys
-            if _value_of(config, key) is None
+            if _is_missing(config, key)
         ),
     ]
     if problems:
@@ -180,6 +181,26 @@ def _find_overrides_without_model(config: Config) -> Iterator[str]:
                 f"roles.{name}.{key}: the role {name} of {config.recipe.name} holds no model. Remove the key"
                 for key in overrides.model_fields_set
             )
+
+
+def _is_missing(config: Config, key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    several = name == "function" and section in ("reward", "cost") and getattr(config, section).list_functions()
+    return not several and _value_of(config, key) is None
+
+
+def _find_problems_of_rewards(config: Config) -> Iterator[str]:
+    for section in ("reward", "cost"):
+        part = getattr(config, section)
+        if part.functions and "function" in part.model_fields_set:
+            yield (
+                f"{section}.function = {show(part.function)}: [[{section}.functions]] are given as well. "
+                "Make it one of them"
+            )
+    metric = getattr(config.algorithm, "filter_metric", "")
+    names = [f"reward/{each.name}" for each in config.reward.list_functions()]
+    if metric.startswith("reward/") and metric not in names:
+        yield f"algorithm.filter_metric = {show(metric)}: no reward has this name. Use one of {', '.join(names)}"
 
 
 def _value_of(config: Config, key: str) -> Any:

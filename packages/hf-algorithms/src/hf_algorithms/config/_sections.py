@@ -7,8 +7,6 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -22,6 +20,7 @@ from pydantic import (
 )
 
 from hf_algorithms.config._messages import describe_problem
+from hf_algorithms.config._scoring import CostConfig, FunctionConfig, Positive, RewardConfig, Section
 from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe
 from hf_protocols.arguments import show
 from hf_protocols.paths import expand_path
@@ -32,6 +31,7 @@ __all__ = [
     "CostConfig",
     "DataConfig",
     "DataSource",
+    "FunctionConfig",
     "ModelConfig",
     "OptimizerConfig",
     "RewardConfig",
@@ -50,8 +50,6 @@ Count = Annotated[int, Field(ge=1, le=1 << 53)]
 Slots = Annotated[int, Field(ge=1, le=1 << 16)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 62)]
-Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
-"""It fits a float32 with room for products."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 UserPath = Annotated[str, AfterValidator(expand_path)]
@@ -62,11 +60,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "max_po
 """Of a fresh model, in `[model]`; a model in `path` has its own."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class RunConfig(_Section):
+class RunConfig(Section):
     """`[run]`: what is run, and where its files go."""
 
     output_dir: UserPath = "runs/run"
@@ -81,7 +75,7 @@ class RunConfig(_Section):
     """`in_process` runs one rank in the program itself, for debuggers."""
 
 
-class DataSource(_Section):
+class DataSource(Section):
     """One of several sources of training rows."""
 
     path: UserPath
@@ -112,7 +106,7 @@ def _write_sources(sources: str | tuple[DataSource, ...]) -> str | list[dict[str
     return sources if isinstance(sources, str) else [each.model_dump(exclude_none=True) for each in sources]
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """`[data]`: rows as JSONL, JSON, CSV, Parquet, directories that `datasets` saved, or names on its hub."""
 
     train: Annotated[str | tuple[DataSource, ...], PlainValidator(_read_sources), PlainSerializer(_write_sources)]
@@ -133,7 +127,7 @@ class DataConfig(_Section):
     """Name of the field that holds the reference answer, in the same way; rows may lack it."""
     chat_template: str | None = None
     """File of a chat template, or its text in Jinja; left out: the tokenizer's. Text prompts become messages by it."""
-    template_options: dict[str, Any] = {}
+    template_options: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the chat template, such as `{enable_thinking = false}`."""
     system_prompt: str | None = None
     """First message of every chat that has no system message; text prompts become messages next to it."""
@@ -168,7 +162,7 @@ class DataConfig(_Section):
         return f"data.{key} = {show(found if isinstance(found, str) else [each.path for each in found])}"
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """`[model]`: a model that transformers loads, or the sizes of a fresh Llama."""
 
     path: UserPath | None = None
@@ -200,7 +194,7 @@ class ModelConfig(_Section):
         return {key: value for key, value in write(self).items() if self.path is None or key not in _SIZES}
 
 
-class WarmStartConfig(_Section):
+class WarmStartConfig(Section):
     """`[warm_start]`: supervised training before the algorithm starts."""
 
     max_steps: Annotated[int, Field(ge=0)] = 0
@@ -217,7 +211,7 @@ class WarmStartConfig(_Section):
     """An error if the evaluation that stops is above this."""
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """`[optimizer]`: AdamW of actor and critic."""
 
     actor_learning_rate: Positive = 1e-6
@@ -236,7 +230,7 @@ class OptimizerConfig(_Section):
     """
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(Section):
     """`[rollout]`: generation."""
 
     backend: str = "transformers"
@@ -259,7 +253,7 @@ class RolloutConfig(_Section):
     """Texts that end a response; the token that completes one is kept."""
     bucket_bytes: Annotated[int, Field(ge=1, le=1 << 53)] | None = None
     """Bound on the buffers in which weights travel to the rollout backend; by default the engine's own."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """More of what the backend's `build` takes: `cache_bytes` or `cache_fraction` for keys and values."""
 
     @field_validator("options")
@@ -278,23 +272,7 @@ class RolloutConfig(_Section):
         return samples
 
 
-class RewardConfig(_Section):
-    """`[reward]`: Python functions `module:function` of (prompts, responses, answers), one number a response."""
-
-    function: str = "hf_algorithms.rewards:exact_match"
-    """Function that training maximises."""
-    metric: str = "hf_algorithms.rewards:exact_match"
-    """Function that evaluation averages: 1 for a correct response, 0 for an incorrect one."""
-
-
-class CostConfig(_Section):
-    """`[cost]`: what a constrained algorithm keeps below a limit."""
-
-    function: str | None = None
-    """Python function `module:function` like a reward's; above 0 for what is unwanted."""
-
-
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """`[training]`: the backend of roles with a model; `[roles.NAME]` names another for one of them."""
 
     backend: str = "fsdp"
@@ -317,7 +295,7 @@ class TrainingConfig(_Section):
     """Compiles decoder layers; takes minutes at first, and needs a C++ compiler."""
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Section):
     """`[cluster]`: the machines that the mapper plans for."""
 
     gpu: str = "cpu"
@@ -336,7 +314,7 @@ class ClusterConfig(_Section):
     """
 
 
-class RoleConfig(_Section):
+class RoleConfig(Section):
     """`[roles.NAME]`: overrides what the recipe declares for one of its roles; keys left out stay as declared."""
 
     path: UserPath | None = None
@@ -349,7 +327,7 @@ class RoleConfig(_Section):
     """Left out: `training.dtype`."""
 
 
-class Config(_Section):
+class Config(Section):
     """A whole run."""
 
     run: RunConfig = RunConfig()
@@ -357,7 +335,7 @@ class Config(_Section):
     model: ModelConfig = ModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     algorithm: SerializeAsAny[AlgorithmConfig] = PPOConfig()
-    roles: dict[str, RoleConfig] = {}
+    roles: dict[str, RoleConfig] = Field(default_factory=dict)
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()

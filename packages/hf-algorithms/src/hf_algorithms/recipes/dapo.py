@@ -38,6 +38,10 @@ _NOT_METRICS = frozenset(
 )
 
 
+_NAMED = "reward/"
+"""Before the name of one of several rewards."""
+
+
 class DAPOConfig(LengthKeys, StdKeys, ClipKeys, PolicyConfig):
     """`[algorithm]` with `name = "dapo"`."""
 
@@ -126,10 +130,14 @@ def _select(roles: Roles, batch: BatchFuture, config: DAPOConfig) -> ObjectFutur
     if config.filter_metric == "scores":
         found = roles.advantage.select_groups(batch)
         return found
-    if config.filter_metric == "metric_scores":
+    column = config.filter_metric
+    if column == "metric_scores":
         batch = batch.union(roles.reward.compute_metric(batch))
+    elif column.startswith(_NAMED):
+        batch = batch.union(roles.reward.compute_named_reward(batch, column.removeprefix(_NAMED)))
+        column = "named_scores"
     try:
-        found = roles.advantage.select_groups(batch, FilterMetric(config.filter_metric))
+        found = roles.advantage.select_groups(batch, FilterMetric(column))
     except BatchError as error:
         label = f"algorithm.filter_metric = {show(config.filter_metric)}"
         raise ConfigError(f"{label}: the responses have no such column. {error}") from None

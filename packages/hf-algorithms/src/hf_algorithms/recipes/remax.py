@@ -67,7 +67,8 @@ def step(roles: Roles, prompts: BatchFuture, config: ReMaxConfig, context: StepC
 
     batch = generate_scored(roles, prompts, context)
     greedy = replace(context.sampling, greedy=True, n=1, temperature=1.0)
-    baseline = roles.reward.compute_reward(prompts.union(roles.actor.generate_sequences(prompts, greedy)))
+    answers = prompts.union(roles.actor.generate_sequences(prompts, greedy))
+    baseline = roles.reward.compute_reward(answers, is_counted=False)
     batch = batch.union(baseline.rename({"scores": "baseline_scores"}).repeat(context.sampling.n))
     estimator = ReinforceAdvantage(
         gamma=config.gamma,

@@ -1,25 +1,46 @@
-"""Reward functions: finding one by name, calling it with suspicion, and those that ship.
+"""Rewards: calling anybody's functions of responses with suspicion, and those that ship.
 
-A reward function is plain Python, ``(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]``,
-one number per response. It may offer ``check_answer(answer)``, see `SupportsAnswerCheck`.
+Here live the conventions in which such functions are written, the pool of processes that calls them, what their
+results mean, and verifiers. Workers, which read batches, and the configuration live elsewhere.
 """
 
 from __future__ import annotations
 
 from hf_algorithms.rewards._check import SupportsAnswerCheck, answers_checked_by, check_rewards
+from hf_algorithms.rewards._combine import combine_scores
+from hf_algorithms.rewards._conventions import CONVENTIONS, Binding, Convention, Style, bind_function
 from hf_algorithms.rewards._exact_match import exact_match
+from hf_algorithms.rewards._functions import FunctionSpec, ScoredSamples, ScoringFunctions
 from hf_algorithms.rewards._gsm8k import gsm8k_accuracy, gsm8k_reward
+from hf_algorithms.rewards._http import HTTPScorer
 from hf_algorithms.rewards._load import load_function
-from hf_algorithms.rewards._scores import RewardFunction, compute_scores
+from hf_algorithms.rewards._math import math_verify, number_match
+from hf_algorithms.rewards._numbers import find_final_number, read_number
+from hf_algorithms.rewards._pool.messages import CallExpired
+from hf_algorithms.rewards._samples import Samples
 
 __all__ = [
-    "RewardFunction",
+    "CONVENTIONS",
+    "Binding",
+    "CallExpired",
+    "Convention",
+    "FunctionSpec",
+    "HTTPScorer",
+    "Samples",
+    "ScoredSamples",
+    "ScoringFunctions",
+    "Style",
     "SupportsAnswerCheck",
     "answers_checked_by",
+    "bind_function",
     "check_rewards",
-    "compute_scores",
+    "combine_scores",
     "exact_match",
+    "find_final_number",
     "gsm8k_accuracy",
     "gsm8k_reward",
     "load_function",
+    "math_verify",
+    "number_match",
+    "read_number",
 ]

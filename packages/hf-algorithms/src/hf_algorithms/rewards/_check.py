@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from hf_algorithms.data import locate_row
+from hf_algorithms.rewards._conventions import Binding, Style, bind_function
+from hf_algorithms.rewards._http import HTTPScorer, hide_password, is_url
 from hf_algorithms.rewards._load import get_users_function, imports_from, load_function
 from hf_controller import Terminated
 from hf_protocols.arguments import shorten, show
@@ -43,80 +46,124 @@ def answers_checked_by(check: Callable[[str], object]) -> Callable[[Function], F
     return decorate
 
 
+@dataclass(frozen=True)
+class _Named:
+    """A function as the configuration names it."""
+
+    key: str
+    function: str
+    style: Style
+    allowed_hosts: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        shown = hide_password(self.function) if is_url(self.function) else self.function
+        return f"{self.key} = {show(shown)}"
+
+
 def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_path: Sequence[str] = ()) -> None:
-    """Load `reward.function`, `reward.metric` and `cost.function`, and let them look at the answers of all rows.
+    """Load every function of `[reward]` and `[cost]`, and let them look at the answers of all rows.
 
     Args:
         config: names the functions and the files.
-        rows: those that a run reads, by data set: ``train``, ``validation`` and ``test``; row i is line i + 1.
+        rows: those that a run reads, by data set: `train`, `validation` and `test`; row i is line i + 1.
         search_path: folders where the functions' modules are looked for first.
 
     Raises:
-        ConfigError: naming the key, for a function that is not found or cannot be called with three lists.
+        ConfigError: naming the key, for a function that is not found, that is of no convention, or that has a
+            parameter without a value.
         DataError: naming file and line, for an answer that a function cannot read.
     """
-    names = {config.reward.metric: "reward.metric", config.reward.function: "reward.function"}
-    if config.cost.function is not None:
-        names = {config.cost.function: "cost.function", **names}
-    for name, key in reversed(names.items()):
+    for named in _list_functions(config):
+        if is_url(named.function):
+            _check_url(named)
+            continue
         try:
-            function = get_users_function(load_function(name, search_path=search_path))
+            function = get_users_function(load_function(named.function, search_path=search_path))
         except ConfigError as error:
-            raise ConfigError(f"{key} = {error}") from error
-        what = f"{key} = {show(name)}"
+            raise ConfigError(f"{named.key} = {error}") from error
         try:
-            check_answer = _check_function(what, function)
+            binding = _check_function(named, function)
+            check_answer = _find_check(named.label, function)
         except HybridFlowError:
             raise
         except Exception as error:  # an attribute of a user's object may raise anything
-            raise ConfigError(f"{what} cannot be inspected: {_describe(error)}. Write it as a function") from error
+            raise ConfigError(
+                f"{named.label} cannot be inspected: {_describe(error)}. Write it as a function"
+            ) from error
+        if rows:
+            _check_parameters(named, binding, config, rows)
         if check_answer is not None:
             with imports_from(search_path):
                 for path, longest in _rows_by_path(config, rows).items():
-                    _check_answers(what, check_answer, path, longest)
+                    _check_answers(named, check_answer, path, longest)
 
 
-def _check_function(what: str, function: Callable[..., Any]) -> Callable[[str], object] | None:
-    """Returns the function's `check_answer`, if it has one."""
+def _list_functions(config: Config) -> list[_Named]:
+    """Every function once: costs, then rewards, then the metric."""
+    reward = config.reward
+    found: dict[str, _Named] = {}
+    for section, part in (("cost", config.cost), ("reward", reward)):
+        for each in part.list_functions():
+            key = f"{section}.functions.{each.name}.function" if part.functions else f"{section}.function"
+            found.setdefault(each.function, _Named(key, each.function, each.style, part.allowed_hosts))
+    found.setdefault(reward.metric, _Named("reward.metric", reward.metric, "auto", reward.allowed_hosts))
+    return list(found.values())
+
+
+def _check_url(named: _Named) -> None:
+    try:
+        HTTPScorer(named.function, style=named.style, allowed_hosts=named.allowed_hosts)
+    except ConfigError as error:
+        raise ConfigError(f"{named.key} = {error}") from None
+
+
+def _check_function(named: _Named, function: Callable[..., Any]) -> Binding:
+    """By its signature only: nobody's code runs."""
+    what = named.label
     if isinstance(function, type):
         raise ConfigError(f"{what} is a class. Name a function, or an instance with a method __call__")
-    _check_call(what, function, ("prompts", "responses", "answers"))
+    _refuse_generators(what, function)
+    return bind_function(what, function, named.style)
+
+
+def _check_parameters(named: _Named, binding: Binding, config: Config, rows: Mapping[str, Sequence[Row]]) -> None:
+    """Refuses a parameter that neither the convention nor any row has a value for."""
+    if not binding.find_unknown({str(config.data.answer_field)}):  # most functions name no column: no row is read
+        return
+    columns = {name for part in rows.values() for row in part for name in row.columns}
+    if unknown := binding.find_unknown({*columns, str(config.data.answer_field)}):
+        raise ConfigError(
+            f"{named.label} has the parameter {unknown[0]}: the convention {binding.style} does not have it, and "
+            f"the columns of the data are {', '.join(sorted(columns)) or 'none'}. Rename it, or set style of "
+            "[[reward.functions]]"
+        )
+
+
+def _refuse_generators(what: str, function: object) -> None:
+    for called in (function, getattr(function, "__call__", None)):  # noqa: B004 - the method of an instance
+        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+            raise ConfigError(f"{what} yields. Return its scores from a plain function")
+
+
+def _find_check(what: str, function: Callable[..., Any]) -> Callable[[str], object] | None:
+    """Returns the function's `check_answer`, if it has one."""
     if not isinstance(function, SupportsAnswerCheck):
         return None
-    _check_call(f"{what}: check_answer", function.check_answer, ("answer",))
-    return function.check_answer
-
-
-def _check_call(what: str, function: object, arguments: tuple[str, ...]) -> None:
-    """By its signature only: nobody's code runs."""
-    wanted = f"({', '.join(arguments)})"
-    if not callable(function):
-        raise ConfigError(f"{what} is {show(function)}, not a function. Write it as def f{wanted}")
-    for called in (function, getattr(function, "__call__", None)):  # noqa: B004 - the method of an instance
-        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
-            raise ConfigError(f"{what} is an async function. Make it a plain one: def f{wanted}")
-        if inspect.isgeneratorfunction(called):
-            raise ConfigError(f"{what} yields. Return a list from a plain function: def f{wanted}")
-    if (problem := _misfit(function, arguments)) is not None:
-        raise ConfigError(f"{what} cannot be called as f{wanted}: {problem}. Write it as def f{wanted}")
-
-
-def _misfit(function: Any, arguments: tuple[str, ...]) -> str | None:
+    check: object = function.check_answer
+    label = f"{what}: check_answer"
+    if not callable(check):
+        raise ConfigError(f"{label} is {show(check)}, not a function. Write it as def f(answer)")
+    _refuse_generators(label, check)
+    if inspect.iscoroutinefunction(check):
+        raise ConfigError(f"{label} is an async function. Make it a plain one: def f(answer)")
     try:
-        # A decorator may adapt another signature to this one, so that the outermost function is the one that counts.
-        signature = inspect.signature(function, follow_wrapped=False)
-    except (TypeError, ValueError):  # written in C, and says nothing of its arguments
-        return None
-    try:
-        signature.bind(*arguments)
+        inspect.signature(check, follow_wrapped=False).bind("answer")
     except TypeError as error:
-        return f"its arguments are {signature}, {error}"
-    named = [name for name in signature.parameters if name in arguments]
-    if set(named) == set(arguments) and named != list(arguments):
-        return f"its arguments are {signature}, in another order than they are given"
-    passes_on = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in signature.parameters.values())
-    wrapped = getattr(function, "__wrapped__", None)
-    return _misfit(wrapped, arguments) if passes_on and wrapped is not None else None
+        raise ConfigError(f"{label} cannot be called as f(answer): {error}. Write it as def f(answer)") from None
+    except ValueError:  # written in C, and says nothing of its arguments
+        pass
+    return function.check_answer
 
 
 def _rows_by_path(config: Config, rows: Mapping[str, Sequence[Row]]) -> dict[str, Sequence[Row]]:
@@ -128,7 +175,7 @@ def _rows_by_path(config: Config, rows: Mapping[str, Sequence[Row]]) -> dict[str
     return by_path
 
 
-def _check_answers(what: str, check: Callable[[str], object], path: str, rows: Sequence[Row]) -> None:
+def _check_answers(named: _Named, check: Callable[[str], object], path: str, rows: Sequence[Row]) -> None:
     for number, row in enumerate(rows):
         reason = None
         try:
@@ -136,13 +183,15 @@ def _check_answers(what: str, check: Callable[[str], object], path: str, rows: S
                 reason = "its check_answer returned False"
         except Terminated:
             raise
+        except ConfigError as error:
+            raise ConfigError(f"{named.label}: {error}") from error
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything, which is reported
             reason = _describe(error)
         if reason is not None:
             where = locate_row(rows, number, source=path)
             raise DataError(
-                f"{where}: the answer {show(row.answer)} cannot be read by {what}: {reason}. "
-                f"Correct the line, or set {what.partition(' ')[0]}"
+                f"{where}: the answer {show(row.answer)} cannot be read by {named.label}: {reason}. "
+                f"Correct the line, or set {named.key}"
             )
 
 

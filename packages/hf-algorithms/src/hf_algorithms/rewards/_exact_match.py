@@ -12,6 +12,9 @@ def _check_answer(answer: str) -> None:
 
 
 @answers_checked_by(_check_answer)
-def exact_match(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
-    """1.0 for a response that equals its answer but for white space around it, else 0.0."""
-    return [float(response.strip() == answer.strip()) for response, answer in zip(responses, answers, strict=True)]
+def exact_match(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
+    """1.0 for a response that equals its answer but for white space around it, else 0.0; without an answer 0.0."""
+    return [
+        float(answer is not None and response.strip() == answer.strip())
+        for response, answer in zip(responses, answers, strict=True)
+    ]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from fractions import Fraction
 
 from hf_algorithms.rewards._check import answers_checked_by
+from hf_algorithms.rewards._numbers import find_numbers, plain_text, read_number
 from hf_protocols.arguments import show
 
 __all__ = ["gsm8k_accuracy", "gsm8k_reward"]
 
-_NUMBER = r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-# A solution writes dollars as "#### 18" but a model may write "#### $18"; both mean 18.
-_FINAL = re.compile(rf"####\s*\$?\s*({_NUMBER})")
+_MARK = "####"
 _AT_THE_END = re.compile(r"\.?\s*")
 
 _RIGHT = 1.0
@@ -48,34 +47,36 @@ def gsm8k_accuracy(prompts: list[str], responses: list[str], answers: list[str])
     return [float(score == _RIGHT) for score in gsm8k_reward(prompts, responses, answers)]
 
 
-def _score(response: str, answer: Decimal) -> float:
-    match = _last_match(response)
-    if match is None:
+def _score(response: str, answer: Fraction) -> float:
+    found = _find_final(response)
+    if found is None:
         return 0.0
-    if _value(match[1]) == answer:
+    number, behind = found
+    if number == answer:
         return _RIGHT
-    return _ENDS_WITH_NUMBER if _AT_THE_END.fullmatch(response, match.end()) else _HAS_NUMBER
+    return _ENDS_WITH_NUMBER if _AT_THE_END.fullmatch(behind) else _HAS_NUMBER
 
 
-def _final_answer(answer: str) -> Decimal:
+def _final_answer(answer: str) -> Fraction:
     number = _number_of(answer)
     if number is None:
         raise ValueError(f"the answer {show(answer)} of the data has no number, neither alone nor after ####")
-    return _value(number)
+    return number
 
 
-def _number_of(answer: str) -> str | None:
-    """The number after ``####``, or the whole answer where it is nothing but a number."""
-    match = _last_match(answer) or re.fullmatch(rf"\s*\$?\s*({_NUMBER})\s*", answer)
-    return None if match is None else match[1]
+def _number_of(answer: str) -> Fraction | None:
+    """The number after `####`, or the whole answer where it is nothing but a number and its unit."""
+    found = _find_final(answer)
+    return read_number(answer) if found is None else found[0]
 
 
-def _last_match(text: str) -> re.Match[str] | None:
-    last = None
-    for match in _FINAL.finditer(text):
-        last = match
-    return last
-
-
-def _value(number: str) -> Decimal:
-    return Decimal(number.replace(",", ""))
+def _find_final(text: str) -> tuple[Fraction, str] | None:
+    """The number behind the last `####` that has one, and the text behind it."""
+    end = len(text)
+    while (start := text.rfind(_MARK, 0, end)) >= 0:
+        plain = plain_text(text[start + len(_MARK) :]).lstrip()
+        number = next(find_numbers(plain), None)
+        if number is not None and number.start == 0:
+            return number.value, plain[number.end :]
+        end = start
+    return None

@@ -1,4 +1,4 @@
-"""A function from its name in a configuration, ``module:function``."""
+"""A function from its name in a configuration, `module:function` or `file.py:function`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
     """Import ``module`` and return its ``function``.
 
     Args:
-        name: ``module:function``; dots lead into packages.
+        name: `module:function`, where dots lead into packages; or `file.py:function`, with a path from any folder.
         search_path: folders to look for the module in before Python's own path, such as the configuration's. While
             it is imported, and while its function runs, other modules are looked for in them last: the module may
             import its neighbours, and they hide no installed module.
@@ -36,13 +36,16 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
         ConfigError: for another form, a module that is not found or that raises while it is imported, and a function
             that is not in it, with the nearest names that are.
     """
-    module_name, colon, function_name = name.partition(":")
-    if not (colon and all(part.isidentifier() for part in [*module_name.split("."), function_name])):
+    module_name, colon, function_name = name.rpartition(":")
+    folders = list(dict.fromkeys(str(Path(folder).resolve()) for folder in search_path))
+    is_file = module_name.endswith(".py")
+    if not (colon and function_name.isidentifier() and (is_file or _is_dotted(module_name))):
         raise ConfigError(
             f"{show(name)} is not the name of a function: write module:function, such as "
-            "hf_algorithms.rewards:exact_match"
+            "hf_algorithms.rewards:exact_match, or file.py:function"
         )
-    folders = list(dict.fromkeys(str(Path(folder).resolve()) for folder in search_path))
+    if is_file:
+        module_name, folders = _find_file(name, Path(module_name).expanduser(), folders)
     module = _import(module_name, folders, name)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -50,6 +53,23 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
         hint = _nearest(function_name, _public_functions(module))
         raise ConfigError(f"{show(name)}: {shorten(function_name)} {found} in {module.__file__ or module_name}. {hint}")
     return _with_neighbours(function, folders) if _find_in(folders, module_name) else function
+
+
+def _is_dotted(module_name: str) -> bool:
+    return all(part.isidentifier() for part in module_name.split("."))
+
+
+def _find_file(name: str, file: Path, folders: list[str]) -> tuple[str, list[str]]:
+    """The module of a file, and the folders in which it and its neighbours are."""
+    places = [Path(folder) for folder in folders] or [Path.cwd()]
+    found = next((place / file for place in places if (place / file).is_file()), None)
+    if found is None:
+        where = "" if file.is_absolute() else f" in {', '.join(map(str, places))}"
+        raise ConfigError(f"{show(name)}: no file {show(str(file))}{where}")
+    if not found.stem.isidentifier():
+        raise ConfigError(f"{show(name)}: {show(found.name)} is not the name of a module. Rename the file")
+    own = str(found.resolve().parent)
+    return found.stem, [own, *(folder for folder in folders if folder != own)]
 
 
 def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
@@ -186,7 +206,8 @@ def _origin(spec: ModuleSpec | None) -> str | None:
 
 
 def _module_names(folders: list[str]) -> list[str]:
-    return ["hf_algorithms.rewards", *(module.name for module in pkgutil.iter_modules(folders))]
+    names = [module.name for module in pkgutil.iter_modules(folders)]
+    return ["hf_algorithms.rewards", *(name for name in names if name.isidentifier())]
 
 
 def _public_functions(module: ModuleType) -> list[str]:

@@ -1,41 +1,52 @@
-"""Rewards and costs: roles whose workers call Python functions on texts."""
+"""Rewards and costs: roles whose workers call functions on responses."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.data import decode_responses, load_tokenizer
 from hf_algorithms.jagged import decode_text
-from hf_algorithms.rewards import RewardFunction, compute_scores, load_function
+from hf_algorithms.rewards import FunctionSpec, Samples, ScoredSamples, ScoringFunctions, combine_scores
 from hf_controller import Worker, WorkerContext
-from hf_protocols import DP, RANK_ZERO, register
+from hf_protocols import RANK_ZERO, ConfigError, RewardError, register
+from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
+    from hf_algorithms.config import CostConfig, RewardConfig
+    from hf_algorithms.workers._model import Metrics
     from hf_algorithms.workers._setup import RoleSetup
 
 __all__ = ["CostWorker", "RewardWorker"]
 
-_READS = ("prompt_ids", "response_ids", "answer", "sample_id?")
+_READS = ("prompt_ids", "response_ids", "answer", "sample_id?", "group_id?", "finish_reason?", "row_extra?")
 
 
-class _TextFunctionWorker(Worker):
-    """One rank of a role that calls a function of texts; it needs no model and no process group.
+class _FunctionWorker(Worker):
+    """One rank of a role that calls functions of texts; it needs no model and no process group.
+
+    Its methods run on rank 0 alone: so no group of responses is split over ranks, and the pool of rank 0 has the cores.
 
     Args:
         tokenizer: directory or hub name, to read texts from token ids.
         stop_ids: tokens at which responses end, which no text has.
-        function: `module:function` that scores responses.
+        functions: that score responses; their weighted sum counts.
         search_path: folders where the functions' modules are looked for first.
+        answer_name: of the answers in the data.
+        num_processes: that call functions; by default as many as there are cores.
+        metric: function that scores responses in evaluations.
     """
 
     needs_process_group = False
     phase = "score"
     kind = "reward"
-    """Of the functions, in messages."""
+    """Of the functions, in messages and before the names of metrics."""
 
     def __init__(
         self,
@@ -43,112 +54,183 @@ class _TextFunctionWorker(Worker):
         *,
         tokenizer: str,
         stop_ids: Sequence[int] = (),
-        function: str,
+        functions: Sequence[FunctionSpec],
         search_path: Sequence[str],
+        answer_name: str = "answer",
+        num_processes: int | None = None,
+        metric: FunctionSpec | None = None,
     ) -> None:
         super().__init__(context)
-        self._tokenizer = load_tokenizer(tokenizer)
         self._stop_ids = frozenset(stop_ids)
-        self._function = load_function(function, search_path=search_path)
+        self._answer_name = answer_name
+        self._sums: Metrics = {}
+        self._last: tuple[list[tuple[int, ...]], list[ScoredSamples]] | None = None
+        self._num_functions = len(functions)
+        self._functions: ScoringFunctions | None = None
+        if context.rank == 0:
+            specs = [*functions, *([] if metric is None else [metric])]
+            self._functions = ScoringFunctions(
+                specs, search_path=search_path, num_processes=num_processes, kind=self.kind
+            )
+        self._tokenizer = load_tokenizer(tokenizer)
 
-    def _score(
-        self,
-        function: RewardFunction,
-        batch: TensorDict,
-        column: str,
-        dtype: torch.dtype,
-        *,
-        may_be_unscorable: bool = False,
-    ) -> TensorDict:
+    @register(protocol=RANK_ZERO, returns="metrics")
+    def drain_metrics(self) -> Metrics:
+        """Returns what the functions scored since the last call: `reward/NAME/mean` of each, and its further numbers.
+
+        `reward/NAME/unscorable` counts responses that the function did not score, `reward/NAME/failed` those of them
+        whose call met its deadline or ended its process.
+        """
+        found, self._sums = self._sums, {}
+        return found
+
+    def _score(self, batch: TensorDict, *, is_counted: bool) -> torch.Tensor:
+        """The weighted sum of the functions' scores, float32 [B]."""
         import torch
-        from tensordict import TensorDict
 
-        found = compute_scores(
-            function,
-            *self._texts(batch),
-            samples=batch["sample_id"].tolist() if "sample_id" in batch else None,
-            may_be_unscorable=may_be_unscorable,
-            kind=self.kind,
+        functions = self._require_functions()
+        samples = self._read(batch)
+        scored = functions.score(samples, range(self._num_functions))
+        specs = functions.specs[: self._num_functions]
+        if is_counted:
+            for spec, each in zip(specs, scored, strict=True):
+                self._count(spec.name, each)
+            self._last = ([tuple(each) for each in samples.sample_ids], scored)
+        parts = {
+            spec.name: (spec.weight, torch.tensor(each.scores, dtype=torch.float64))
+            for spec, each in zip(specs, scored, strict=True)
+        }
+        total = combine_scores(parts)
+        for spec, each in zip(specs, scored, strict=True):
+            if spec.weight:
+                total[torch.tensor(each.failed, dtype=torch.bool)] = torch.nan
+        return total.float()
+
+    def _count(self, name: str, scored: ScoredSamples) -> None:
+        """Adds to the metrics: means over the responses that have a number, and numbers of responses."""
+        for key, values in {"mean": scored.scores, **scored.metrics}.items():
+            known = [value for value in values if not math.isnan(value)]
+            before, count = self._sums.get(f"{self.kind}/{name}/{key}", (0.0, 0.0))
+            self._sums[f"{self.kind}/{name}/{key}"] = (before + sum(known), count + len(known))
+        numbers = {"unscorable": len(scored.scores) - sum(scored.valid), "failed": sum(scored.failed)}
+        for key, number in numbers.items():
+            before, _ = self._sums.get(f"{self.kind}/{name}/{key}", (0.0, 1.0))
+            self._sums[f"{self.kind}/{name}/{key}"] = (before + number, 1.0)
+
+    def _require_functions(self) -> ScoringFunctions:
+        assert self._functions is not None, "methods run on rank 0"
+        return self._functions
+
+    def _read(self, batch: TensorDict) -> Samples:
+        from hf_algorithms.advantages.shaping import TRUNCATED
+
+        ids = {name: [row.tolist() for row in batch[name].unbind()] for name in ("prompt_ids", "response_ids")}
+        samples = Samples(
+            prompts=decode_responses(self._tokenizer, ids["prompt_ids"]),
+            responses=decode_responses(self._tokenizer, ids["response_ids"], stop_ids=self._stop_ids),
+            answers=decode_text(batch["answer"]),
+            prompt_ids=ids["prompt_ids"],
+            response_ids=ids["response_ids"],
+            truncated=(batch["finish_reason"] == TRUNCATED).tolist() if "finish_reason" in batch else (),
+            groups=batch["group_id"].tolist() if "group_id" in batch else (),
+            sample_ids=batch["sample_id"].tolist() if "sample_id" in batch else (),
+            answer_name=self._answer_name,
         )
-        return TensorDict({column: torch.tensor(found, dtype=dtype)}, batch_size=batch.batch_size)
-
-    def _texts(self, batch: TensorDict) -> tuple[list[str], list[str], list[str]]:
-        prompts, responses = ([row.tolist() for row in batch[name].unbind()] for name in ("prompt_ids", "response_ids"))
-        return (
-            decode_responses(self._tokenizer, prompts),
-            decode_responses(self._tokenizer, responses, stop_ids=self._stop_ids),
-            decode_text(batch["answer"]),
-        )
+        if "row_extra" not in batch:
+            return samples
+        messages, answers, columns = zip(*map(json.loads, decode_text(batch["row_extra"])), strict=True)
+        return replace(samples, messages=messages, answers=answers, columns=columns)
 
 
-class RewardWorker(_TextFunctionWorker):
-    """One rank of the reward.
-
-    Args:
-        tokenizer: directory or hub name, to read texts from token ids.
-        stop_ids: tokens at which responses end, which no text has.
-        function: `module:function` that scores responses.
-        metric: `module:function` that scores responses in evaluations.
-        search_path: folders where the functions' modules are looked for first.
-    """
-
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        tokenizer: str,
-        stop_ids: Sequence[int] = (),
-        function: str,
-        metric: str,
-        search_path: Sequence[str],
-    ) -> None:
-        super().__init__(context, tokenizer=tokenizer, stop_ids=stop_ids, function=function, search_path=search_path)
-        self._metric = load_function(metric, search_path=search_path)
+class RewardWorker(_FunctionWorker):
+    """One rank of the reward."""
 
     @classmethod
     def configure(cls, setup: RoleSetup) -> dict[str, Any]:
         """Returns the constructor's arguments for a role of a run."""
         reward = setup.config.reward
-        return {
-            "tokenizer": setup.model.tokenizer_path,
-            "stop_ids": setup.stop_ids,
-            "function": reward.function,
-            "metric": reward.metric,
-            "search_path": list(setup.search_path),
-        }
+        metric = FunctionSpec(name="metric", function=reward.metric, allowed_hosts=reward.allowed_hosts)
+        return _configure(setup, reward) | {"metric": metric}
 
-    @register(protocol=DP, reads=_READS, writes=("scores",))
-    def compute_reward(self, batch: TensorDict) -> TensorDict:
-        """`scores` float32 [B], one for each response; NaN where the function answers None or NaN.
+    @register(protocol=RANK_ZERO, reads=_READS, writes=("scores",))
+    def compute_reward(self, batch: TensorDict, *, is_counted: bool = True) -> TensorDict:
+        """`scores` float32 [B]: the weighted sum of the functions' scores; NaN where a response has none.
+
+        A function that answers None or NaN for a response has no part in its sum; where no function of a weight other
+        than 0 scores it, and where a call met its deadline or ended its process, the response has no score.
+
+        Args:
+            batch: responses.
+            is_counted: they count in `drain_metrics`.
 
         Raises:
-            RewardError: if the function raises, or does not answer one number, NaN or None for each response.
+            RewardError: if a function raises, or does not answer one number, NaN or None for each response.
         """
-        import torch
+        from tensordict import TensorDict
 
-        return self._score(self._function, batch, "scores", torch.float32, may_be_unscorable=True)
+        return TensorDict({"scores": self._score(batch, is_counted=is_counted)}, batch_size=batch.batch_size)
 
-    @register(protocol=DP, reads=_READS, writes=("metric_scores",))
-    def compute_metric(self, batch: TensorDict) -> TensorDict:
-        """``metric_scores`` float64 [B]: what the metric function counts for each response.
+    @register(protocol=RANK_ZERO, reads=_READS, writes=("named_scores",))
+    def compute_named_reward(self, batch: TensorDict, name: str) -> TensorDict:
+        """`named_scores` float64 [B]: the scores of one function alone, NaN where it has none.
+
+        Of a batch that `compute_reward` has just scored nothing is called again.
 
         Raises:
+            ConfigError: if no function has this name.
             RewardError: as `compute_reward` does.
         """
         import torch
+        from tensordict import TensorDict
 
-        return self._score(self._metric, batch, "metric_scores", torch.float64)
+        functions = self._require_functions()
+        names = [spec.name for spec in functions.specs[: self._num_functions]]
+        if name not in names:
+            raise ConfigError(f"no reward is named {show(name)}. Use one of {', '.join(names)}")
+        samples = self._read(batch)
+        ids = [tuple(each) for each in samples.sample_ids]
+        if self._last is not None and ids and self._last[0] == ids:
+            scored = self._last[1][names.index(name)]
+        else:
+            (scored,) = functions.score(samples, [names.index(name)])
+        scores = torch.tensor(scored.scores, dtype=torch.float64)
+        return TensorDict({"named_scores": scores}, batch_size=batch.batch_size)
+
+    @register(protocol=RANK_ZERO, reads=_READS, writes=("metric_scores",))
+    def compute_metric(self, batch: TensorDict) -> TensorDict:
+        """`metric_scores` float64 [B]: what the metric function counts for each response.
+
+        A response whose call met its deadline or ended its process counts 0.
+
+        Raises:
+            RewardError: if the function raises, or does not answer one number for each response.
+        """
+        import torch
+        from tensordict import TensorDict
+
+        scores = torch.tensor(self._measure(self._read(batch)), dtype=torch.float64)
+        return TensorDict({"metric_scores": scores}, batch_size=batch.batch_size)
 
     @register(protocol=RANK_ZERO, returns="object", reads=_READS)
     def collect_samples(self, batch: TensorDict) -> list[dict[str, Any]]:
         """Prompt, response, answer and score of every row, as texts."""
-        prompts, responses, answers = self._texts(batch)
-        scores = compute_scores(self._metric, prompts, responses, answers)
-        rows = zip(prompts, responses, answers, scores, strict=True)
+        samples = self._read(batch)
+        rows = zip(samples.prompts, samples.responses, samples.answers, self._measure(samples), strict=True)
         return [dict(zip(("prompt", "response", "answer", "score"), row, strict=True)) for row in rows]
 
+    def _measure(self, samples: Samples) -> list[float]:
+        functions = self._require_functions()
+        (scored,) = functions.score(samples, [self._num_functions])
+        for row, (score, failed) in enumerate(zip(scored.scores, scored.failed, strict=True)):
+            if math.isnan(score) and not failed:
+                raise RewardError(
+                    f"{functions.describe(self._num_functions)} answered None or NaN, which is not a number, for "
+                    f"{samples.describe(row)}"
+                )
+        return [0.0 if math.isnan(score) else score for score in scored.scores]
 
-class CostWorker(_TextFunctionWorker):
+
+class CostWorker(_FunctionWorker):
     """One rank of the cost of a constraint."""
 
     kind = "cost"
@@ -156,26 +238,35 @@ class CostWorker(_TextFunctionWorker):
     @classmethod
     def configure(cls, setup: RoleSetup) -> dict[str, Any]:
         """Returns the constructor's arguments for a role of a run."""
-        return {
-            "tokenizer": setup.model.tokenizer_path,
-            "stop_ids": setup.stop_ids,
-            "function": setup.config.cost.function,
-            "search_path": list(setup.search_path),
-        }
+        return _configure(setup, setup.config.cost)
 
-    @register(protocol=DP, reads=_READS, writes=("costs",))
+    @register(protocol=RANK_ZERO, reads=_READS, writes=("costs",))
     def compute_cost(self, batch: TensorDict) -> TensorDict:
-        """`costs` float32 [B], one for each response, above 0 for what is unwanted; NaN where it is not known.
+        """`costs` float32 [B], above 0 for what is unwanted: a weighted sum, as `RewardWorker.compute_reward` forms it.
 
         Raises:
-            RewardError: if the function raises, or does not answer one number for each response.
+            RewardError: if a function raises, or does not answer one number, NaN or None for each response.
         """
-        import torch
+        from tensordict import TensorDict
 
-        return self._score(self._function, batch, "costs", torch.float32, may_be_unscorable=True)
+        return TensorDict({"costs": self._score(batch, is_counted=True)}, batch_size=batch.batch_size)
 
     @register(protocol=RANK_ZERO, returns="object", reads=("costs",))
     def list_costs(self, batch: TensorDict) -> list[float]:
         """Returns the costs as numbers, for a multiplier on the controller."""
         costs: list[float] = batch["costs"].tolist()
         return costs
+
+
+def _configure(setup: RoleSetup, scoring: RewardConfig | CostConfig) -> dict[str, Any]:
+    functions = [
+        FunctionSpec(**each.model_dump(), allowed_hosts=scoring.allowed_hosts) for each in scoring.list_functions()
+    ]
+    return {
+        "tokenizer": setup.model.tokenizer_path,
+        "stop_ids": setup.stop_ids,
+        "functions": functions,
+        "search_path": list(setup.search_path),
+        "answer_name": setup.config.data.answer_field or "answer",
+        "num_processes": scoring.processes,
+    }

@@ -1,0 +1,147 @@
+"""Scores from a server, over HTTP."""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import json
+import time
+from dataclasses import dataclass
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
+
+from hf_algorithms.rewards._conventions import Style
+from hf_algorithms.rewards._pool.messages import CallExpired
+from hf_protocols.arguments import shorten, show
+from hf_protocols.errors import ConfigError, RewardError
+
+__all__ = ["HTTPScorer", "hide_password", "is_url"]
+
+_SCHEMES = ("http://", "https://")
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 5.0
+_LEAST_ANSWER_BYTES = 1 << 20
+_ROW_BYTES = 1 << 12
+
+
+def is_url(name: str) -> bool:
+    """True for the address of a server."""
+    return name.lower().startswith(_SCHEMES)
+
+
+def hide_password(url: str) -> str:
+    """Returns the address without user and password."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+@dataclass(frozen=True, repr=False)
+class HTTPScorer:
+    """A server as a function: posts lists as JSON, and reads what a function might return.
+
+    A connection that fails and an answer of the server's own trouble (status 429 and 500 to 599) are tried again, at
+    growing distance, until the deadline; then the call's responses have no score.
+
+    Args:
+        url: address; a host other than this machine must be among `allowed_hosts`. User and password in it are sent
+            as basic authentication and not shown.
+        deadline_s: of one response.
+        style: convention of the request's names; OpenRLHF's servers read `query`.
+        allowed_hosts: names that are allowed in addition to this machine's.
+
+    Raises:
+        ConfigError: for an address that is not one, or of another host.
+    """
+
+    url: str
+    deadline_s: float = 30.0
+    style: Style = "auto"
+    allowed_hosts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        shown = show(hide_password(self.url))
+        try:
+            parts = urlsplit(self.url)
+            host = parts.hostname
+            _ = parts.port
+        except ValueError as error:
+            raise ConfigError(f"{shown} is not the address of a server: {error}") from None
+        if not host:
+            raise ConfigError(f"{shown} is not the address of a server: it has no host")
+        if not _is_this_machine(host) and host not in self.allowed_hosts:
+            raise ConfigError(
+                f"{shown}: the host {show(host)} is not this machine, and prompts and responses would leave it. "
+                "Add it to reward.allowed_hosts"
+            )
+
+    def __repr__(self) -> str:
+        return f"HTTPScorer({hide_password(self.url)!r})"
+
+    def __call__(self, **values: Any) -> Any:
+        """Returns the answer to one request.
+
+        Raises:
+            CallExpired: at the deadline.
+            RewardError: for an answer that says that the request is wrong, or that is not JSON or too long.
+        """
+        if self.style == "openrlhf":
+            values["query"] = values.pop("queries")
+        sizes = [len(value) for value in values.values() if isinstance(value, list)]
+        num_rows = max(sizes, default=1) or 1
+        request = self._build_request(json.dumps(values, ensure_ascii=False).encode())
+        end_s = time.monotonic() + self.deadline_s * num_rows
+        wait_s = _FIRST_WAIT_S
+        while True:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                raise CallExpired
+            try:
+                return self._ask(request, left_s, _LEAST_ANSWER_BYTES + num_rows * _ROW_BYTES)
+            except (OSError, HTTPException) as error:
+                if isinstance(error, HTTPError) and error.code != 429 and error.code < 500:
+                    raise RewardError(f"{self._shown()} answered status {error.code} {error.reason}") from None
+            time.sleep(min(wait_s, max(end_s - time.monotonic(), 0.0)))
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    def _ask(self, request: Request, timeout_s: float, most_bytes: int) -> Any:
+        # No proxy and no redirect: texts go to the host that was allowed, and to no other.
+        opener = build_opener(ProxyHandler({}), _NoRedirects())
+        with opener.open(request, timeout=timeout_s) as answer:
+            body = answer.read(most_bytes + 1)
+        if len(body) > most_bytes:
+            raise RewardError(f"{self._shown()} answered more than {most_bytes} bytes")
+        try:
+            return json.loads(body)
+        except ValueError:
+            text = body.decode("utf-8", errors="replace")
+            raise RewardError(f"{self._shown()} answered something else than JSON: {shorten(text)!r}") from None
+
+    def _build_request(self, body: bytes) -> Request:
+        parts = urlsplit(self.url)
+        headers = {"Content-Type": "application/json"}
+        if parts.username is not None:
+            headers["Authorization"] = f"Basic {_encode_user(parts)}"
+        return Request(hide_password(self.url), data=body, headers=headers, method="POST")
+
+    def _shown(self) -> str:
+        return hide_password(self.url)
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    def redirect_request(self, *_: Any) -> None:
+        """Leaves the answer as it is, which is an error."""
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _encode_user(parts: SplitResult) -> str:
+    text = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
+    return base64.b64encode(text.encode()).decode()

@@ -1,0 +1,42 @@
+"""The host: a clean process that shares calls out to the processes of a pool, and ends with its worker."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+from hf_algorithms.rewards._pool.chunks import ChunkScheduler
+from hf_algorithms.rewards._pool.messages import Setup
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Serves one worker: `argv` has the file descriptors of its messages and of its life."""
+    messages, life = int(sys.argv[1]), int(sys.argv[2])
+    threading.Thread(target=_end_with_worker, args=(life,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's to handle
+    connection = Connection(messages)
+    setup: Setup = pickle.loads(connection.recv_bytes())
+    scheduler = ChunkScheduler(setup.loaders, setup.num_processes, closes=(messages, life))
+    while True:
+        try:
+            batches = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return _kill_group()
+        connection.send_bytes(pickle.dumps(scheduler.run(batches)))
+
+
+def _end_with_worker(life: int) -> None:
+    """Waits until the worker closes its end, which its death does as well."""
+    os.read(life, 1)
+    _kill_group()
+
+
+def _kill_group() -> None:
+    """Ends this process, those of the pool, and what a user's functions started."""
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,150 @@
+"""Results of reward functions in every form that they may have, read as numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Set
+from numbers import Real
+from typing import Any, NamedTuple
+
+from hf_protocols.arguments import show
+
+__all__ = ["CallScores", "WrongResult", "read_result"]
+
+_LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+
+
+class CallScores(NamedTuple):
+    """The numbers of one call.
+
+    Attributes:
+        scores: one for each response; NaN where it cannot be scored.
+        metrics: further numbers by name, one for each response; NaN where a response has none.
+    """
+
+    scores: list[float]
+    metrics: dict[str, list[float]]
+
+
+class WrongResult(Exception):  # noqa: N818 - it never leaves the package
+    """A function returned something else than scores.
+
+    Attributes:
+        problem: what it returned.
+        row: of the call; None for the whole.
+    """
+
+    def __init__(self, problem: str, row: int | None = None) -> None:
+        super().__init__(problem, row)
+        self.problem = problem
+        self.row = row
+
+
+def read_result(result: Any, num_rows: int, *, per_sample: bool) -> CallScores:
+    """Reads what a function returned for `num_rows` responses.
+
+    For each response a number, None or NaN (it cannot be scored), or a mapping with `score`, whose other numbers are
+    metrics. For a group a list, tuple, array or tensor of these; or a mapping with `rewards` or `scores`, whose
+    `extra_logs` are metrics.
+
+    Args:
+        result: of the call.
+        num_rows: responses that the function was called with.
+        per_sample: the function was called for one response and may return its number alone.
+
+    Raises:
+        WrongResult: for anything else, a wrong number of scores, and a score that float32 cannot hold.
+    """
+    metrics: dict[str, list[float]] = {}
+    if per_sample and type(result) is float and abs(result) <= _LARGEST_FLOAT32:  # most results, at once
+        return CallScores([result], metrics)
+    if per_sample and (isinstance(result, Mapping) or _as_list(result) is None):
+        result = [result]
+    elif isinstance(result, Mapping):
+        result, metrics = _open_mapping(result, num_rows)
+    values = _as_list(result)
+    if values is None or len(values) != num_rows:
+        given = f"something else than a list ({_kind(result)})" if values is None else f"{len(values)} scores"
+        raise WrongResult(f"{given} for {num_rows} responses: one score per response")
+    scores = []
+    for row, value in enumerate(values):
+        if isinstance(value, Mapping):
+            if "score" not in value:
+                raise WrongResult(f"a mapping without 'score', {show(dict(value))},", row)
+            for name, each in value.items():
+                if name != "score" and (number := _as_number(each)) is not None:
+                    metrics.setdefault(str(name), [math.nan] * num_rows)[row] = number
+            value = _scalar(value["score"])
+        scores.append(_checked(value, row))
+    return CallScores(scores, metrics)
+
+
+def _open_mapping(result: Mapping[Any, Any], num_rows: int) -> tuple[Any, dict[str, list[float]]]:
+    key = next((name for name in ("rewards", "scores") if name in result), None)
+    if key is None:
+        raise WrongResult(f"a mapping of {show([*result])} for {num_rows} responses: name its numbers 'rewards'")
+    logs = result.get("extra_logs")
+    found = dict(logs) if isinstance(logs, Mapping) else {}
+    if key == "rewards" and "scores" in result:
+        found["scores"] = result["scores"]
+    metrics = {}
+    for name, each in found.items():
+        values = _as_list(each)
+        if values is None:
+            values = [each] * num_rows
+        if len(values) != num_rows:
+            raise WrongResult(f"{len(values)} numbers of {show(name)} for {num_rows} responses")
+        numbers = [math.nan if (number := _as_number(value)) is None else number for value in values]
+        metrics[str(name)] = numbers
+    return result[key], metrics
+
+
+def _as_list(answer: Any) -> list[Any] | None:
+    # The order of a set is not that of the responses.
+    if isinstance(answer, (str, bytes, Mapping, Set)) or not hasattr(answer, "__iter__"):
+        return None
+    if _is_date(answer):
+        return list(answer)
+    values = answer.tolist() if hasattr(answer, "tolist") else list(answer)
+    if not isinstance(values, list):  # an array without dimensions
+        return None
+    return [_scalar(value) for value in values]
+
+
+def _scalar(value: Any) -> Any:
+    is_array = hasattr(value, "item") and getattr(value, "ndim", 1) == 0 and not _is_date(value)
+    return value.item() if is_array else value
+
+
+def _is_date(value: Any) -> bool:
+    """True for numpy's dates: a missing one would become None, which means something else here."""
+    return getattr(getattr(value, "dtype", None), "kind", "") in ("M", "m")
+
+
+def _as_number(value: Any) -> float | None:
+    value = _scalar(value)
+    return float(value) if isinstance(value, Real) and _is_finite(value) else None
+
+
+def _checked(value: Any, row: int) -> float:
+    value = _scalar(value)
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return math.nan
+    if not isinstance(value, Real):
+        raise WrongResult(f"{show(value)} ({_kind(value)}), which is not a number,", row)
+    if not _is_finite(value):
+        raise WrongResult(f"{show(value)}, not a finite number,", row)
+    if abs(float(value)) > _LARGEST_FLOAT32:
+        raise WrongResult(f"{show(value)}, a number beyond the range of float32,", row)
+    return float(value)
+
+
+def _is_finite(score: Real) -> bool:
+    try:
+        return math.isfinite(score)
+    except OverflowError:  # an integer beyond the range of float
+        return False
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__

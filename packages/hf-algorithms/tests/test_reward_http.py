@@ -1,0 +1,117 @@
+"""Scores from a real server on this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+
+from hf_algorithms.rewards import CallExpired, FunctionSpec, HTTPScorer, Samples, ScoringFunctions
+from hf_protocols import ConfigError, RewardError
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers by the path; remembers requests."""
+
+    seen: ClassVar[list[tuple[str, dict[str, Any], str | None]]] = []
+    busy: ClassVar[int] = 0
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        Handler.seen.append((self.path, body, self.headers["Authorization"]))
+        status, text = 200, json.dumps({"rewards": [len(each) for each in body.get("responses", body.get("query"))]})
+        if self.path == "/busy" and Handler.busy:
+            Handler.busy -= 1
+            status = 503
+        if self.path == "/wrong":
+            status = 400
+        if self.path == "/down":
+            status = 500
+        if self.path == "/moved":
+            status = 307
+        if self.path == "/text":
+            text = "fine"
+        if self.path == "/long":
+            text = json.dumps(["x" * (2 << 20)])
+        self.send_response(status)
+        self.send_header("Location", "http://127.0.0.2:9/score")
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_a_server_scores_groups_in_the_pool(url: str) -> None:
+    scoring = ScoringFunctions([FunctionSpec(name="server", function=f"{url}/score")], num_processes=1)
+    batch = Samples(prompts=["p"] * 3, responses=["a", "bb", "ccc"], answers=["1"] * 3, groups=[0, 0, 1])
+    (scored,) = scoring.score(batch)
+    scoring.close()
+    assert scored.scores == [1.0, 2.0, 3.0]
+    bodies = sorted((body for path, body, _ in Handler.seen if path == "/score"), key=lambda body: body["responses"])
+    assert [body["responses"] for body in bodies] == [["a", "bb"], ["ccc"]]
+    assert bodies[0]["prompts"] == ["p", "p"] and bodies[0]["answers"] == ["1", "1"]
+
+
+def test_trouble_of_the_server_is_tried_again(url: str) -> None:
+    Handler.busy = 2
+    assert HTTPScorer(f"{url}/busy")(responses=["aa"]) == {"rewards": [2]}
+    assert [path for path, _, _ in Handler.seen].count("/busy") == 3
+    with pytest.raises(CallExpired):
+        HTTPScorer(f"{url}/down", deadline_s=0.25)(responses=["a"])
+    with pytest.raises(CallExpired):
+        HTTPScorer("http://127.0.0.1:9", deadline_s=0.25)(responses=["a"])
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("wrong", "answered status 400"),
+        ("moved", "answered status 307"),
+        ("text", "answered something else than JSON: 'fine'"),
+        ("long", "answered more than 10"),
+    ],
+)
+def test_a_wrong_answer_is_an_error_at_once(url: str, path: str, says: str) -> None:
+    with pytest.raises(RewardError, match=says):
+        HTTPScorer(f"{url}/{path}")(responses=["a"])
+
+
+def test_a_password_is_sent_and_not_shown(url: str) -> None:
+    with_password = url.replace("://", "://me:se%40cret@")
+    scorer = HTTPScorer(f"{with_password}/wrong", style="openrlhf")
+    with pytest.raises(RewardError) as caught:
+        scorer(queries=["a"], prompts=["p"], labels=["l"])
+    assert "cret" not in str(caught.value) + repr(scorer)
+    _, body, authorization = Handler.seen[-1]
+    assert set(body) == {"query", "prompts", "labels"}
+    assert authorization == "Basic " + base64.b64encode(b"me:se@cret").decode()
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("http://example.com/score", r"the host 'example.com' is not this machine, .* Add it to reward.allowed_hosts"),
+        ("http://me:secret@10.0.0.1/score", "'http://10.0.0.1/score': the host '10.0.0.1' is not this machine"),
+        ("http:///score", "it has no host"),
+        ("http://127.0.0.1:x/score", "is not the address of a server"),
+    ],
+)
+def test_other_hosts_and_bad_addresses_are_refused(address: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        HTTPScorer(address)
+    assert "secret" not in str(caught.value)
+    assert HTTPScorer("https://example.com/score", allowed_hosts=("example.com",)).url
+    assert HTTPScorer("http://[::1]:8000").url

@@ -1,0 +1,171 @@
+"""The reward worker: weights, metrics, and what has no score, on batches as a run makes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from hf_algorithms.data import PromptDataset, Row, build_character_tokenizer
+from hf_algorithms.rewards import FunctionSpec, combine_scores
+from hf_algorithms.workers import CostWorker, RewardWorker
+from hf_controller import InProcessExecutor, ResourcePool, WorkerGroup, WorkerSpec
+from hf_protocols import BatchError, ConfigError, ParallelSpec, RewardError, Topology
+
+SOURCE = '''
+CALLS = []
+
+def length(responses):
+    return [{"score": float(len(response)), "twos": response.count("2")} for response in responses]
+
+def only_even(responses, truncated):
+    """Does not apply to responses of odd length."""
+    return [None if len(response) % 2 else 10.0 + cut for response, cut in zip(responses, truncated)]
+
+def hangs(solution_str):
+    while solution_str == "333":
+        pass
+    return 1.0
+
+def counts(responses):
+    CALLS.append(len(responses))
+    return [float(sum(CALLS))] * len(responses)
+
+def broken(responses):
+    return ["good"] * len(responses)
+
+def unsure(responses):
+    return [None] * len(responses)
+'''
+ROWS = [Row("1+1=", "2"), Row("1+2=", "3")]
+RESPONSES = ["2", "22", "333", "4444"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("worker")
+    (path / "worker_rewards.py").write_text(SOURCE)
+    build_character_tokenizer("0123456789+=", path / "tokenizer")
+    return path
+
+
+def batch_of(folder: Path) -> TensorDict:
+    """Two responses to each of two prompts; the last one is cut."""
+    from hf_algorithms.data import load_tokenizer
+
+    tokenizer = load_tokenizer(str(folder / "tokenizer"))
+    batch = PromptDataset(ROWS, tokenizer).prompts([0, 0, 1, 1])
+    batch["group_id"] = torch.tensor([0, 0, 1, 1])
+    ids = [torch.tensor(each) for each in tokenizer(RESPONSES, add_special_tokens=False)["input_ids"]]
+    batch["response_ids"] = torch.nested.nested_tensor(ids, layout=torch.jagged)
+    batch["finish_reason"] = torch.tensor([0, 0, 0, 1])
+    batch["sample_id"] = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 0], [0, 1, 0, 0], [0, 1, 1, 0]])
+    return batch
+
+
+@contextmanager
+def worker(
+    folder: Path, *functions: FunctionSpec, kind: type = RewardWorker, metric: str = ""
+) -> Iterator[WorkerGroup]:
+    given = {"metric": FunctionSpec(name="metric", function=metric, deadline_s=0.5)} if metric else {}
+    spec = WorkerSpec(
+        worker=kind,
+        topology=Topology(ParallelSpec()),
+        kwargs={
+            "tokenizer": str(folder / "tokenizer"),
+            "functions": functions,
+            "search_path": [str(folder)],
+            "num_processes": 1,
+            **given,
+        },
+    )
+    with InProcessExecutor() as executor:
+        yield executor.build_groups(ResourcePool([1], device="cpu"), {"reward": spec})["reward"]
+
+
+def spec(name: str, **options: Any) -> FunctionSpec:
+    return FunctionSpec(name=name, function=f"worker_rewards:{name}", **options)
+
+
+def test_weighted_functions_make_one_score_and_a_curve_each(folder: Path) -> None:
+    functions = (spec("length"), spec("only_even", weight=0.5), spec("hangs", weight=2.0, deadline_s=0.3))
+    with worker(folder, *functions) as group:
+        scores = group.compute_reward(batch_of(folder)).result()["scores"]
+        named = group.compute_named_reward(batch_of(folder), "only_even").result()["named_scores"]
+        metrics = group.drain_metrics().result()
+        empty = group.drain_metrics().sums()
+    nan = math.nan
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == pytest.approx([1 + 2, 2 + 5 + 2, nan, 4 + 5.5 + 2], nan_ok=True)
+    assert named.tolist() == pytest.approx([nan, 10.0, nan, 11.0], nan_ok=True)
+    assert metrics == {
+        "reward/length/mean": 2.5,
+        "reward/length/twos": 0.75,
+        "reward/length/unscorable": 0.0,
+        "reward/length/failed": 0.0,
+        "reward/only_even/mean": 10.5,
+        "reward/only_even/unscorable": 2.0,
+        "reward/only_even/failed": 0.0,
+        "reward/hangs/mean": 1.0,
+        "reward/hangs/unscorable": 1.0,
+        "reward/hangs/failed": 1.0,
+    }
+    assert empty == {}
+
+
+def test_a_named_reward_is_not_called_again(folder: Path) -> None:
+    with worker(folder, spec("counts")) as group:
+        batch = batch_of(folder)
+        scores = group.compute_reward(batch).result()["scores"].tolist()
+        assert group.compute_named_reward(batch, "counts").result()["named_scores"].tolist() == scores == [2, 2, 4, 4]
+        other = batch[:2]
+        assert group.compute_named_reward(other, "counts").result()["named_scores"].tolist() == [6, 6]
+        with pytest.raises(ConfigError, match=r"no reward is named 'size'\. Use one of counts"):
+            group.compute_named_reward(batch, "size").result()
+
+
+def test_a_metric_counts_a_failed_call_as_zero_and_refuses_none(folder: Path) -> None:
+    with worker(folder, spec("length"), metric="worker_rewards:hangs") as group:
+        assert group.compute_metric(batch_of(folder)).result()["metric_scores"].tolist() == [1.0, 1.0, 0.0, 1.0]
+        samples = group.collect_samples(batch_of(folder)).result()
+    assert samples[1] == {"prompt": "1+1=", "response": "22", "answer": "2", "score": 1.0}
+    with (
+        worker(folder, spec("length"), metric="worker_rewards:unsure") as group,
+        pytest.raises(RewardError, match=r"worker_rewards:unsure answered None or NaN, .* for response 0 to row 0"),
+    ):
+        group.compute_metric(batch_of(folder)).result()
+
+
+def test_a_wrong_score_names_the_sample(folder: Path) -> None:
+    with worker(folder, spec("broken")) as group:
+        says = r"broken answered 'good' \(str\), which is not a number, for response 0 to row 0 \(epoch 0\): prompt"
+        with pytest.raises(RewardError, match=says):
+            group.compute_reward(batch_of(folder)).result()
+
+
+def test_costs_are_scored_alike(folder: Path) -> None:
+    with worker(folder, spec("length"), kind=CostWorker) as group:
+        costs = group.compute_cost(batch_of(folder))
+        assert group.list_costs(costs).result() == [1.0, 2.0, 3.0, 4.0]
+        assert group.drain_metrics().result()["cost/length/mean"] == 2.5
+
+
+def test_parts_that_do_not_apply_are_left_out() -> None:
+    nan = math.nan
+    parts = {
+        "one": (1.0, torch.tensor([1.0, nan, nan, 2.0])),
+        "two": (-0.5, torch.tensor([2.0, 2.0, nan, nan])),
+        "shown": (0.0, torch.tensor([nan, nan, 5.0, 5.0])),
+    }
+    assert combine_scores(parts).tolist() == pytest.approx([0.0, -1.0, nan, 2.0], nan_ok=True)
+    needed = combine_scores(parts, required=("one",))
+    assert needed.tolist() == pytest.approx([0.0, nan, nan, 2.0], nan_ok=True)
+    assert needed.dtype == torch.float64
+    with pytest.raises(BatchError, match="the same number of each"):
+        combine_scores({"one": (1.0, torch.ones(2)), "two": (1.0, torch.ones(3))})
