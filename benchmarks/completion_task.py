@@ -51,10 +51,10 @@ def build_completion(data: Path, algorithm: Mapping[str, Any], *, seed: int, ite
     body = build_in_process(data, COMPLETION_MODEL, algorithm, seed=seed, iterations=iterations)
     return {
         **body,
-        "run": {**body["run"], "eval_every": 20},
+        "run": {**body["run"], "eval_every": 30},
         "warm_start": {"max_steps": 400, "learning_rate": 3e-3, "batch_size": 128, "eval_every": 400},
-        "optimizer": {"actor_learning_rate": 5e-4, "critic_learning_rate": 1e-3},
-        "rollout": {"batch_size": 64, "max_new_tokens": _NUM_WANTED + 2},
+        "optimizer": {"actor_learning_rate": 1e-3, "critic_learning_rate": 3e-3},
+        "rollout": {"batch_size": 32, "max_new_tokens": _NUM_WANTED + 2},
         "reward": {"function": reward, "metric": reward},
     }
 
