@@ -26,6 +26,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
+from completion_task import write_completion
 from learning_experiments import EXPERIMENTS, SEPARATIONS, Experiment
 from learning_page import write_page
 from learning_tasks import write_small_addition
@@ -41,6 +42,14 @@ CACHE = ROOT / ".cache" / "learning"
 SEEDS = (0, 1, 2)
 BUDGET_MINUTES = 90.0
 RUN_TIMEOUT_S = 1200.0
+_MODULES = {
+    "addition": ("learning_tasks",),
+    "completion": ("learning_tasks", "completion_task"),
+    "constrained": ("learning_tasks", "constrained_text"),
+}
+"""Modules of a task's rows, rewards and settings; other tasks share theirs."""
+_ROWS = {"addition": "data", "constrained": "data", "completion": "completion-data"}
+"""Folders of a task's rows; other tasks share theirs."""
 ALL = (*EXPERIMENTS, *(each for separation in SEPARATIONS for each in separation.experiments))
 
 
@@ -104,6 +113,7 @@ def _write_data() -> None:
     if not (CACHE / "data").exists():
         write_small_addition(CACHE / "data")
     write_task_data(CACHE / "task-data")
+    write_completion(CACHE / "completion-data")
 
 
 def _load_libraries() -> None:
@@ -114,8 +124,8 @@ def _load_libraries() -> None:
 
 
 def _configure(experiment: Experiment, seed: int, iterations: int | None = None) -> dict[str, Any]:
-    is_shared = experiment.task in ("addition", "constrained")
-    return experiment.configure(CACHE / ("data" if is_shared else "task-data"), seed, iterations)
+    rows = _ROWS.get(experiment.task, "task-data")
+    return experiment.configure(CACHE / rows, seed, iterations)
 
 
 def _digest(body: Mapping[str, Any], sources: Iterable[Path] = ()) -> str:
@@ -129,8 +139,7 @@ def _find_sources(experiment: Experiment) -> list[Path]:
     package = ROOT / "packages" / "hf-algorithms" / "src" / "hf_algorithms"
     parts = ("advantages", "losses", "recipes", "workers")
     found = [path for part in parts for path in sorted((package / part).glob("*.py"))]
-    is_shared = experiment.task in ("addition", "constrained")
-    names = ("learning_tasks",) if is_shared else ("separating_recipes", "separating_tasks")
+    names = _MODULES.get(experiment.task, ("separating_recipes", "separating_tasks"))
     return [*found, *(BENCHMARKS / f"{name}.py" for name in names)]
 
 

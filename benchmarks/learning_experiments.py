@@ -4,28 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from learning_tasks import COST_LIMIT, build_addition, build_constrained_text
+from completion_task import build_completion
+from constrained_text import COST_LIMIT, SAFE_RLHF_KEYS, build_constrained_text
+from learning_tasks import build_addition
 from separating_tasks import build_task
 
 __all__ = [
     "ACCURACY",
     "EXPERIMENTS",
+    "LAMBDA",
     "SEPARATIONS",
     "Experiment",
     "Separation",
     "end_of",
     "growth_of",
     "mean_of",
+    "spread_of",
     "start_of",
 ]
 
 ACCURACY = "eval/validation/exact_match"
+LAMBDA = "constraint/lambda"
 WANTED_GAIN = 0.2
-WANTED_DISTANCE = 0.05
+WANTED_DISTANCE = 0.02
+"""Of the mean cost from its limit, over the last quarter of the iterations."""
+LARGEST_SPREAD = 0.15
+"""Of lambda, over the last quarter: what has settled moves by less."""
 LARGEST_CONTROL_GAIN = 0.05
+
+_BUILDERS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "addition": build_addition,
+    "completion": build_completion,
+    "constrained": build_constrained_text,
+}
 
 Result = Mapping[str, Any]
 """`before`, `after`, `cpu_s`, and `curves`: pairs of iteration and value by metric."""
@@ -38,7 +54,7 @@ class Experiment:
     Attributes:
         name: of the runs.
         algorithm: the `[algorithm]` section.
-        task: `addition`, `constrained`, or a task of `separating_tasks`.
+        task: `addition`, `constrained`, `completion`, or a task of `separating_tasks`.
         iterations: of the algorithm.
         curves: metrics that are kept.
         changes: keys that differ from the task's, by section.
@@ -60,12 +76,8 @@ class Experiment:
             iterations: in place of the experiment's.
         """
         keys = {"seed": seed, "iterations": iterations or self.iterations}
-        if self.task == "addition":
-            body = build_addition(data, self.algorithm, **keys)
-        elif self.task == "constrained":
-            body = build_constrained_text(data, self.algorithm, **keys)
-        else:
-            body = build_task(data, self.algorithm, task=self.task, **keys)
+        build = _BUILDERS.get(self.task, partial(build_task, task=self.task))
+        body = build(data, self.algorithm, **keys)
         for section, changed in self.changes.items():
             body[section] = {**body.get(section, {}), **changed}
         return body
@@ -79,7 +91,8 @@ class Experiment:
         """Returns the number by which a run is judged, and True if it reaches its mark."""
         if self.task == "constrained":
             cost = end_of(result, "constraint/cost")
-            return cost, abs(cost - COST_LIMIT) <= WANTED_DISTANCE
+            has_settled = spread_of(result, LAMBDA) <= LARGEST_SPREAD
+            return cost, abs(cost - COST_LIMIT) <= WANTED_DISTANCE and has_settled
         gain = result["after"] - result["before"]
         is_control = self.name.endswith("_shuffled")
         return result["after"], gain <= LARGEST_CONTROL_GAIN if is_control else gain >= WANTED_GAIN
@@ -90,7 +103,7 @@ class Separation:
     """A task on which two algorithms, or two settings of one, must differ.
 
     Attributes:
-        task: of `separating_tasks`.
+        task: of the compared experiments.
         title: of the page's table.
         experiments: the first is expected to show an effect that the second does not.
         metric: the curve that shows it.
@@ -130,21 +143,28 @@ def _values(result: Result, metric: str) -> list[float]:
 
 def start_of(result: Result, metric: str) -> float:
     """Returns the mean over the first five points of a curve."""
-    values = _values(result, metric)[:5]
-    return sum(values) / len(values)
+    return fmean(_values(result, metric)[:5])
 
 
 def end_of(result: Result, metric: str) -> float:
     """Returns the mean over the last quarter of a curve."""
+    return fmean(_last_quarter(result, metric))
+
+
+def spread_of(result: Result, metric: str) -> float:
+    """Returns the distance of the largest from the smallest value of a curve's last quarter, over their mean."""
+    last = _last_quarter(result, metric)
+    return (max(last) - min(last)) / fmean(last)
+
+
+def _last_quarter(result: Result, metric: str) -> list[float]:
     values = _values(result, metric)
-    last = values[-max(len(values) // 4, 1) :]
-    return sum(last) / len(last)
+    return values[-max(len(values) // 4, 1) :]
 
 
 def mean_of(result: Result, metric: str) -> float:
     """Returns the mean over a curve."""
-    values = _values(result, metric)
-    return sum(values) / len(values)
+    return fmean(_values(result, metric))
 
 
 def growth_of(result: Result, metric: str) -> float:
@@ -160,10 +180,10 @@ def _addition(name: str, algorithm: str | None = None, **changes: Mapping[str, A
 def _safe_rlhf(name: str, *curves: str, iterations: int = 150, **keys: Any) -> Experiment:
     return Experiment(
         name=name,
-        algorithm={"name": "safe_rlhf", "cost_limit": COST_LIMIT, "lambda_learning_rate": 0.5, **keys},
+        algorithm={**SAFE_RLHF_KEYS, **keys},
         task="constrained",
         iterations=iterations,
-        curves=("constraint/cost", "constraint/lambda", "constraint/infeasible", "reward/mean", *curves),
+        curves=("constraint/cost", LAMBDA, "constraint/infeasible", "reward/mean", *curves),
     )
 
 
@@ -179,6 +199,16 @@ def _measured(name: str, recipe: str, task: str, iterations: int, curves: Sequen
     }
     return Experiment(
         name=f"{task}_{name}", algorithm=algorithm, task=task, iterations=iterations, curves=(*curves, "reward/mean")
+    )
+
+
+def _complete(name: str, *curves: str, **keys: Any) -> Experiment:
+    return Experiment(
+        name=f"completion_{name}",
+        algorithm={"name": name, "kl_coefficient": 0.0, **keys},
+        task="completion",
+        iterations=120,
+        curves=("reward/mean", *curves),
     )
 
 
@@ -246,6 +276,18 @@ SEPARATIONS = (
         rule="corrected at least 95 % of that of fresh samples, uncorrected less",
         measure=lambda result: mean_of(result, _DIGIT),
         passes=lambda fresh, corrected, uncorrected: corrected >= 0.95 * fresh > uncorrected,
+    ),
+    Separation(
+        task="completion",
+        title="credit within a long response",
+        experiments=(
+            _complete("ppo", "critic/explained_variance", critic_warmup=20),
+            _complete("reinforce_pp"),
+        ),
+        metric="reward/mean",
+        rule="at least 0.9 under `ppo`",
+        measure=lambda result: end_of(result, "reward/mean"),
+        passes=lambda ppo, reinforce_pp: ppo >= 0.9,
     ),
     Separation(
         task="constrained",

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from constrained_text import COST_LIMIT
 from learning_curves import draw_curves
-from learning_experiments import ACCURACY, EXPERIMENTS, SEPARATIONS, Separation
-from learning_tasks import COST_LIMIT
+from learning_experiments import ACCURACY, EXPERIMENTS, LAMBDA, SEPARATIONS, Separation, end_of, spread_of
 from measurement import record, write_table
 
 __all__ = ["write_page"]
@@ -30,7 +30,8 @@ def write_page(results: Results) -> None:
         (ASSETS / f"{name}.svg").write_text(picture)
     shown = [name for name in ("addition", "safe_rlhf", *(each.task for each in SEPARATIONS)) if name in pictures]
     links = [f"![{_ALT.get(name, name)}](../assets/curves/{name}.svg)" for name in shown]
-    parts = ["\n".join(_rows(results)), "\n".join(_separation_rows(results)), *links]
+    tables = (_rows(results), _lambda_rows(results), _separation_rows(results))
+    parts = [*("\n".join(rows) for rows in tables), *links]
     write_table(PAGE, "learning_curves", "\n\n".join(parts))
 
 
@@ -38,6 +39,9 @@ def _list_metrics(results: Results) -> Iterator[tuple[str, tuple[float, str]]]:
     for experiment in EXPERIMENTS:
         for seed, result in results[experiment.name].items():
             yield f"{experiment.name}_seed_{seed}", (round(experiment.judge(result)[0], 4), experiment.measure)
+            if experiment.task == "constrained":
+                spread = round(spread_of(result, LAMBDA), 4)
+                yield f"{experiment.name}_lambda_seed_{seed}", (spread, "spread of lambda, last quarter")
     for separation in SEPARATIONS:
         for experiment, numbers in zip(separation.experiments, _measure(separation, results), strict=True):
             if numbers:
@@ -65,6 +69,15 @@ def _rows(results: Results) -> Iterator[str]:
         passed = f"{sum(passes for _, passes in judged)} of {len(judged)}"
         used = f"{found[0]['cpu_s']:.0f}"
         yield f"| `{experiment.name}` | {task} | {len(found)} | {before} | {spread} | {used} | {passed} |"
+
+
+def _lambda_rows(results: Results) -> Iterator[str]:
+    yield "| `safe_rlhf`, last quarter: seed | lambda | its spread | cost | reward |"
+    yield "| --: | --: | --: | --: | --: |"
+    for seed, result in results["safe_rlhf"].items():
+        spread = f"{100 * spread_of(result, LAMBDA):.1f} %"
+        cost, reward = (f"{end_of(result, metric):.3f}" for metric in ("constraint/cost", "reward/mean"))
+        yield f"| {seed} | {end_of(result, LAMBDA):.3f} | {spread} | {cost} | {reward} |"
 
 
 def _separation_rows(results: Results) -> Iterator[str]:
@@ -102,7 +115,7 @@ def _draw(results: Results) -> Iterator[tuple[str, str]]:
         panels = {"exact match": ACCURACY, "mean reward": "reward/mean"}
         yield name, draw_curves({title: {name: _curves(found, metric)} for title, metric in panels.items()})
     if constrained := list(results["safe_rlhf"].values()):
-        panels = {"mean cost": "constraint/cost", "lambda": "constraint/lambda", "mean reward": "reward/mean"}
+        panels = {"mean cost": "constraint/cost", "lambda": LAMBDA, "mean reward": "reward/mean"}
         yield (
             "safe_rlhf",
             draw_curves({title: {"safe_rlhf": _curves(constrained, each)} for title, each in panels.items()}),
@@ -128,6 +141,7 @@ _TITLE = {
     "mixture": "score of hard prompts",
     "extremes": "solved prompts, share",
     "stale": "solved prompts, share",
+    "completion": "mean reward",
     "constrained": "loss on training answers",
 }
 _ALT = {

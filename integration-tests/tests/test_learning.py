@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import learning_tasks
+import constrained_text
 import pytest
 
 from hf_algorithms.config import parse_config
@@ -20,8 +20,8 @@ ITERATIONS = 90
 
 def train(folder: Path, data: Path, **algorithm: Any) -> dict[str, float]:
     """Means of the metrics of a constraint, and of the reward, over the last third of a run."""
-    keys = {"name": "safe_rlhf", "lambda_learning_rate": 0.5, **algorithm}
-    body = learning_tasks.build_constrained_text(data, keys, seed=0, iterations=ITERATIONS)
+    keys = {**constrained_text.SAFE_RLHF_KEYS, **algorithm}
+    body = constrained_text.build_constrained_text(data, keys, seed=0, iterations=ITERATIONS)
     body["run"] |= {"output_dir": str(folder), "eval_every": ITERATIONS}
     directory = RunDirectory(folder)
     directory.begin()
@@ -32,8 +32,8 @@ def train(folder: Path, data: Path, **algorithm: Any) -> dict[str, float]:
 
 
 def test_safe_rlhf_comes_to_its_limit(tmp_path: Path, addition_data: Path) -> None:
-    limit = learning_tasks.COST_LIMIT
-    held = train(tmp_path / "held", addition_data, cost_limit=limit)
+    limit = constrained_text.COST_LIMIT
+    held = train(tmp_path / "held", addition_data)
     assert held["constraint/cost"] == pytest.approx(limit, abs=0.12)
     assert held["constraint/infeasible"] == 0.0
     assert held["reward/mean"] > 0.4

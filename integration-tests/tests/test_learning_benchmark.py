@@ -119,3 +119,14 @@ def test_a_task_is_judged_by_means_over_seeds_that_all_have() -> None:
     assert PARITY.judge(found) is True  # 2 and 1
     assert PARITY.judge([{0: dr_grpo}, {0: grpo}]) is False
     assert PARITY.judge([{0: grpo}, {1: dr_grpo}]) is None
+
+
+@pytest.mark.parametrize(
+    ("cost", "smallest", "passes"), [(0.315, 0.30, True), (0.285, 0.30, True), (0.325, 0.30, False), (0.3, 0.25, False)]
+)
+def test_safe_rlhf_passes_if_cost_and_lambda_settle(cost: float, smallest: float, passes: bool) -> None:
+    rising = [smallest + (0.32 - smallest) * place / 7 for place in range(8)]
+    lambdas = [1.0] * 24 + rising  # the last quarter
+    curves = {"constraint/cost": [0.0] * 24 + [cost] * 8, "constraint/lambda": lambdas}
+    result = {"curves": {name: list(enumerate(values)) for name, values in curves.items()}}
+    assert EXPERIMENTS["safe_rlhf"].judge(result) == (pytest.approx(cost), passes)
