@@ -301,5 +301,6 @@ def follow_the_training(model, directory):
         with engine.generation():
             responses = engine.generate(prompts, GREEDY)
     train.export_hf(directory)
-    check_greedy_samples(train, reference_of(directory), prompts, responses)
+    # Gemma 2's caps and scales round otherwise in vLLM's kernels than in torch's.
+    check_greedy_samples(train, reference_of(directory), prompts, responses, tolerance=5e-4)
     engine.close()
