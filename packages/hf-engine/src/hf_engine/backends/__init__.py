@@ -12,6 +12,7 @@ from hf_engine.backends._abilities import (
     HoldsPadding,
     Settles,
     SupportsModelCheck,
+    SupportsScores,
     SupportsShardLoading,
     SupportsWeightBuffers,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "SamplingParams",
     "Settles",
     "SupportsModelCheck",
+    "SupportsScores",
     "SupportsShardLoading",
     "SupportsWeightBuffers",
     "TrainBackend",

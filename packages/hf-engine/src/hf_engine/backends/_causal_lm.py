@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from hf_engine.backends._base import Head
 from hf_engine.backends._versions import TRANSFORMERS
 from hf_engine.model_directory import (
-    VALUE_HEAD,
+    SCORE_HEADS,
     ModelDirectory,
     check_model_directory,
     describe_export,
@@ -60,7 +60,7 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype, head: Head = "lm") -> 
         )
     loaded, report = answer
     _refuse_other_sizes(files, report["mismatched_keys"])
-    _refuse_surplus(files, loaded, report["unexpected_keys"])
+    _refuse_surplus(files, loaded, report["unexpected_keys"], () if head == "lm" else SCORE_HEADS)
     _refuse_unused(files, loaded)
     return LoadedModel(loaded, sorted(report["missing_keys"]), files)
 
@@ -122,9 +122,11 @@ def _refuse_other_sizes(files: ModelDirectory, differing: Collection[tuple[str, 
         )
 
 
-def _refuse_surplus(files: ModelDirectory, loaded: Any, unexpected: Collection[str]) -> None:
+def _refuse_surplus(
+    files: ModelDirectory, loaded: Any, unexpected: Collection[str], heads: Collection[str] = ()
+) -> None:
     """Of families that `ModelShape` does not know; transformers leaves out what a family is known to carry beside."""
-    if surplus := sorted(name for name in unexpected if not is_buffer(name) and name != VALUE_HEAD):
+    if surplus := sorted(name for name in unexpected if not is_buffer(name) and name not in heads):
         raise files.refusal(
             f"holds {surplus[0]} ({len(surplus)} such), for which a {type(loaded).__name__} has no place: it would be "
             "ignored. Give a whole directory of one model"

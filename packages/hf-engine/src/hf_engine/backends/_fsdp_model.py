@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_engine.backends._base import Head, TrainConfig
 from hf_engine.backends._causal_lm import load_causal_lm, refuse_lacking
-from hf_engine.model_directory import VALUE_HEAD, ModelDirectory, errors_of
+from hf_engine.backends._classifier import load_classifier
+from hf_engine.model_directory import SCORE_HEADS, ModelDirectory, errors_of
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 
@@ -29,13 +30,19 @@ __all__ = [
 
 
 def load_with_head(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[Any, bool]:
-    """Loads a causal language model; for a value head, says whether the directory had one. True for `"lm"`."""
+    """Loads a causal language model; for a value head, says whether the directory had one. True for other heads.
+
+    For `"score"` it is a sequence classifier, or a value head where transformers has none of the family.
+    """
+    if head == "score":
+        classifier = load_classifier(model, dtype)
+        return load_with_head(model, dtype, "value") if classifier is None else (classifier, True)
     loaded, missing, files = load_causal_lm(model, dtype, head)
     refuse_lacking(files, [name for name in missing if head == "lm" or name != find_head_name(loaded)])
     if head == "lm":
         return loaded, True
     value_head = torch.nn.Linear(loaded.get_output_embeddings().weight.shape[1], 1, bias=False, dtype=dtype)
-    stored = read_tensor(files, VALUE_HEAD)
+    stored = next((found for name in SCORE_HEADS if (found := read_tensor(files, name)) is not None), None)
     with torch.no_grad():
         value_head.weight.copy_(torch.zeros(()) if stored is None else stored)
     loaded.config.tie_word_embeddings = False
@@ -58,7 +65,8 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule
         for layer in layers:
             # transformers checkpoints a layer only in training mode; what is inside it stays without dropout.
             layer.training = True
-    if not layers and (config.shard == "layer" or config.compile):
+    is_classifier = model.get_output_embeddings() is None  # some encoders name no layers, and are small
+    if not layers and not is_classifier and (config.shard == "layer" or config.compile):
         raise BackendError(f"{type(model).__name__} does not name its decoder layers: use shard='root', compile=False")
     if config.compile:
         _require_compiler(mesh.device_type)

@@ -7,7 +7,14 @@ Only headers are read, with the standard library. What belongs to a backend stay
 from __future__ import annotations
 
 from hf_engine.model_directory._borders import errors_of
-from hf_engine.model_directory._checks import VALUE_HEAD, check_end_tokens, check_model_directory, is_buffer
+from hf_engine.model_directory._checks import (
+    SCORE_HEADS,
+    VALUE_HEAD,
+    check_end_tokens,
+    check_model_directory,
+    find_score_head,
+    is_buffer,
+)
 from hf_engine.model_directory._directory import ModelDirectory, read_model_directory
 from hf_engine.model_directory._end_tokens import check_end_of_sequence_ids, read_end_of_sequence_ids
 from hf_engine.model_directory._export import describe_export
@@ -16,6 +23,7 @@ from hf_engine.model_directory._paths import find_file, find_model, is_hub_name
 from hf_engine.model_directory._weight_files import find_weight_files
 
 __all__ = [
+    "SCORE_HEADS",
     "VALUE_HEAD",
     "ModelDirectory",
     "StoredTensor",
@@ -26,6 +34,7 @@ __all__ = [
     "errors_of",
     "find_file",
     "find_model",
+    "find_score_head",
     "find_weight_files",
     "is_buffer",
     "is_hub_name",
