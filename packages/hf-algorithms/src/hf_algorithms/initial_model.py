@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hf_algorithms.data import build_character_tokenizer, load_tokenizer, train_bpe_tokenizer
-from hf_engine import SupportsModelCheck, load_rollout_backend, load_train_backend
+from hf_engine import SupportsModelCheck, SupportsScores, load_rollout_backend, load_train_backend
 from hf_engine.model_directory import (
     ModelDirectory,
     check_end_tokens,
     check_model_directory,
     errors_of,
+    find_score_head,
     is_hub_name,
     read_model_directory,
 )
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from hf_algorithms.config import ModelConfig
     from hf_algorithms.data import Row
 
-__all__ = ["InitialModel", "build_initial_model", "read_role_model"]
+__all__ = ["Head", "InitialModel", "build_initial_model", "read_role_model"]
+
+Head = Literal["lm", "value", "score"]
+"""Of a role's model: tokens, a value at each token, or one number for a sequence."""
 
 _LOADERS: Mapping[str, Callable[[str], type]] = {"rollout.backend": load_rollout_backend}
 """Of keys that do not name a training backend."""
@@ -42,6 +46,8 @@ class InitialModel:
     tokenizer_path: str
     tokenizer: PreTrainedTokenizerBase
     shape: ModelShape
+    own_tokenizer_path: str | None = None
+    """Of a model that scores texts and has another tokenizer than the run's; None where they are alike."""
 
 
 def build_initial_model(
@@ -52,6 +58,7 @@ def build_initial_model(
     seed: int,
     backends: Mapping[str, str] | None = None,
     on_cpu: bool = True,
+    head: Head = "lm",
 ) -> InitialModel:
     """Check the configured model by its files, or write a fresh random one (and its tokenizer) to ``directory``.
 
@@ -65,34 +72,35 @@ def build_initial_model(
         seed: of fresh weights.
         backends: names by key: ``rollout.backend``; others, such as ``training.backend``, name training backends.
         on_cpu: whether ranks run on host processors.
+        head: that the model is given: `"score"` also takes sequence classifiers and critics.
 
     Raises:
         ConfigError: for a model or tokenizer that cannot be used, naming the key and the file.
     """
     files: ModelDirectory | None = None
     if config.path is not None:
-        files = _read_given(config.path, backends or {}, label=_label("path", config.path), on_cpu=on_cpu)
+        files = _read_given(config.path, backends or {}, label=_label("path", config.path), on_cpu=on_cpu, head=head)
     tokenizer_path = _build_tokenizer(config, rows, directory)
     key, given = ("tokenizer", config.tokenizer) if config.tokenizer else ("path", config.path)
-    tokenizer = load_tokenizer(tokenizer_path, label=_label(key, given))
+    tokenizer = load_tokenizer(tokenizer_path, label=_label(key, given), needs_end=head != "score")
     if files is None:
         _write_fresh_model(config, tokenizer, directory, seed)
         files = read_model_directory(directory, label="the fresh model")
-        _check_backends(files, backends or {}, on_cpu=on_cpu)
+        _check_backends(files, backends or {}, on_cpu=on_cpu, head=head)
     else:
-        _check_sizes(config, files.require_shape())
+        _check_sizes(config, _shape_of(files, head))
     _check_vocabulary(tokenizer, files, label=_label(key, given))
     path = _find(str(directory) if config.path is None else config.path)
     return InitialModel(
         path=path,
         tokenizer_path=tokenizer_path,
         tokenizer=tokenizer,
-        shape=replace(files.require_shape(), name=Path(path).name),
+        shape=replace(_shape_of(files, head), name=Path(path).name),
     )
 
 
 def read_role_model(
-    path: str, main: InitialModel, *, label: str, backends: Mapping[str, str], on_cpu: bool
+    path: str, main: InitialModel, *, label: str, backends: Mapping[str, str], on_cpu: bool, head: Head = "lm"
 ) -> InitialModel:
     """Checks a directory that one role starts from, for the tokenizer of `main`.
 
@@ -102,11 +110,16 @@ def read_role_model(
         label: beginning of messages: the key and the value that the user wrote.
         backends: names by key, as for `build_initial_model`.
         on_cpu: whether ranks run on host processors.
+        head: of the role's model. One that scores may have another tokenizer, and must have a head.
 
     Raises:
         ConfigError: for a model that cannot be used, or whose embedding has too few rows for the tokenizer.
     """
-    files = _read_given(path, backends, label=label, on_cpu=on_cpu)
+    files = _read_given(path, backends, label=label, on_cpu=on_cpu, head=head)
+    found = _find(path)
+    model = replace(main, path=found, shape=replace(_shape_of(files, head), name=Path(found).name))
+    if head == "score":
+        return replace(model, own_tokenizer_path=_find_own_tokenizer(files, main, label))
     _check_vocabulary(main.tokenizer, files, label=label)
     if any((files.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         own = load_tokenizer(str(files.path), label=label)
@@ -115,17 +128,55 @@ def read_role_model(
                 f"{label}: its tokenizer has another vocabulary than the run's. All roles read the same token ids. "
                 "Give a model of the same tokenizer"
             )
-    found = _find(path)
-    return replace(main, path=found, shape=replace(files.require_shape(), name=Path(found).name))
+    return model
 
 
-def _read_given(path: str, backends: Mapping[str, str], *, label: str, on_cpu: bool) -> ModelDirectory:
+def _find_own_tokenizer(files: ModelDirectory, main: InitialModel, label: str) -> str | None:
+    """The directory of a scoring model with another tokenizer than the run's; None for the same one."""
+    if files.tensors and find_score_head(files) is None:
+        raise ModelError(
+            f"{label}: is a language model without a head that scores. Train one with hybridflow reward-model and "
+            "give its model/"
+        )
+    if not any((files.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        _check_vocabulary(main.tokenizer, files, label=label)
+        return None
+    own = load_tokenizer(str(files.path), label=label, needs_end=False)
+    _check_vocabulary(own, files, label=label)
+    return None if own.get_vocab() == main.tokenizer.get_vocab() else str(files.path)
+
+
+def _shape_of(files: ModelDirectory, head: Head) -> ModelShape:
+    """The model's shape; of a classifier of another family, such as BERT, that of a Llama of its sizes."""
+    if head != "score" or files.shape is not None:
+        return files.require_shape()
+    config = files.text_config
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        return ModelShape(
+            name=files.architecture,
+            num_layers=files.num_layers or 1,
+            hidden_size=hidden,
+            intermediate_size=int(config.get("intermediate_size") or 4 * hidden),
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=max(1, hidden // heads),
+            vocab_size=files.vocab_size,
+            max_positions=files.max_positions or 512,
+        )
+    except (KeyError, TypeError, ValueError):
+        return files.require_shape()
+
+
+def _read_given(
+    path: str, backends: Mapping[str, str], *, label: str, on_cpu: bool, head: Head = "lm"
+) -> ModelDirectory:
     """A hub's model by what is there of it without fetching its weights; ranks check them when they load them."""
     files = read_model_directory(path, label=label, needs_weights=not is_hub_name(path))
-    check_model_directory(files)
+    check_model_directory(files, head=head)
     check_end_tokens(files)
-    files.require_shape()
-    _check_backends(files, backends, on_cpu=on_cpu)  # before the tokenizer, which reads config.json as well
+    _shape_of(files, head)
+    _check_backends(files, backends, on_cpu=on_cpu, head=head)  # before the tokenizer, which reads config.json as well
     return files
 
 
@@ -153,9 +204,11 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, files: ModelDirectory,
         )
 
 
-def _check_backends(files: ModelDirectory, backends: Mapping[str, str], *, on_cpu: bool) -> None:
+def _check_backends(files: ModelDirectory, backends: Mapping[str, str], *, on_cpu: bool, head: Head) -> None:
     for key, name in backends.items():
         backend = _LOADERS.get(key, load_train_backend)(name)
+        if head == "score" and not issubclass(backend, SupportsScores):
+            raise ConfigError(f"{key} = {show(name)}: it has no sequence classifiers. Set it to 'fsdp'")
         if issubclass(backend, SupportsModelCheck):
             try:
                 backend.check_model(files, on_cpu=on_cpu)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from hf_algorithms.budgets import find_prompt_room
 from hf_algorithms.config import Config, DataConfig
@@ -13,7 +14,15 @@ from hf_algorithms.initial_model import InitialModel, build_initial_model
 from hf_algorithms.role_models import find_role_models, list_main_backends
 from hf_protocols.errors import DataError
 
-__all__ = ["DATA_SETS", "RunInputs", "load_inputs", "load_model", "load_row_sets", "tokenize_inputs"]
+__all__ = [
+    "DATA_SETS",
+    "ModelInputs",
+    "RunInputs",
+    "load_inputs",
+    "load_model",
+    "load_row_sets",
+    "tokenize_inputs",
+]
 
 _NO_KIND: tuple[Kind, ...] = ()
 DATA_SETS = ("train", "validation", "test")
@@ -21,13 +30,28 @@ DATA_SETS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunInputs:
-    """The models and the data sets of a run."""
+class ModelInputs:
+    """The models of a run."""
 
     model: InitialModel
     """The one of `[model]`."""
     models: Mapping[str, InitialModel]
     """Of every role that holds one, by role."""
+
+    def moved(self, before: str, after: str) -> Self:
+        """The same inputs, with what lies in folder ``before`` in ``after``."""
+
+        def move(model: InitialModel) -> InitialModel:
+            path, tokenizer_path = (after if each == before else each for each in (model.path, model.tokenizer_path))
+            return replace(model, path=path, tokenizer_path=tokenizer_path)
+
+        return replace(self, model=move(self.model), models={role: move(model) for role, model in self.models.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs(ModelInputs):
+    """The models and the data sets of a run."""
+
     train: PromptDataset
     validation: PromptDataset
     test: PromptDataset
@@ -43,15 +67,6 @@ class RunInputs:
                 lines += [f"{key}: {each.describe()}" for each in data.rows.files]
             lines += filter(None, [data.describe_too_long()])
         return list(dict.fromkeys(lines))
-
-    def moved(self, before: str, after: str) -> RunInputs:
-        """The same inputs, with what lies in folder ``before`` in ``after``."""
-
-        def move(model: InitialModel) -> InitialModel:
-            path, tokenizer_path = (after if each == before else each for each in (model.path, model.tokenizer_path))
-            return replace(model, path=path, tokenizer_path=tokenizer_path)
-
-        return replace(self, model=move(self.model), models={role: move(model) for role, model in self.models.items()})
 
 
 def load_inputs(config: Config, directory: Path) -> RunInputs:

@@ -16,6 +16,7 @@ from hf_algorithms.config._sections import (
     RoleConfig,
     RolloutConfig,
     RunConfig,
+    ScorerConfig,
     TrainingConfig,
     WarmStartConfig,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",
+    "ScorerConfig",
     "TrainingConfig",
     "WarmStartConfig",
     "config_keys",

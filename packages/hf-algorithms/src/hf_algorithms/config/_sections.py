@@ -38,6 +38,7 @@ __all__ = [
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",
+    "ScorerConfig",
     "TrainingConfig",
     "WarmStartConfig",
 ]
@@ -210,7 +211,7 @@ class OptimizerConfig(_Section):
     actor_learning_rate: Positive = 1e-6
     """Of the actor, after `warmup_steps`."""
     critic_learning_rate: Positive = 1e-5
-    """Of every critic, after `warmup_steps`."""
+    """Of every critic, and of a reward model that is trained, after `warmup_steps`."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """Decays of AdamW's averages of the gradient and of its square."""
     weight_decay: Annotated[float, Field(ge=0, le=1e30)] = 0.0
@@ -265,13 +266,50 @@ class RolloutConfig(_Section):
         return samples
 
 
+class ScorerConfig(_Section):
+    """`[reward.model]`, `[cost.model]`: a model that scores responses next to functions, or in their place."""
+
+    path: UserPath
+    """Directory or hub name of a sequence classifier with one label, or of a critic; `hybridflow reward-model` makes
+    one. It may have another tokenizer than the actor.
+    """
+    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
+    """Multiplies the model's score in the sum of all scores."""
+
+
 class RewardConfig(_Section):
     """`[reward]`: Python functions `module:function` of (prompts, responses, answers), one number a response."""
 
     function: str = "hf_algorithms.rewards:exact_match"
-    """Function that training maximises."""
+    """Function that training maximises. Left out next to `[reward.model]`: the model alone."""
     metric: str = "hf_algorithms.rewards:exact_match"
-    """Function that evaluation averages: 1 for a correct response, 0 for an incorrect one."""
+    """Function that evaluation averages: 1 for a correct response, 0 for an incorrect one. `model`: the score of
+    `[reward.model]`, also where both functions are left out.
+    """
+    model: ScorerConfig | None = None
+    """`path` and `weight` of a reward model, whose score is added to the function's."""
+
+    @property
+    def uses_function(self) -> bool:
+        """True if `function` is part of the score."""
+        return self.model is None or "function" in self.model_fields_set
+
+    @property
+    def evaluates_model(self) -> bool:
+        """True if evaluation averages the scores of the model."""
+        is_left_out = not self.model_fields_set & {"function", "metric"}
+        return self.model is not None and (self.metric == "model" or is_left_out)
+
+    @property
+    def metric_name(self) -> str:
+        """Name of what evaluation averages, in metrics."""
+        return "model" if self.evaluates_model else self.metric.rpartition(":")[2]
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unused_functions(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves functions out that were left out next to a model, so that the written file reads back."""
+        unused = {"function": not self.uses_function, "metric": self.evaluates_model and self.metric != "model"}
+        return {key: value for key, value in write(self).items() if not unused.get(key)}
 
 
 class CostConfig(_Section):
@@ -279,6 +317,8 @@ class CostConfig(_Section):
 
     function: str | None = None
     """Python function `module:function` like a reward's; above 0 for what is unwanted."""
+    model: ScorerConfig | None = None
+    """`path` and `weight` of a cost model, whose score is added to the function's."""
 
 
 class TrainingConfig(_Section):
@@ -356,8 +396,14 @@ class Config(_Section):
 
     @property
     def recipe(self) -> Recipe:
-        """The algorithm: a shipped one by its name, or the user's own."""
-        return self._own_recipe or RECIPES[self.algorithm.name]
+        """The algorithm: a shipped one by its name, or the user's own; with the models that score for its roles."""
+        return (self._own_recipe or RECIPES[self.algorithm.name]).with_scorers(self.scorer_paths)
+
+    @property
+    def scorer_paths(self) -> dict[str, str]:
+        """Directory of `[reward.model]` and its like, by the section."""
+        sections = {"reward": self.reward.model, "cost": self.cost.model}
+        return {name: model.path for name, model in sections.items() if model is not None}
 
     def count_updates(self) -> int:
         """Optimizer steps of a role in the whole run, the warm start left out."""

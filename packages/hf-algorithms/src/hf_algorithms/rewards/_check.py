@@ -55,7 +55,10 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
         ConfigError: naming the key, for a function that is not found or cannot be called with three lists.
         DataError: naming file and line, for an answer that a function cannot read.
     """
-    names = {config.reward.metric: "reward.metric", config.reward.function: "reward.function"}
+    reward = config.reward
+    names = {} if reward.evaluates_model else {reward.metric: "reward.metric"}
+    if reward.uses_function:
+        names[reward.function] = "reward.function"
     if config.cost.function is not None:
         names = {config.cost.function: "cost.function", **names}
     for name, key in reversed(names.items()):

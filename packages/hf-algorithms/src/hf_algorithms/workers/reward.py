@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.data import load_tokenizer
 from hf_algorithms.jagged import decode_text
-from hf_algorithms.rewards import RewardFunction, compute_scores, load_function
+from hf_algorithms.rewards import RewardFunction, combine_scores, compute_scores, load_function
 from hf_controller import Worker, WorkerContext
 from hf_protocols import DP, RANK_ZERO, register
 
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 
     from hf_algorithms.workers._setup import RoleSetup
 
-__all__ = ["CostWorker", "RewardWorker"]
+__all__ = ["EVALUATED", "CostWorker", "RewardWorker"]
 
 _READS = ("prompt_ids", "response_ids", "answer", "sample_id?")
+
+EVALUATED = ("compute_metric", "collect_samples")
+"""Methods that read a model's scores only where evaluation averages them."""
 
 
 class _TextFunctionWorker(Worker):
@@ -27,8 +30,9 @@ class _TextFunctionWorker(Worker):
 
     Args:
         tokenizer: directory or hub name, to read texts from token ids.
-        function: `module:function` that scores responses.
+        function: `module:function` that scores responses; None: a model alone scores them.
         search_path: folders where the functions' modules are looked for first.
+        model_weight: of the column `model_scores`, which another role's model computes; None without such a model.
     """
 
     needs_process_group = False
@@ -36,10 +40,32 @@ class _TextFunctionWorker(Worker):
     kind = "reward"
     """Of the functions, in messages."""
 
-    def __init__(self, context: WorkerContext, *, tokenizer: str, function: str, search_path: Sequence[str]) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        *,
+        tokenizer: str,
+        function: str | None,
+        search_path: Sequence[str],
+        model_weight: float | None = None,
+    ) -> None:
         super().__init__(context)
         self._tokenizer = load_tokenizer(tokenizer)
-        self._function = load_function(function, search_path=search_path)
+        self._function = None if function is None else load_function(function, search_path=search_path)
+        self._model_weight = model_weight
+
+    def _combine(self, batch: TensorDict, column: str) -> TensorDict:
+        """The weighted sum of the function's scores and the model's, as one float32 column [B]."""
+        import torch
+        from tensordict import TensorDict
+
+        parts: dict[str, tuple[float, torch.Tensor]] = {}
+        if self._function is not None:
+            found = self._score(self._function, batch, column, torch.float64, may_be_unscorable=True)
+            parts["function"] = (1.0, found[column])
+        if self._model_weight is not None:
+            parts["model"] = (self._model_weight, batch["model_scores"])
+        return TensorDict({column: combine_scores(parts).float()}, batch_size=batch.batch_size)
 
     def _score(
         self,
@@ -75,16 +101,15 @@ class RewardWorker(_TextFunctionWorker):
 
     Args:
         tokenizer: directory or hub name, to read texts from token ids.
-        function: `module:function` that scores responses.
-        metric: `module:function` that scores responses in evaluations.
-        search_path: folders where the functions' modules are looked for first.
+        metric: `module:function` that scores responses in evaluations; None: a model's scores count.
+        options: of every such worker.
     """
 
     def __init__(
-        self, context: WorkerContext, *, tokenizer: str, function: str, metric: str, search_path: Sequence[str]
+        self, context: WorkerContext, *, metric: str | None, search_path: Sequence[str], **options: Any
     ) -> None:
-        super().__init__(context, tokenizer=tokenizer, function=function, search_path=search_path)
-        self._metric = load_function(metric, search_path=search_path)
+        super().__init__(context, search_path=search_path, **options)
+        self._metric = None if metric is None else load_function(metric, search_path=search_path)
 
     @classmethod
     def configure(cls, setup: RoleSetup) -> dict[str, Any]:
@@ -92,23 +117,24 @@ class RewardWorker(_TextFunctionWorker):
         reward = setup.config.reward
         return {
             "tokenizer": setup.model.tokenizer_path,
-            "function": reward.function,
-            "metric": reward.metric,
+            "function": reward.function if reward.uses_function else None,
+            "metric": None if reward.evaluates_model else reward.metric,
             "search_path": list(setup.search_path),
+            "model_weight": None if reward.model is None else reward.model.weight,
         }
 
-    @register(protocol=DP, reads=_READS, writes=("scores",))
+    @register(protocol=DP, reads=(*_READS, "model_scores?"), writes=("scores",))
     def compute_reward(self, batch: TensorDict) -> TensorDict:
         """`scores` float32 [B], one for each response; NaN where the function answers None or NaN.
+
+        With a reward model, its score times its weight is added.
 
         Raises:
             RewardError: if the function raises, or does not answer one number, NaN or None for each response.
         """
-        import torch
+        return self._combine(batch, "scores")
 
-        return self._score(self._function, batch, "scores", torch.float32, may_be_unscorable=True)
-
-    @register(protocol=DP, reads=_READS, writes=("metric_scores",))
+    @register(protocol=DP, reads=(*_READS, "model_scores?"), writes=("metric_scores",))
     def compute_metric(self, batch: TensorDict) -> TensorDict:
         """``metric_scores`` float64 [B]: what the metric function counts for each response.
 
@@ -116,14 +142,20 @@ class RewardWorker(_TextFunctionWorker):
             RewardError: as `compute_reward` does.
         """
         import torch
+        from tensordict import TensorDict
 
+        if self._metric is None:
+            return TensorDict({"metric_scores": batch["model_scores"].double()}, batch_size=batch.batch_size)
         return self._score(self._metric, batch, "metric_scores", torch.float64)
 
-    @register(protocol=RANK_ZERO, returns="object", reads=_READS)
+    @register(protocol=RANK_ZERO, returns="object", reads=(*_READS, "model_scores?"))
     def collect_samples(self, batch: TensorDict) -> list[dict[str, Any]]:
         """Prompt, response, answer and score of every row, as texts."""
         prompts, responses, answers = self._texts(batch)
-        scores = compute_scores(self._metric, prompts, responses, answers)
+        if self._metric is None:
+            scores = batch["model_scores"].tolist()
+        else:
+            scores = compute_scores(self._metric, prompts, responses, answers)
         rows = zip(prompts, responses, answers, scores, strict=True)
         return [dict(zip(("prompt", "response", "answer", "score"), row, strict=True)) for row in rows]
 
@@ -136,22 +168,24 @@ class CostWorker(_TextFunctionWorker):
     @classmethod
     def configure(cls, setup: RoleSetup) -> dict[str, Any]:
         """Returns the constructor's arguments for a role of a run."""
+        cost = setup.config.cost
         return {
             "tokenizer": setup.model.tokenizer_path,
-            "function": setup.config.cost.function,
+            "function": cost.function,
             "search_path": list(setup.search_path),
+            "model_weight": None if cost.model is None else cost.model.weight,
         }
 
-    @register(protocol=DP, reads=_READS, writes=("costs",))
+    @register(protocol=DP, reads=(*_READS, "model_scores?"), writes=("costs",))
     def compute_cost(self, batch: TensorDict) -> TensorDict:
         """`costs` float32 [B], one for each response, above 0 for what is unwanted; NaN where it is not known.
+
+        With a cost model, its score times its weight is added.
 
         Raises:
             RewardError: if the function raises, or does not answer one number for each response.
         """
-        import torch
-
-        return self._score(self._function, batch, "costs", torch.float32, may_be_unscorable=True)
+        return self._combine(batch, "costs")
 
     @register(protocol=RANK_ZERO, returns="object", reads=("costs",))
     def list_costs(self, batch: TensorDict) -> list[float]:
