@@ -38,7 +38,7 @@ SAFE_RLHF_ALONE = (
     "advantages/multiplier.py",
     "workers/reward.py:CostWorker",
     "workers/_pretraining.py",
-    "config/_sections.py:CostConfig",
+    "config/_rewards.py:CostConfig",
 )
 REGISTRATION = 2
 """Lines of an algorithm in `recipes/__init__.py`: its import, and its name in the tuple."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from hf_algorithms.config._comments import describe_keys, format_commented, resolve_config
 from hf_algorithms.config._reading import config_keys, format_toml, load_config, parse_config
+from hf_algorithms.config._rewards import CostConfig, RewardConfig, ScorerConfig
 from hf_algorithms.config._sections import (
     ClusterConfig,
     Config,
-    CostConfig,
     DataConfig,
     DataSource,
     ModelConfig,
     OptimizerConfig,
-    RewardConfig,
     RoleConfig,
     RolloutConfig,
     RunConfig,
-    ScorerConfig,
     TrainingConfig,
     WarmStartConfig,
 )

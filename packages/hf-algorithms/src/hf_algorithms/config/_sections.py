@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -22,6 +19,8 @@ from pydantic import (
 )
 
 from hf_algorithms.config._messages import describe_problem
+from hf_algorithms.config._rewards import CostConfig, RewardConfig
+from hf_algorithms.config._section import Section, UserPath
 from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe
 from hf_protocols.arguments import show
 from hf_protocols.paths import expand_path
@@ -29,16 +28,13 @@ from hf_protocols.paths import expand_path
 __all__ = [
     "ClusterConfig",
     "Config",
-    "CostConfig",
     "DataConfig",
     "DataSource",
     "ModelConfig",
     "OptimizerConfig",
-    "RewardConfig",
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",
-    "ScorerConfig",
     "TrainingConfig",
     "WarmStartConfig",
 ]
@@ -55,19 +51,13 @@ Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
 """It fits a float32 with room for products."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-UserPath = Annotated[str, AfterValidator(expand_path)]
-"""`~` is expanded; a hub name stays as it is."""
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "max_positions")
 """Of a fresh model, in `[model]`; a model in `path` has its own."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
-
-
-class RunConfig(_Section):
+class RunConfig(Section):
     """`[run]`: what is run, and where its files go."""
 
     output_dir: UserPath = "runs/run"
@@ -82,7 +72,7 @@ class RunConfig(_Section):
     """`in_process` runs one rank in the program itself, for debuggers."""
 
 
-class DataSource(_Section):
+class DataSource(Section):
     """One of several sources of training rows."""
 
     path: UserPath
@@ -113,7 +103,7 @@ def _write_sources(sources: str | tuple[DataSource, ...]) -> str | list[dict[str
     return sources if isinstance(sources, str) else [each.model_dump(exclude_none=True) for each in sources]
 
 
-class DataConfig(_Section):
+class DataConfig(Section):
     """`[data]`: rows as JSONL, JSON, CSV, Parquet, directories that `datasets` saved, or names on its hub."""
 
     train: Annotated[str | tuple[DataSource, ...], PlainValidator(_read_sources), PlainSerializer(_write_sources)]
@@ -158,7 +148,7 @@ class DataConfig(_Section):
         return f"data.{key} = {show(found if isinstance(found, str) else [each.path for each in found])}"
 
 
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """`[model]`: a model that transformers loads, or the sizes of a fresh Llama."""
 
     path: UserPath | None = None
@@ -188,7 +178,7 @@ class ModelConfig(_Section):
         return {key: value for key, value in write(self).items() if self.path is None or key not in _SIZES}
 
 
-class WarmStartConfig(_Section):
+class WarmStartConfig(Section):
     """`[warm_start]`: supervised training before the algorithm starts."""
 
     max_steps: Annotated[int, Field(ge=0)] = 0
@@ -205,7 +195,7 @@ class WarmStartConfig(_Section):
     """An error if the evaluation that stops is above this."""
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """`[optimizer]`: AdamW of actor and critic."""
 
     actor_learning_rate: Positive = 1e-6
@@ -224,7 +214,7 @@ class OptimizerConfig(_Section):
     """
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(Section):
     """`[rollout]`: generation."""
 
     backend: str = "transformers"
@@ -247,7 +237,7 @@ class RolloutConfig(_Section):
     """Texts that end a response; the token that completes one is kept."""
     bucket_bytes: Annotated[int, Field(ge=1, le=1 << 53)] | None = None
     """Bound on the buffers in which weights travel to the rollout backend; by default the engine's own."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """More of what the backend's `build` takes: `cache_bytes` or `cache_fraction` for keys and values."""
 
     @field_validator("options")
@@ -266,62 +256,7 @@ class RolloutConfig(_Section):
         return samples
 
 
-class ScorerConfig(_Section):
-    """`[reward.model]`, `[cost.model]`: a model that scores responses next to functions, or in their place."""
-
-    path: UserPath
-    """Directory or hub name of a sequence classifier with one label, or of a critic; `hybridflow reward-model` makes
-    one. It may have another tokenizer than the actor.
-    """
-    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
-    """Multiplies the model's score in the sum of all scores."""
-
-
-class RewardConfig(_Section):
-    """`[reward]`: Python functions `module:function` of (prompts, responses, answers), one number a response."""
-
-    function: str = "hf_algorithms.rewards:exact_match"
-    """Function that training maximises. Left out next to `[reward.model]`: the model alone."""
-    metric: str = "hf_algorithms.rewards:exact_match"
-    """Function that evaluation averages: 1 for a correct response, 0 for an incorrect one. `model`: the score of
-    `[reward.model]`, also where both functions are left out.
-    """
-    model: ScorerConfig | None = None
-    """`path` and `weight` of a reward model, whose score is added to the function's."""
-
-    @property
-    def uses_function(self) -> bool:
-        """True if `function` is part of the score."""
-        return self.model is None or "function" in self.model_fields_set
-
-    @property
-    def evaluates_model(self) -> bool:
-        """True if evaluation averages the scores of the model."""
-        is_left_out = not self.model_fields_set & {"function", "metric"}
-        return self.model is not None and (self.metric == "model" or is_left_out)
-
-    @property
-    def metric_name(self) -> str:
-        """Name of what evaluation averages, in metrics."""
-        return "model" if self.evaluates_model else self.metric.rpartition(":")[2]
-
-    @model_serializer(mode="wrap")
-    def _leave_out_unused_functions(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves functions out that were left out next to a model, so that the written file reads back."""
-        unused = {"function": not self.uses_function, "metric": self.evaluates_model and self.metric != "model"}
-        return {key: value for key, value in write(self).items() if not unused.get(key)}
-
-
-class CostConfig(_Section):
-    """`[cost]`: what a constrained algorithm keeps below a limit."""
-
-    function: str | None = None
-    """Python function `module:function` like a reward's; above 0 for what is unwanted."""
-    model: ScorerConfig | None = None
-    """`path` and `weight` of a cost model, whose score is added to the function's."""
-
-
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """`[training]`: the backend of roles with a model; `[roles.NAME]` names another for one of them."""
 
     backend: str = "fsdp"
@@ -344,7 +279,7 @@ class TrainingConfig(_Section):
     """Compiles decoder layers; takes minutes at first, and needs a C++ compiler."""
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Section):
     """`[cluster]`: the machines that the mapper plans for."""
 
     gpu: str = "cpu"
@@ -363,7 +298,7 @@ class ClusterConfig(_Section):
     """
 
 
-class RoleConfig(_Section):
+class RoleConfig(Section):
     """`[roles.NAME]`: overrides what the recipe declares for one of its roles; keys left out stay as declared."""
 
     path: UserPath | None = None
@@ -376,7 +311,7 @@ class RoleConfig(_Section):
     """Left out: `training.dtype`."""
 
 
-class Config(_Section):
+class Config(Section):
     """A whole run."""
 
     run: RunConfig = RunConfig()
@@ -384,7 +319,7 @@ class Config(_Section):
     model: ModelConfig = ModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     algorithm: SerializeAsAny[AlgorithmConfig] = PPOConfig()
-    roles: dict[str, RoleConfig] = {}
+    roles: dict[str, RoleConfig] = Field(default_factory=dict)
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
