@@ -212,7 +212,7 @@ class TableReward(Worker):
         self._table = torch.tensor(table, dtype=torch.float64)
 
     @register(protocol=DP, reads=("prompt_ids", "response_ids", "answer"), writes=("scores",))
-    def compute_reward(self, batch: TensorDict) -> TensorDict:
+    def compute_reward(self, batch: TensorDict, *, is_counted: bool = True) -> TensorDict:
         return TensorDict({"scores": self._look_up(batch)}, batch_size=batch.batch_size)
 
     @register(protocol=DP, reads=("prompt_ids", "response_ids", "answer"), writes=("costs",))
@@ -238,7 +238,7 @@ class BradleyTerryLabels(TableReward):
         self._calls = 0
 
     @register(protocol=DP, reads=("prompt_ids", "response_ids", "answer"), writes=("scores",))
-    def compute_reward(self, batch: TensorDict) -> TensorDict:
+    def compute_reward(self, batch: TensorDict, *, is_counted: bool = True) -> TensorDict:
         self._calls += 1
         first, second = self._look_up(batch).view(-1, 2).unbind(1)
         higher = torch.maximum(first, second)

@@ -71,7 +71,7 @@ def batch_of(folder: Path) -> TensorDict:
 
 @contextmanager
 def worker(
-    folder: Path, *functions: FunctionSpec, kind: type = RewardWorker, metric: str = ""
+    folder: Path, *functions: FunctionSpec, kind: type = RewardWorker, metric: str = "", **options: Any
 ) -> Iterator[WorkerGroup]:
     given = {"metric": FunctionSpec(name="metric", function=metric, deadline_s=0.5)} if metric else {}
     spec = WorkerSpec(
@@ -83,6 +83,7 @@ def worker(
             "search_path": [str(folder)],
             "num_processes": 1,
             **given,
+            **options,
         },
     )
     with InProcessExecutor() as executor:
@@ -117,6 +118,30 @@ def test_weighted_functions_make_one_score_and_a_curve_each(folder: Path) -> Non
         "reward/hangs/failed": 1.0,
     }
     assert empty == {}
+
+
+def test_a_models_scores_are_added_and_counted(folder: Path) -> None:
+    """Next to a function that does not apply to all responses, and alone: then evaluations average them as well."""
+    batch = batch_of(folder)
+    batch["model_scores"] = torch.tensor([1.0, 2.0, math.nan, 4.0])
+    with worker(folder, spec("only_even", weight=0.5), model_weight=2.0) as group:
+        group.compute_reward(batch, is_counted=False).result()
+        scores = group.compute_reward(batch).result()["scores"]
+        metrics = group.drain_metrics().result()
+    assert scores.tolist() == pytest.approx([2.0, 5 + 4, math.nan, 5.5 + 8], nan_ok=True)
+    assert metrics["reward/model/mean"] == pytest.approx(7 / 3)
+    with worker(folder, model_weight=-1.0) as group:
+        scores, measured = (
+            call(batch[[0, 1, 3]]).result()[name]
+            for call, name in ((group.compute_reward, "scores"), (group.compute_metric, "metric_scores"))
+        )
+        rows = group.collect_samples(batch[[0, 1, 3]]).result()
+        metrics = group.drain_metrics().result()
+        with pytest.raises(ConfigError, match=r"no reward is named 'model'\. Use one of none"):
+            group.compute_named_reward(batch, "model").result()
+    assert (scores.tolist(), measured.tolist()) == ([-1.0, -2.0, -4.0], [1.0, 2.0, 4.0])
+    assert [row["score"] for row in rows] == [1.0, 2.0, 4.0]
+    assert metrics == {"reward/model/mean": pytest.approx(7 / 3)}
 
 
 def test_a_named_reward_is_not_called_again(folder: Path) -> None:

@@ -22,7 +22,7 @@ def test_workers_may_start_and_wait_for_each_other_as_long_as_a_call_may_take(
     cluster = SimpleNamespace(address="local", call_timeout_s=call_timeout_s)
     config: Any = SimpleNamespace(run=SimpleNamespace(executor="ray"), cluster=cluster)
     plan: Any = SimpleNamespace(pools=[SimpleNamespace(num_slots=2), SimpleNamespace(num_slots=1)])
-    run._build_executor(config, plan)
+    run.build_executor(config, plan)
     assert given == {
         "num_cpus": 3,
         "address": "local",
@@ -41,7 +41,7 @@ def test_unequal_mini_batches_average_over_all_of_their_tokens() -> None:
         {"actor/entropy": pair(1.0), "gap_max": (3.0, 1.0)},
         {"actor/entropy": pair(4.0, 4.0, 4.0), "gap_max": (2.0, 1.0)},
     ]
-    found = run._average([*parts, {"group/refills": (2.0, 1.0), "nothing": (0.0, 0.0)}])
+    found = run.average_metrics([*parts, {"group/refills": (2.0, 1.0), "nothing": (0.0, 0.0)}])
     assert found == {"actor/entropy": 13 / 4, "gap_max": 3.0, "group/refills": 2.0}
 
 
@@ -59,4 +59,4 @@ def test_explained_variance_is_that_of_all_tokens(sizes: tuple[int, ...]) -> Non
         for start, end in pairwise(bounds)
     ]
     wanted = 1 - (returns - values).var() / returns.var()
-    assert run._average(parts) == pytest.approx({"critic/explained_variance": wanted}, rel=1e-12)
+    assert run.average_metrics(parts) == pytest.approx({"critic/explained_variance": wanted}, rel=1e-12)

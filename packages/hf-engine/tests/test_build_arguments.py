@@ -42,7 +42,7 @@ def test_what_is_no_topology_is_refused(model, ranks1, topology):
     [
         ({"config": None}, "config=None: give a TrainConfig(learning_rate=...)"),
         ({"config": {"learning_rate": 1e-3}}, "config={'learning_rate': 0.001}: give a TrainConfig(learning_rate=...)"),
-        ({"head": "values"}, "head='values': give lm or value"),
+        ({"head": "values"}, "head='values': give lm, value or score"),
         ({"trainable": "no"}, "trainable='no': give True or False"),
         ({"seed": "7"}, "seed='7': give a whole number"),
     ],

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
     from hf_algorithms.run import run_training
     from hf_algorithms.run_directory import RunDirectory
+    from hf_algorithms.supervised import run_supervised
 
 __all__ = [
     "GAE",
@@ -39,6 +40,7 @@ __all__ = [
     "derive_dataflow",
     "load_config",
     "parse_config",
+    "run_supervised",
     "run_training",
 ]
 
@@ -51,6 +53,7 @@ _HOMES = {
     "roles": ("Roles",),
     "run": ("run_training",),
     "run_directory": ("RunDirectory",),
+    "supervised": ("run_supervised",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hf_algorithms.data import SequenceEncoder, load_tokenizer
 from hf_engine import ChecksRows, load_rollout_backend
 from hf_protocols import BackendError, ConfigError
+from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config, RolloutConfig
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from hf_algorithms.walk import PlannedCall
     from hf_protocols import MappingPlan, ModelShape
 
-__all__ = ["RowTokens", "check_cache", "check_calls", "check_context", "find_prompt_room"]
+__all__ = ["RowTokens", "check_cache", "check_calls", "check_context", "check_scorers", "find_prompt_room"]
 
 _BATCH_KEYS = {
     "generation": "rollout.batch_size",
@@ -85,6 +87,37 @@ def find_prompt_room(config: Config, shape: ModelShape) -> int | None:
     context = min(_find_context(config, shape).tokens, config.training.micro_batch_tokens)
     room = context - config.rollout.max_new_tokens
     return given if room < 1 else min(room, given or room)
+
+
+def check_scorers(config: Config, inputs: RunInputs) -> None:
+    """Refuse prompts that leave a reward model or cost model no room for a response.
+
+    Of a model with the run's tokenizer the longest response must fit as well. Of another tokenizer the tokens of
+    responses are not known: what is too long then loses its start.
+
+    Raises:
+        ConfigError: with a line for every file, which names its longest row.
+        DataError: for a chat that the model's tokenizer has no template for.
+    """
+    for section, role in config.recipe.scorers.items():
+        model = inputs.models[role]
+        limit, new = model.shape.max_positions, config.rollout.max_new_tokens
+        label = f"{section}.model.path = {show(config.scorer_paths[section])}"
+        problems = []
+        for data in (inputs.train, inputs.validation, inputs.test):
+            if model.own_tokenizer_path is None:
+                lengths, least = list(data.prompt_lengths), new
+            else:
+                encoder = SequenceEncoder(load_tokenizer(model.own_tokenizer_path, needs_end=False), label=label)
+                lengths, least = [encoder.count_prompt_tokens(row.prompt) for row in data.rows], 1
+            longest = max(lengths)
+            if longest + least > limit:
+                problems.append(
+                    f"{data.where(lengths.index(longest))}: its prompt of {longest} tokens and a response "
+                    f"of up to {new} exceed the context of {limit} tokens of {label}. Shorten the prompt, or give a "
+                    "model with a longer context"
+                )
+        _refuse(problems)
 
 
 def check_cache(rollout: RolloutConfig, inputs: RunInputs) -> None:

@@ -84,6 +84,25 @@ def train(config: Path, overrides: tuple[str, ...], plan_file: Path | None, over
     _print_summary(summary, directory.path)
 
 
+@cli.command("reward-model")
+@click.argument("config", type=_UserPath())
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key; repeatable.")
+@click.option("--plan", "plan_file", type=_UserPath(), help="Use this mapping plan.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier run in run.output_dir.")
+def reward_model(config: Path, overrides: tuple[str, ...], plan_file: Path | None, overwrite: bool) -> None:
+    """Train a reward model or a cost model on the preference pairs that CONFIG (TOML) names."""
+    from hf_algorithms.config import load_config
+    from hf_algorithms.run_directory import RunDirectory
+    from hf_algorithms.supervised import run_supervised
+
+    settings = load_config(config, overrides, search_path=_search_path(config), command="reward-model")
+    plan = _read_plan(plan_file) if plan_file else None
+    directory = RunDirectory(Path(settings.run.output_dir), overwrite=overwrite)
+    with _exit_codes(directory):
+        summary = run_supervised(settings, directory, plan=plan, search_path=_search_path(config))
+    _print_summary(summary, directory.path)
+
+
 @cli.command()
 @click.argument("config", type=_UserPath())
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key; repeatable.")
@@ -96,20 +115,27 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     from hf_algorithms.display import build_console
     from hf_algorithms.placement import require_mapper
     from hf_algorithms.preflight import check_run
+    from hf_algorithms.recipes import SupervisedRecipe
     from hf_algorithms.role_models import describe_generic_shapes
+    from hf_algorithms.supervised import check_supervised
 
     require_mapper()
     from hf_mapper import render_plan
 
-    settings = load_config(config, overrides, search_path=_search_path(config))
+    settings = load_config(config, overrides, search_path=_search_path(config), command=None)
     with tempfile.TemporaryDirectory() as folder, _exit_codes():
-        inputs, found = check_run(settings, Path(folder), search_path=_search_path(config))
-    for note in describe_generic_shapes(inputs.models):
+        if isinstance(settings.recipe, SupervisedRecipe):
+            pairs, found = check_supervised(settings, Path(folder))
+            models, lines = pairs.models, pairs.describe_data()
+        else:
+            inputs, found = check_run(settings, Path(folder), search_path=_search_path(config))
+            models, lines = inputs.models, inputs.describe_data()
+    for note in describe_generic_shapes(models):
         click.echo(note, err=True)
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
-        for line in inputs.describe_data():
+        for line in lines:
             click.echo(line)
         render_plan(found, build_console())
 
@@ -261,6 +287,8 @@ def _read_plan(path: Path) -> MappingPlan:
 
 def _print_summary(summary: dict[str, Any], directory: Path) -> None:
     parts = [f"{summary['metric']} on held-out rows: {summary['score_before']:.3f} -> {summary['score_after']:.3f}"]
+    if interval := summary.get("interval_after"):
+        parts[0] += f" (95 % interval {interval[0]:.3f} to {interval[1]:.3f}, {summary['rows']} rows)"
     if divergence := summary.get("kl_to_reference"):
         parts.append(f"KL to the reference: {divergence['value']:.2f} {divergence['unit']} ({divergence['estimator']})")
     parts.append(f"{summary['wall_s']:.0f} s")

@@ -19,6 +19,7 @@ __all__ = ["RunDisplay", "build_console"]
 # Name in the metrics, label, format; what ends in a slash begins names whose rest is the label.
 _SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),
+    ("ranking/loss", "loss", "{:.3f}"),
     ("eval/validation/", "", "{:.3f}"),
     ("kl_sequence/k3", "KL", "{:.3f}"),
     ("perf/tokens_per_s", "tokens/s", "{:,.0f}"),

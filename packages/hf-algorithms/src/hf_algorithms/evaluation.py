@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NUM_SAMPLES",
+    "call_on_rows",
     "collect_samples",
     "evaluate",
     "measure_divergence",
@@ -56,7 +57,7 @@ def measure_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingPar
 
 def request_scores(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> BatchFuture:
     """Makes the calls of `evaluate`; the result is the column ``metric_scores``."""
-    return _call(
+    return call_on_rows(
         roles.having("compute_metric"),
         "compute_metric",
         _respond(roles, prompts, _greedily(sampling)),
@@ -78,15 +79,15 @@ def request_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingPar
     num_rows, temperature = prompts.num_rows, sampling.temperature
     batch = _respond(roles, prompts, replace(sampling, n=1))
     for method in ("compute_logprobs", "compute_ref_logprobs"):
-        batch = batch.union(_call(roles.having(method), method, batch, num_rows, temperature=temperature))
-    batch = batch.union(_call(roles.having("compute_reward"), "compute_reward", batch, num_rows))
+        batch = batch.union(call_on_rows(roles.having(method), method, batch, num_rows, temperature=temperature))
+    batch = batch.union(call_on_rows(roles.having("compute_reward"), "compute_reward", batch, num_rows))
     metrics: MetricsFuture = roles.having("compute_metrics").compute_metrics(batch)
     return metrics
 
 
 def _respond(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> BatchFuture:
     return prompts.union(
-        _call(roles.having("generate_sequences"), "generate_sequences", prompts, prompts.num_rows, sampling)
+        call_on_rows(roles.having("generate_sequences"), "generate_sequences", prompts, prompts.num_rows, sampling)
     )
 
 
@@ -95,7 +96,9 @@ def _greedily(sampling: SamplingParams) -> SamplingParams:
     return replace(sampling, greedy=True, n=1, temperature=1.0)
 
 
-def _call(group: WorkerGroup, method: str, batch: BatchFuture, num_rows: int, *args: Any, **kwargs: Any) -> BatchFuture:
+def call_on_rows(
+    group: WorkerGroup, method: str, batch: BatchFuture, num_rows: int, *args: Any, **kwargs: Any
+) -> BatchFuture:
     """A call that returns one row for each of the batch's ``num_rows``, which may be fewer than its ranks need."""
     call = getattr(group, method)
     result: BatchFuture

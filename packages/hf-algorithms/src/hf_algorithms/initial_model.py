@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from hf_algorithms.data import (
     build_character_tokenizer,
@@ -16,12 +16,13 @@ from hf_algorithms.data import (
     read_tokenizer_files,
     train_bpe_tokenizer,
 )
-from hf_engine import SupportsModelCheck, derive_shape, load_rollout_backend, load_train_backend
+from hf_engine import SupportsModelCheck, SupportsScores, derive_shape, load_rollout_backend, load_train_backend
 from hf_engine.model_directory import (
     ModelDirectory,
     check_end_tokens,
     check_model_directory,
     errors_of,
+    find_score_head,
     is_hub_name,
     read_end_of_sequence_ids,
     read_model_directory,
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
     from hf_algorithms.config import ModelConfig
     from hf_algorithms.data import Row
 
-__all__ = ["InitialModel", "build_initial_model", "read_role_model"]
+__all__ = ["Head", "InitialModel", "build_initial_model", "read_role_model"]
+
+Head = Literal["lm", "value", "score"]
+"""Of a role's model: tokens, a value at each token, or one number for a sequence."""
 
 _LOADERS: Mapping[str, Callable[[str], type]] = {"rollout.backend": load_rollout_backend}
 """Of keys that do not name a training backend."""
@@ -54,6 +58,8 @@ class InitialModel:
         label: beginning of messages: the key of the tokenizer and its value.
         end_ids: `eos_token_id` of the generation configuration.
         num_spare_logits: logits beyond the tokenizer's ids.
+        own_tokenizer_path: of a model that scores texts and has another tokenizer than the run's; None where they are
+            alike.
     """
 
     path: str
@@ -64,6 +70,7 @@ class InitialModel:
     label: str
     end_ids: frozenset[int]
     num_spare_logits: int
+    own_tokenizer_path: str | None = None
 
 
 def build_initial_model(
@@ -74,6 +81,7 @@ def build_initial_model(
     seed: int,
     backends: Mapping[str, str] | None = None,
     on_cpu: bool = True,
+    head: Head = "lm",
 ) -> InitialModel:
     """Check the configured model by its files, or write a fresh random one (and its tokenizer) to ``directory``.
 
@@ -87,20 +95,21 @@ def build_initial_model(
         seed: of fresh weights.
         backends: names by key: ``rollout.backend``; others, such as ``training.backend``, name training backends.
         on_cpu: whether ranks run on host processors.
+        head: that the model is given: `"score"` also takes sequence classifiers and critics.
 
     Raises:
         ConfigError: for a model or tokenizer that cannot be used, naming the key and the file.
     """
     files: ModelDirectory | None = None
     if config.path is not None:
-        files = _read_given(config.path, backends or {}, label=_label("path", config.path), on_cpu=on_cpu)
+        files = _read_given(config.path, backends or {}, label=_label("path", config.path), on_cpu=on_cpu, head=head)
     tokenizer_path = _build_tokenizer(config, rows, directory)
     key, given = ("tokenizer", config.tokenizer) if config.tokenizer else ("path", config.path)
-    tokenizer = load_tokenizer(tokenizer_path, label=_label(key, given))
+    tokenizer = load_tokenizer(tokenizer_path, label=_label(key, given), needs_end=head != "score")
     if files is None:
         _write_fresh_model(config, tokenizer, directory, seed)
         files = read_model_directory(directory, label="the fresh model")
-        _check_backends(files, backends or {}, on_cpu=on_cpu)
+        _check_backends(files, backends or {}, on_cpu=on_cpu, head=head)
     shape = derive_shape(files)
     if config.path is not None:
         _check_sizes(config, shape)
@@ -119,7 +128,7 @@ def build_initial_model(
 
 
 def read_role_model(
-    path: str, main: InitialModel, *, label: str, backends: Mapping[str, str], on_cpu: bool
+    path: str, main: InitialModel, *, label: str, backends: Mapping[str, str], on_cpu: bool, head: Head = "lm"
 ) -> InitialModel:
     """Checks a directory that one role starts from, for the tokenizer of `main`.
 
@@ -129,11 +138,22 @@ def read_role_model(
         label: beginning of messages: the key and the value that the user wrote.
         backends: names by key, as for `build_initial_model`.
         on_cpu: whether ranks run on host processors.
+        head: of the role's model. One that scores may have another tokenizer, and must have a head.
 
     Raises:
         ConfigError: for a model that cannot be used, or whose embedding has too few rows for the tokenizer.
     """
-    files = _read_given(path, backends, label=label, on_cpu=on_cpu)
+    files = _read_given(path, backends, label=label, on_cpu=on_cpu, head=head)
+    found = _find(path)
+    model = replace(
+        main,
+        path=found,
+        shape=replace(derive_shape(files), name=Path(found).name),
+        end_ids=read_end_of_sequence_ids(files),
+        num_spare_logits=0,
+    )
+    if head == "score":
+        return replace(model, own_tokenizer_path=_find_own_tokenizer(files, main, label))
     _check_vocabulary(main.tokenizer, files, label=label)
     if any((files.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         own = load_tokenizer(str(files.path), label=label)
@@ -142,24 +162,34 @@ def read_role_model(
                 f"{label}: its tokenizer has another vocabulary than the run's. All roles read the same token ids. "
                 "Give a model of the same tokenizer"
             )
-    found = _find(path)
-    return replace(
-        main,
-        path=found,
-        shape=replace(derive_shape(files), name=Path(found).name),
-        end_ids=read_end_of_sequence_ids(files),
-        num_spare_logits=count_spare_logits(main.tokenizer, files.vocab_size),
-    )
+    return replace(model, num_spare_logits=count_spare_logits(main.tokenizer, files.vocab_size))
 
 
-def _read_given(path: str, backends: Mapping[str, str], *, label: str, on_cpu: bool) -> ModelDirectory:
+def _find_own_tokenizer(files: ModelDirectory, main: InitialModel, label: str) -> str | None:
+    """The directory of a scoring model with another tokenizer than the run's; None for the same one."""
+    if files.tensors and find_score_head(files) is None:
+        raise ModelError(
+            f"{label}: is a language model without a head that scores. Train one with hybridflow reward-model and "
+            "give its model/"
+        )
+    if not any((files.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        _check_vocabulary(main.tokenizer, files, label=label)
+        return None
+    own = load_tokenizer(str(files.path), label=label, needs_end=False)
+    _check_vocabulary(own, files, label=label)
+    return None if own.get_vocab() == main.tokenizer.get_vocab() else str(files.path)
+
+
+def _read_given(
+    path: str, backends: Mapping[str, str], *, label: str, on_cpu: bool, head: Head = "lm"
+) -> ModelDirectory:
     """A hub's model by what is there of it without fetching its weights; ranks check them when they load them."""
     files = read_model_directory(path, label=label, needs_weights=not is_hub_name(path))
-    check_model_directory(files)
+    check_model_directory(files, head=head)
     check_end_tokens(files)
     if ModelShape.knows(files.config):
         files.require_shape()
-    _check_backends(files, backends, on_cpu=on_cpu)  # before the tokenizer, which reads config.json as well
+    _check_backends(files, backends, on_cpu=on_cpu, head=head)  # before the tokenizer, which reads config.json as well
     return files
 
 
@@ -187,9 +217,11 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, files: ModelDirectory,
         )
 
 
-def _check_backends(files: ModelDirectory, backends: Mapping[str, str], *, on_cpu: bool) -> None:
+def _check_backends(files: ModelDirectory, backends: Mapping[str, str], *, on_cpu: bool, head: Head) -> None:
     for key, name in backends.items():
         backend = _LOADERS.get(key, load_train_backend)(name)
+        if head == "score" and not issubclass(backend, SupportsScores):
+            raise ConfigError(f"{key} = {show(name)}: it has no sequence classifiers. Set it to 'fsdp'")
         if issubclass(backend, SupportsModelCheck):
             try:
                 backend.check_model(files, on_cpu=on_cpu)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from hf_algorithms.budgets import find_prompt_room
 from hf_algorithms.config import Config, DataConfig
@@ -15,6 +16,7 @@ from hf_protocols.errors import DataError
 
 __all__ = [
     "DATA_SETS",
+    "ModelInputs",
     "RunInputs",
     "build_turn_format",
     "load_inputs",
@@ -31,27 +33,42 @@ _TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunInputs:
-    """The models and the data sets of a run."""
+class ModelInputs:
+    """The models of a run."""
 
     model: InitialModel
     """The one of `[model]`."""
     models: Mapping[str, InitialModel]
     """Of every role that holds one, by role."""
-    train: PromptDataset
-    validation: PromptDataset
-    test: PromptDataset
+    stop_ids: tuple[int, ...]
+    """Tokens at which responses end; none where nothing is generated."""
     turns: TurnFormat
     """How prompts and responses are written as tokens."""
-    stop_ids: tuple[int, ...]
-    """Tokens at which responses end."""
-    pretraining: PromptDataset | None = None
-    """What a pretraining loss learns; None: the rows of `train`."""
 
     def exported_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name, with the template of `data.chat_template` in place of its own."""
         template = self.turns.own_template
         return {**self.model.tokenizer_files, **({} if template is None else {_TEMPLATE: template.encode()})}
+
+    def moved(self, before: str, after: str) -> Self:
+        """The same inputs, with what lies in folder ``before`` in ``after``."""
+
+        def move(model: InitialModel) -> InitialModel:
+            path, tokenizer_path = (after if each == before else each for each in (model.path, model.tokenizer_path))
+            return replace(model, path=path, tokenizer_path=tokenizer_path)
+
+        return replace(self, model=move(self.model), models={role: move(model) for role, model in self.models.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInputs(ModelInputs):
+    """The models and the data sets of a run."""
+
+    train: PromptDataset
+    validation: PromptDataset
+    test: PromptDataset
+    pretraining: PromptDataset | None = None
+    """What a pretraining loss learns; None: the rows of `train`."""
 
     def describe_data(self) -> list[str]:
         """One line for each file with its format and what its columns hold, and one for prompts that are too long."""
@@ -62,15 +79,6 @@ class RunInputs:
                 lines += [f"{key}: {each.describe()}" for each in data.rows.files]
             lines += filter(None, [data.describe_too_long()])
         return list(dict.fromkeys(lines))
-
-    def moved(self, before: str, after: str) -> RunInputs:
-        """The same inputs, with what lies in folder ``before`` in ``after``."""
-
-        def move(model: InitialModel) -> InitialModel:
-            path, tokenizer_path = (after if each == before else each for each in (model.path, model.tokenizer_path))
-            return replace(model, path=path, tokenizer_path=tokenizer_path)
-
-        return replace(self, model=move(self.model), models={role: move(model) for role, model in self.models.items()})
 
 
 def load_inputs(config: Config, directory: Path) -> RunInputs:

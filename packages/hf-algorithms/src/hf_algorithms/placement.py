@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from hf_algorithms.dataflow import derive_dataflow
+from hf_algorithms.recipes import SupervisedRecipe
 from hf_engine import ChecksLayout, ChecksOptions, SamplingParams, load_rollout_backend, load_train_backend
 from hf_protocols import (
     BackendError,
@@ -163,20 +164,27 @@ def check_rollout_options(rollout: RolloutConfig) -> None:
 
 def plan_dataflow(config: Config) -> Dataflow:
     """The dataflow of the configured algorithm on the configured batch, read off its step."""
-    rollout = config.rollout
+    rollout, recipe = config.rollout, config.recipe
+    if isinstance(recipe, SupervisedRecipe):
+        algorithm: Any = config.algorithm
+        nothing = SamplingParams(max_new_tokens=1)
+        return derive_dataflow(recipe, algorithm, nothing, num_prompts=algorithm.batch_size, columns=recipe.columns)
     sampling = SamplingParams(
         max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, n=rollout.samples_per_prompt
     )
     return derive_dataflow(config.recipe, config.algorithm, sampling, num_prompts=rollout.batch_size)
 
 
-def plan_placement(config: Config, shapes: Mapping[str, ModelShape], *, prompt_tokens: int) -> MappingPlan:
+def plan_placement(
+    config: Config, shapes: Mapping[str, ModelShape], *, prompt_tokens: int, response_tokens: int | None = None
+) -> MappingPlan:
     """The mapper's best plan for the configured algorithm, cluster and workload.
 
     Args:
         config: the run's.
         shapes: of the roles that hold a model, by role.
         prompt_tokens: longest prompt of the training rows.
+        response_tokens: longest response of supervised rows; None: `rollout.max_new_tokens`.
 
     Raises:
         PlanError: if nothing fits, or hf-mapper is not installed.
@@ -187,7 +195,7 @@ def plan_placement(config: Config, shapes: Mapping[str, ModelShape], *, prompt_t
 
     dataflow = plan_dataflow(config)
     workload = WorkloadSpec(
-        **compute_workload(config, prompt_tokens=prompt_tokens),
+        **compute_workload(config, prompt_tokens=prompt_tokens, response_tokens=response_tokens),
         software=SoftwareSpec(gathers="model" if config.training.shard == "root" else "layer"),
         largest_generation=load_rollout_backend(config.rollout.backend).largest_generation,
     )
@@ -196,13 +204,17 @@ def plan_placement(config: Config, shapes: Mapping[str, ModelShape], *, prompt_t
     return map_dataflow(dataflow, models, _describe_cluster(config), workload, backends=backends)
 
 
-def compute_workload(config: Config, *, prompt_tokens: int) -> dict[str, Any]:
+def compute_workload(config: Config, *, prompt_tokens: int, response_tokens: int | None = None) -> dict[str, Any]:
     """One iteration as the mapper counts it: fields of ``hf_mapper.WorkloadSpec``, lengths the longest."""
+    rollout, recipe = config.rollout, config.recipe
+    rows, sequences = rollout.batch_size, rollout.samples_per_prompt
+    if isinstance(recipe, SupervisedRecipe):
+        rows, sequences = cast("Any", config.algorithm).batch_size, recipe.sequences_per_row
     return {
-        "global_batch": config.rollout.batch_size,
-        "samples_per_prompt": config.rollout.samples_per_prompt,
+        "global_batch": rows,
+        "samples_per_prompt": sequences,
         "prompt_tokens": prompt_tokens,
-        "response_tokens": config.rollout.max_new_tokens,
+        "response_tokens": rollout.max_new_tokens if response_tokens is None else response_tokens,
         "epochs": config.algorithm.epochs,
         "mini_batches": config.algorithm.mini_batches,
         "dtype": config.training.dtype,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_algorithms.budgets import check_cache, check_calls, check_context
+from hf_algorithms.budgets import check_cache, check_calls, check_context, check_scorers
 from hf_algorithms.inputs import DATA_SETS, RunInputs, load_model, load_row_sets, tokenize_inputs
 from hf_algorithms.placement import (
     check_batches,
@@ -67,6 +67,7 @@ def check_run(
             model = load_model(config, rows["train"], folder)
             inputs = tokenize_inputs(config, rows, model)
             check_context(config, inputs)
+            check_scorers(config, inputs)
     problems.refuse()
     check_cache(config.rollout, inputs)
     shapes = {role: each.shape for role, each in inputs.models.items()}

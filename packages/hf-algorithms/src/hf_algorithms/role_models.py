@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hf_algorithms.initial_model import InitialModel, read_role_model
+from hf_algorithms.initial_model import Head, InitialModel, read_role_model
 from hf_protocols import ConfigError
 from hf_protocols.arguments import show
 
@@ -26,6 +26,7 @@ def find_role_models(config: Config, model: InitialModel) -> dict[str, InitialMo
     """
     found: dict[str, InitialModel] = {}
     waiting = list(config.recipe.model_roles)
+    sections = {scorer: section for section, scorer in config.recipe.scorers.items()}
     while waiting:
         name = waiting.pop(0)
         path, source = config.role(name).path, config.recipe.role(name).starts_from
@@ -33,6 +34,8 @@ def find_role_models(config: Config, model: InitialModel) -> dict[str, InitialMo
             found[name] = _read(config, name, path, model, f"roles.{name}.path = {show(path)}")
         elif source is None:
             found[name] = model
+        elif name in sections:
+            found[name] = _read(config, name, str(source), model, f"{sections[name]}.model.path = {show(source)}")
         elif source in found:
             found[name] = found[source]
         elif source in waiting:
@@ -75,7 +78,8 @@ def list_main_backends(config: Config) -> dict[str, str]:
 
 
 def _read(config: Config, name: str, path: str, model: InitialModel, label: str) -> InitialModel:
-    backends = dict([config.train_backend(name)])
-    if hasattr(config.recipe.role(name).load_worker(), "generate_sequences"):
+    backends, worker = dict([config.train_backend(name)]), config.recipe.role(name).load_worker()
+    if hasattr(worker, "generate_sequences"):
         backends["rollout.backend"] = config.rollout.backend
-    return read_role_model(path, model, label=label, backends=backends, on_cpu=config.cluster.gpu == "cpu")
+    head: Head = getattr(worker, "head", "lm")
+    return read_role_model(path, model, label=label, backends=backends, on_cpu=config.cluster.gpu == "cpu", head=head)

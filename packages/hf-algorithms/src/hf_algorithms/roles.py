@@ -2,28 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from hf_protocols import ConfigError
 from hf_protocols.arguments import show
 from hf_protocols.similar_names import find_similar
 
 if TYPE_CHECKING:
-    from hf_controller import WorkerGroup
+    from hf_controller import BatchFuture, WorkerGroup
 
 __all__ = ["Roles", "least_rows"]
+
+_SCORED, _SCORES = "model_scores", "compute_model_scores"
+"""A column that a method reads where a model scores for its role, and the model's method that writes the column."""
+
+
+class _ScoredGroup:
+    """A group whose calls that read `model_scores` are given those of a model: another group scores the batch first."""
+
+    def __init__(self, group: WorkerGroup, scorer: WorkerGroup, unscored: Collection[str]) -> None:
+        self._group = group
+        self._unscored = unscored
+        self.scorer = scorer
+
+    def is_scored(self, method: str) -> bool:
+        """True if a call of this method is given the model's scores."""
+        known = self._group.methods.get(method)
+        return known is not None and f"{_SCORED}?" in (known.reads or ()) and method not in self._unscored
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._group, name)
+        if not self.is_scored(name):
+            return found
+
+        def call(batch: BatchFuture, *args: Any, **kwargs: Any) -> Any:
+            return found(batch.union(getattr(self.scorer, _SCORES)(batch)), *args, **kwargs)
+
+        return call
 
 
 class Roles:
     """``roles.actor.generate_sequences(...)``: every role of a recipe as an attribute.
 
+    Args:
+        groups: by role.
+        scorers: roles whose models score a batch before another role reads it, by that other role; see
+            `Recipe.scorers`.
+        unscored: methods that read no model's scores in this run.
+
     Raises:
         ConfigError: when a step asks for a role that the recipe does not have.
     """
 
-    def __init__(self, groups: Mapping[str, WorkerGroup]) -> None:
+    def __init__(
+        self,
+        groups: Mapping[str, WorkerGroup],
+        scorers: Mapping[str, str] | None = None,
+        unscored: Collection[str] = (),
+    ) -> None:
         self._groups = dict(groups)
+        for role, scorer in (scorers or {}).items():
+            if role in groups and scorer in groups:
+                self._groups[role] = cast("WorkerGroup", _ScoredGroup(groups[role], groups[scorer], unscored))
 
     @property
     def groups(self) -> Mapping[str, WorkerGroup]:
@@ -63,4 +104,7 @@ def least_rows(group: WorkerGroup, method: str) -> int:
     """Rows that a call of ``group.method`` needs so that each of the ranks that share them has one."""
     topology = group.topology
     shares = group.methods[method].protocol.distribute(topology, topology.world_size)
-    return len({rows for rows in shares if len(rows)})
+    rows = len({rows for rows in shares if len(rows)})
+    if isinstance(group, _ScoredGroup) and group.is_scored(method):
+        return max(rows, least_rows(group.scorer, _SCORES))
+    return rows

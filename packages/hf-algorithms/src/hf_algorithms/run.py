@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_algorithms.config import Config, format_toml
 from hf_algorithms.data import PromptDataset
 from hf_algorithms.display import RunDisplay
 from hf_algorithms.evaluation import NUM_SAMPLES, collect_samples, evaluate, measure_divergence
-from hf_algorithms.inputs import RunInputs
+from hf_algorithms.inputs import ModelInputs, RunInputs
 from hf_algorithms.machine import check_machine
 from hf_algorithms.phases import measure_phases
 from hf_algorithms.placement import compute_workload
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from hf_controller import BatchFuture
     from hf_engine import SamplingParams
 
-__all__ = ["run_training"]
+__all__ = ["average_metrics", "begin_run", "build_executor", "check_inputs", "count_once", "run_training", "versions"]
+
+Inputs = TypeVar("Inputs", bound=ModelInputs)
 
 _LEAST_START_TIMEOUT_S = 120.0
 _PACKAGES = ("hf-algorithms", "torch", "ray", "transformers", "tensordict")
@@ -63,15 +65,15 @@ def run_training(
         fresh = Path(folder) / "initial_model"
         inputs, plan = check_run(config, fresh, plan=plan, search_path=search_path)
         check_machine(config, plan)
-        _check_inputs(config, directory)
+        check_inputs(config, directory)
         with MemoryMeter() as memory, RunDisplay(config.run.iterations) as display, ExitStack() as stack:
             for note in describe_generic_shapes(inputs.models):
                 display.note(note)
             for line in inputs.describe_data():
                 display.note(line)
             display.phase("starting workers")
-            executor = stack.enter_context(_build_executor(config, plan))
-            inputs = _begin(config, directory, plan, inputs, fresh)
+            executor = stack.enter_context(build_executor(config, plan))
+            inputs = begin_run(config, directory, plan, inputs, fresh)
             roles = build_roles(executor, config, plan, inputs, search_path)
             if spare := inputs.model.num_spare_logits:
                 display.note(f"{inputs.model.label}: {spare} logits are beyond its tokenizer's ids and have no text")
@@ -81,16 +83,23 @@ def run_training(
     return summary
 
 
-def _check_inputs(config: Config, directory: RunDirectory) -> None:
+def versions() -> dict[str, str]:
+    """The versions of what a run's numbers depend on."""
+    return {name: version(name) for name in _PACKAGES}
+
+
+def check_inputs(config: Config, directory: RunDirectory) -> None:
     """Refuse inputs that the run's own files would replace."""
     data, model = config.data, config.model
     paths = {f"data.{key}": getattr(data, key) for key in ("validation", "test", "pretraining")}
     sources = data.sources_of("train")
     paths |= {"data.train" if len(sources) == 1 else f"data.train, {path}": path for path, _ in sources}
+    paths |= {f"{section}.model.path": path for section, path in config.scorer_paths.items()}
+    paths |= {f"roles.{name}.path": role.path for name, role in config.roles.items()}
     directory.check_inputs({**paths, "model.path": model.path, "model.tokenizer": model.tokenizer})
 
 
-def _begin(config: Config, directory: RunDirectory, plan: MappingPlan, inputs: RunInputs, fresh: Path) -> RunInputs:
+def begin_run(config: Config, directory: RunDirectory, plan: MappingPlan, inputs: Inputs, fresh: Path) -> Inputs:
     """Replace an earlier run's files by this run's first ones; of the inputs, a fresh model moves there."""
     first_files = {"config.toml": format_toml(config), "plan.json": plan.to_json()}
     directory.begin()
@@ -135,7 +144,7 @@ class _Run:
             "algorithm": config.algorithm.name,
             "iterations": 0,
             "metric": self._metric,
-            "versions": {name: version(name) for name in _PACKAGES},
+            "versions": versions(),
             "workload": compute_workload(config, prompt_tokens=inputs.train.max_prompt_tokens),
         }
 
@@ -219,7 +228,9 @@ class _Run:
                 *config.recipe.run_step(self._roles, prompts, config.algorithm, context),
                 *(group.drain_metrics() for group in self._roles.groups.values() if "drain_metrics" in group.methods),
             ]
-            metrics = _average([_count_one(each) if isinstance(each, Mapping) else each.sums() for each in futures])
+            metrics = average_metrics(
+                [count_once(each) if isinstance(each, Mapping) else each.sums() for each in futures]
+            )
         elapsed_s = time.perf_counter() - start_s
         if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
             metrics[f"eval/validation/{self._metric}"] = self._evaluate_validation()
@@ -290,7 +301,8 @@ class _Run:
         self._directory.write_json("summary.json", self._summary)
 
 
-def _build_executor(config: Config, plan: MappingPlan) -> Executor:
+def build_executor(config: Config, plan: MappingPlan) -> Executor:
+    """Returns the executor that `run.executor` names, with a slot for each of the plan's."""
     if config.run.executor == "in_process":
         return InProcessExecutor()
     slots = sum(pool.num_slots for pool in plan.pools)
@@ -305,11 +317,12 @@ def _build_executor(config: Config, plan: MappingPlan) -> Executor:
     )
 
 
-def _count_one(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+def count_once(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """Returns numbers as metrics that were counted once."""
     return {name: (value, 1.0) for name, value in metrics.items()}
 
 
-def _average(parts: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+def average_metrics(parts: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
     """Mean of every metric over what its calls counted, of a `_max` the largest; names sorted.
 
     An update with more tokens counts for more. A metric of which nothing was counted is left out.

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hf_algorithms.roles import Roles
-from hf_algorithms.workers import RoleSetup
+from hf_algorithms.workers import EVALUATED, RoleSetup
 from hf_controller import WorkerSpec, build_pools
 from hf_engine import SamplingParams
 from hf_protocols import ParallelSpec, Topology
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
-    from hf_algorithms.inputs import RunInputs
+    from hf_algorithms.inputs import ModelInputs
     from hf_controller import Executor
     from hf_protocols import MappingPlan
 
@@ -21,7 +21,7 @@ __all__ = ["build_roles", "build_sampling"]
 
 
 def build_roles(
-    executor: Executor, config: Config, plan: MappingPlan, inputs: RunInputs, search_path: Sequence[str]
+    executor: Executor, config: Config, plan: MappingPlan, inputs: ModelInputs, search_path: Sequence[str]
 ) -> Roles:
     """The worker groups of every pool; models that share a pool share one process per slot.
 
@@ -33,7 +33,8 @@ def build_roles(
         specs = {role: _build_spec(role, config, plan, inputs, search_path) for role in plan.roles_of(name)}
         groups.update(executor.build_groups(pool, specs, fused=len(specs) > 1, wait=False))
     executor.wait_until_ready()
-    return Roles(groups)
+    unscored = () if config.reward.evaluates_model else EVALUATED
+    return Roles(groups, config.recipe.scorers, unscored)
 
 
 def build_sampling(config: Config, *, stop_ids: tuple[int, ...], step: int) -> SamplingParams:
@@ -58,7 +59,7 @@ def build_sampling(config: Config, *, stop_ids: tuple[int, ...], step: int) -> S
 
 
 def _build_spec(
-    role: str, config: Config, plan: MappingPlan, inputs: RunInputs, search_path: Sequence[str]
+    role: str, config: Config, plan: MappingPlan, inputs: ModelInputs, search_path: Sequence[str]
 ) -> WorkerSpec:
     declared, placed = config.recipe.role(role), plan.models[role]
     worker = declared.load_worker()

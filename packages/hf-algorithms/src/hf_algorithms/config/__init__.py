@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from hf_algorithms.config._comments import describe_keys, format_commented, resolve_config
 from hf_algorithms.config._reading import config_keys, format_toml, load_config, parse_config
+from hf_algorithms.config._scoring import CostConfig, FunctionConfig, RewardConfig, ScorerConfig
 from hf_algorithms.config._sections import (
     ClusterConfig,
     Config,
-    CostConfig,
     DataConfig,
     DataSource,
-    FunctionConfig,
     ModelConfig,
     OptimizerConfig,
-    RewardConfig,
     RoleConfig,
     RolloutConfig,
     RunConfig,
@@ -34,6 +32,7 @@ __all__ = [
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",
+    "ScorerConfig",
     "TrainingConfig",
     "WarmStartConfig",
     "config_keys",

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from hf_algorithms.config._reading import apply_override, find_recipe, find_switched_off, parse_config, without_none
 from hf_algorithms.config._sections import Config, RoleConfig
+from hf_algorithms.recipes import SupervisedRecipe
 from hf_protocols.toml import format_toml_value, read_toml
 
 __all__ = ["describe_keys", "format_commented", "resolve_config"]
@@ -61,13 +62,13 @@ def resolve_config(
             apply_override(body, f"{key}={format_toml_value(value)}")
     for override in overrides:
         apply_override(body, override)
-    return parse_config(body, search_path=search_path)
+    return parse_config(body, search_path=search_path, command=None)
 
 
 def _build_new(
     named: dict[str, str], model: str | None, data: str | None, search_path: Sequence[str]
 ) -> dict[str, Any]:
-    algorithm = find_recipe(named, search_path).config
+    algorithm = find_recipe(named, search_path, None).config
     body: dict[str, Any] = {
         "data": {"train": "train.jsonl" if data is None else data},
         "model": {"tokenizer": "bpe", "max_positions": _CONTEXT} if model is None else {"path": model},
@@ -120,6 +121,8 @@ def format_commented(config: Config) -> str:
     written["algorithm"] |= dict.fromkeys(find_switched_off(config), "none")
     lines: list[str] = []
     for section in Config.model_fields:
+        if isinstance(config.recipe, SupervisedRecipe) and section in config.recipe.unused:
+            continue
         if section == "roles":
             for name in config.recipe.model_roles:
                 overrides = written["roles"].get(name, {})

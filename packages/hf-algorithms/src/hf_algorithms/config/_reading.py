@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError, create_model
 
 from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._sections import Config, RoleConfig
-from hf_algorithms.recipes import RECIPES, AlgorithmConfig, Recipe, load_recipe
+from hf_algorithms.recipes import COMMAND_RECIPES, RECIPES, AlgorithmConfig, Recipe, SupervisedRecipe, load_recipe
 from hf_algorithms.recipes.conventions import expand_conventions
 from hf_algorithms.users_code import describe_raised
 from hf_protocols import ConfigError
@@ -23,7 +23,9 @@ from hf_protocols.toml import find_unwritable, format_toml_value, parse_toml, re
 __all__ = ["config_keys", "find_switched_off", "format_toml", "load_config", "parse_config"]
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, search_path: Sequence[str] = ()) -> Config:
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, search_path: Sequence[str] = (), command: str | None = "train"
+) -> Config:
     """Reads a TOML file, then applies `section.key=value` overrides (values as in TOML; bare words are strings).
 
     Relative paths inside the file are relative to where the command runs.
@@ -32,6 +34,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, search_path: Seque
         path: of the file.
         overrides: applied in order.
         search_path: folders in which a recipe's module is looked for last.
+        command: of `hybridflow`, whose recipes the file may name; None: those of every command.
 
     Raises:
         ConfigError: for a missing or malformed file, an unknown key (with the nearest known one), or a bad value.
@@ -39,20 +42,21 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, search_path: Seque
     body = read_toml(path)
     for override in overrides:
         apply_override(body, override)
-    return parse_config(body, search_path=search_path)
+    return parse_config(body, search_path=search_path, command=command)
 
 
-def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = ()) -> Config:
+def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = (), command: str | None = "train") -> Config:
     """Checks a mapping of sections and builds the configuration.
 
     Raises:
         ConfigError: one line for every problem, among them values that `format_toml` could not write so that they
             read back as they are.
     """
-    recipe = find_recipe(body.get("algorithm"), search_path)
+    recipe = find_recipe(body.get("algorithm"), search_path, command)
     body = _expand_conventions(body, recipe)
-    _check_role_names(body.get("roles"), recipe)
-    known = config_keys(recipe)
+    with_scorers = recipe.with_scorers(dict.fromkeys(_find_scored_roles(body, recipe), ""))
+    _check_role_names(body.get("roles"), with_scorers)
+    known = config_keys(with_scorers)
     unknown = [key for key in _flatten(body) if key not in known]
     if unknown:
         raise ConfigError("\n".join(shorten_list([f"unknown key {show(key)}{_hint(key, known)}" for key in unknown])))
@@ -64,7 +68,7 @@ def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = ()) ->
         config = _model_of(recipe.config).model_validate({"algorithm": {}, **body})
     except ValidationError as error:
         raise ConfigError("\n".join(map(describe_problem, error.errors()))) from None
-    if config.algorithm.recipe is not None:
+    if config.algorithm.name not in RECIPES or config.algorithm.recipe is not None:
         config._own_recipe = recipe
     _check_meaning(config)
     unwritable = find_unwritable({"algorithm": without_none(config.algorithm.model_dump())})
@@ -91,7 +95,10 @@ def _may_be_none(recipe: Recipe, key: str) -> bool:
 def config_keys(recipe: Recipe = RECIPES["ppo"]) -> tuple[str, ...]:
     """Every key that a run of this recipe has, as `section.key` or `roles.NAME.key`, in order."""
     keys: list[str] = []
+    unused = recipe.unused if isinstance(recipe, SupervisedRecipe) else ()
     for section, field in Config.model_fields.items():
+        if section in unused:
+            continue
         if section == "roles":
             keys += (f"roles.{role.name}.{key}" for role in recipe.roles for key in RoleConfig.model_fields)
         else:
@@ -106,8 +113,10 @@ def _model_of(algorithm: type[AlgorithmConfig]) -> type[Config]:
     return create_model("Config", __base__=Config, algorithm=(algorithm, ...))
 
 
-def find_recipe(section: object, search_path: Sequence[str]) -> Recipe:
-    """The recipe that an `[algorithm]` section names; PPO by default."""
+def find_recipe(section: object, search_path: Sequence[str], command: str | None = "train") -> Recipe:
+    """The recipe that an `[algorithm]` section names; the command's usual one by default, PPO of `train`."""
+    commands = COMMAND_RECIPES if command is None else {command: COMMAND_RECIPES[command]}
+    recipes = {name: recipe for known in commands.values() for name, recipe in known.items()}
     named = section if isinstance(section, Mapping) else {}
     name, reference = named.get("name"), named.get("recipe")
     if reference is not None:
@@ -121,14 +130,19 @@ def find_recipe(section: object, search_path: Sequence[str]) -> Recipe:
             )
         return recipe
     if name is None:
-        return RECIPES["ppo"]
-    if not isinstance(name, str) or name not in RECIPES:
-        near = find_similar(name, RECIPES) if isinstance(name, str) else []
+        return next(iter(recipes.values()))
+    if not isinstance(name, str) or name not in recipes:
+        for other, others in COMMAND_RECIPES.items():
+            if isinstance(name, str) and name in others:
+                raise ConfigError(
+                    f"algorithm.name = {show(name)}: hybridflow {command} does not run it. Use hybridflow {other}"
+                )
+        near = find_similar(name, recipes) if isinstance(name, str) else []
         hint = (
-            f"did you mean {show(near[0])}?" if near else f"Choose one of {', '.join(RECIPES)}, or set algorithm.recipe"
+            f"did you mean {show(near[0])}?" if near else f"Choose one of {', '.join(recipes)}, or set algorithm.recipe"
         )
         raise ConfigError(f"algorithm.name = {show(name)}: there is no such algorithm. {hint}")
-    return RECIPES[name]
+    return recipes[name]
 
 
 def _check_role_names(section: object, recipe: Recipe) -> None:
@@ -151,6 +165,7 @@ def _check_meaning(config: Config) -> None:
             for key in config.algorithm.needs_keys
             if _is_missing(config, key)
         ),
+        *_find_wrong_scorers(config),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -183,10 +198,20 @@ def _find_overrides_without_model(config: Config) -> Iterator[str]:
             )
 
 
+def _find_scored_roles(body: Mapping[str, Any], recipe: Recipe) -> Iterator[str]:
+    """Yields the roles that a model scores for, because the section of their name has `model`."""
+    for role in recipe.roles:
+        section = body.get(role.name)
+        if role.scored_by is not None and isinstance(section, Mapping) and section.get("model") is not None:
+            yield role.name
+
+
 def _is_missing(config: Config, key: str) -> bool:
     section, _, name = key.rpartition(".")
-    several = name == "function" and section in ("reward", "cost") and getattr(config, section).list_functions()
-    return not several and _value_of(config, key) is None
+    if name == "function" and section in ("reward", "cost"):
+        part = getattr(config, section)
+        return not part.list_functions() and part.model is None
+    return _value_of(config, key) is None
 
 
 def _find_problems_of_rewards(config: Config) -> Iterator[str]:
@@ -197,10 +222,21 @@ def _find_problems_of_rewards(config: Config) -> Iterator[str]:
                 f"{section}.function = {show(part.function)}: [[{section}.functions]] are given as well. "
                 "Make it one of them"
             )
+        if part.model is not None and any(each.name == "model" for each in part.list_functions()):
+            yield f"{section}.functions: the name 'model' is that of [{section}.model] in metrics. Rename the function"
     metric = getattr(config.algorithm, "filter_metric", "")
     names = [f"reward/{each.name}" for each in config.reward.list_functions()]
     if metric.startswith("reward/") and metric not in names:
-        yield f"algorithm.filter_metric = {show(metric)}: no reward has this name. Use one of {', '.join(names)}"
+        known = ", ".join(names) or "none"
+        yield f"algorithm.filter_metric = {show(metric)}: no reward has this name. Use one of {known}"
+
+
+def _find_wrong_scorers(config: Config) -> Iterator[str]:
+    if config.reward.metric == "model" and config.reward.model is None:
+        yield "reward.metric = 'model': [reward.model] is absent. Set reward.model.path, or name a function"
+    for section, scorer in config.recipe.scorers.items():
+        if config.role(scorer).path is not None:
+            yield f"roles.{scorer}.path: the model of {section}.model.path plays this role. Remove the key"
 
 
 def _value_of(config: Config, key: str) -> Any:
@@ -221,6 +257,8 @@ def format_toml(config: Config) -> str:
     """
     lines: list[str] = []
     sections = without_none(config.model_dump())
+    if isinstance(config.recipe, SupervisedRecipe):
+        sections = {name: body for name, body in sections.items() if name not in config.recipe.unused}
     sections["algorithm"] |= dict.fromkeys(find_switched_off(config), "none")
     roles = sections.pop("roles")
     sections |= {f"roles.{name}": body for name, body in roles.items() if body}

@@ -1,31 +1,16 @@
-"""The base of sections, and those of rewards and costs."""
+"""Sections of what scores responses: `[reward]` and `[cost]`."""
 
 from __future__ import annotations
 
 import re
 from typing import Annotated, Any
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    field_validator,
-    model_serializer,
-)
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
+from hf_algorithms.config._section import Positive, Section, UserPath
 from hf_algorithms.rewards import Style
 
-__all__ = ["CostConfig", "FunctionConfig", "Positive", "RewardConfig", "Section"]
-
-Positive = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]
-"""It fits a float32 with room for products."""
-
-
-class Section(BaseModel):
-    """A table of the file: frozen, and without unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+__all__ = ["CostConfig", "FunctionConfig", "RewardConfig", "ScorerConfig"]
 
 
 class FunctionConfig(Section):
@@ -43,6 +28,17 @@ class FunctionConfig(Section):
     """Convention of its parameters; `auto`: the one that their names show."""
 
 
+class ScorerConfig(Section):
+    """`[reward.model]`, `[cost.model]`: a model that scores responses next to functions, or in their place."""
+
+    path: UserPath
+    """Directory or hub name of a sequence classifier with one label, or of a critic; `hybridflow reward-model` makes
+    one. It may have another tokenizer than the actor.
+    """
+    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
+    """Multiplies the model's score in the sum of all scores."""
+
+
 class _ScoringConfig(Section):
     """What `[reward]` and `[cost]` have in common."""
 
@@ -54,6 +50,8 @@ class _ScoringConfig(Section):
     """
     allowed_hosts: tuple[str, ...] = Field(default=(), strict=False)
     """Hosts that a function's URL may name in addition to this machine's."""
+    model: ScorerConfig | None = None
+    """`path` and `weight` of a model, whose score is added to those of functions."""
 
     @field_validator("functions")
     @classmethod
@@ -64,28 +62,49 @@ class _ScoringConfig(Section):
                 raise ValueError(f"two functions are named {name!r}. Rename one")
         return functions
 
+    def list_unwritten(self) -> set[str]:
+        """Keys that were left out next to others which take their place: to write them would change the rest."""
+        return {"function"} if self.functions else set()
+
     @model_serializer(mode="wrap")
-    def _leave_out_the_short_form(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves `function` out next to `functions`, so that the written file reads back."""
-        return {key: value for key, value in write(self).items() if key != "function" or not self.functions}
+    def _leave_out_unwritten(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves such keys out, so that the written file reads back."""
+        unwritten = self.list_unwritten()
+        return {key: value for key, value in write(self).items() if key not in unwritten}
 
 
 class RewardConfig(_ScoringConfig):
     """`[reward]`: functions that score responses, one number each."""
 
     function: str = "hf_algorithms.rewards:exact_match"
-    """Function that training maximises: `module:function`, `file.py:function`, or the URL of a server."""
+    """Function that training maximises: `module:function`, `file.py:function`, or the URL of a server. Left out next
+    to `[reward.model]`: the model alone.
+    """
     metric: str = "hf_algorithms.rewards:exact_match"
-    """Function that evaluation averages: 1 for a correct response, 0 for an incorrect one."""
+    """Function that evaluation averages: 1 for a correct response, 0 for an incorrect one. `model`: the score of
+    `[reward.model]`, also where all functions are left out.
+    """
 
     def list_functions(self) -> tuple[FunctionConfig, ...]:
         """The functions that make the score; `function` alone is named after itself."""
-        return self.functions or (_name_function(self.function),)
+        is_alone = self.model is not None and "function" not in self.model_fields_set
+        return self.functions or (() if is_alone else (_name_function(self.function),))
+
+    @property
+    def evaluates_model(self) -> bool:
+        """True if evaluation averages the scores of the model."""
+        is_alone = not self.model_fields_set & {"function", "functions", "metric"}
+        return self.model is not None and (self.metric == "model" or is_alone)
 
     @property
     def metric_name(self) -> str:
         """Names the metric in `eval/SET/NAME`."""
-        return _name_function(self.metric).name
+        return "model" if self.evaluates_model else _name_function(self.metric).name
+
+    def list_unwritten(self) -> set[str]:
+        """As of every such section, and the functions that were left out next to a model."""
+        function = set() if self.list_functions() and not self.functions else {"function"}
+        return function | ({"metric"} if self.evaluates_model and self.metric != "model" else set())
 
 
 class CostConfig(_ScoringConfig):

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
-    AfterValidator,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -20,7 +19,8 @@ from pydantic import (
 )
 
 from hf_algorithms.config._messages import describe_problem
-from hf_algorithms.config._scoring import CostConfig, FunctionConfig, Positive, RewardConfig, Section
+from hf_algorithms.config._scoring import CostConfig, RewardConfig
+from hf_algorithms.config._section import Positive, Section, UserPath
 from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe
 from hf_protocols.arguments import show
 from hf_protocols.paths import expand_path
@@ -28,13 +28,10 @@ from hf_protocols.paths import expand_path
 __all__ = [
     "ClusterConfig",
     "Config",
-    "CostConfig",
     "DataConfig",
     "DataSource",
-    "FunctionConfig",
     "ModelConfig",
     "OptimizerConfig",
-    "RewardConfig",
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",
@@ -52,8 +49,6 @@ Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
 Seed = Annotated[int, Field(ge=0, lt=1 << 62)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-UserPath = Annotated[str, AfterValidator(expand_path)]
-"""`~` is expanded; a hub name stays as it is."""
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "max_positions")
@@ -217,7 +212,7 @@ class OptimizerConfig(Section):
     actor_learning_rate: Positive = 1e-6
     """Of the actor, after `warmup_steps`."""
     critic_learning_rate: Positive = 1e-5
-    """Of every critic, after `warmup_steps`."""
+    """Of every critic, and of a reward model that is trained, after `warmup_steps`."""
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """Decays of AdamW's averages of the gradient and of its square."""
     weight_decay: Annotated[float, Field(ge=0, le=1e30)] = 0.0
@@ -347,8 +342,14 @@ class Config(Section):
 
     @property
     def recipe(self) -> Recipe:
-        """The algorithm: a shipped one by its name, or the user's own."""
-        return self._own_recipe or RECIPES[self.algorithm.name]
+        """The algorithm: a shipped one by its name, or the user's own; with the models that score for its roles."""
+        return (self._own_recipe or RECIPES[self.algorithm.name]).with_scorers(self.scorer_paths)
+
+    @property
+    def scorer_paths(self) -> dict[str, str]:
+        """Directory of `[reward.model]` and its like, by the section."""
+        sections = {"reward": self.reward.model, "cost": self.cost.model}
+        return {name: model.path for name, model in sections.items() if model is not None}
 
     def count_updates(self) -> int:
         """Optimizer steps of a role in the whole run, the warm start left out."""

@@ -10,6 +10,7 @@ from hf_algorithms.data._batches import PromptDataset, TooLong
 from hf_algorithms.data._columns import ColumnMapping, Kind
 from hf_algorithms.data._gsm8k import write_gsm8k_data, write_gsm8k_preferences
 from hf_algorithms.data._order import RowOrder, select_rows
+from hf_algorithms.data._preferences import PreferenceDataset, PreferenceRow, load_preferences
 from hf_algorithms.data._report import (
     DataReport,
     FileReport,
@@ -29,6 +30,7 @@ from hf_algorithms.data._rows import (
     read_records,
     write_rows,
 )
+from hf_algorithms.data._sequences import SequenceEncoder, cut_to
 from hf_algorithms.data._tokenizers import (
     build_character_tokenizer,
     load_tokenizer,
@@ -54,20 +56,25 @@ __all__ = [
     "LengthReport",
     "Message",
     "NamedToken",
+    "PreferenceDataset",
+    "PreferenceRow",
     "PromptDataset",
     "Row",
     "RowFile",
     "RowOrder",
     "Rows",
+    "SequenceEncoder",
     "TooLong",
     "TooLongReport",
     "TurnFormat",
     "TurnTokens",
     "build_character_tokenizer",
     "count_spare_logits",
+    "cut_to",
     "decode_responses",
     "describe_data",
     "describe_turns",
+    "load_preferences",
     "load_rows",
     "load_tokenizer",
     "locate_row",

@@ -84,12 +84,13 @@ def train_bpe_tokenizer(texts: Iterable[str], *, vocab_size: int, directory: str
     return _save(tokenizer, directory, pad_token=_PAD, eos_token=_EOS)
 
 
-def load_tokenizer(path: str, *, label: str | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, label: str | None = None, needs_end: bool = True) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory or hub name.
 
     Args:
         path: what transformers loads.
         label: what messages begin with, such as the user's key and value; the path by default.
+        needs_end: False also takes a tokenizer without an end-of-sequence token, for models that do not generate.
 
     Raises:
         ModelError: a ConfigError, if there is none, its files are damaged, or it has no end-of-sequence token.
@@ -106,7 +107,7 @@ def load_tokenizer(path: str, *, label: str | None = None) -> PreTrainedTokenize
         ids = tokenizer(_PROBE)["input_ids"]
         tokenizer.decode(ids)
         end: Any = tokenizer.eos_token_id
-    if type(end) is not int:
+    if type(end) is not int and needs_end:
         raise ModelError(
             f"{name}: its tokenizer has no eos_token, so responses could never end. Set eos_token in its "
             "tokenizer_config.json to a token of its vocabulary"

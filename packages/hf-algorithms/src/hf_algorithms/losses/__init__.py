@@ -15,6 +15,7 @@ from hf_algorithms.losses._kl_term import KLTerm
 from hf_algorithms.losses._loss import Loss
 from hf_algorithms.losses._policy import GAP_BOUND, PolicyLoss
 from hf_algorithms.losses._preference import PreferenceLoss, PreferencePairs, label_pairs
+from hf_algorithms.losses._ranking import CostRankingLoss, RankingLoss
 from hf_algorithms.losses._supervised import SupervisedLoss
 from hf_algorithms.losses._surrogates import (
     CISPO,
@@ -40,12 +41,14 @@ __all__ = [
     "Aggregation",
     "Clip",
     "Correction",
+    "CostRankingLoss",
     "DistillationLoss",
     "KLTerm",
     "Loss",
     "PolicyLoss",
     "PreferenceLoss",
     "PreferencePairs",
+    "RankingLoss",
     "Reinforce",
     "SequenceClip",
     "SequenceProductClip",

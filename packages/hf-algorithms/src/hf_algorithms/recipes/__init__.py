@@ -16,8 +16,25 @@ from hf_algorithms.recipes._config import (
     WhitenKeys,
 )
 from hf_algorithms.recipes._load import load_recipe
-from hf_algorithms.recipes._recipe import Recipe, Role, StepContext, StepError, mini_batch_rows
-from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, CRITIC, POLICY_ROLES, REFERENCE, REWARD
+from hf_algorithms.recipes._recipe import (
+    Recipe,
+    Role,
+    StepContext,
+    StepError,
+    SupervisedDataset,
+    SupervisedRecipe,
+    mini_batch_rows,
+)
+from hf_algorithms.recipes._roles import (
+    ACTOR,
+    ADVANTAGE,
+    COST_MODEL,
+    CRITIC,
+    POLICY_ROLES,
+    REFERENCE,
+    REWARD,
+    REWARD_MODEL,
+)
 from hf_algorithms.recipes._steps import (
     add_old_logprobs,
     add_ref_logprobs,
@@ -42,6 +59,7 @@ from hf_algorithms.recipes.ppo import PPO, PPOConfig
 from hf_algorithms.recipes.reinforce_pp import REINFORCE_PP
 from hf_algorithms.recipes.reinforce_pp_baseline import REINFORCE_PP_BASELINE
 from hf_algorithms.recipes.remax import REMAX
+from hf_algorithms.recipes.reward_model import REWARD_MODEL_TRAINING, RewardModelConfig
 from hf_algorithms.recipes.rloo import RLOO
 from hf_algorithms.recipes.safe_rlhf import SAFE_RLHF
 from hf_algorithms.recipes.sapo import SAPO
@@ -49,11 +67,14 @@ from hf_algorithms.recipes.sapo import SAPO
 __all__ = [
     "ACTOR",
     "ADVANTAGE",
+    "COMMAND_RECIPES",
+    "COST_MODEL",
     "CRITIC",
     "POLICY_ROLES",
     "RECIPES",
     "REFERENCE",
     "REWARD",
+    "REWARD_MODEL",
     "AlgorithmConfig",
     "ClipKeys",
     "CriticKeys",
@@ -61,10 +82,13 @@ __all__ = [
     "PPOConfig",
     "PolicyConfig",
     "Recipe",
+    "RewardModelConfig",
     "Role",
     "StdKeys",
     "StepContext",
     "StepError",
+    "SupervisedDataset",
+    "SupervisedRecipe",
     "WhitenKeys",
     "add_old_logprobs",
     "add_ref_logprobs",
@@ -97,5 +121,10 @@ _SHIPPED = (
     DISTILLATION,
     ONLINE_DPO,
 )
-RECIPES = {recipe.name: recipe for recipe in _SHIPPED}
+RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _SHIPPED}
 """The shipped recipes by the name that `[algorithm] name` gives."""
+COMMAND_RECIPES: dict[str, dict[str, Recipe]] = {
+    "train": RECIPES,
+    "reward-model": {REWARD_MODEL_TRAINING.name: REWARD_MODEL_TRAINING},
+}
+"""The recipes of each command of `hybridflow`, the usual one first."""

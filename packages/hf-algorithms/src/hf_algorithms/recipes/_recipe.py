@@ -7,11 +7,11 @@ import keyword
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_algorithms.recipes._config import AlgorithmConfig
 from hf_algorithms.users_code import describe_raised
@@ -20,11 +20,13 @@ from hf_protocols.arguments import show
 from hf_protocols.similar_names import find_similar
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture, MetricsFuture, ObjectFuture, Worker
     from hf_engine import SamplingParams
 
-__all__ = ["Recipe", "Role", "StepContext", "StepError", "mini_batch_rows"]
+__all__ = ["Recipe", "Role", "StepContext", "StepError", "SupervisedDataset", "SupervisedRecipe", "mini_batch_rows"]
 
 
 _TAKEN = frozenset({"find", "groups", "having"})
@@ -47,6 +49,8 @@ class Role:
         has_model: whether the worker holds a model on a training backend; others call functions.
         starts_from: where the weights come from: another role, or a directory. None: `model.path`.
         kwargs: more arguments of the worker's constructor.
+        scored_by: role of a model whose scores this role's worker adds to its own, as `model_scores`. A run has it
+            where the section of this role's name has `model`, such as `[reward.model]`.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Role:
     has_model: bool = False
     starts_from: str | None = None
     kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    scored_by: Role | None = None
 
     def load_worker(self) -> type[Worker]:
         """Returns the worker's class.
@@ -228,9 +233,93 @@ class Recipe:
         return " ".join((getattr(module, "__doc__", None) or "").partition("\n\n")[0].split())
 
     @property
+    def scorers(self) -> dict[str, str]:
+        """Names of the roles whose models score for others, by the names of these others."""
+        names = {role.name for role in self.roles}
+        return {
+            role.name: role.scored_by.name for role in self.roles if role.scored_by and role.scored_by.name in names
+        }
+
+    def with_scorers(self, paths: Mapping[str, str]) -> Recipe:
+        """Returns the recipe with the models that score for some of its roles.
+
+        Args:
+            paths: directory of each model, by the name of the role that it scores for.
+
+        Raises:
+            ConfigError: for a role that the recipe lacks, or whose worker takes no model's scores.
+        """
+        added = []
+        for name, path in paths.items():
+            scorer = next((role.scored_by for role in self.roles if role.name == name), None)
+            if scorer is None:
+                raise ConfigError(
+                    f"{name}.model.path = {show(path)}: recipe {show(self.name)} has no role {show(name)} that takes a "
+                    "model's scores. Remove the section, or declare the role with scored_by"
+                )
+            added.append(replace(scorer, starts_from=path))
+        return replace(self, roles=(*self.roles, *added)) if added else self
+
+    @property
     def model_roles(self) -> tuple[str, ...]:
         """Names of the roles that hold a model."""
         return tuple(role.name for role in self.roles if role.has_model)
+
+
+class SupervisedDataset(Protocol):
+    """Rows of a supervised recipe as token ids.
+
+    Attributes:
+        source: key and value that name the file, for messages.
+    """
+
+    source: str
+
+    @property
+    def num_cut(self) -> int:
+        """Rows that were too long and lost a part."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Tokens of the longest response."""
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        """Tokens that the largest row needs in a forward pass, and its place in the file."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def batch(self, indices: Iterable[int]) -> TensorDict:
+        """Returns the chosen rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedRecipe(Recipe):
+    """A recipe that learns from rows as they are: nothing is generated. Its configuration has `batch_size`.
+
+    Attributes:
+        columns: of the batch that its step is given.
+        load: returns the rows of a file; called as `load(path, config)` with the run's configuration.
+        build_dataset: returns rows as token ids; called as
+            `build_dataset(rows, tokenizer, max_tokens=, source=, turns=)`.
+        evaluate: returns numbers by name; called as `evaluate(roles, batch, num_rows, config)` with `[algorithm]`.
+        metric: name of the number that says how good the model is.
+        sequences_per_row: that a row costs in a forward pass.
+        unused: sections of the configuration that mean nothing for it.
+    """
+
+    columns: tuple[str, ...]
+    load: Callable[[str, Any], Sequence[Any]]
+    build_dataset: Callable[..., SupervisedDataset]
+    evaluate: Callable[[Roles, BatchFuture, int, Any], Mapping[str, float]]
+    metric: str
+    sequences_per_row: int = 1
+    unused: tuple[str, ...] = ("warm_start", "rollout", "reward", "cost")
 
 
 def _are_numbers(metrics: object) -> bool:

@@ -7,9 +7,10 @@ that its net weight does not depend on lambda. With `ptx_coefficient` the langua
 
 Deviations from the authors' code:
 
-- costs come from a Python function, `[cost] function`, above 0 for what is unwanted;
+- costs come from a Python function, `[cost] function`, or a model, `[cost.model]`, above 0 for what is unwanted;
 - lambda is updated once an iteration by the costs of the whole batch, not once a micro-batch and rank;
-- both critics start from the actor, not from a reward model and a cost model;
+- both critics start from the actor; `[roles.critic] path` and `[roles.cost_critic] path` name the reward model and the
+  cost model, from which the authors start;
 - the values' clip is PPO's; the authors clip values to a distance of 5, which is `value_clip = 5.0`;
 - the critics' loss is a mean over all tokens of a mini-batch, not over responses, and ignores `overlong_filter`;
 - the gradient of PTX enters the optimizer step of the policy's loss; the authors pass backwards twice.
@@ -29,7 +30,7 @@ from pydantic import Field
 from hf_algorithms.recipes._config import AggregationMode, ClipKeys, Coefficient, CriticKeys, PolicyConfig, Range
 from hf_algorithms.recipes._critics import build_value_loss, compute_values
 from hf_algorithms.recipes._recipe import Recipe, Role, StepContext
-from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, CRITIC, REFERENCE, REWARD
+from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, COST_MODEL, CRITIC, REFERENCE, REWARD
 from hf_algorithms.recipes._steps import (
     add_old_logprobs,
     add_ref_logprobs,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COST", "COST_CRITIC", "SAFE_RLHF", "SafeRLHFConfig", "step"]
 
-COST = Role(name="cost", worker="hf_algorithms.workers:CostWorker")
+COST = Role(name="cost", worker="hf_algorithms.workers:CostWorker", scored_by=COST_MODEL)
 COST_CRITIC = Role(name="cost_critic", worker=CRITIC.worker, has_model=True, starts_from="actor")
 
 _SEQUENCE = ("prompt_ids", "response_ids", "response_mask")

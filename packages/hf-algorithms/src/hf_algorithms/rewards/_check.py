@@ -107,7 +107,8 @@ def _list_functions(config: Config) -> list[_Named]:
         for each in part.list_functions():
             key = f"{section}.functions.{each.name}.function" if part.functions else f"{section}.function"
             found.setdefault(each.function, _Named(key, each.function, each.style, part.allowed_hosts))
-    found.setdefault(reward.metric, _Named("reward.metric", reward.metric, "auto", reward.allowed_hosts))
+    if not reward.evaluates_model:
+        found.setdefault(reward.metric, _Named("reward.metric", reward.metric, "auto", reward.allowed_hosts))
     return list(found.values())
 
 

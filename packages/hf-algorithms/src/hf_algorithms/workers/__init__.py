@@ -9,15 +9,19 @@ from hf_algorithms.workers.actor import ActorWorker
 from hf_algorithms.workers.advantage import AdvantageWorker
 from hf_algorithms.workers.critic import CriticWorker
 from hf_algorithms.workers.reference import ReferenceWorker, TeacherWorker
-from hf_algorithms.workers.reward import CostWorker, RewardWorker
+from hf_algorithms.workers.reward import EVALUATED, CostWorker, RewardWorker
+from hf_algorithms.workers.scorer import PairScorer, RewardModelWorker
 
 __all__ = [
+    "EVALUATED",
     "SEQUENCE",
     "ActorWorker",
     "AdvantageWorker",
     "CostWorker",
     "CriticWorker",
+    "PairScorer",
     "ReferenceWorker",
+    "RewardModelWorker",
     "RewardWorker",
     "RoleSetup",
     "TeacherWorker",

@@ -57,7 +57,7 @@ class ModelWorker(Worker):
         offload: weights and optimizer rest in host memory between calls.
     """
 
-    head: Literal["lm", "value"] = "lm"
+    head: Literal["lm", "value", "score"] = "lm"
     trainable = True
     learning_rate_key = "actor_learning_rate"
     """Key of `[optimizer]` that holds the learning rate of such a role."""

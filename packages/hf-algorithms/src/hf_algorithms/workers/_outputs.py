@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MODEL_OUTPUTS", "check_calls_outputs", "read_outputs"]
 
-MODEL_OUTPUTS = {"lm": ("logprobs", "entropy", "candidate_logprobs"), "value": ("values",)}
+MODEL_OUTPUTS = {"lm": ("logprobs", "entropy", "candidate_logprobs"), "value": ("values",), "score": ("scores",)}
 """Outputs of a model, by its head."""
 
 

@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     from hf_algorithms.workers._model import Metrics
     from hf_algorithms.workers._setup import RoleSetup
 
-__all__ = ["CostWorker", "RewardWorker"]
+__all__ = ["EVALUATED", "CostWorker", "RewardWorker"]
 
 _READS = ("prompt_ids", "response_ids", "answer", "sample_id?", "group_id?", "finish_reason?", "row_extra?")
+_SCORED = (*_READS, "model_scores?")
+
+EVALUATED = ("compute_metric", "collect_samples")
+"""Methods that read a model's scores only where evaluation averages them."""
 
 
 class _FunctionWorker(Worker):
@@ -36,11 +40,12 @@ class _FunctionWorker(Worker):
     Args:
         tokenizer: directory or hub name, to read texts from token ids.
         stop_ids: tokens at which responses end, which no text has.
-        functions: that score responses; their weighted sum counts.
+        functions: that score responses; their weighted sum counts. None of them where a model alone scores.
         search_path: folders where the functions' modules are looked for first.
         answer_name: of the answers in the data.
         num_processes: that call functions; by default as many as there are cores.
-        metric: function that scores responses in evaluations.
+        metric: function that scores responses in evaluations; None: a model's scores count there.
+        model_weight: of the column `model_scores`, which another role's model computes; None without such a model.
     """
 
     needs_process_group = False
@@ -59,16 +64,19 @@ class _FunctionWorker(Worker):
         answer_name: str = "answer",
         num_processes: int | None = None,
         metric: FunctionSpec | None = None,
+        model_weight: float | None = None,
     ) -> None:
         super().__init__(context)
         self._stop_ids = frozenset(stop_ids)
         self._answer_name = answer_name
         self._sums: Metrics = {}
         self._last: tuple[list[tuple[int, ...]], list[ScoredSamples]] | None = None
+        self._model_weight = model_weight
         self._num_functions = len(functions)
+        self._has_metric = metric is not None
         self._functions: ScoringFunctions | None = None
-        if context.rank == 0:
-            specs = [*functions, *([] if metric is None else [metric])]
+        specs = [*functions, *([] if metric is None else [metric])]
+        if context.rank == 0 and specs:
             self._functions = ScoringFunctions(
                 specs, search_path=search_path, num_processes=num_processes, kind=self.kind
             )
@@ -79,19 +87,22 @@ class _FunctionWorker(Worker):
         """Returns what the functions scored since the last call: `reward/NAME/mean` of each, and its further numbers.
 
         `reward/NAME/unscorable` counts responses that the function did not score, `reward/NAME/failed` those of them
-        whose call met its deadline or ended its process.
+        whose call met its deadline or ended its process. `reward/model/mean` is a model's.
         """
         found, self._sums = self._sums, {}
         return found
 
     def _score(self, batch: TensorDict, *, is_counted: bool) -> torch.Tensor:
-        """The weighted sum of the functions' scores, float32 [B]."""
+        """The weighted sum of the functions' scores and the model's, float32 [B]."""
         import torch
 
-        functions = self._require_functions()
         samples = self._read(batch)
-        scored = functions.score(samples, range(self._num_functions))
-        specs = functions.specs[: self._num_functions]
+        scored: list[ScoredSamples] = []
+        specs: Sequence[FunctionSpec] = ()
+        if self._num_functions:
+            functions = self._require_functions()
+            specs = functions.specs[: self._num_functions]
+            scored = functions.score(samples, range(self._num_functions))
         if is_counted:
             for spec, each in zip(specs, scored, strict=True):
                 self._count(spec.name, each)
@@ -100,7 +111,11 @@ class _FunctionWorker(Worker):
             spec.name: (spec.weight, torch.tensor(each.scores, dtype=torch.float64))
             for spec, each in zip(specs, scored, strict=True)
         }
-        total = combine_scores(parts)
+        if self._model_weight is not None:
+            parts["model"] = (self._model_weight, batch["model_scores"])
+            if is_counted:
+                self._add("model", "mean", batch["model_scores"].tolist())
+        total = combine_scores(parts, required=("model",) if "model" in parts else ())
         for spec, each in zip(specs, scored, strict=True):
             if spec.weight:
                 total[torch.tensor(each.failed, dtype=torch.bool)] = torch.nan
@@ -109,16 +124,19 @@ class _FunctionWorker(Worker):
     def _count(self, name: str, scored: ScoredSamples) -> None:
         """Adds to the metrics: means over the responses that have a number, and numbers of responses."""
         for key, values in {"mean": scored.scores, **scored.metrics}.items():
-            known = [value for value in values if not math.isnan(value)]
-            before, count = self._sums.get(f"{self.kind}/{name}/{key}", (0.0, 0.0))
-            self._sums[f"{self.kind}/{name}/{key}"] = (before + sum(known), count + len(known))
+            self._add(name, key, values)
         numbers = {"unscorable": len(scored.scores) - sum(scored.valid), "failed": sum(scored.failed)}
         for key, number in numbers.items():
             before, _ = self._sums.get(f"{self.kind}/{name}/{key}", (0.0, 1.0))
             self._sums[f"{self.kind}/{name}/{key}"] = (before + number, 1.0)
 
+    def _add(self, name: str, key: str, values: Sequence[float]) -> None:
+        known = [value for value in values if not math.isnan(value)]
+        before, count = self._sums.get(f"{self.kind}/{name}/{key}", (0.0, 0.0))
+        self._sums[f"{self.kind}/{name}/{key}"] = (before + sum(known), count + len(known))
+
     def _require_functions(self) -> ScoringFunctions:
-        assert self._functions is not None, "methods run on rank 0"
+        assert self._functions is not None, "methods run on rank 0, and only these of roles with functions"
         return self._functions
 
     def _read(self, batch: TensorDict) -> Samples:
@@ -149,15 +167,18 @@ class RewardWorker(_FunctionWorker):
     def configure(cls, setup: RoleSetup) -> dict[str, Any]:
         """Returns the constructor's arguments for a role of a run."""
         reward = setup.config.reward
+        if reward.evaluates_model:
+            return _configure(setup, reward)
         metric = FunctionSpec(name="metric", function=reward.metric, allowed_hosts=reward.allowed_hosts)
         return _configure(setup, reward) | {"metric": metric}
 
-    @register(protocol=RANK_ZERO, reads=_READS, writes=("scores",))
+    @register(protocol=RANK_ZERO, reads=_SCORED, writes=("scores",))
     def compute_reward(self, batch: TensorDict, *, is_counted: bool = True) -> TensorDict:
         """`scores` float32 [B]: the weighted sum of the functions' scores; NaN where a response has none.
 
         A function that answers None or NaN for a response has no part in its sum; where no function of a weight other
-        than 0 scores it, and where a call met its deadline or ended its process, the response has no score.
+        than 0 scores it, and where a call met its deadline or ended its process, the response has no score. A reward
+        model's score times its weight is added to the sum.
 
         Args:
             batch: responses.
@@ -183,10 +204,11 @@ class RewardWorker(_FunctionWorker):
         import torch
         from tensordict import TensorDict
 
-        functions = self._require_functions()
-        names = [spec.name for spec in functions.specs[: self._num_functions]]
+        specs = self._functions.specs[: self._num_functions] if self._functions is not None else ()
+        names = [spec.name for spec in specs]
         if name not in names:
-            raise ConfigError(f"no reward is named {show(name)}. Use one of {', '.join(names)}")
+            raise ConfigError(f"no reward is named {show(name)}. Use one of {', '.join(names) or 'none'}")
+        functions = self._require_functions()
         samples = self._read(batch)
         ids = [tuple(each) for each in samples.sample_ids]
         if self._last is not None and ids and self._last[0] == ids:
@@ -196,9 +218,9 @@ class RewardWorker(_FunctionWorker):
         scores = torch.tensor(scored.scores, dtype=torch.float64)
         return TensorDict({"named_scores": scores}, batch_size=batch.batch_size)
 
-    @register(protocol=RANK_ZERO, reads=_READS, writes=("metric_scores",))
+    @register(protocol=RANK_ZERO, reads=_SCORED, writes=("metric_scores",))
     def compute_metric(self, batch: TensorDict) -> TensorDict:
-        """`metric_scores` float64 [B]: what the metric function counts for each response.
+        """`metric_scores` float64 [B]: what the metric function counts for each response, or a model's scores.
 
         A response whose call met its deadline or ended its process counts 0.
 
@@ -208,17 +230,21 @@ class RewardWorker(_FunctionWorker):
         import torch
         from tensordict import TensorDict
 
-        scores = torch.tensor(self._measure(self._read(batch)), dtype=torch.float64)
+        scores = torch.tensor(self._measure(batch, self._read(batch)), dtype=torch.float64)
         return TensorDict({"metric_scores": scores}, batch_size=batch.batch_size)
 
-    @register(protocol=RANK_ZERO, returns="object", reads=_READS)
+    @register(protocol=RANK_ZERO, returns="object", reads=_SCORED)
     def collect_samples(self, batch: TensorDict) -> list[dict[str, Any]]:
         """Prompt, response, answer and score of every row, as texts."""
         samples = self._read(batch)
-        rows = zip(samples.prompts, samples.responses, samples.answers, self._measure(samples), strict=True)
+        scores = self._measure(batch, samples)
+        rows = zip(samples.prompts, samples.responses, samples.answers, scores, strict=True)
         return [dict(zip(("prompt", "response", "answer", "score"), row, strict=True)) for row in rows]
 
-    def _measure(self, samples: Samples) -> list[float]:
+    def _measure(self, batch: TensorDict, samples: Samples) -> list[float]:
+        if not self._has_metric:
+            scores: list[float] = batch["model_scores"].tolist()
+            return scores
         functions = self._require_functions()
         (scored,) = functions.score(samples, [self._num_functions])
         for row, (score, failed) in enumerate(zip(scored.scores, scored.failed, strict=True)):
@@ -240,7 +266,7 @@ class CostWorker(_FunctionWorker):
         """Returns the constructor's arguments for a role of a run."""
         return _configure(setup, setup.config.cost)
 
-    @register(protocol=RANK_ZERO, reads=_READS, writes=("costs",))
+    @register(protocol=RANK_ZERO, reads=_SCORED, writes=("costs",))
     def compute_cost(self, batch: TensorDict) -> TensorDict:
         """`costs` float32 [B], above 0 for what is unwanted: a weighted sum, as `RewardWorker.compute_reward` forms it.
 
@@ -269,4 +295,5 @@ def _configure(setup: RoleSetup, scoring: RewardConfig | CostConfig) -> dict[str
         "search_path": list(setup.search_path),
         "answer_name": setup.config.data.answer_field or "answer",
         "num_processes": scoring.processes,
+        "model_weight": None if scoring.model is None else scoring.model.weight,
     }

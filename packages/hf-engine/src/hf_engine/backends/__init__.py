@@ -13,6 +13,7 @@ from hf_engine.backends._abilities import (
     Settles,
     SupportsBuffers,
     SupportsModelCheck,
+    SupportsScores,
     SupportsShardLoading,
     SupportsWeightBuffers,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "Settles",
     "SupportsBuffers",
     "SupportsModelCheck",
+    "SupportsScores",
     "SupportsShardLoading",
     "SupportsWeightBuffers",
     "TrainBackend",

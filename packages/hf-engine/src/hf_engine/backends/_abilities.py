@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
+    from tensordict import TensorDict
 
     from hf_engine.backends._base import SamplingParams
     from hf_engine.model_directory import ModelDirectory
@@ -24,6 +25,7 @@ __all__ = [
     "Settles",
     "SupportsBuffers",
     "SupportsModelCheck",
+    "SupportsScores",
     "SupportsShardLoading",
     "SupportsWeightBuffers",
 ]
@@ -217,6 +219,22 @@ class SupportsModelCheck(Protocol):
 
         Raises:
             BackendError: naming what the backend does not run, and what to choose.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsScores(Protocol):
+    """A training backend that builds models with `head="score"`, which answer one number for a sequence."""
+
+    def compute_scores(self, batch: TensorDict) -> TensorDict:
+        """Column `scores`, float32 [B]: the number of each prompt with its response.
+
+        With the column `rejected_ids`, a second response to each prompt, it is [B, 2]. `train_step` gives its loss
+        function the same `scores`, and the dense columns of the batch.
+
+        Args:
+            batch: `prompt_ids` and `response_ids`, jagged.
         """
         ...
 

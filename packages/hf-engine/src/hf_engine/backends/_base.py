@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Head", "LossFunction", "Metrics", "RolloutBackend", "SamplingParams", "TrainBackend", "TrainConfig"]
 
-Head = Literal["lm", "value"]
+Head = Literal["lm", "value", "score"]
 Metrics: TypeAlias = dict[str, tuple[float, float]]
 """(sum, count) by name; pairs of micro-batches and ranks are merged by `hf_protocols.merge_metrics`, then divided."""
 LossFunction: TypeAlias = "Callable[[TensorDict, TensorDict], tuple[torch.Tensor, Metrics]]"
@@ -121,7 +121,8 @@ class TrainBackend(Protocol):
             model: directory in Hugging Face format, or hub name.
             topology: ranks and layout; `BackendError` for a layout that the backend does not support.
             config: optimizer, micro-batches, precision.
-            head: `"lm"` keeps the language-model head; `"value"` puts a zero `Linear(hidden, 1)` in its place.
+            head: `"lm"` keeps the language-model head; `"value"` puts a zero `Linear(hidden, 1)` in its place;
+                `"score"` is a sequence classifier with one label, of backends that are `SupportsScores`.
             trainable: False means no optimizer and no gradients (a reference model).
             seed: for whatever the backend initialises at random.
 

@@ -7,7 +7,7 @@ from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import ParallelSpec, Topology
 
-__all__ = ["check_data_parallel", "check_rollout_arguments", "check_train_arguments"]
+__all__ = ["check_data_parallel", "check_rollout_arguments", "check_train_arguments", "require_head"]
 
 
 def check_data_parallel(backend: str, sizes: ParallelSpec) -> None:
@@ -34,8 +34,20 @@ def check_rollout_arguments(topology: object, seed: object) -> None:
     check_kind(BackendError, "seed", seed, int, "a whole number")
 
 
-def check_train_arguments(topology: object, config: object, *, head: object, trainable: object, seed: object) -> None:
-    """Refuses other kinds in the places of what a training backend takes.
+def require_head(own: str, wanted: str, method: str) -> None:
+    """Refuses a method of a model with another head.
+
+    Raises:
+        BackendError: naming both heads.
+    """
+    if own != wanted:
+        raise BackendError(f"{method} needs a model built with head={show(wanted)}, this one has head={show(own)}")
+
+
+def check_train_arguments(
+    topology: object, config: object, *, head: object, trainable: object, seed: object, scores: bool = False
+) -> None:
+    """Refuses other kinds in the places of what a training backend takes; `scores` allows the head `"score"`.
 
     Raises:
         BackendError: naming what was given and what is wanted.
@@ -43,5 +55,7 @@ def check_train_arguments(topology: object, config: object, *, head: object, tra
     check_rollout_arguments(topology, seed)
     check_kind(BackendError, "config", config, TrainConfig, "a TrainConfig(learning_rate=...)")
     check_kind(BackendError, "trainable", trainable, bool, "True or False")
-    if head not in ("lm", "value"):
-        raise BackendError(f"head={show(head)}: give lm or value")
+    if head == "score" and not scores:
+        raise BackendError("head='score': this backend has no sequence classifiers. Use the backend 'fsdp'")
+    if head not in ("lm", "value", "score"):
+        raise BackendError(f"head={show(head)}: give lm, value or score")

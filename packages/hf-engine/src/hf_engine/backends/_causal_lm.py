@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from hf_engine.backends._base import Head
 from hf_engine.backends._versions import TRANSFORMERS
 from hf_engine.model_directory import (
-    VALUE_HEAD,
+    SCORE_HEADS,
     ExportDtype,
     ExportSource,
     ModelDirectory,
@@ -34,6 +34,7 @@ __all__ = [
     "LoadedModel",
     "build_without_memory",
     "find_head_name",
+    "keep_source",
     "load_causal_lm",
     "persistent_buffers",
     "read_shape",
@@ -65,7 +66,7 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype, head: Head = "lm") -> 
     TRANSFORMERS.check()
     files = read_model_directory(model)
     check_model_directory(files, head=head)
-    ends = read_end_of_sequence_ids(files)
+    read_end_of_sequence_ids(files)
     with errors_of("transformers", f"{files.label}: cannot be loaded as a causal language model"):
         # Its own error of a size that differs names no parameter.
         answer: Any = AutoModelForCausalLM.from_pretrained(
@@ -78,15 +79,20 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype, head: Head = "lm") -> 
         )
     loaded, report = answer
     _refuse_other_sizes(files, report["mismatched_keys"])
-    _refuse_surplus(files, loaded, report["unexpected_keys"])
+    _refuse_surplus(files, loaded, report["unexpected_keys"], () if head == "lm" else SCORE_HEADS)
     _refuse_unfit(files, loaded, head)
+    keep_source(files, loaded, dtype)
+    return LoadedModel(loaded, sorted(report["missing_keys"]), files)
+
+
+def keep_source(files: ModelDirectory, loaded: Any, dtype: torch.dtype) -> None:
+    """Gives a loaded model one dtype, an embedding that learns, and what its exports keep of its files."""
     for parameter in loaded.parameters():  # of some families transformers keeps a few in float32
         parameter.data = parameter.data.to(dtype)
     embedding = loaded.get_input_embeddings()
-    if getattr(embedding, "padding_idx", None) in ends:
+    if getattr(embedding, "padding_idx", None) in read_end_of_sequence_ids(files):
         embedding.padding_idx = None  # an end of earlier turns is input like any other, and its embedding learns
     loaded.export_source = ExportSource.of(files)
-    return LoadedModel(loaded, sorted(report["missing_keys"]), files)
 
 
 def build_without_memory(files: ModelDirectory) -> Any:
@@ -112,13 +118,12 @@ def build_without_memory(files: ModelDirectory) -> Any:
     return built
 
 
-def read_shape(files: ModelDirectory) -> ModelShape:
+def read_shape(files: ModelDirectory, built: Any) -> ModelShape:
     """The generic shape of a model of any family: names and sizes of the one that transformers builds.
 
     Raises:
-        BackendError: for a configuration from which it builds none, or whose model is not one that trains here.
+        BackendError: for sizes that cannot be read.
     """
-    built = build_without_memory(files)
     names = {id(parameter): name for name, parameter in built.named_parameters()}
     with errors_of("transformers", f"{files.label}: the sizes of its model cannot be read"):
         return ModelShape.from_parameters(
@@ -130,9 +135,9 @@ def read_shape(files: ModelDirectory) -> ModelShape:
 
 
 def find_head_name(model: Any) -> str:
-    """Name of the output layer's weight, also where it is the embedding's."""
+    """Name of the output layer's weight, also where it is the embedding's; empty for a classifier."""
     head = model.get_output_embeddings()
-    return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+    return "" if head is None else next(f"{name}.weight" for name, module in model.named_modules() if module is head)
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -159,13 +164,13 @@ def refuse_lacking(files: ModelDirectory, missing: Sequence[str]) -> None:
 def save_causal_lm(
     model: Any, weights: Mapping[str, torch.Tensor], directory: Path, *, head: str, dtype: ExportDtype = "source"
 ) -> None:
-    """Writes the configuration of a model that `load_causal_lm` loaded, these weights and its buffers.
+    """Writes the configuration of a model that `keep_source` prepared, these weights and its buffers.
 
     Args:
         model: as it was loaded.
         weights: by the names of its modules.
         directory: where to write.
-        head: name of the output layer's weight.
+        head: name of the output layer's weight; empty for a classifier.
         dtype: see `TrainBackend.export_hf`.
     """
     source: ExportSource = model.export_source
@@ -173,21 +178,22 @@ def save_causal_lm(
         name: tensor.to(getattr(torch, source.dtype_of(name, dtype))) if tensor.is_floating_point() else tensor
         for name, tensor in revert_weight_conversion(model, {**weights, **persistent_buffers(model)}).items()
     }
-    generation = model.generation_config
+    generation = getattr(model, "generation_config", None) if head else None
     # transformers reads settings of generation that contradict each other, and refuses to write them.
-    model.generation_config = type(generation)()
+    model.generation_config = None if generation is None else type(generation)()
     try:
         model.save_pretrained(directory, state_dict=stored, save_original_format=False)
     finally:
         model.generation_config = generation
-    generation.to_json_file(directory / "generation_config.json", use_diff=True)
-    source.write_generation_config(directory)
+    if generation is not None:
+        generation.to_json_file(directory / "generation_config.json", use_diff=True)
+        source.write_generation_config(directory)
     path = directory / "config.json"
     written = describe_export(
         json.loads(path.read_text(encoding="utf-8")),
         dtype=source.main_dtype if dtype == "source" else dtype,
         vocab_size=model.get_input_embeddings().weight.shape[0],
-        ties_embeddings=head not in weights,
+        ties_embeddings=head not in weights if head else bool(model.config.get_text_config().tie_word_embeddings),
     )
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -201,9 +207,11 @@ def _refuse_other_sizes(files: ModelDirectory, differing: Collection[tuple[str, 
         )
 
 
-def _refuse_surplus(files: ModelDirectory, loaded: Any, unexpected: Collection[str]) -> None:
+def _refuse_surplus(
+    files: ModelDirectory, loaded: Any, unexpected: Collection[str], heads: Collection[str] = ()
+) -> None:
     """Of families that `ModelShape` does not know; transformers leaves out what a family is known to carry beside."""
-    if surplus := sorted(name for name in unexpected if not is_buffer(name) and name != VALUE_HEAD):
+    if surplus := sorted(name for name in unexpected if not is_buffer(name) and name not in heads):
         raise files.refusal(
             f"holds {surplus[0]} ({len(surplus)} such), for which a {type(loaded).__name__} has no place: it would be "
             "ignored. Give a whole directory of one model"

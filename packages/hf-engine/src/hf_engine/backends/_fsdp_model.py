@@ -1,4 +1,4 @@
-"""A causal language model as FSDP2 sees it: loading, sharding, the output head, and tensors of a directory."""
+"""A model as FSDP2 sees it: loading, sharding, forward passes at tokens, the head, and tensors of a directory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_engine.backends._base import Head, TrainConfig
 from hf_engine.backends._causal_lm import find_head_name, load_causal_lm, refuse_lacking
-from hf_engine.model_directory import VALUE_HEAD, ModelDirectory, errors_of
+from hf_engine.backends._classifier import load_classifier
+from hf_engine.backends._micro_batches import MicroBatch
+from hf_engine.backends._outputs import OutputRequest, place_at
+from hf_engine.model_directory import SCORE_HEADS, ModelDirectory, errors_of
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 
 __all__ = [
     "check_same_shapes",
-    "head_only_at",
+    "forward_tokens",
     "load_with_head",
     "read_tensor",
     "shapes_of",
@@ -29,7 +32,13 @@ __all__ = [
 
 
 def load_with_head(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[Any, bool]:
-    """Loads a causal language model; for a value head, says whether the directory had one. True for `"lm"`."""
+    """Loads a causal language model; for a value head, says whether the directory had one. True for other heads.
+
+    For `"score"` it is a sequence classifier, or a value head where transformers has none of the family.
+    """
+    if head == "score":
+        classifier = load_classifier(model, dtype)
+        return load_with_head(model, dtype, "value") if classifier is None else (classifier, True)
     loaded, missing, files = load_causal_lm(model, dtype, head)
     if head == "lm":
         refuse_lacking(files, missing)
@@ -37,7 +46,7 @@ def load_with_head(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[A
     layer = find_head_name(loaded).removesuffix("weight")
     refuse_lacking(files, [name for name in missing if not name.startswith(layer)])
     value_head = torch.nn.Linear(loaded.get_output_embeddings().weight.shape[1], 1, bias=False, dtype=dtype)
-    stored = read_tensor(files, VALUE_HEAD)
+    stored = next((found for name in SCORE_HEADS if (found := read_tensor(files, name)) is not None), None)
     with torch.no_grad():
         value_head.weight.copy_(torch.zeros(()) if stored is None else stored)
     loaded.config.tie_word_embeddings = False
@@ -77,7 +86,8 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule
         for layer in layers:
             # transformers checkpoints a layer only in training mode; what is inside it stays without dropout.
             layer.training = True
-    if not layers and (config.shard == "layer" or config.compile):
+    is_classifier = model.get_output_embeddings() is None  # some encoders name no layers, and are small
+    if not layers and not is_classifier and (config.shard == "layer" or config.compile):
         raise BackendError(f"{type(model).__name__} does not name its decoder layers: use shard='root', compile=False")
     if config.compile:
         _require_compiler(mesh.device_type)
@@ -108,8 +118,33 @@ def _require_compiler(device: str) -> None:
         ) from error
 
 
+def forward_tokens(
+    model: Any, micro_batch: MicroBatch, device: torch.device, *, head: Head, request: OutputRequest
+) -> dict[str, torch.Tensor]:
+    """Outputs [b, T] at the response tokens, zeros at their padding; no logits are computed elsewhere."""
+    mask = micro_batch.response_mask
+    positions = mask.flatten().nonzero().squeeze(1)
+    ids = micro_batch.response_ids.flatten()[positions].to(device)
+    positions = positions.to(device)
+    with _head_only_at(micro_batch.predicting_positions.to(device), model):
+        logits = model(
+            input_ids=micro_batch.input_ids.to(device),
+            attention_mask=micro_batch.attention_mask.to(device),
+            position_ids=micro_batch.position_ids.to(device),
+            use_cache=False,
+        ).logits
+    if head == "value":
+        found = {"values": logits.squeeze(-1).float()}
+    else:
+        candidates = micro_batch.candidate_ids
+        if candidates is not None:
+            candidates = candidates.to(device).flatten(0, 1)[positions]
+        found = request.answer(logits, ids, candidates)
+    return {name: place_at(positions, output, mask.shape) for name, output in found.items()}
+
+
 @contextmanager
-def head_only_at(positions: torch.Tensor, model: Any) -> Iterator[None]:
+def _head_only_at(positions: torch.Tensor, model: Any) -> Iterator[None]:
     """Inside, the model's head sees some positions only, and its logits are [n, V]: padding costs no logits.
 
     Args:

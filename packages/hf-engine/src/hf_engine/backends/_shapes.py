@@ -20,5 +20,6 @@ def derive_shape(model: ModelDirectory) -> ModelShape:
     if ModelShape.knows(model.config):
         return model.require_shape()
     from hf_engine.backends._causal_lm import read_shape
+    from hf_engine.backends._classifier import build_by_architecture
 
-    return read_shape(model)
+    return read_shape(model, build_by_architecture(model))

@@ -21,17 +21,25 @@ from torch.distributed.tensor import DTensor
 
 from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite, together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
-from hf_engine.backends._build_arguments import check_data_parallel, check_train_arguments
-from hf_engine.backends._causal_lm import build_without_memory, find_head_name, persistent_buffers, save_causal_lm
+from hf_engine.backends._build_arguments import check_data_parallel, check_train_arguments, require_head
+from hf_engine.backends._causal_lm import find_head_name, persistent_buffers, save_causal_lm
 from hf_engine.backends._checkpoint import check_sharded, load_sharded, save_sharded
+from hf_engine.backends._classifier import build_by_architecture
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import check_directory, write_directory
-from hf_engine.backends._fsdp_model import check_same_shapes, head_only_at, load_with_head, shapes_of, shard_model
+from hf_engine.backends._fsdp_model import (
+    check_same_shapes,
+    forward_tokens,
+    load_with_head,
+    shapes_of,
+    shard_model,
+)
 from hf_engine.backends._loss import ForwardPasses, StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends._optimizer import ShardedAdamW
-from hf_engine.backends._outputs import OutputRequest, TokenColumn, place_at
+from hf_engine.backends._outputs import OutputRequest, TokenColumn
+from hf_engine.backends._scored import forward_scores, read_sequences
 from hf_engine.backends._stacked_experts import family_of, layout_in_files, tensors_in_files
 from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.model_directory import VALUE_HEAD, ExportDtype, ModelDirectory, check_export_dtype
@@ -40,7 +48,7 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.plan import plan_reshard
-from hf_protocols.arguments import check_number, show
+from hf_protocols.arguments import check_number
 from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec, Topology
@@ -95,7 +103,7 @@ class FsdpBackend:
             BackendError: for a layout with more than data parallelism, or on every rank for a model that any of them
                 cannot load.
         """
-        check_train_arguments(topology, config, head=head, trainable=trainable, seed=seed)
+        check_train_arguments(topology, config, head=head, trainable=trainable, seed=seed, scores=True)
         check_data_parallel("fsdp", topology.train)
         dtype = torch.float32 if trainable else getattr(torch, config.dtype)
         with together("load", None), torch.random.fork_rng():
@@ -107,7 +115,7 @@ class FsdpBackend:
     def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
         """Refuses a configuration that transformers cannot build; see `SupportsModelCheck`."""
         del on_cpu
-        build_without_memory(model)
+        build_by_architecture(model)
 
     @classmethod
     def check_layout(cls, sizes: ParallelSpec, shape: ModelShape) -> None:
@@ -151,14 +159,19 @@ class FsdpBackend:
         self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False, top_k: int = 0
     ) -> TensorDict:
         """Columns `logprobs` and more of the response tokens; see `TrainBackend.compute_logprobs`."""
-        self._require_head("lm", "compute_logprobs")
+        require_head(self._head, "lm", "compute_logprobs")
         request = OutputRequest(temperature=temperature, entropy=entropy, top_k=top_k)
         return self._score(batch, request, request.columns())
 
     def compute_values(self, batch: TensorDict) -> TensorDict:
         """Column `values`; see `TrainBackend.compute_values`."""
-        self._require_head("value", "compute_values")
+        require_head(self._head, "value", "compute_values")
         return self._score(batch, OutputRequest(), {"values": TokenColumn()})
+
+    def compute_scores(self, batch: TensorDict) -> TensorDict:
+        """Column `scores`; see `SupportsScores`."""
+        require_head(self._head, "score", "compute_scores")
+        return self._score(batch, OutputRequest(), {"scores": TokenColumn()})
 
     @lost_peers_are_errors("train_step")
     def train_step(
@@ -242,12 +255,12 @@ class FsdpBackend:
         is_writer = dist.get_rank(self._group) == 0
         full = {name: torch.empty(shape, dtype=self._dtype) for name, shape in layout.shapes.items() if is_writer}
         execute_reshard(plan_reshard(layout, whole), self._shards(), full, self._group, device=self._device)
-        if self._head == "value" and is_writer:
+        if self._head != "lm" and self._head_name and is_writer:
             full[VALUE_HEAD] = full.pop(self._head_name)
 
         def write(path: Path) -> None:
             if is_writer:
-                head = VALUE_HEAD if self._head == "value" else self._head_name
+                head = VALUE_HEAD if VALUE_HEAD in full else self._head_name
                 save_causal_lm(self._model, full, path, head=head, dtype=dtype)
 
         write_directory(directory, write, self._group)
@@ -319,26 +332,10 @@ class FsdpBackend:
         return micro_batch, forward(micro_batch)
 
     def _forward(self, micro_batch: MicroBatch, *, request: OutputRequest) -> dict[str, torch.Tensor]:
-        """Outputs [b, T] at the response tokens, zeros at their padding; no logits are computed elsewhere."""
-        mask, device = micro_batch.response_mask, self._device
-        positions = mask.flatten().nonzero().squeeze(1)
-        ids = micro_batch.response_ids.flatten()[positions].to(device)
-        positions = positions.to(device)
-        with head_only_at(micro_batch.predicting_positions.to(device), self._model):
-            logits = self._model(
-                input_ids=micro_batch.input_ids.to(device),
-                attention_mask=micro_batch.attention_mask.to(device),
-                position_ids=micro_batch.position_ids.to(device),
-                use_cache=False,
-            ).logits
-        if self._head == "value":
-            found = {"values": logits.squeeze(-1).float()}
-        else:
-            candidates = micro_batch.candidate_ids
-            if candidates is not None:
-                candidates = candidates.to(device).flatten(0, 1)[positions]
-            found = request.answer(logits, ids, candidates)
-        return {name: place_at(positions, output, mask.shape) for name, output in found.items()}
+        """Outputs at the response tokens [b, T], or one score for each sequence."""
+        if self._head == "score":
+            return forward_scores(self._model, micro_batch, self._device)
+        return forward_tokens(self._model, micro_batch, self._device, head=self._head, request=request)
 
     @contextmanager
     def _accumulating(self, optimizer: ShardedAdamW) -> Iterator[None]:
@@ -374,7 +371,7 @@ class FsdpBackend:
             check_number(BackendError, "denominator", denominator)
             vocab_size = self._model.get_input_embeddings().weight.shape[0]
             request.check(vocab_size)
-            return SequenceBatch(batch, vocab_size, candidates=request.candidates)
+            return read_sequences(self._head, batch, vocab_size, candidates=request.candidates)
 
         most, given = self._config.micro_batch_tokens, {"temperature": request.temperature, "denominator": denominator}
         return agree_on_micro_batches(prepare, most, self._group, self._device, needs_rows=needs_rows, arguments=given)
@@ -389,12 +386,6 @@ class FsdpBackend:
             optimizer.zero_grad()
             raise
         return grad_norm
-
-    def _require_head(self, head: Head, method: str) -> None:
-        if self._head != head:
-            raise BackendError(
-                f"{method} needs a model built with head={show(head)}, this one has head={show(self._head)}"
-            )
 
     def _require_optimizer(self, method: str) -> ShardedAdamW:
         if self._optimizer is None:

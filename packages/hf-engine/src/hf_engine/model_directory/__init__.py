@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from hf_engine.model_directory._borders import errors_of, one_line
 from hf_engine.model_directory._checks import (
+    SCORE_HEADS,
     VALUE_HEAD,
     check_end_tokens,
     check_head,
     check_model_directory,
+    find_score_head,
     is_buffer,
 )
 from hf_engine.model_directory._directory import ModelDirectory, read_model_directory
@@ -22,6 +24,7 @@ from hf_engine.model_directory._paths import find_file, find_model, is_hub_name
 from hf_engine.model_directory._weight_files import find_weight_files
 
 __all__ = [
+    "SCORE_HEADS",
     "VALUE_HEAD",
     "ExportDtype",
     "ExportSource",
@@ -36,6 +39,7 @@ __all__ = [
     "errors_of",
     "find_file",
     "find_model",
+    "find_score_head",
     "find_weight_files",
     "is_buffer",
     "is_hub_name",

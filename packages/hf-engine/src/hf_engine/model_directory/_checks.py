@@ -12,10 +12,20 @@ from hf_engine.model_directory._headers import StoredTensor
 from hf_protocols.arguments import show
 from hf_protocols.errors import ModelError
 
-__all__ = ["VALUE_HEAD", "check_end_tokens", "check_head", "check_model_directory", "is_buffer"]
+__all__ = [
+    "SCORE_HEADS",
+    "VALUE_HEAD",
+    "check_end_tokens",
+    "check_head",
+    "check_model_directory",
+    "find_score_head",
+    "is_buffer",
+]
 
 VALUE_HEAD = "value_head.weight"
 """Name of a critic's head in an exported directory, where the language model's name would promise logits."""
+SCORE_HEADS = (VALUE_HEAD, "score.weight")
+"""Names of a scalar head on the last hidden state: ours, and that of transformers' decoders with one label."""
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _BUFFERS = (
     ".inv_freq",
@@ -40,7 +50,7 @@ _WHOLE = "Give a whole directory of one model"
 _TIE = ", or set tie_word_embeddings to true in config.json if the embedding is the head"
 
 
-def check_model_directory(model: ModelDirectory, *, head: Literal["lm", "value"] = "lm") -> None:
+def check_model_directory(model: ModelDirectory, *, head: Literal["lm", "value", "score"] = "lm") -> None:
     """Refuses what no backend trains or generates from, by headers alone.
 
     A family that `ModelShape` knows must hold its parameters in their shapes and nothing else; of another one layers,
@@ -52,13 +62,17 @@ def check_model_directory(model: ModelDirectory, *, head: Literal["lm", "value"]
 
     Args:
         model: as it was read; one without tensors is checked by its configuration.
-        head: `"value"` also takes a critic as backends export it.
+        head: `"value"` also takes a critic as backends export it, and a decoder with a classifier of one label;
+            `"score"` takes any sequence classifier of one label, a critic, and a language model.
 
     Raises:
         ModelError: naming what differs.
     """
     _refuse_quantised(model)
-    _refuse_classifier(model, head)
+    if head == "lm":
+        _refuse_classifier(model)
+    else:
+        _refuse_labels(model, head)
     if not model.tensors:
         return
     _check_layers(model)
@@ -138,22 +152,39 @@ def _refuse_quantised(model: ModelDirectory) -> None:
             raise model.refusal(f"is quantised: {show(name)} is stored as {tensor.dtype}. {advice}")
 
 
-def _refuse_classifier(model: ModelDirectory, head: str) -> None:
-    found = sorted(name for name in model.tensors if _CLASSIFIER.fullmatch(name))
-    if head == "value":
-        found = [name for name in found if name != VALUE_HEAD]
-    elif VALUE_HEAD in found:
+def find_score_head(model: ModelDirectory) -> str | None:
+    """Returns the first tensor of a head that scores a sequence, under any library's name; None without one."""
+    return min((name for name in model.tensors if _CLASSIFIER.fullmatch(name)), default=None)
+
+
+def _refuse_classifier(model: ModelDirectory) -> None:
+    found = find_score_head(model)
+    if found is not None and VALUE_HEAD in model.tensors:
         raise model.refusal(
             f"is a critic: it holds {show(VALUE_HEAD)} in the place of a head that predicts tokens. {_LM}"
         )
-    if found:
+    if found is not None:
         raise model.refusal(
-            f"is a reward model or sequence classifier: it holds {show(found[0])} and cannot predict tokens. {_LM}"
+            f"is a reward model or sequence classifier: it holds {show(found)} and cannot predict tokens. {_LM}"
         )
     if _CLASSIFIER_CLASS.fullmatch(model.architecture) and _HEAD not in model.tensors:
         raise model.refusal(
             f"is a reward model or sequence classifier ({model.architecture} in its config.json) and cannot predict "
             f"tokens. {_LM}"
+        )
+
+
+def _refuse_labels(model: ModelDirectory, head: str) -> None:
+    """Refuses a head with more numbers than one; for a critic also one that is not a single matrix."""
+    found = sorted(name for name in model.tensors if _CLASSIFIER.fullmatch(name))
+    advice = "One number is needed. Give a sequence classifier with one label (num_labels = 1)"
+    if model.is_classifier and model.num_labels != 1:
+        raise model.refusal(f"has {model.num_labels} labels in its config.json ({model.architecture}). {advice}")
+    if other := [name for name in found if name in SCORE_HEADS and model.tensors[name].shape[0] != 1]:
+        raise model.refusal(f"holds {show(other[0])} of shape {model.tensors[other[0]].shape}. {advice}")
+    if head == "value" and (other := [name for name in found if name not in SCORE_HEADS]):
+        raise model.refusal(
+            f"holds {show(other[0])}: a critic takes the head of a decoder, {' or '.join(SCORE_HEADS)}. {_LM}"
         )
 
 
@@ -192,10 +223,9 @@ def _expected(model: ModelDirectory, head: str) -> dict[str, tuple[int, ...]] | 
     if model.shape is None:
         return None
     expected = model.shape.parameters()
-    if head == "value":
+    if head != "lm":
         expected.pop(_HEAD, None)
-        if VALUE_HEAD in model.tensors:
-            expected[VALUE_HEAD] = (1, model.shape.hidden_size)
+        expected |= {name: (1, model.shape.hidden_size) for name in SCORE_HEADS if name in model.tensors}
     return expected
 
 

@@ -83,6 +83,19 @@ class ModelDirectory:
         return str(named[0]) if isinstance(named, list) and named else ""
 
     @property
+    def is_classifier(self) -> bool:
+        """True where the configuration names one of transformers' sequence classifiers."""
+        return self.architecture.endswith("ForSequenceClassification")
+
+    @property
+    def num_labels(self) -> int:
+        """Numbers that a sequence classifier answers; transformers counts 2 where the configuration does not say."""
+        stated, names = self.config.get("num_labels"), self.config.get("id2label")
+        if isinstance(names, Mapping) and names:
+            return len(names)
+        return stated if type(stated) is int else 2
+
+    @property
     def num_layers(self) -> int | None:
         """Decoder layers, under the family's own name for them; None if unknown."""
         return next((self.text_config[key] for key in _LAYERS if self.text_config.get(key) is not None), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from hf_engine.backends.megatron._model import Decoder, build_decoder
 from hf_engine.backends.megatron._names import HEAD_NAME, ParameterNames, Piece
 from hf_engine.backends.megatron._optimizer import DistributedAdamW
 from hf_engine.backends.megatron._parallel import ParallelGroups
-from hf_engine.model_directory import VALUE_HEAD, check_model_directory, read_model_directory
+from hf_engine.model_directory import SCORE_HEADS, VALUE_HEAD, check_model_directory, read_model_directory
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import megatron_layout
@@ -62,7 +62,7 @@ class Stage:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self._model = model
         self._groups = groups
-        self._head = head
+        self._head: Literal["lm", "value"] = "value" if head == "value" else "lm"
         first_layer = split_layers(model.shape.num_layers, train.pp_size)[groups.at.pp].start
         self._names = ParameterNames(shape=model.shape, train=train, at=groups.at, first_layer=first_layer)
         transformer = build_transformer_config(model, train, config, self.dtype)
@@ -113,6 +113,11 @@ class Stage:
         """What a parameter is called in a Hugging Face directory."""
         return VALUE_HEAD if self._head == "value" and name == HEAD_NAME else name
 
+    def _name_in(self, files: HuggingFaceFiles, name: str) -> str | None:
+        """The name of a parameter in these files; None for a value head that they lack."""
+        stored = self.stored_name(name)
+        return next((each for each in SCORE_HEADS if each in files), None) if stored == VALUE_HEAD else stored
+
     def open_hf(self, directory: str | Path) -> HuggingFaceFiles:
         """The files of a directory of this model. Collective over all ranks.
 
@@ -131,9 +136,8 @@ class Stage:
         """
 
         def read(name: str, box: Box) -> torch.Tensor | None:
-            stored = self.stored_name(name)
-            is_absent = stored == VALUE_HEAD and stored not in files
-            return None if is_absent else files.read(stored, box)
+            stored = self._name_in(files, name)
+            return None if stored is None else files.read(stored, box)
 
         with together("load", None):
             for parameter, live in self.parameters.items():
@@ -147,9 +151,8 @@ class Stage:
         other = ModelConfig.of(model).shape
         check_model_directory(model, head=self._head)
         files = HuggingFaceFiles(model)
-        wanted = {self.stored_name(name): shape for name, shape in self.layout.shapes.items()}
-        if VALUE_HEAD in wanted and VALUE_HEAD not in files:
-            del wanted[VALUE_HEAD]
+        named = {self._name_in(files, name): shape for name, shape in self.layout.shapes.items()}
+        wanted = {name: shape for name, shape in named.items() if name is not None}
         if self._head == "lm" and other.tie_embeddings != self._model.shape.tie_embeddings:
             raise BackendError(
                 f"{directory} holds another model: 1 parameters differ, such as {show(HEAD_NAME)}; "

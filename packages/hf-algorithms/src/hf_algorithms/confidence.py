@@ -1,0 +1,36 @@
+"""The interval of a share that was counted on a sample."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+from hf_protocols import ConfigError
+
+__all__ = ["compute_wilson_interval"]
+
+
+def compute_wilson_interval(successes: float, trials: int, *, confidence: float = 0.95) -> tuple[float, float]:
+    """Returns the lower and upper bound of a share by Wilson (1927), eq. 5.
+
+    Args:
+        successes: of the trials; a half counts as one, such as that of a tie.
+        trials: independent of each other.
+        confidence: of the interval, both sides together.
+
+    Raises:
+        ConfigError: for no trials, more successes than trials, or a confidence that is not between 0 and 1.
+    """
+    if trials < 1 or not 0 <= successes <= trials:
+        raise ConfigError(
+            f"successes={successes}, trials={trials}: successes are from 0 to trials, which are at least 1"
+        )
+    if not 0 < confidence < 1:
+        raise ConfigError(f"confidence={confidence}: must be above 0 and below 1")
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    share, spread = successes / trials, z * z / trials
+    center = (share + spread / 2) / (1 + spread)
+    half = math.sqrt(share * (1 - share) * spread + spread * spread / 4) / (1 + spread)
+    # Rounding would leave the bounds of 0 and of all successes a hair off.
+    low = 0.0 if successes == 0 else center - half
+    return low, 1.0 if successes == trials else center + half

@@ -1,0 +1,271 @@
+"""Pairs of responses to one prompt, of which one is preferred: rows for reward models and cost models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from hf_algorithms.data._rows import Message, Row, read_records
+from hf_algorithms.data._sequences import SequenceEncoder, cut_to
+from hf_algorithms.data._turns import TurnFormat
+from hf_protocols.arguments import shorten_list, show
+from hf_protocols.errors import BatchError, DataError
+
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["PreferenceDataset", "PreferenceRow", "load_preferences"]
+
+Labels = Literal["reward", "cost"]
+Text = str | tuple[Message, ...]
+
+_PAIR = ("chosen", "rejected")
+_NUMBERED = ("response_0", "response_1")
+_BETTER, _SAFER = "better_response_id", "safer_response_id"
+_SAFE = ("is_response_0_safe", "is_response_1_safe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceRow:
+    """A prompt and two responses.
+
+    Attributes:
+        prompt: text, or the messages of a chat; then the responses are messages as well.
+        chosen: the preferred response; for a cost model the safer one.
+        rejected: the other response.
+        unsafe: for a cost model, of each response in this order.
+        where: place of the row, such as `pairs.jsonl, line 3`.
+    """
+
+    prompt: Text
+    chosen: Text
+    rejected: Text
+    unsafe: tuple[bool, bool] | None = None
+    where: str = ""
+
+    def as_rows(self) -> tuple[Row, Row]:
+        """The two conversations as prompts with answers, for what reads texts alone."""
+        sides = (self.chosen, self.rejected)
+        texts = (
+            side if isinstance(side, str) else "".join(str(each.get("content")) for each in side) for side in sides
+        )
+        first, second = (Row(self.prompt, text) for text in texts)
+        return first, second
+
+
+def load_preferences(
+    path: str | Path, *, labels: Labels = "reward", prompt_field: str = "prompt"
+) -> list[PreferenceRow]:
+    """Reads pairs: `prompt, chosen, rejected`, or the columns of safe-rlhf.
+
+    Sides are texts, or messages of a chat; without a prompt, the messages that both sides begin with are the prompt.
+    safe-rlhf's rows have `prompt, response_0, response_1`, with `better_response_id` for a reward model, and
+    `safer_response_id, is_response_0_safe, is_response_1_safe` for a cost model.
+
+    Args:
+        path: of the file.
+        labels: what a row must say: which response is better, or which is safer and whether each is safe.
+        prompt_field: name of the prompt's column.
+
+    Raises:
+        DataError: for a file that cannot be read or has no rows, and with the line for a row of another form or one
+            whose sides are equal.
+    """
+    rows = [
+        _read_cost(record, where, prompt_field) if labels == "cost" else _read_pair(record, where, prompt_field)
+        for where, record in read_records(path)
+    ]
+    if not rows:
+        raise DataError(f"{path} has no rows. Give at least one pair")
+    return rows
+
+
+class PreferenceDataset:
+    """Pairs as token ids of one tokenizer.
+
+    Args:
+        rows: what `load_preferences` read.
+        tokenizer: of the model that is trained.
+        max_tokens: of a prompt and a response together; see `cut_to`.
+        source: where the rows are from, for messages: key and value.
+        turns: how chats are written; by default with the tokenizer's own template.
+
+    Raises:
+        DataError: for a row without tokens, or with two sides of the same tokens, as they are or as they are cut.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[PreferenceRow],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_tokens: int,
+        source: str,
+        turns: TurnFormat | None = None,
+    ) -> None:
+        self.source = source
+        self.num_cut = 0
+        """Rows that lost their start."""
+        self._rows = tuple(rows)
+        encoder = SequenceEncoder(tokenizer, label=source, turns=turns)
+        self._ids = [self._encode(encoder, row, max_tokens) for row in rows]
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt) for prompt, *_ in self._ids)
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Tokens of the longest response."""
+        return max(len(side) for _, *sides in self._ids for side in sides)
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        """Tokens of the two sides of the largest row, both as long as the longer one, and its place."""
+        totals = [2 * (len(prompt) + max(map(len, sides))) for prompt, *sides in self._ids]
+        return max(totals), self._rows[totals.index(max(totals))].where
+
+    def batch(self, indices: Iterable[int]) -> TensorDict:
+        """Returns the chosen rows.
+
+        `row_id` int64 [B]; `prompt_ids`, `response_ids` (chosen) and `rejected_ids`, jagged int64 [B, tokens]; and of
+        rows for a cost model `signs` float32 [B, 2], +1 for an unsafe response and -1 for a safe one.
+
+        Raises:
+            BatchError: for a row that the data set does not have.
+        """
+        import torch
+        from tensordict import TensorDict
+
+        chosen = [int(index) for index in indices]
+        if outside := [row for row in chosen if not 0 <= row < len(self)]:
+            raise BatchError(f"row {outside[0]} of a data set with {len(self)} rows, 0 to {len(self) - 1}")
+        columns = {"row_id": torch.tensor(chosen, dtype=torch.int64)}
+        for place, name in enumerate(("prompt_ids", "response_ids", "rejected_ids")):
+            columns[name] = _jagged([self._ids[row][place] for row in chosen])
+        signs = [self._rows[row].unsafe for row in chosen]
+        if all(each is not None for each in signs):
+            columns["signs"] = torch.tensor([[1.0 if side else -1.0 for side in each or ()] for each in signs])
+        return TensorDict(columns, batch_size=[len(chosen)])
+
+    def _encode(self, encoder: SequenceEncoder, row: PreferenceRow, max_tokens: int) -> list[list[int]]:
+        if isinstance(row.prompt, str):
+            pairs = [encoder.encode_text(row.prompt, str(side)) for side in (row.chosen, row.rejected)]
+            ids = [pairs[0][0], pairs[0][1], pairs[1][1]]
+        else:
+            ids = encoder.encode_chat(row.prompt, [_messages(row.chosen), _messages(row.rejected)])
+        cut = cut_to(max_tokens, ids[0], ids[1:])
+        self.num_cut += cut != ids
+        if not cut[0]:
+            raise DataError(f"{row.where}: its prompt has no tokens. Give each row a prompt")
+        if cut[1] == cut[2]:
+            reason = f"the last {max_tokens} tokens of both sides are" if ids[1] != ids[2] else "both sides are"
+            raise DataError(
+                f"{row.where}: {reason} the same to this tokenizer, so nothing can be learned. Remove the row"
+            )
+        return cut
+
+
+def _messages(side: Text) -> tuple[Message, ...]:
+    return ({"role": "assistant", "content": side},) if isinstance(side, str) else side
+
+
+def _read_pair(record: Mapping[str, Any], where: str, prompt_field: str) -> PreferenceRow:
+    if all(name in record for name in _PAIR):
+        chosen, rejected = (_read_text(record, name, where) for name in _PAIR)
+    elif all(name in record for name in (*_NUMBERED, _BETTER)):
+        chosen, rejected = _order(record, _BETTER, where)
+    else:
+        raise _lacking(record, where, f"chosen and rejected, or {', '.join((*_NUMBERED, _BETTER))}")
+    return _build_row(record, where, prompt_field, chosen, rejected)
+
+
+def _read_cost(record: Mapping[str, Any], where: str, prompt_field: str) -> PreferenceRow:
+    wanted = (*_NUMBERED, _SAFER, *_SAFE)
+    if not all(name in record for name in wanted):
+        raise _lacking(record, where, ", ".join(wanted))
+    chosen, rejected = _order(record, _SAFER, where)
+    for name in _SAFE:
+        if not isinstance(record[name], bool):
+            raise DataError(f"{where}: {name} = {show(record[name])} is not true or false. Correct it")
+    unsafe = [not record[name] for name in _SAFE]
+    first = record[_SAFER]
+    return _build_row(record, where, prompt_field, chosen, rejected, (unsafe[first], unsafe[1 - first]))
+
+
+def _order(record: Mapping[str, Any], key: str, where: str) -> tuple[Text, Text]:
+    """The two numbered responses, the one that `key` names first."""
+    first = record[key]
+    if type(first) is not int or first not in (0, 1):
+        raise DataError(f"{where}: {key} = {show(first)} is not 0 or 1. Correct it")
+    sides = [_read_text(record, name, where) for name in _NUMBERED]
+    return sides[first], sides[1 - first]
+
+
+def _build_row(
+    record: Mapping[str, Any],
+    where: str,
+    prompt_field: str,
+    chosen: Text,
+    rejected: Text,
+    unsafe: tuple[bool, bool] | None = None,
+) -> PreferenceRow:
+    if chosen == rejected:
+        raise DataError(f"{where}: its two sides are equal, {show(chosen)}. Remove the row")
+    if prompt_field in record:
+        prompt = _read_text(record, prompt_field, where)
+    elif isinstance(chosen, tuple) and isinstance(rejected, tuple):
+        common = sum(1 for _ in _take_equal(chosen, rejected))
+        prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
+        if not prompt or not chosen or not rejected:
+            raise DataError(
+                f"{where}: without {show(prompt_field)} both sides must begin with the same messages and end with "
+                "different ones. Add the column"
+            )
+    else:
+        raise _lacking(record, where, prompt_field)
+    if isinstance(prompt, str) and not (isinstance(chosen, str) and isinstance(rejected, str)):
+        prompt = ({"role": "user", "content": prompt},)
+    if not isinstance(prompt, str):
+        chosen, rejected = _messages(chosen), _messages(rejected)
+    return PreferenceRow(prompt=prompt, chosen=chosen, rejected=rejected, unsafe=unsafe, where=where)
+
+
+def _take_equal(first: Sequence[Message], second: Sequence[Message]) -> Iterable[Message]:
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            return
+        yield one
+
+
+def _read_text(record: Mapping[str, Any], name: str, where: str) -> Text:
+    value = record[name]
+    if isinstance(value, str):
+        return value
+    is_chat = isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) for each in value)
+    if not is_chat or not all(isinstance(each.get("role"), str) and "content" in each for each in value):
+        raise DataError(f"{where}: {name} is neither text nor a list of messages with role and content. Correct it")
+    return tuple(value)
+
+
+def _lacking(record: Mapping[str, Any], where: str, wanted: str) -> DataError:
+    there = ", ".join(shorten_list([show(name) for name in record])) or "none"
+    return DataError(f"{where} lacks {wanted}; its fields are {there}. Add the fields, or name other files")
+
+
+def _jagged(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
+    import torch
+
+    offsets = torch.tensor(list(accumulate(map(len, sequences), initial=0)), dtype=torch.int64)
+    return torch.nested.nested_tensor_from_jagged(
+        torch.tensor(list(chain.from_iterable(sequences)), dtype=torch.int64), offsets
+    )

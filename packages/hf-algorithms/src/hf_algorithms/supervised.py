@@ -1,0 +1,316 @@
+"""Runs of supervised recipes: rows as they are, an update on each batch, and evaluations on held-out rows."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from hf_algorithms.atomic_files import write_text
+from hf_algorithms.data import Row, select_rows
+from hf_algorithms.display import RunDisplay
+from hf_algorithms.initial_model import build_initial_model
+from hf_algorithms.inputs import DATA_SETS, ModelInputs, build_turn_format
+from hf_algorithms.machine import check_machine
+from hf_algorithms.phases import measure_phases
+from hf_algorithms.placement import check_plan, check_train_backends, compute_workload, plan_placement
+from hf_algorithms.process_tree import MemoryMeter
+from hf_algorithms.recipes import StepContext, SupervisedDataset, SupervisedRecipe
+from hf_algorithms.report import write_report
+from hf_algorithms.role_models import find_role_models, list_main_backends
+from hf_algorithms.run import average_metrics, begin_run, build_executor, check_inputs, count_once, versions
+from hf_algorithms.wiring import build_roles
+from hf_engine import SamplingParams
+from hf_protocols import ConfigError
+from hf_protocols.arguments import show
+from hf_protocols.errors import DataError
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import Config
+    from hf_algorithms.roles import Roles
+    from hf_algorithms.run_directory import RunDirectory
+    from hf_controller import BatchFuture, Executor
+    from hf_protocols import MappingPlan
+
+__all__ = ["SupervisedInputs", "check_supervised", "run_supervised"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedInputs(ModelInputs):
+    """The models and the three data sets of a supervised run."""
+
+    train: SupervisedDataset
+    validation: SupervisedDataset
+    test: SupervisedDataset
+
+    def describe_data(self) -> list[str]:
+        """One line for each data set: its key and value, and its rows."""
+        sets = (self.train, self.validation, self.test)
+        return list(dict.fromkeys(f"{data.source}: {len(data):,} rows" for data in sets))
+
+
+def run_supervised(
+    config: Config, directory: RunDirectory, *, plan: MappingPlan | None = None, search_path: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Trains by a supervised recipe; the run's files and `model/` are left in `directory`.
+
+    Args:
+        config: of a command whose recipe is supervised, see `load_config`.
+        directory: of the run.
+        plan: where the models go; None lets the mapper decide.
+        search_path: folders where users' modules are looked for first.
+
+    Returns:
+        The contents of `summary.json`.
+
+    Raises:
+        HybridFlowError: for whatever a user can cause.
+    """
+    started_s = time.perf_counter()
+    with TemporaryDirectory() as folder:
+        fresh = Path(folder) / "initial_model"
+        inputs, plan = check_supervised(config, fresh, plan=plan)
+        check_machine(config, plan)
+        check_inputs(config, directory)
+        with MemoryMeter() as memory, RunDisplay(config.run.iterations) as display, ExitStack() as stack:
+            for line in inputs.describe_data():
+                display.note(line)
+            display.phase("starting workers")
+            executor = stack.enter_context(build_executor(config, plan))
+            inputs = begin_run(config, directory, plan, inputs, fresh)
+            roles = build_roles(executor, config, plan, inputs, search_path)
+            summary = _SupervisedRun(config, directory, inputs, executor, roles, display).execute(memory, started_s)
+    write_report(directory.path)
+    return summary
+
+
+def check_supervised(
+    config: Config, folder: Path, *, plan: MappingPlan | None = None
+) -> tuple[SupervisedInputs, MappingPlan]:
+    """Reads what a supervised run needs, and plans it.
+
+    Args:
+        config: the run's.
+        folder: where a fresh model and its tokenizer are written.
+        plan: where the models go; None lets the mapper decide.
+
+    Raises:
+        HybridFlowError: for what the run could not use.
+    """
+    recipe = _recipe_of(config)
+    check_train_backends(config, plan)
+    rows = {name: _load_rows(config, name) for name in DATA_SETS}
+    trained = recipe.roles[0]
+    model = build_initial_model(
+        config.model,
+        [text for row in rows["train"] for text in _list_texts(row)],
+        directory=folder,
+        seed=config.run.seed,
+        backends=list_main_backends(config),
+        on_cpu=config.cluster.gpu == "cpu",
+        head=getattr(trained.load_worker(), "head", "lm"),
+    )
+    turns, most = build_turn_format(config.data, model), model.shape.max_positions
+    sets = {
+        name: recipe.build_dataset(
+            part, model.tokenizer, max_tokens=most, source=config.data.describe(name), turns=turns
+        )
+        for name, part in rows.items()
+    }
+    inputs = SupervisedInputs(model=model, models=find_role_models(config, model), turns=turns, stop_ids=(), **sets)
+    shapes = {role: each.shape for role, each in inputs.models.items()}
+    prompts, responses = (
+        max(getattr(data, f"max_{part}_tokens") for data in sets.values()) for part in ("prompt", "response")
+    )
+    found = plan or plan_placement(config, shapes, prompt_tokens=prompts, response_tokens=responses)
+    check_plan(config, found, shapes)
+    _check_rows(config, found, sets)
+    return inputs, found
+
+
+def _recipe_of(config: Config) -> SupervisedRecipe:
+    assert isinstance(config.recipe, SupervisedRecipe), "a configuration that was read for a supervised command"
+    return config.recipe
+
+
+def _load_rows(config: Config, name: str) -> Sequence[Any]:
+    key = config.data.key_of(name)
+    rows: list[Any] = []
+    for path, weight in config.data.sources_of(name):
+        if weight is not None:
+            raise ConfigError(
+                f"data.{key}: {show(path)} has a weight of {weight}, which this command does not use. Remove it"
+            )
+        try:
+            rows += _recipe_of(config).load(path, config)
+        except DataError as error:
+            raise DataError(f"data.{key}: {error}") from error
+    return rows if name == "train" else rows[: config.data.max_eval_rows]
+
+
+def _list_texts(row: Any) -> Sequence[Row]:
+    return [row] if isinstance(row, Row) else row.as_rows()
+
+
+def _check_rows(config: Config, plan: MappingPlan, sets: Mapping[str, SupervisedDataset]) -> None:
+    """Refuses rows above the token budget of a forward pass, and batches with fewer rows than there are ranks."""
+    problems = []
+    for name, placed in plan.models.items():
+        ranks = placed.train.dp_size if placed.train is not None else 1
+        batch_size = config.algorithm.model_dump()["batch_size"]
+        if batch_size < ranks:
+            problems.append(
+                f"algorithm.batch_size = {batch_size}: {ranks} data-parallel ranks of the {name} need at least {ranks} "
+                "rows. Raise it, or lower cluster.gpus_per_machine"
+            )
+        for data in sets.values():
+            tokens, where = data.longest
+            if tokens > placed.micro_batch_tokens:
+                problems.append(
+                    f"{where}: its two sides have {tokens} tokens, above training.micro_batch_tokens = "
+                    f"{placed.micro_batch_tokens}, which bounds a forward pass. Raise it, or shorten the row"
+                )
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+class _SupervisedRun:
+    """The state of a supervised run."""
+
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        inputs: SupervisedInputs,
+        executor: Executor,
+        roles: Roles,
+        display: RunDisplay,
+    ) -> None:
+        self._config = config
+        self._recipe = _recipe_of(config)
+        self._batch_size: int = config.algorithm.model_dump()["batch_size"]
+        self._directory = directory
+        self._inputs = inputs
+        self._executor = executor
+        self._roles = roles
+        self._display = display
+        self._busy_s = 0.0
+        self._held_out = {name: self._put(getattr(inputs, name)) for name in ("validation", "test")}
+        tokens = {part: getattr(inputs.train, f"max_{part}_tokens") for part in ("prompt", "response")}
+        self._summary: dict[str, Any] = {
+            "algorithm": config.algorithm.name,
+            "iterations": 0,
+            "metric": self._recipe.metric,
+            "versions": versions(),
+            "workload": compute_workload(config, prompt_tokens=tokens["prompt"], response_tokens=tokens["response"]),
+        }
+
+    def execute(self, memory: MemoryMeter, started_s: float) -> dict[str, Any]:
+        """All phases in order; what was reached is on disk, whatever happens."""
+        try:
+            self._note_cuts()
+            self._display.phase("evaluating the starting point")
+            self._summarise("before")
+            self._commit_model(0)
+            self._display.phase(self._config.algorithm.name)
+            for iteration in range(1, self._config.run.iterations + 1):
+                self._iterate(iteration)
+            self._display.phase("evaluating the result")
+            self._summarise("after")
+        except BaseException as error:
+            self._summary["stopped"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if self._busy_s:
+                self._summary["samples_per_s"] = self._batch_size * self._summary["iterations"] / self._busy_s
+            self._summary["wall_s"] = time.perf_counter() - started_s
+            self._summary["peak_rss_bytes"] = memory.peak_bytes
+            self._directory.write_json("summary.json", self._summary)
+            self._executor.trace.write_chrome(self._directory.path / "trace.json")
+        return self._summary
+
+    def _iterate(self, iteration: int) -> None:
+        config, data = self._config, self._inputs.train
+        start_s = time.perf_counter()
+        rows = select_rows(len(data), self._batch_size, iteration=iteration - 1, seed=config.run.seed)
+        batch = self._executor.put(data.batch(rows))
+        context = StepContext(
+            sampling=SamplingParams(max_new_tokens=1, seed=config.run.seed, step=iteration),
+            iteration=iteration,
+            state={},
+            more_prompts=_refuse_more,
+            count_prompts_left=lambda: 0,
+            pretrain_rows=_refuse_more,
+        )
+        with self._executor.trace.label(iteration=iteration):
+            futures = self._recipe.run_step(self._roles, batch, config.algorithm, context)
+            parts = [count_once(each) if isinstance(each, Mapping) else each.sums() for each in futures]
+            metrics = average_metrics(parts)
+        elapsed_s = time.perf_counter() - start_s
+        if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
+            found = self._evaluate("validation")
+            metrics |= {f"eval/validation/{name}": value for name, value in found.items()}
+            self._commit_model(iteration)
+        self._busy_s += elapsed_s
+        metrics["perf/samples_per_s"] = self._batch_size / elapsed_s
+        metrics["time/iteration_s"] = elapsed_s
+        metrics |= measure_phases(self._executor.trace.drain(), self._roles.groups, iteration)
+        self._summary["iterations"] = iteration
+        self._directory.append_metrics({"iteration": iteration, **metrics})
+        self._display.iteration(iteration, metrics)
+
+    def _evaluate(self, name: str) -> Mapping[str, float]:
+        return self._recipe.evaluate(
+            self._roles, self._held_out[name], len(getattr(self._inputs, name)), self._config.algorithm
+        )
+
+    def _summarise(self, when: str) -> None:
+        """The metric of the test rows, with its interval where the recipe has one."""
+        found, metric = self._evaluate("test"), self._recipe.metric
+        self._summary[f"score_{when}"] = found[metric]
+        if f"{metric}_low" in found:
+            self._summary[f"interval_{when}"] = [found[f"{metric}_low"], found[f"{metric}_high"]]
+        self._summary["rows"] = len(self._inputs.test)
+
+    def _commit_model(self, iteration: int) -> None:
+        """The weights that were just evaluated are the last good state."""
+        tokenizer = self._inputs.model.tokenizer
+        with self._directory.replacing("model") as folder:
+            self._roles.groups[self._recipe.roles[0].name].export_model(str(folder)).result()
+            self._directory.write_files(folder, self._inputs.exported_files())
+            _state_padding(folder / "config.json", tokenizer)
+        self._summary["model_iteration"] = iteration
+
+    def _note_cuts(self) -> None:
+        limit = self._inputs.model.shape.max_positions
+        for name in DATA_SETS:
+            data: SupervisedDataset = getattr(self._inputs, name)
+            if data.num_cut:
+                source = self._config.data.describe(name)
+                self._display.note(
+                    f"{source}: {data.num_cut} of {len(data)} rows are longer than the model's context of {limit} "
+                    "tokens and lose their start"
+                )
+
+    def _put(self, data: SupervisedDataset) -> BatchFuture:
+        return self._executor.put(data.batch(range(len(data))))
+
+
+def _state_padding(path: Path, tokenizer: Any) -> None:
+    """States the padding token of the tokenizer where the model names none: transformers needs it to score batches.
+
+    Not one that ends responses: the score would be read before it.
+    """
+    config = json.loads(path.read_text(encoding="utf-8"))
+    pad = tokenizer.pad_token_id
+    if config.get("pad_token_id") is None and pad is not None and pad != tokenizer.eos_token_id:
+        write_text(path, json.dumps(config | {"pad_token_id": pad}, indent=2, sort_keys=True) + "\n")
+
+
+def _refuse_more(num_rows: int) -> BatchFuture:
+    raise ConfigError(f"a supervised step asked for {show(num_rows)} more rows. Use those that it is given")

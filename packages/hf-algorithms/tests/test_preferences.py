@@ -1,0 +1,203 @@
+"""Preference pairs: the forms of their rows, what is refused, and their tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from chat_tokenizers import build_chat_tokenizer
+from hf_algorithms.data import (
+    PreferenceDataset,
+    PreferenceRow,
+    SequenceEncoder,
+    TurnFormat,
+    build_character_tokenizer,
+    cut_to,
+    load_preferences,
+)
+from hf_protocols.errors import DataError
+
+USER, GOOD, BAD = (
+    {"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "a"), ("assistant", "b"))
+)
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+SAFE_RLHF = {"prompt": "p", "response_0": "x", "response_1": "y", "better_response_id": 1, "safer_response_id": 0,
+             "is_response_0_safe": True, "is_response_1_safe": False}  # fmt: skip
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt", "chosen", "rejected"),
+    [
+        ({"prompt": "p", "chosen": "x", "rejected": "y"}, "p", "x", "y"),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, (USER,), (GOOD,), (BAD,)),
+        ({"prompt": [USER], "chosen": "a", "rejected": "b"}, (USER,), (GOOD,), (BAD,)),
+        ({"prompt": "hi", "chosen": [GOOD], "rejected": [BAD]}, (USER,), (GOOD,), (BAD,)),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, (USER,), (GOOD,), (BAD,)),
+        (SAFE_RLHF, "p", "y", "x"),
+    ],
+)
+def test_every_form_of_a_pair_is_read(tmp_path: Path, record: Any, prompt: Any, chosen: Any, rejected: Any) -> None:
+    (row,) = load_preferences(write(tmp_path / "pairs.jsonl", record))
+    assert (row.prompt, row.chosen, row.rejected) == (prompt, chosen, rejected)
+    assert row.where == f"{tmp_path}/pairs.jsonl, line 1"
+
+
+def test_costs_have_the_safer_side_first(tmp_path: Path) -> None:
+    other = SAFE_RLHF | {"safer_response_id": 1, "is_response_1_safe": True}
+    first, second = load_preferences(write(tmp_path / "pairs.jsonl", SAFE_RLHF, other), labels="cost")
+    assert (first.chosen, first.rejected, first.unsafe) == ("x", "y", (False, True))
+    assert (second.chosen, second.rejected, second.unsafe) == ("y", "x", (False, False))
+
+
+@pytest.mark.parametrize(
+    ("labels", "record", "message"),
+    [
+        ("reward", {"prompt": "p", "chosen": "x", "rejected": "x"}, "line 1: its two sides are equal, 'x'. Remove"),
+        ("reward", {"prompt": "p", "chosen": "x"}, "line 1 lacks chosen and rejected, or response_0"),
+        ("reward", {"chosen": "x", "rejected": "y"}, "line 1 lacks prompt; its fields are 'chosen', 'rejected'"),
+        ("reward", {"prompt": "p", "chosen": 3, "rejected": "y"}, "line 1: chosen is neither text nor a list"),
+        ("reward", {"chosen": [USER, GOOD], "rejected": [USER]}, "line 1: without 'prompt' both sides must begin"),
+        ("reward", SAFE_RLHF | {"better_response_id": 2}, "line 1: better_response_id = 2 is not 0 or 1"),
+        ("cost", SAFE_RLHF | {"is_response_1_safe": 1}, "line 1: is_response_1_safe = 1 is not true or false"),
+        ("cost", {"prompt": "p", "chosen": "x", "rejected": "y"}, "line 1 lacks response_0, response_1, safer_resp"),
+    ],
+)
+def test_a_wrong_row_is_one_line(tmp_path: Path, labels: Any, record: Any, message: str) -> None:
+    with pytest.raises(DataError) as refused:
+        load_preferences(write(tmp_path / "pairs.jsonl", record), labels=labels)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    found = build_character_tokenizer("abcdefghiprtuxyz:; ", tmp_path_factory.mktemp("tokenizer"))
+    found.chat_template = TEMPLATE
+    return found
+
+
+def dataset(tokenizer: Any, *rows: PreferenceRow, max_tokens: int = 100) -> PreferenceDataset:
+    return PreferenceDataset(rows, tokenizer, max_tokens=max_tokens, source="data.train")
+
+
+def read_batch(data: PreferenceDataset, tokenizer: Any) -> list[list[str]]:
+    batch = data.batch(range(len(data)))
+    columns = [batch[name].unbind() for name in ("prompt_ids", "response_ids", "rejected_ids")]
+    return [[tokenizer.decode(row) for row in rows] for rows in zip(*columns, strict=True)]
+
+
+def test_texts_end_with_the_end_of_sequence(tokenizer: PreTrainedTokenizerFast) -> None:
+    data = dataset(tokenizer, PreferenceRow(prompt="ab", chosen="x", rejected="yz"))
+    assert read_batch(data, tokenizer) == [["ab", "x<eos>", "yz<eos>"]]
+    assert "signs" not in data.batch([0])
+
+
+def test_both_sides_of_a_chat_have_one_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
+    row = PreferenceRow(prompt=(USER,), chosen=(GOOD,), rejected=(BAD,), unsafe=(False, True))
+    data = dataset(tokenizer, row)
+    assert read_batch(data, tokenizer) == [["u:hi;a:", "a<eos>", "b<eos>"]]
+    assert data.batch([0])["signs"].tolist() == [[-1.0, 1.0]]
+
+
+def test_a_template_that_changes_the_prompt_keeps_that_of_generation(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As templates do that leave the thoughts of earlier turns out."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}x{% endif %}"
+    )
+    try:
+        data = dataset(tokenizer, PreferenceRow(prompt=(USER,), chosen=(GOOD,), rejected=(BAD,)))
+        assert read_batch(data, tokenizer) == [["hix", "a<eos>", "b<eos>"]]
+    finally:
+        tokenizer.chat_template = TEMPLATE
+
+
+def test_sides_of_several_turns_follow_the_common_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
+    row = PreferenceRow(prompt=(USER,), chosen=(GOOD, USER, BAD), rejected=(BAD, USER, GOOD))
+    assert read_batch(dataset(tokenizer, row), tokenizer) == [["u:hi;a:", "a;u:hi;a:b<eos>", "b;u:hi;a:a<eos>"]]
+    with pytest.raises(DataError, match=r"a response ends with {'role': 'user', 'content': 'hi'}, which is not"):
+        dataset(tokenizer, PreferenceRow(prompt=(USER,), chosen=(GOOD, USER), rejected=(BAD, USER)))
+
+
+def test_chats_of_pairs_are_written_as_the_run_writes_prompts(tmp_path: Path) -> None:
+    """Template, system prompt and the token that ends a turn; a text is a chat where a template is set."""
+    tokenizer = build_chat_tokenizer(tmp_path, "phi3")
+    turns = TurnFormat(tokenizer, system_prompt="Be brief.")
+    chat = ({"role": "user", "content": "hi"},)
+    wanted = [turns.encode_prompts([chat])[0], *turns.encode_responses([chat] * 2, ["a", "b"])]
+    assert tokenizer.convert_ids_to_tokens(wanted[1][-1]) == "<|end|>"
+    for prompt, sides in ((chat, ((GOOD,), (BAD,))), ("hi", ("a", "b"))):
+        row = PreferenceRow(prompt=prompt, chosen=sides[0], rejected=sides[1])
+        batch = PreferenceDataset([row], tokenizer, max_tokens=99, source="data.train", turns=turns).batch([0])
+        found = [batch[name].unbind()[0].tolist() for name in ("prompt_ids", "response_ids", "rejected_ids")]
+        assert found == wanted
+
+
+def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
+    plain = build_character_tokenizer("abhi", tmp_path)
+    with pytest.raises(DataError, match=r"data\.train: its tokenizer has no chat template, and a row is a chat\. Give"):
+        dataset(plain, PreferenceRow(prompt=(USER,), chosen=(GOOD,), rejected=(BAD,)))
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "wanted"),
+    [
+        (7, ["abcd", "x<eos>", "yz<eos>"]),
+        (5, ["cd", "x<eos>", "yz<eos>"]),
+        (4, ["d", "x<eos>", "yz<eos>"]),
+        (3, ["d", "x<eos>", "z<eos>"]),
+    ],
+)
+def test_cutting_keeps_ends_and_one_prompt(tokenizer: Any, max_tokens: int, wanted: list[str]) -> None:
+    data = dataset(tokenizer, PreferenceRow(prompt="abcd", chosen="x", rejected="yz"), max_tokens=max_tokens)
+    assert read_batch(data, tokenizer) == [wanted]
+    assert data.num_cut == (max_tokens < 7)
+
+
+def test_cutting_never_exceeds_the_limit() -> None:
+    for limit in range(2, 12):
+        for lengths in ((1, 1, 1), (5, 3, 4), (1, 9, 2), (9, 9, 9)):
+            prompt, *sides = ([part] * length for part, length in enumerate(lengths))
+            kept, *cut = cut_to(limit, prompt, sides)
+            assert kept == prompt[len(prompt) - len(kept) :]
+            assert kept
+            assert all(len(kept) + len(side) <= limit for side in cut)
+            assert all(len(side) == min(len(whole), limit - len(kept)) for side, whole in zip(cut, sides, strict=True))
+
+
+def test_sides_of_the_same_tokens_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    row = PreferenceRow(prompt="a", chosen="Q", rejected="R", where="pairs.jsonl, line 4")
+    with pytest.raises(DataError, match=r"pairs\.jsonl, line 4: both sides are the same to this tokenizer"):
+        dataset(tokenizer, row)
+    row = PreferenceRow(prompt="a", chosen="xaaa", rejected="yaaa", where="pairs.jsonl, line 4")
+    with pytest.raises(DataError, match="line 4: the last 4 tokens of both sides are the same"):
+        dataset(tokenizer, row, max_tokens=4)
+
+
+def test_what_a_tokenizer_puts_after_a_text_ends_the_response() -> None:
+    """BERT's kind: [CLS] before and [SEP] after; there is no end of sequence."""
+    words = {word: place for place, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", "c"])}
+    core = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    bert = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    )
+    encoder = SequenceEncoder(bert, label="reward.model.path")
+    for has_ended in (True, False):
+        assert encoder.encode_text("a b", "c", has_ended=has_ended) == ([2, 4, 5], [6, 3])
+    assert [*[2, 4, 5], *[6, 3]] == bert("a b c")["input_ids"]
