@@ -45,13 +45,14 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
     # Ranks import the module by its name as well: they look in the folders of this path.
     sys.path += [folder for folder in folders if folder not in sys.path]
     module = _import(place, label)
-    if reference.rpartition(":")[0].endswith(".py") and Path(str(module.__file__)).resolve() != file:
-        raise ConfigError(f"{label}: another module is named {show(place)}, {module.__file__}. Rename the file")
+    origin = getattr(module, "__file__", None)  # built-in modules have none
+    if reference.rpartition(":")[0].endswith(".py") and Path(origin or "").resolve() != file:
+        raise ConfigError(f"{label}: another module is named {show(place)}, {origin or 'built in'}. Rename the file")
     found = getattr(module, name, None)
     if not isinstance(found, Recipe):
         recipes = [key for key, value in vars(module).items() if isinstance(value, Recipe)]
         what = "is not a Recipe" if hasattr(module, name) else "does not exist"
-        where = module.__file__ or f"the folder {place}, which is not a module"
+        where = origin or f"the folder {place}, which is not a module"
         near = find_similar(name, recipes) or recipes
         hint = f"did you mean {', '.join(near)}?" if near else "Define one with Recipe(...)"
         raise ConfigError(f"{label}: {name} {what} in {where}. {hint}")

@@ -51,7 +51,8 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
     if not callable(function):
         found = "is not a function" if hasattr(module, function_name) else "does not exist"
         hint = _nearest(function_name, _public_functions(module))
-        raise ConfigError(f"{show(name)}: {shorten(function_name)} {found} in {module.__file__ or module_name}. {hint}")
+        where = getattr(module, "__file__", None) or module_name
+        raise ConfigError(f"{show(name)}: {shorten(function_name)} {found} in {where}. {hint}")
     return _with_neighbours(function, folders) if _find_in(folders, module_name) else function
 
 
