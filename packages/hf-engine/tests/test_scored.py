@@ -25,7 +25,7 @@ from hf_engine.backends._causal_lm import find_head_name, load_causal_lm, save_c
 from hf_engine.backends._classifier import load_classifier
 from hf_engine.backends._fsdp_model import load_with_head
 from hf_engine.model_directory import check_model_directory, read_model_directory
-from hf_engine.testing._families import write_tiny_family
+from hf_engine.testing import write_tiny_family
 from hf_protocols import BackendError, ModelError, ParallelSpec, Topology
 
 VOCAB_SIZE = 32
