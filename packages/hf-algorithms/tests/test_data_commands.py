@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from transformers import LlamaConfig
 
+from chat_tokenizers import build_chat_tokenizer
 from hf_algorithms.cli import cli
 from hf_algorithms.config import ModelConfig
 from hf_algorithms.data import build_character_tokenizer, load_rows
@@ -96,6 +98,25 @@ def test_the_context_of_the_model_bounds_prompts(rows: str, tmp_path: Path) -> N
     assert json.loads(run(*words, "4", "--json"))["too_long"] == {"limit": 5, "rows": 1, "action": "error"}
     with pytest.raises(ConfigError, match=r"^--max-new-tokens 9: the model's context of 9 tokens has no room"):
         run(*words, "9")
+
+
+def test_the_report_shows_the_template_and_where_turns_end(tmp_path: Path) -> None:
+    tokenizer = build_chat_tokenizer(tmp_path / "model", "phi3")
+    eos, end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|end|>")
+    LlamaConfig(vocab_size=400, eos_token_id=end, max_position_embeddings=300).save_pretrained(tmp_path / "model")
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "What is 1?"}]}\n')
+    words = ("check", str(tmp_path / "a.jsonl"), "--model", str(tmp_path / "model"), "--system-prompt", "Be brief.")
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1?"}]
+    own = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    report = json.loads(run(*words, "--json"))
+    assert report["first"]["ids"] == own
+    assert report["lengths"]["most"] == len(own)
+    stops = {each["token_id"]: each["stated_by"] for each in report["turns"]["stops"]}
+    assert stops == {eos: ["tokenizer"], end: ["config.json", "chat template"]}
+    lines = run(*words, "--chat-template", "{{ messages[-1].content }}<eos>").splitlines()
+    assert "chat template: data.chat_template" in lines
+    assert f"responses end at: <eos> ({eos}), of tokenizer and chat template; <|end|> ({end}), of config.json" in lines
+    assert f"{400 - len(tokenizer)} logits are beyond the tokenizer's ids and have no text" in lines
 
 
 def test_what_a_run_refuses_the_report_refuses(tmp_path: Path) -> None:

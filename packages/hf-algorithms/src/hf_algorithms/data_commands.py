@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import click
 
@@ -11,6 +11,8 @@ from hf_protocols.errors import ConfigError
 from hf_protocols.paths import read_path
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from transformers import PreTrainedTokenizerBase
 
     from hf_algorithms.data import ExampleFiles, TooLong
@@ -35,6 +37,8 @@ def data() -> None:
 @click.option("--model", metavar="DIR", help="Model or tokenizer by which tokens are counted: model.path.")
 @click.option("--prompt-field", metavar="NAME", help="Field of the prompt: data.prompt_field.")
 @click.option("--answer-field", metavar="NAME", help="Field of the answer: data.answer_field.")
+@click.option("--chat-template", metavar="TEXT", help="File or text: data.chat_template.")
+@click.option("--system-prompt", metavar="TEXT", help="data.system_prompt.")
 @click.option("--max-new-tokens", default=_NEW_TOKENS, show_default=True, type=click.IntRange(min=1))
 @click.option("--max-prompt-tokens", type=click.IntRange(min=1), help="data.max_prompt_tokens.")
 @click.option("--too-long", type=click.Choice(["error", "drop", "truncate_left"]), default="error", show_default=True)
@@ -44,30 +48,39 @@ def check(
     model: str | None,
     prompt_field: str | None,
     answer_field: str | None,
+    chat_template: str | None,
+    system_prompt: str | None,
     max_new_tokens: int,
     max_prompt_tokens: int | None,
     too_long: str,
     as_json: bool,
 ) -> None:
-    """Show what FILE holds: format, columns, the first row, tokens, and what a run leaves out.
+    """Show what FILE holds: format, columns, the first row, tokens, where turns end, and what a run leaves out.
 
     FILE is a path, a pattern, a directory that `datasets` saved, or a hub name. Exit code 2: a run refuses it.
     """
     import json
 
-    from hf_algorithms.data import describe_data
+    from hf_algorithms.data import TurnFormat, describe_data, read_template
 
-    tokenizer, context = _load_model(model) if model else (None, None)
+    given = _load_model(model) if model else None
+    context = None if given is None else given.context
     if context is not None and context <= max_new_tokens:
         raise ConfigError(
             f"--max-new-tokens {max_new_tokens}: the model's context of {context} tokens has no room for a prompt and "
             f"so long a response. Set it below {context}"
         )
     room = None if context is None else context - max_new_tokens
-    bounds = [each for each in (room, max_prompt_tokens) if each is not None and tokenizer is not None]
+    bounds = [each for each in (room, max_prompt_tokens) if each is not None and given is not None]
+    template = None if chat_template is None else read_template(chat_template)
+    turns = None
+    if given is not None:
+        turns = TurnFormat(given.tokenizer, template=template, system_prompt=system_prompt, label=f"--model {model}")
     report = describe_data(
         [(read_path("FILE", each), None) for each in file],
-        tokenizer=tokenizer,
+        turns=turns,
+        model_ids=None if given is None else given.end_ids,
+        num_logits=None if given is None else given.num_logits,
         prompt_field=prompt_field,
         answer_field=answer_field,
         max_prompt_tokens=min(bounds, default=None),
@@ -115,18 +128,30 @@ def _read_source(source: str | None) -> str | None:
     return None if source is None else read_path("--source", source)
 
 
-def _load_model(model: str) -> tuple[PreTrainedTokenizerBase, int | None]:
-    """The tokenizer of a directory or hub name, and the context of its model if there is a model."""
+class _GivenModel(NamedTuple):
+    """A tokenizer, and of the model next to it, if there is one, its context, ends and logits."""
+
+    tokenizer: PreTrainedTokenizerBase
+    context: int | None = None
+    end_ids: Mapping[str, Collection[int]] | None = None
+    num_logits: int | None = None
+
+
+def _load_model(model: str) -> _GivenModel:
+    """Reads the tokenizer of a directory or hub name, and the configuration of its model."""
     from hf_algorithms.data import load_tokenizer
-    from hf_engine.model_directory import find_model, read_model_directory
+    from hf_engine import derive_shape
+    from hf_engine.model_directory import find_model, read_end_of_sequence_ids, read_model_directory
 
     label = f"--model {model}"
     tokenizer = load_tokenizer(model, label=label)
     path = find_model(model, label=label, needs_weights=False)
     if not (Path(path) / "config.json").is_file():
-        return tokenizer, None
+        return _GivenModel(tokenizer)
     files = read_model_directory(path, label=label, needs_weights=False)
-    return tokenizer, files.require_shape().max_positions
+    stated_by = "generation_config.json" if files.generation_config.get("eos_token_id") is not None else "config.json"
+    end_ids = {stated_by: read_end_of_sequence_ids(files)}
+    return _GivenModel(tokenizer, derive_shape(files).max_positions, end_ids, files.vocab_size)
 
 
 def _print(files: ExampleFiles) -> None:

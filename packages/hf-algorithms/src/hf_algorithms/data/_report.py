@@ -1,18 +1,17 @@
-"""What a file of rows holds: format, columns, first row, tokens, and what a run would leave out."""
+"""What a file of rows holds: format, columns, first row, tokens of turns, and what a run would leave out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_algorithms.data._batches import PromptDataset, TooLong
 from hf_algorithms.data._rows import Row, Rows, open_rows
+from hf_algorithms.data._turn_tokens import TurnTokens, describe_turns
+from hf_algorithms.data._turns import TurnFormat
 from hf_protocols.arguments import show
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["DataReport", "FileReport", "FirstRow", "LengthReport", "TooLongReport", "describe_data"]
 
@@ -76,6 +75,7 @@ class DataReport:
     first: FirstRow
     lengths: LengthReport | None
     too_long: TooLongReport | None
+    turns: TurnTokens | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON has it."""
@@ -98,6 +98,8 @@ class DataReport:
         if self.first.ids is not None:
             ids = " ".join(map(str, self.first.ids[:_MOST_IDS])) + (" ..." if len(self.first.ids) > _MOST_IDS else "")
             found += [f"  after the template: {_shorten(self.first.text)}", f"  its {len(self.first.ids)} ids: {ids}"]
+        if self.turns is not None:
+            found += self.turns.lines()
         if (size := self.lengths) is not None:
             found.append(
                 f"{size.unit}: {size.least:,} to {size.most:,}, median {size.median:,g}, mean {size.mean:,.1f}, "
@@ -115,7 +117,9 @@ class DataReport:
 def describe_data(
     sources: Sequence[tuple[str, float | None]],
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    turns: TurnFormat | None = None,
+    model_ids: Mapping[str, Collection[int]] | None = None,
+    num_logits: int | None = None,
     prompt_field: str | None = None,
     answer_field: str | None = None,
     max_prompt_tokens: int | None = None,
@@ -125,7 +129,9 @@ def describe_data(
 
     Args:
         sources: paths and weights, as `open_rows` takes them.
-        tokenizer: the model's; None: lengths are in characters, and nothing is said about templates.
+        turns: how the model's prompts are written; None: lengths are in characters, and nothing is said about tokens.
+        model_ids: as `describe_turns` takes them.
+        num_logits: likewise.
         prompt_field: as `data.prompt_field`.
         answer_field: as `data.answer_field`.
         max_prompt_tokens: what model and configuration leave for a prompt; None: unknown.
@@ -136,7 +142,7 @@ def describe_data(
     """
     rows = open_rows(sources, prompt_field=prompt_field, answer_field=answer_field, promptless=("texts", "preferences"))
     without_answer = sum(row.answer is None for row in rows)
-    lengths, bound = _measure(rows, tokenizer, max_prompt_tokens, too_long)
+    lengths, bound = _measure(rows, turns, max_prompt_tokens, too_long)
     return DataReport(
         files=tuple(
             FileReport(
@@ -152,20 +158,21 @@ def describe_data(
         ),
         rows=len(rows),
         without_answer=without_answer,
-        first=_show_first(rows, tokenizer),
+        first=_show_first(rows, turns),
         lengths=lengths,
         too_long=bound,
+        turns=None if turns is None else describe_turns(turns, model_ids=model_ids, num_logits=num_logits),
     )
 
 
 def _measure(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase | None, limit: int | None, action: TooLong
+    rows: Rows, turns: TurnFormat | None, limit: int | None, action: TooLong
 ) -> tuple[LengthReport | None, TooLongReport | None]:
     if any(each.columns.prompt is None and each.columns.kind == "preferences" for each in rows.files):
         return None, None  # a prompt is what both responses begin with
-    if tokenizer is None:
+    if turns is None:
         return _summarize("characters of a row's text", [_count_characters(row) for row in rows]), None
-    data = PromptDataset(rows, tokenizer, source=rows.files[0].path, texts=True)
+    data = PromptDataset(rows, turns.tokenizer, turns=turns, source=rows.files[0].path, texts=True)
     if any(each.columns.kind == "texts" for each in rows.files):
         return _summarize("tokens of a text and its end", [1 + each for each in data.response_lengths(1 << 40)]), None
     found = _summarize("tokens of a prompt", list(data.prompt_lengths))
@@ -186,19 +193,19 @@ def _summarize(unit: str, lengths: Sequence[int]) -> LengthReport:
     )
 
 
-def _show_first(rows: Rows, tokenizer: PreTrainedTokenizerBase | None) -> FirstRow:
+def _show_first(rows: Rows, turns: TurnFormat | None) -> FirstRow:
     row = rows[0]
     prompt = row.prompt if isinstance(row.prompt, str) else [dict(each) for each in row.prompt]
     ids = None
-    if tokenizer is not None and row.prompt:
-        (column,) = PromptDataset([row], tokenizer).prompts([0])["prompt_ids"].unbind()
+    if turns is not None and row.prompt:
+        (column,) = PromptDataset([row], turns.tokenizer, turns=turns).prompts([0])["prompt_ids"].unbind()
         ids = tuple(column.tolist())
     return FirstRow(
         where=rows.where(0),
         prompt=prompt or None,
         answer=row.answer,
         columns=dict(row.columns),
-        text=None if ids is None or tokenizer is None else str(tokenizer.decode(list(ids))),
+        text=None if ids is None or turns is None else str(turns.tokenizer.decode(list(ids))),
         ids=ids,
     )
 

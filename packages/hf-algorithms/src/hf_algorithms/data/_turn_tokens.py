@@ -54,6 +54,18 @@ class TurnTokens:
     pad: NamedToken | None
     num_spare_logits: int
 
+    def lines(self) -> list[str]:
+        """The tokens to read, each as `text (id)`."""
+        begin = " ".join(map(_show, self.begin)) or "no token of their own"
+        stops = (f"{_show(each)}, of {' and '.join(each.stated_by)}" for each in self.stops)
+        spare = f"{self.num_spare_logits} logits are beyond the tokenizer's ids and have no text"
+        return [
+            f"chat template: {self.template or 'none'}",
+            f"prompts begin with: {begin}",
+            f"responses end at: {'; '.join(stops) or 'no token'}",
+            *([spare] if self.num_spare_logits else []),
+        ]
+
 
 def describe_turns(
     turns: TurnFormat, *, model_ids: Mapping[str, Collection[int]] | None = None, num_logits: int | None = None
@@ -109,6 +121,10 @@ def read_template(value: str) -> str:
             f"data.chat_template = {show(value)}: cannot be read as a file ({reason}), and is not the text of a "
             "template, which has {{ or {%. Set it to either"
         ) from None
+
+
+def _show(token: NamedToken) -> str:
+    return f"{token.text or 'no text'} ({token.token_id})"
 
 
 def _name(tokenizer: PreTrainedTokenizerBase, token_id: int, stated_by: Collection[str] = ()) -> NamedToken:
