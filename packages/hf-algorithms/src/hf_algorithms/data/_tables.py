@@ -1,4 +1,4 @@
-"""Tables of records, whatever their format: opened by content and name, read by row.
+"""Tables of records, of any format: opened by content and name, read by row.
 
 A table holds an index of its rows, never their text, so that a file may be larger than memory.
 """

@@ -253,7 +253,7 @@ class TurnFormat:
             )
         try:
             return self._render(chat, **how)
-        except Exception as error:  # a template is the user's code, and raises whatever it likes
+        except Exception as error:  # a template is the user's code, which may raise anything
             raise DataError(
                 f"{where}: the chat template refuses this chat: {one_line(error).rstrip('.')}. Change the row's "
                 "messages, data.system_prompt or data.chat_template"
