@@ -1,4 +1,4 @@
-"""What a pool of processes costs against calling a reward function where the scores are wanted.
+"""Cost of calling reward functions in a pool of processes, against calling them in a loop.
 
 A thousand responses of a thousand characters are scored by functions that take no time, one or five milliseconds a
 response. The pool and the plain loop take turns in one run; figures are medians of rounds. Slow functions sleep most of

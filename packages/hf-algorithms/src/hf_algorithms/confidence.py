@@ -23,7 +23,7 @@ def compute_wilson_interval(successes: float, trials: int, *, confidence: float 
     """
     if trials < 1 or not 0 <= successes <= trials:
         raise ConfigError(
-            f"successes={successes}, trials={trials}: successes are from 0 to trials, which are at least 1"
+            f"successes={successes}, trials={trials}: trials must be at least 1, and successes from 0 to trials"
         )
     if not 0 < confidence < 1:
         raise ConfigError(f"confidence={confidence}: must be above 0 and below 1")

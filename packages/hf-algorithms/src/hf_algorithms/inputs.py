@@ -68,7 +68,7 @@ class RunInputs(ModelInputs):
     validation: PromptDataset
     test: PromptDataset
     pretraining: PromptDataset | None = None
-    """What a pretraining loss learns; None: the rows of `train`."""
+    """Rows of the pretraining loss; None: the rows of `train`."""
 
     def describe_data(self) -> list[str]:
         """One line for each file with its format and what its columns hold, and one for prompts that are too long."""

@@ -69,7 +69,7 @@ def run_supervised(
         The contents of `summary.json`.
 
     Raises:
-        HybridFlowError: for whatever a user can cause.
+        HybridFlowError: for every failure that a user can cause.
     """
     started_s = time.perf_counter()
     with TemporaryDirectory() as folder:

@@ -40,7 +40,7 @@ class ScorerConfig(Section):
 
 
 class _ScoringConfig(Section):
-    """What `[reward]` and `[cost]` have in common."""
+    """Keys that `[reward]` and `[cost]` share."""
 
     functions: tuple[FunctionConfig, ...] = Field(default=(), strict=False)
     """Several functions, each a table `[[reward.functions]]`: their weighted sum counts. In place of `function`."""

@@ -18,7 +18,7 @@ _NUM_VALIDATION = 300
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleFiles:
-    """The three files of :func:`write_addition_data`."""
+    """The files that `write_addition_data` and its neighbours write."""
 
     train: Path
     validation: Path

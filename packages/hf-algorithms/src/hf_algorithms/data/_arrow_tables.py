@@ -130,7 +130,7 @@ def open_hub_dataset(name: str) -> DatasetTable:
     """Opens `OWNER/NAME` or `OWNER/NAME:SPLIT` of the hub, or of what its client fetched earlier; the split is `train`.
 
     Raises:
-        DataError: if there is no such data set, the hub cannot be reached, or the library is not installed.
+        DataError: if the data set does not exist, the hub cannot be reached, or the library is not installed.
     """
     datasets = _import_datasets(name)
     path, _, split = name.partition(":")

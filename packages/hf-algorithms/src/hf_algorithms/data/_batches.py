@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["PromptDataset", "TooLong"]
 
 TooLong = Literal["error", "drop", "truncate_left"]
-"""What happens to a prompt that is too long."""
+"""Treatment of a prompt that is too long."""
 
 _CHUNK_ROWS = 1024
 
@@ -45,7 +45,7 @@ class PromptDataset:
         """Tokenise every prompt once, with what the tokenizer puts before a text.
 
         Args:
-            rows: what :func:`~hf_algorithms.data.open_rows` or :func:`~hf_algorithms.data.load_rows` read.
+            rows: rows that `open_rows` or `load_rows` read.
             tokenizer: the model's.
             turns: how its chats are written; by default with the tokenizer's own template.
             source: where the rows come from, for messages, such as ``data.train = 'train.jsonl'``.

@@ -1,4 +1,4 @@
-"""Which columns of a table hold what: found by presence, or named by the user."""
+"""Roles of a table's columns: found by name, or set by the user."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _choose(
 
 
 def _is_present(records: Iterable[Mapping[str, Any]], name: str) -> bool:
-    """True if a record has a value there; true and false are no answers, but labels of whole responses."""
+    """True if a record has a value there. Booleans label whole responses: they are not read as answers."""
     return any((value := get_field(record, name)) is not None and not isinstance(value, bool) for record in records)
 
 

@@ -1,4 +1,4 @@
-"""What a file of rows holds: format, columns, first row, tokens of turns, and what a run would leave out."""
+"""Report on a file of rows: format, columns, first row, tokens of turns, and rows that a run would leave out."""
 
 from __future__ import annotations
 

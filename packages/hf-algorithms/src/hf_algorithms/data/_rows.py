@@ -137,7 +137,7 @@ def open_rows(
         promptless: kinds of rows that may lack a prompt: `texts` to pretrain on, `preferences`.
 
     Raises:
-        DataError: for a file that cannot be opened or has no rows, and columns that cannot be told apart.
+        DataError: for a file that cannot be opened or is empty, and for ambiguous columns.
     """
     files, weights = [], []
     for number, (path, weight) in enumerate(sources):
@@ -159,7 +159,7 @@ def open_rows(
 
 
 def load_rows(path: str | Path, *, prompt_field: str | None = None, answer_field: str | None = None) -> list[Row]:
-    """Reads every row of a file in any format that :func:`open_rows` takes.
+    """Reads every row of a file in any format that `open_rows` takes.
 
     Raises:
         DataError: for a file that is not a regular one, cannot be read, is of no format that is read or has no rows,
@@ -190,7 +190,7 @@ def locate_row(rows: Sequence[Row], index: int, *, source: str) -> str:
 def write_rows(
     path: str | Path, rows: Iterable[Row], *, prompt_field: str = "prompt", answer_field: str = "answer"
 ) -> Path:
-    """Write rows so that :func:`load_rows` reads them back; the file appears whole or not at all.
+    """Writes rows so that `load_rows` reads them back; the file appears whole or not at all.
 
     Raises:
         DataError: when the file cannot be written.

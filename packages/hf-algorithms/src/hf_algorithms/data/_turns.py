@@ -28,7 +28,7 @@ _BLANKS = " \t\r\n\u2581"
 
 
 class _TurnEnd(NamedTuple):
-    """What a template writes after the content of an assistant's message."""
+    """Text that a template writes after the content of an assistant's message."""
 
     text: str
     """All of it."""
@@ -94,7 +94,7 @@ class TurnFormat:
 
     @cached_property
     def begin_ids(self) -> list[int]:
-        """What the tokenizer puts before a text: its BOS, in most cases."""
+        """Ids that the tokenizer puts before a text: its BOS, in most cases."""
         full, bare = self._tokenizer(_PROBE)["input_ids"], self._encode_bare([_PROBE])[0]
         for start in range(len(full) - len(bare) + 1):
             if bare and full[start : start + len(bare)] == bare:
@@ -216,7 +216,7 @@ class TurnFormat:
         return int(end)
 
     def _rest_of(self, head: list[int], whole: list[int]) -> list[int] | None:
-        """What follows `head` in `whole`, up to the token that ends the turn; None if that is not to be seen."""
+        """Text after `head` in `whole`, up to the token that ends the turn; None if it cannot be found."""
         end = self._turn_end
         if end is None or end.token_id is None or not whole or whole[: len(head)] != head:
             return None

@@ -8,7 +8,7 @@ Deviations from Stiennon et al. (2020) and from the code of Safe-RLHF:
 
 - scores are not normalised after training;
 - the head starts at 0, so that the first loss is log 2 a pair;
-- there are no dropout and no margins between pairs.
+- dropout and margins between pairs are left out.
 """
 
 from __future__ import annotations

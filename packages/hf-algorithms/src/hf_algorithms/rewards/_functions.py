@@ -53,7 +53,7 @@ class FunctionSpec:
 
 @dataclass(frozen=True)
 class ScoredSamples:
-    """What one function says of every response.
+    """Result of one function for every response.
 
     Attributes:
         scores: NaN where a response cannot be scored.

@@ -1,7 +1,7 @@
 """Calls of reward functions in processes that can be killed.
 
 A `RewardPool` belongs to one worker. It starts one host, a clean Python process, which holds a pool of pebble: its
-processes call the functions. The host ends with its worker, whatever ends that, and takes its processes along.
+processes call the functions. The host ends with its worker, also if that is killed, and takes its processes along.
 
 Here lives what calls functions, not what a function gets (`rewards._samples`) or returns (`rewards._results`).
 """
