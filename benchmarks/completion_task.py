@@ -8,20 +8,12 @@ from itertools import islice, product, takewhile
 from pathlib import Path
 from typing import Any
 
-from learning_tasks import build_in_process
+from learning_tasks import ADDITION_MODEL, build_in_process
 
 from hf_algorithms.data import Row, write_rows
 
 __all__ = ["RIGHT_SHARE", "build_completion", "share_of_digits", "write_completion"]
 
-COMPLETION_MODEL: Mapping[str, Any] = {
-    "tokenizer": "characters",
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_layers": 2,
-    "num_heads": 4,
-    "max_positions": 16,
-}
 RIGHT_SHARE = 0.8
 """Probability that the next digit is right, in the rows that the warm start learns."""
 
@@ -48,7 +40,7 @@ def write_completion(directory: Path) -> None:
 def build_completion(data: Path, algorithm: Mapping[str, Any], *, seed: int, iterations: int) -> dict[str, Any]:
     """Returns a configuration for the completion of digits; arguments as of `build_addition`."""
     reward = f"{__name__}:{share_of_digits.__name__}"
-    body = build_in_process(data, COMPLETION_MODEL, algorithm, seed=seed, iterations=iterations)
+    body = build_in_process(data, ADDITION_MODEL, algorithm, seed=seed, iterations=iterations)
     return {
         **body,
         "run": {**body["run"], "eval_every": 30},
