@@ -39,6 +39,7 @@ class RewardPool:
             self._process = subprocess.Popen(
                 [
                     sys.executable,
+                    "-P",  # a module of the working folder may have a name of the standard library
                     "-c",
                     _START.format(_HOST),
                     *map(str, (hosts.fileno(), read_end, json.dumps(sys.path))),

@@ -96,7 +96,7 @@ class EngineProcess:
         arguments = [str(theirs.fileno()), str(os.getpid()), self._directory]
         with theirs, self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "hf_engine.backends.sglang._server", *arguments],
+                [sys.executable, "-P", "-m", "hf_engine.backends.sglang._server", *arguments],
                 env=environment(self._directory),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
