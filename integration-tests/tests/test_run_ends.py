@@ -23,12 +23,10 @@ from small_runs import Outcome, read_metrics, without_times
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 REWARD = """
-calls = 0
+from pathlib import Path
 
 def fails_later(prompts, responses, answers):
-    global calls
-    calls += 1
-    if calls == 6:
+    if Path(__file__).with_name("server_is_gone").exists():
         raise RuntimeError("the reward's server is gone")
     return [len(response) / 5 for response in responses]
 """
@@ -125,6 +123,7 @@ def test_an_exception_in_a_worker_ends_the_run_with_its_message(small_config: Pa
     command = [*on_two_ranks(small_config), "--set", "reward.function=rewards_of_this_run:fails_later"]
     with started([*command, "--set", "run.iterations=1000"]) as (program, lines):
         processes = wait_for_iteration(program, lines, 2)
+        (small_config.parent / "server_is_gone").touch()
         assert program.wait(timeout=60) == 1, "".join(lines)
         wait_until_gone(processes, within_s=30)
     text = "".join(lines)
