@@ -14,7 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
-from hf_engine.testing import LocalRanks, check_rollout_backend, write_tiny_model
+from hf_engine.testing import LocalRanks, check_rollout_backend, write_tiny_family, write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
 from hf_engine.testing._shared_engine import CACHE_BYTES, ENGINES, build, shared
 from hf_engine.testing._training import check_greedy_samples, count_lacking_bytes, train_step
@@ -182,6 +182,13 @@ def test_other_families_conform(alone, models, model):
 def test_generation_sees_the_trained_weights_on_one_rank(alone, models, tmp_path):
     other = write_tiny_model(tmp_path / "other", seed=3)
     alone.run(train_and_generate, "fsdp", ONE, other, models["tied"], tmp_path, deadline_s=600)
+
+
+def test_a_family_that_the_engine_loads_follows_its_training_weights(alone, tmp_path):
+    """Granite's parameters are not known by name: SGLang's own loader places them."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64}
+    model, other = (write_tiny_family(tmp_path / f"seed {seed}", "granite", seed=seed, **sizes) for seed in (0, 3))
+    alone.run(train_and_generate, "fsdp", ONE, other, model, tmp_path, deadline_s=600)
 
 
 def test_no_engine_is_asked_twice_to_free_its_cache(alone, models):
