@@ -34,15 +34,14 @@ CALLS = {
     "actor.update_actor": 2,
 }
 SHUFFLED = """
-import random
-
 from hf_algorithms.rewards import exact_match
 
-generator = random.Random(0)
+previous = 0.0
 
-def shuffled(prompts, responses, answers):
-    scores = exact_match(prompts, responses, answers)
-    generator.shuffle(scores)
+def shuffled(prompts, responses, answers):  # a call has one prompt: each takes the score of the one before
+    global previous
+    scores = [previous, *exact_match(prompts, responses, answers)]
+    previous = scores.pop()
     return scores
 """
 
