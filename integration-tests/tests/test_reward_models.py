@@ -17,6 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 from hf_algorithms.confidence import compute_wilson_interval
 from hf_algorithms.config import format_toml, parse_config
 from hf_algorithms.data import load_rows
+from hf_algorithms.inputs import load_row_sets
 from hf_algorithms.run import run_training
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.supervised import check_supervised, run_supervised
@@ -58,6 +59,52 @@ def pair_body(pairs: Path, output: Path, *, ranks: int = 1, costs: bool = False)
         "training": {"shard": "root", "micro_batch_tokens": 200},
         "cluster": {"gpus_per_machine": ranks},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("costs", [False, True])
+def test_weighted_sources_share_every_batch_of_pairs(pairs: Path, tmp_path: Path, costs: bool) -> None:
+    """Three to one: of 16 pairs 12 are of the first file, each once in an epoch of its own."""
+    body = pair_body(pairs, tmp_path / "run", costs=costs)
+    first, second = (str(pairs / f"{name}{'_costs' if costs else ''}.jsonl") for name in ("train", "test"))
+    body["data"] = {"train": [{"path": first, "weight": 3}, {"path": second, "weight": 1}]}
+    inputs, _ = check_supervised(parse_config(body, command="reward-model"), tmp_path / "model")
+    assert (len(inputs.train), len(inputs.validation), len(inputs.test)) == (64 + 24, 64 + 24, 64 + 24)
+    batches = [[row for _, row in inputs.order.draw(16, iteration=i, seed=0)] for i in range(6)]
+    of_first = [[row for row in batch if row < 64] for batch in batches]
+    assert [len(each) for each in of_first] == [12] * 6
+    drawn = sum(of_first, [])
+    assert sorted(drawn[:64]) == list(range(64)) and len(set(drawn[64:])) == 8
+    others = [row for batch in batches for row in batch if row >= 64]
+    assert sorted(others) == list(range(64, 88))
+
+
+@pytest.mark.parametrize(
+    ("sources", "says"),
+    [
+        ({"train": 3, "test": None}, ": some items have a weight and some have none. Give a weight to all or to none"),
+        ({"train": 0}, "item 1 is not {path = ..., weight = ...}: weight = 0: must be above 0"),
+        ({"train": 1, "empty": 1}, "data.train: {folder}/empty.jsonl has no rows"),
+        ({"train": 1, "absent": 1}, "data.train: {folder}/absent.jsonl: no such file"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["pairs", "prompts"])
+def test_wrong_sources_are_one_line_for_pairs_as_for_prompts(
+    pairs: Path, tmp_path: Path, sources: dict[str, float | None], says: str, kind: str
+) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_bytes((pairs / f"{name}.jsonl").read_bytes())
+    (tmp_path / "empty.jsonl").touch()
+    body = pair_body(pairs, tmp_path / "run")
+    body["data"]["train"] = [
+        {"path": f"{tmp_path}/{name}.jsonl", **({} if weight is None else {"weight": weight})}
+        for name, weight in sources.items()
+    ]
+    with pytest.raises(HybridFlowError) as caught:
+        if kind == "pairs":
+            check_supervised(parse_config(body, command="reward-model"), tmp_path / "model")
+        else:
+            load_row_sets(parse_config({"data": body["data"]}).data)
+    assert says.replace("{folder}", str(tmp_path)) in str(caught.value)
 
 
 def train_pairs(body: Mapping[str, Any]) -> dict[str, Any]:

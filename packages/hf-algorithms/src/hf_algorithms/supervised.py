@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_algorithms.atomic_files import write_text
-from hf_algorithms.data import Row, select_rows
+from hf_algorithms.data import Row, RowOrder
 from hf_algorithms.display import RunDisplay
 from hf_algorithms.initial_model import build_initial_model
 from hf_algorithms.inputs import DATA_SETS, ModelInputs, build_turn_format
@@ -47,6 +47,8 @@ class SupervisedInputs(ModelInputs):
     train: SupervisedDataset
     validation: SupervisedDataset
     test: SupervisedDataset
+    order: RowOrder
+    """In which order rows of `train` are drawn."""
 
     def describe_data(self) -> list[str]:
         """One line for each data set: its key and value, and its rows."""
@@ -104,7 +106,9 @@ def check_supervised(
     """
     recipe = _recipe_of(config)
     check_train_backends(config, plan)
-    rows = {name: _load_rows(config, name) for name in DATA_SETS}
+    loaded = {key: _load_sources(config, key) for key in map(config.data.key_of, DATA_SETS)}
+    rows = {name: loaded[config.data.key_of(name)].rows for name in DATA_SETS}
+    rows = {name: part if name == "train" else part[: config.data.max_eval_rows] for name, part in rows.items()}
     trained = recipe.roles[0]
     model = build_initial_model(
         config.model,
@@ -122,7 +126,8 @@ def check_supervised(
         )
         for name, part in rows.items()
     }
-    inputs = SupervisedInputs(model=model, models=find_role_models(config, model), turns=turns, stop_ids=(), **sets)
+    models, order = find_role_models(config, model), loaded["train"].order
+    inputs = SupervisedInputs(model=model, models=models, turns=turns, stop_ids=(), order=order, **sets)
     shapes = {role: each.shape for role, each in inputs.models.items()}
     prompts, responses = (
         max(getattr(data, f"max_{part}_tokens") for data in sets.values()) for part in ("prompt", "response")
@@ -138,19 +143,25 @@ def _recipe_of(config: Config) -> SupervisedRecipe:
     return config.recipe
 
 
-def _load_rows(config: Config, name: str) -> Sequence[Any]:
-    key = config.data.key_of(name)
+class _Loaded(NamedTuple):
+    """Rows of all sources of a key, one source after the other, and the order by their weights."""
+
+    rows: list[Any]
+    order: RowOrder
+
+
+def _load_sources(config: Config, key: str) -> _Loaded:
     rows: list[Any] = []
-    for path, weight in config.data.sources_of(name):
-        if weight is not None:
-            raise ConfigError(
-                f"data.{key}: {show(path)} has a weight of {weight}, which this command does not use. Remove it"
-            )
+    sizes, weights = [], []
+    for path, weight in config.data.sources_of(key):
         try:
-            rows += _recipe_of(config).load(path, config)
+            found = _recipe_of(config).load(path, config)
         except DataError as error:
             raise DataError(f"data.{key}: {error}") from error
-    return rows if name == "train" else rows[: config.data.max_eval_rows]
+        rows += found
+        sizes.append(len(found))
+        weights += [] if weight is None else [weight]
+    return _Loaded(rows, RowOrder(sizes, weights or None))
 
 
 def _list_texts(row: Any) -> Sequence[Row]:
@@ -237,7 +248,8 @@ class _SupervisedRun:
     def _iterate(self, iteration: int) -> None:
         config, data = self._config, self._inputs.train
         start_s = time.perf_counter()
-        rows = select_rows(len(data), self._batch_size, iteration=iteration - 1, seed=config.run.seed)
+        drawn = self._inputs.order.draw(self._batch_size, iteration=iteration - 1, seed=config.run.seed)
+        rows = [row for _, row in drawn]
         batch = self._executor.put(data.batch(rows))
         context = StepContext(
             sampling=SamplingParams(max_new_tokens=1, seed=config.run.seed, step=iteration),

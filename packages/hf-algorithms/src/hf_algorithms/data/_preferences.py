@@ -81,7 +81,7 @@ def load_preferences(
         for where, record in read_records(path)
     ]
     if not rows:
-        raise DataError(f"{path} has no rows. Give at least one pair")
+        raise DataError(f"{path} has no rows. Add at least one pair")
     return rows
 
 
