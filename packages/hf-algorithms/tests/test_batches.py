@@ -133,6 +133,44 @@ def test_sources_with_weights_share_every_batch(tokenizer, tmp_path):
         PromptDataset(rows, tokenizer, max_prompt_tokens=4, too_long="drop")
 
 
+@pytest.mark.parametrize("weights", [None, (3.0, 1.0), (0.5, 0.5), (1.0, 5.0)])
+def test_what_too_long_leaves_is_drawn_by_weight_without_gaps(tokenizer, tmp_path, weights):
+    """Sources of 7 and 5 rows, of which every third and every second is too long, over many epochs of each."""
+    kept = []
+    for name, size, dropped in (("a", 7, 3), ("b", 5, 2)):
+        prompts = [f"{number}=" + "1" * 9 * (number % dropped == 0) for number in range(size)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
+        kept.append([f"{name}{number}" for number in range(size) if number % dropped])
+    given = weights or (None, None)
+    rows = open_rows([(str(tmp_path / f"{name}.jsonl"), weight) for name, weight in zip("ab", given, strict=True)])
+    data = PromptDataset(rows, tokenizer, max_prompt_tokens=4, too_long="drop")
+    names = {row: name for row, name in enumerate([*kept[0], *kept[1]])}
+    assert [rows[each].prompt[0] for each in data.prompts(range(len(data)))["row_id"].tolist()] == [
+        name[1:] for name in names.values()
+    ], "numbers of what remains are those of the rows"
+    drawn = [names[row] for i in range(48) for _, row in data.order.draw(5, iteration=i, seed=4)]
+    if weights is None:
+        sets, shares = [[*kept[0], *kept[1]]], [1.0]
+    else:
+        sets, shares = kept, [each / sum(weights) for each in weights]
+    for part, share in zip(sets, shares, strict=True):
+        own = [name for name in drawn if name in part]
+        assert len(own) == share * len(drawn)
+        whole = len(own) // len(part) * len(part)
+        epochs = [own[start : start + len(part)] for start in range(0, whole, len(part))]
+        assert all(sorted(epoch) == sorted(part) for epoch in epochs), "each row once in an epoch of its source"
+        assert len(set(own[whole:])) == len(own) - whole
+    assert sorted(data.order.arrange(iteration=3, seed=1)) == list(range(len(data)))
+
+
+def test_the_first_rows_of_weighted_sources_are_one_set(tokenizer, tmp_path):
+    """A run without validation rows evaluates these, whatever their sources."""
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1="}\n' * 3)
+    rows = open_rows([(str(tmp_path / f"{name}.jsonl"), 1.0) for name in "ab"])
+    assert len(PromptDataset(rows.first(2), tokenizer)) == 2
+
+
 def test_rows_outside_and_tokenizers_without_an_end_are_refused(dataset, tmp_path):
     with pytest.raises(BatchError, match="row 3 of a data set with 3 rows"):
         dataset.prompts([0, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from hf_algorithms.workers import AdvantageWorker
 from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec
 from hf_engine import SamplingParams
 from hf_protocols import DP, RANK_ZERO, THREE_D, THREE_D_ALL_MICRO_DP, GenerationSpec, ParallelSpec, Topology, register
+from hf_protocols.errors import RewardError
 
 SAMPLING = SamplingParams(max_new_tokens=2)
 SEEN: list[tuple[str, int, list[int]]] = []
@@ -61,6 +63,10 @@ class Reference(Watched):
 
 
 class Reward(Watched):
+    @staticmethod
+    def score(rows: list[int]) -> list[float]:
+        return [float(row) ** 2 for row in rows]
+
     @register(protocol=DP, writes=("scores",))
     def compute_reward(self, batch: TensorDict) -> TensorDict:
         rows = self.note("reward", batch)
@@ -70,7 +76,7 @@ class Reward(Watched):
     def compute_metric(self, batch: TensorDict) -> TensorDict:
         """Row r scores r squared: a row that counts twice changes the mean."""
         rows = self.note("metric", batch)
-        scores = torch.tensor([float(row) ** 2 for row in rows], dtype=torch.float64)
+        scores = torch.tensor(self.score(rows), dtype=torch.float64)
         return TensorDict({"metric_scores": scores}, batch_size=[len(rows)])
 
     @register(protocol=RANK_ZERO, returns="object")
@@ -131,6 +137,17 @@ def test_evaluation_counts_every_row_once(
     found = measured(measure_divergence(roles, batch, SAMPLING))
     assert found == pytest.approx(sum(alone) / num_rows)
     assert found > 0
+
+
+def test_rows_without_a_score_do_not_count(executor: InProcessExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def squares(rows: list[int]) -> list[float]:
+        return [math.nan if row < 3 else float(row) ** 2 for row in rows]
+
+    monkeypatch.setattr(Reward, "score", staticmethod(squares))
+    roles = build(executor, {}, GenerationSpec())
+    assert evaluate(roles, executor.put(prompts(4)), SAMPLING) == (3**2 + 4**2) / 2
+    with pytest.raises(RewardError, match=r"^reward\.metric scored none of 2 responses in an evaluation"):
+        evaluate(roles, executor.put(prompts(2)), SAMPLING)
 
 
 def measured(divergence: Any) -> float:

@@ -165,6 +165,47 @@ def test_the_shipped_functions_say_what_they_read() -> None:
         gsm8k_accuracy.check_answer("")  # type: ignore[attr-defined]
 
 
+NEEDY = ["exact_match", "number_match", "gsm8k_reward", "gsm8k_accuracy"]
+
+
+@pytest.mark.parametrize("name", NEEDY)
+def test_rows_without_answers_are_left_to_the_score(name: str) -> None:
+    rows = [Row("p", "1"), Row("p"), Row("q", "2")]
+    function = f"hf_algorithms.rewards:{name}"
+    check_rewards(config_with(function=function, metric=function), dict.fromkeys(("train", "validation", "test"), rows))
+
+
+@pytest.mark.parametrize("name", NEEDY)
+@pytest.mark.parametrize(
+    ("key", "absent", "source"),
+    [
+        ("function", "train", "data.train = 'train.jsonl'"),
+        ("metric", "validation", "data.validation = 'val.jsonl'"),
+        ("metric", "test", "data.validation = 'val.jsonl'"),
+    ],
+)
+def test_data_without_any_answer_is_refused(name: str, key: str, absent: str, source: str) -> None:
+    function = f"hf_algorithms.rewards:{name}"
+    other = "metric" if key == "function" else "function"
+    config = config_with(**{key: function, other: "builtins:max"})
+    rows = {"train": ROWS[:1], "validation": ROWS[:1], "test": ROWS[:1], absent: [Row("p"), Row("q")]}
+    with pytest.raises(DataError) as caught:
+        check_rewards(config, rows)
+    assert str(caught.value) == (
+        f"{source}: no row has an answer, with which reward.{key} = '{function}' compares responses. Set "
+        f"data.answer_field, or set reward.{key} to a function that needs no answers"
+    )
+
+
+def test_only_the_rows_that_are_scored_need_answers() -> None:
+    """Prompts alone to train on, answers in the held-out rows, or the reverse."""
+    function = "hf_algorithms.rewards:exact_match"
+    rows = {"train": [Row("p")], "validation": ROWS, "test": ROWS}
+    check_rewards(config_with(function="builtins:max", metric=function), rows)
+    rows = {"train": ROWS, "validation": [Row("p")], "test": [Row("p")]}
+    check_rewards(config_with(function=function, metric="builtins:max"), rows)
+
+
 def refuse(answer: str) -> None:
     raise KeyError(answer)
 

@@ -55,12 +55,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def batch_of(folder: Path) -> TensorDict:
+def batch_of(folder: Path, rows: list[Row] = ROWS) -> TensorDict:
     """Two responses to each of two prompts; the last one is cut."""
     from hf_algorithms.data import load_tokenizer
 
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    batch = PromptDataset(ROWS, tokenizer).prompts([0, 0, 1, 1])
+    batch = PromptDataset(rows, tokenizer).prompts([0, 0, 1, 1])
     batch["group_id"] = torch.tensor([0, 0, 1, 1])
     ids = [torch.tensor(each) for each in tokenizer(RESPONSES, add_special_tokens=False)["input_ids"]]
     batch["response_ids"] = torch.nested.nested_tensor(ids, layout=torch.jagged)
@@ -71,9 +71,14 @@ def batch_of(folder: Path) -> TensorDict:
 
 @contextmanager
 def worker(
-    folder: Path, *functions: FunctionSpec, kind: type = RewardWorker, metric: str = "", **options: Any
+    folder: Path,
+    *functions: FunctionSpec,
+    kind: type = RewardWorker,
+    metric: str = "",
+    wait_s: float = 0.5,
+    **options: Any,
 ) -> Iterator[WorkerGroup]:
-    given = {"metric": FunctionSpec(name="metric", function=metric, deadline_s=0.5)} if metric else {}
+    given = {"metric": FunctionSpec(name="metric", function=metric, deadline_s=wait_s)} if metric else {}
     spec = WorkerSpec(
         worker=kind,
         topology=Topology(ParallelSpec()),
@@ -165,6 +170,20 @@ def test_a_metric_counts_a_failed_call_as_zero_and_refuses_none(folder: Path) ->
         pytest.raises(RewardError, match=r"worker_rewards:unsure answered None or NaN, .* for response 0 to row 0"),
     ):
         group.compute_metric(batch_of(folder)).result()
+
+
+def test_rows_without_an_answer_have_no_score_and_are_counted(folder: Path) -> None:
+    batch = batch_of(folder, [Row("1+1=", None), Row("1+2=", "333")])
+    right = FunctionSpec(name="right", function="hf_algorithms.rewards:exact_match", deadline_s=60)
+    with worker(folder, right, metric="hf_algorithms.rewards:exact_match", wait_s=60) as group:
+        scores = group.compute_reward(batch).result()["scores"].tolist()
+        measured = group.compute_metric(batch).result()["metric_scores"].tolist()
+        samples = group.collect_samples(batch).result()
+        metrics = group.drain_metrics().result()
+    for found in (scores, measured):
+        assert found == pytest.approx([math.nan, math.nan, 1.0, 0.0], nan_ok=True)
+    assert [each["score"] for each in samples] == [None, None, 1.0, 0.0]
+    assert metrics["reward/right/unscorable"] == 2.0 and metrics["reward/right/mean"] == 0.5
 
 
 def test_a_wrong_score_names_the_sample(folder: Path) -> None:

@@ -18,6 +18,7 @@ from hf_algorithms.rewards import (
     gsm8k_accuracy,
     gsm8k_reward,
     load_function,
+    number_match,
 )
 from hf_protocols.errors import ConfigError, RewardError
 
@@ -51,6 +52,13 @@ def _score(function, *answers):
 
 
 # ------------------------------------------------------------------------------------------------------ functions
+
+
+@pytest.mark.parametrize("function", [exact_match, number_match, gsm8k_reward, gsm8k_accuracy])
+def test_an_absent_answer_is_not_scorable(function):
+    """Not even by a response that is empty, as the absent answer seems to be; an empty answer is an answer."""
+    assert function(["p"] * 4, ["", "1", "#### 1", "#### 2"], [None, None, None, "#### 2"])[:3] == [None] * 3
+    assert exact_match(["p"], [" "], [""]) == [1.0]
 
 
 def test_exact_match_ignores_white_space_around():

@@ -6,10 +6,12 @@ dropped. Every row counts once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.roles import least_rows
+from hf_protocols.errors import RewardError
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
@@ -32,9 +34,19 @@ NUM_SAMPLES = 12
 
 
 def evaluate(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> float:
-    """Mean of the metric over the greedy responses, one a prompt."""
+    """Mean of the metric over the greedy responses, one a prompt; those that have no score do not count.
+
+    Raises:
+        RewardError: if none has a score.
+    """
     scores: list[float] = request_scores(roles, prompts, sampling).result()["metric_scores"].tolist()
-    return sum(scores) / len(scores)
+    known = [score for score in scores if not math.isnan(score)]
+    if not known:
+        raise RewardError(
+            f"reward.metric scored none of {len(scores)} responses in an evaluation: their rows have no answers. Add "
+            "answers, or set reward.metric to a function that needs none"
+        )
+    return sum(known) / len(known)
 
 
 def collect_samples(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> list[dict[str, Any]]:

@@ -71,12 +71,14 @@ class RunInputs(ModelInputs):
     """Rows of the pretraining loss; None: the rows of `train`."""
 
     def describe_data(self) -> list[str]:
-        """One line for each file with its format and what its columns hold, and one for prompts that are too long."""
+        """A line for each file with its format and columns, one for absent answers and one for long prompts."""
         lines: list[str] = []
         for data in filter(None, (self.train, self.validation, self.test, self.pretraining)):
             if isinstance(data.rows, Rows):
                 key = data.source.partition(" = ")[0]
                 lines += [f"{key}: {each.describe()}" for each in data.rows.files]
+            if 0 < data.num_unanswered < len(data.rows):
+                lines.append(f"{data.source}: {data.num_unanswered:,} of {len(data.rows):,} rows have no answer")
             lines += filter(None, [data.describe_too_long()])
         return list(dict.fromkeys(lines))
 

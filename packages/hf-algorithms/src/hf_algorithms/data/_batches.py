@@ -74,6 +74,8 @@ class PromptDataset:
         """Rows whose prompts are above the bound, dropped or cut."""
         self.longest = 0
         """Tokens of the longest prompt before that."""
+        self.num_unanswered = 0
+        """Rows without an answer, those that are dropped included."""
         self._count_tokens()
         self.order = self._build_order()
         """In which order rows are drawn; it counts rows as `prompts` does."""
@@ -189,6 +191,7 @@ class PromptDataset:
         number = 0
         for chunk in _chunked(self._rows):
             self._has_extra = self._has_extra or any(map(self._needs_extra, chunk))
+            self.num_unanswered += sum(row.answer is None for row in chunk)
             for ids, length in self._encode(chunk, range(number, number + len(chunk))):
                 self.longest = max(self.longest, length)
                 is_too_long = self.max_tokens is not None and length > self.max_tokens

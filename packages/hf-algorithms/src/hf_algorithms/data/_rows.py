@@ -92,8 +92,8 @@ class Rows(Sequence[Row]):
         return islice(self._all(), self._length)
 
     def first(self, num_rows: int) -> Rows:
-        """The first rows."""
-        return Rows(self.files, self.weights, first=min(num_rows, self._length))
+        """The first rows, as one set."""
+        return Rows(self.files, first=min(num_rows, self._length))
 
     def where(self, index: int) -> str:
         """Place of a row, such as `train.jsonl, line 3`."""

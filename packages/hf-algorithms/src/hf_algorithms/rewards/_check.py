@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from hf_algorithms.data import locate_row
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["SupportsAnswerCheck", "answers_checked_by", "check_rewards"]
 
 _MOST_REASON = 300
+_EVALUATED = ("validation", "test")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -36,11 +37,20 @@ class SupportsAnswerCheck(Protocol):
         ...
 
 
-def answers_checked_by(check: Callable[[str], object]) -> Callable[[Function], Function]:
-    """Decorator of a reward function: ``check`` becomes its ``check_answer``, see `SupportsAnswerCheck`."""
+def answers_checked_by(
+    check: Callable[[str], object], *, needs_answers: bool = False
+) -> Callable[[Function], Function]:
+    """Decorator of a reward function: `check` becomes its `check_answer`, see `SupportsAnswerCheck`.
+
+    Args:
+        check: called with each answer of the data, and with an empty text where a row has none.
+        needs_answers: the function returns None where a row has no answer. Such rows are not checked, and data without
+            any answer is refused.
+    """
 
     def decorate(function: Function) -> Function:
         function.check_answer = check  # type: ignore[attr-defined]
+        function.needs_answers = needs_answers  # type: ignore[attr-defined]
         return function
 
     return decorate
@@ -54,6 +64,7 @@ class _Named:
     function: str
     style: Style
     allowed_hosts: tuple[str, ...]
+    sets: frozenset[str]
 
     @property
     def label(self) -> str:
@@ -72,7 +83,8 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
     Raises:
         ConfigError: naming the key, for a function that is not found, that is of no convention, or that has a
             parameter without a value.
-        DataError: naming file and line, for an answer that a function cannot read.
+        DataError: naming file and line, for an answer that a function cannot read; and for data without any answer,
+            with which a function compares.
     """
     for named in _list_functions(config):
         if is_url(named.function):
@@ -85,6 +97,7 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
         try:
             binding = _check_function(named, function)
             check_answer = _find_check(named.label, function)
+            needs_answers = bool(getattr(function, "needs_answers", False))
         except HybridFlowError:
             raise
         except Exception as error:  # an attribute of a user's object may raise anything
@@ -93,10 +106,12 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
             ) from error
         if rows:
             _check_parameters(named, binding, config, rows)
+        if needs_answers:
+            _check_presence(named, config, rows)
         if check_answer is not None:
             with imports_from(search_path):
                 for path, longest in _rows_by_path(config, rows).items():
-                    _check_answers(named, check_answer, path, longest)
+                    _check_answers(named, check_answer, path, longest, skips_absent=needs_answers)
 
 
 def _list_functions(config: Config) -> list[_Named]:
@@ -106,10 +121,23 @@ def _list_functions(config: Config) -> list[_Named]:
     for section, part in (("cost", config.cost), ("reward", reward)):
         for each in part.list_functions():
             key = f"{section}.functions.{each.name}.function" if part.functions else f"{section}.function"
-            found.setdefault(each.function, _Named(key, each.function, each.style, part.allowed_hosts))
+            named = _Named(key, each.function, each.style, part.allowed_hosts, frozenset({"train"}))
+            found.setdefault(each.function, named)
     if not reward.evaluates_model:
-        found.setdefault(reward.metric, _Named("reward.metric", reward.metric, "auto", reward.allowed_hosts))
+        metric = _Named("reward.metric", reward.metric, "auto", reward.allowed_hosts, frozenset(_EVALUATED))
+        first = found.setdefault(reward.metric, metric)
+        found[reward.metric] = replace(first, sets=first.sets | metric.sets)
     return list(found.values())
+
+
+def _check_presence(named: _Named, config: Config, rows: Mapping[str, Sequence[Row]]) -> None:
+    """Refuses data sets of which no row has an answer: every score would be None."""
+    for name in sorted(named.sets & rows.keys(), reverse=True):
+        if all(row.answer is None for row in rows[name]):
+            raise DataError(
+                f"{config.data.describe(name)}: no row has an answer, with which {named.label} compares responses. "
+                f"Set data.answer_field, or set {named.key} to a function that needs no answers"
+            )
 
 
 def _check_url(named: _Named) -> None:
@@ -176,8 +204,12 @@ def _rows_by_path(config: Config, rows: Mapping[str, Sequence[Row]]) -> dict[str
     return by_path
 
 
-def _check_answers(named: _Named, check: Callable[[str], object], path: str, rows: Sequence[Row]) -> None:
+def _check_answers(
+    named: _Named, check: Callable[[str], object], path: str, rows: Sequence[Row], *, skips_absent: bool
+) -> None:
     for number, row in enumerate(rows):
+        if skips_absent and row.answer is None:
+            continue
         reason = None
         try:
             if _is_false(check(row.answer or "")):

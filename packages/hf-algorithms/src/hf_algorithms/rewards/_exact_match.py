@@ -11,10 +11,10 @@ def _check_answer(answer: str) -> None:
     """Any text is an answer."""
 
 
-@answers_checked_by(_check_answer)
-def exact_match(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float]:
-    """1.0 for a response that equals its answer but for white space around it, else 0.0; without an answer 0.0."""
+@answers_checked_by(_check_answer, needs_answers=True)
+def exact_match(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float | None]:
+    """1.0 for a response that equals its answer but for white space around it, else 0.0; None without an answer."""
     return [
-        float(answer is not None and response.strip() == answer.strip())
+        None if answer is None else float(response.strip() == answer.strip())
         for response, answer in zip(responses, answers, strict=True)
     ]

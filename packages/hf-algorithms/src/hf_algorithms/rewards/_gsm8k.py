@@ -24,27 +24,31 @@ def _check_answer(answer: str) -> None:
         raise ValueError("it has no number, neither alone nor after ####")
 
 
-@answers_checked_by(_check_answer)
-def gsm8k_reward(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
-    """1.0 for the right final number; for a wrong one, a little for the form.
+@answers_checked_by(_check_answer, needs_answers=True)
+def gsm8k_reward(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float | None]:
+    """1.0 for the right final number; for a wrong one, a little for the form; None without an answer.
 
-    The final number is the one after the last ``####`` that has one. A wrong one earns 0.2 at the end of the
+    The final number is the one after the last `####` that has one. A wrong one earns 0.2 at the end of the
     response and 0.1 with more text behind it; a response without any earns 0.
 
     Raises:
         ValueError: for an answer of the data without a number.
     """
-    return [_score(response, _final_answer(answer)) for response, answer in zip(responses, answers, strict=True)]
+    return [
+        None if answer is None else _score(response, _final_answer(answer))
+        for response, answer in zip(responses, answers, strict=True)
+    ]
 
 
-@answers_checked_by(_check_answer)
-def gsm8k_accuracy(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
-    """1.0 for the right final number, read as :func:`gsm8k_reward` reads it, else 0.0.
+@answers_checked_by(_check_answer, needs_answers=True)
+def gsm8k_accuracy(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float | None]:
+    """1.0 for the right final number, read as `gsm8k_reward` reads it, else 0.0; None without an answer.
 
     Raises:
         ValueError: for an answer of the data without a number.
     """
-    return [float(score == _RIGHT) for score in gsm8k_reward(prompts, responses, answers)]
+    scores = gsm8k_reward(prompts, responses, answers)
+    return [None if score is None else float(score == _RIGHT) for score in scores]
 
 
 def _score(response: str, answer: Fraction) -> float:

@@ -20,9 +20,9 @@ def _check_number(answer: str) -> None:
         raise ValueError("it has no number")
 
 
-@answers_checked_by(_check_number)
-def number_match(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
-    r"""1.0 for a response whose final number is the answer's, however it is written, else 0.0.
+@answers_checked_by(_check_number, needs_answers=True)
+def number_match(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float | None]:
+    r"""1.0 for a response whose final number is the answer's, however it is written, else 0.0; None without an answer.
 
     The final number stands in the last `\boxed{}`, else behind the last `####`, else it is the last one of the text.
 
@@ -30,7 +30,7 @@ def number_match(prompts: list[str], responses: list[str], answers: list[str]) -
         ValueError: for an answer of the data without a number.
     """
     return [
-        float(find_final_number(response) == _number_of(answer))
+        None if answer is None else float(find_final_number(response) == _number_of(answer))
         for response, answer in zip(responses, answers, strict=True)
     ]
 
@@ -40,18 +40,20 @@ def _check_expression(answer: str) -> None:
         raise ValueError("math-verify finds no expression in it")
 
 
-@answers_checked_by(_check_expression)
-def math_verify(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
+@answers_checked_by(_check_expression, needs_answers=True)
+def math_verify(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float | None]:
     """1.0 for a response whose expression equals the answer's as math-verify compares them, else 0.0.
 
-    It needs the extra `verify`. Its own time limits are off: the deadline of the reward ends a call.
+    It is None without an answer, and needs the extra `verify`. Its own time limits are off: the deadline of the reward ends a call.
 
     Raises:
         ConfigError: without the library.
     """
     verify = _load_library().verify
     return [
-        float(verify(list(_parse(answer)), list(_parse(response, is_answer=False)), timeout_seconds=None))
+        None
+        if answer is None
+        else float(verify(list(_parse(answer)), list(_parse(response, is_answer=False)), timeout_seconds=None))
         for response, answer in zip(responses, answers, strict=True)
     ]
 

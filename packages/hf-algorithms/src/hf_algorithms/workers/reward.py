@@ -222,10 +222,12 @@ class RewardWorker(_FunctionWorker):
     def compute_metric(self, batch: TensorDict) -> TensorDict:
         """`metric_scores` float64 [B]: what the metric function counts for each response, or a model's scores.
 
-        A response whose call met its deadline or ended its process counts 0.
+        A response whose call met its deadline or ended its process counts 0. NaN where the row has no answer and the
+        function returns None.
 
         Raises:
-            RewardError: if the function raises, or does not answer one number for each response.
+            RewardError: if the function raises, or does not return one number for each response to a row with an
+                answer.
         """
         import torch
         from tensordict import TensorDict
@@ -235,9 +237,9 @@ class RewardWorker(_FunctionWorker):
 
     @register(protocol=RANK_ZERO, returns="object", reads=_SCORED)
     def collect_samples(self, batch: TensorDict) -> list[dict[str, Any]]:
-        """Prompt, response, answer and score of every row, as texts."""
+        """Prompt, response, answer and score of every row, as texts; the score is None where there is none."""
         samples = self._read(batch)
-        scores = self._measure(batch, samples)
+        scores = [None if math.isnan(score) else score for score in self._measure(batch, samples)]
         rows = zip(samples.prompts, samples.responses, samples.answers, scores, strict=True)
         return [dict(zip(("prompt", "response", "answer", "score"), row, strict=True)) for row in rows]
 
@@ -248,12 +250,12 @@ class RewardWorker(_FunctionWorker):
         functions = self._require_functions()
         (scored,) = functions.score(samples, [self._num_functions])
         for row, (score, failed) in enumerate(zip(scored.scores, scored.failed, strict=True)):
-            if math.isnan(score) and not failed:
+            if math.isnan(score) and not failed and samples.answers[row] is not None:
                 raise RewardError(
                     f"{functions.describe(self._num_functions)} answered None or NaN, which is not a number, for "
                     f"{samples.describe(row)}"
                 )
-        return [0.0 if math.isnan(score) else score for score in scored.scores]
+        return [0.0 if failed else score for score, failed in zip(scored.scores, scored.failed, strict=True)]
 
 
 class CostWorker(_FunctionWorker):
