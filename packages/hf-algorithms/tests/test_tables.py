@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
+import tempfile
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from hf_algorithms.data import Row, _arrow_tables, load_rows, open_rows, read_re
 from hf_algorithms.data._tables import open_table
 from hf_protocols.errors import DataError
 
+PACKED = gzip.compress(b'{"prompt": "a"}\n' * 9)
 RECORDS = [
     {"prompt": 'two\nlines, "quoted"', "answer": "1.50", "level": "easy"},
     {"prompt": "\u00e9\u2028;", "answer": "b", "level": "hard"},
@@ -39,6 +42,14 @@ def write_parquet(path: Path) -> None:
     pyarrow.parquet.write_table(pa.Table.from_pylist(RECORDS), path, row_group_size=2)
 
 
+def write_packed(path: Path, name: str) -> None:
+    """The file `name` in two members of gzip, as joined files are."""
+    WRITERS[name][1](path)
+    content = path.read_bytes()
+    half = len(content) // 2
+    path.write_bytes(gzip.compress(content[:half]) + gzip.compress(content[half:]))
+
+
 WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "rows.jsonl": (
         "JSONL",
@@ -55,6 +66,12 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "rows.tsv": ("CSV", lambda path: write_csv(path, "\t")),
     "rows.parquet": ("Parquet", write_parquet),
     "parquet.jsonl": ("Parquet", write_parquet),
+    "rows.jsonl.gz": ("JSONL", lambda path: write_packed(path, "rows.jsonl")),
+    "lines.json.gz": ("JSONL", lambda path: write_packed(path, "lines.json")),
+    "array.json.gz": ("JSON", lambda path: write_packed(path, "indented.json")),
+    "rows.csv.gz": ("CSV", lambda path: write_packed(path, "rows.csv")),
+    "rows.tsv.gz": ("CSV", lambda path: write_packed(path, "rows.tsv")),
+    "plain.csv.gz": ("CSV", write_csv),
     "saved": ("datasets", lambda path: datasets.Dataset.from_list(RECORDS).save_to_disk(path)),
 }
 
@@ -120,7 +137,15 @@ def test_what_is_wrong_in_columns_that_only_travel_is_left(tmp_path: Path) -> No
         ("a.csv", 'prompt,answer\na,"b\n', ", line 2 is not CSV: unexpected end of data"),
         ("a.csv", "prompt\n\u00e9\n".encode("latin-1"), ", line 2 is not UTF-8: byte 1 of the line is 0xe9"),
         ("a.parquet", b"PAR1 and no more", ": cannot be read as Parquet"),
-        ("a.jsonl", b"\x1f\x8b\x08\x00", ": is compressed with gzip. Unpack it"),
+        ("a.jsonl", PACKED, ": is compressed with gzip. Unpack it, or name it by its content, such as a.jsonl.gz"),
+        ("a.gz", PACKED, ": is compressed with gzip. Unpack it, or name it by its content, such as a.jsonl.gz"),
+        ("a.parquet.gz", PACKED, ": is compressed with gzip. Unpack it"),
+        ("a.jsonl.gz", gzip.compress(b"PAR1 and more"), ": is a Parquet file that is compressed with gzip. Unpack it"),
+        ("a.jsonl.gz", PACKED[:-9], ": the gzip file is cut short. Fetch it again"),
+        ("a.jsonl.gz", PACKED[:-8] + bytes(8), ": the gzip file is damaged: CRC check failed"),
+        ("a.jsonl.gz", PACKED[:12] + b"\xff\xff" + PACKED[14:], ": the gzip file is damaged: "),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n{"prompt"'), ", line 2 is not JSON"),
+        ("a.jsonl.gz", gzip.compress(b""), " has no rows"),
         ("data_set/state.json", "{", ": `datasets` cannot load it"),
         (
             "data_set/dataset_dict.json",
@@ -209,7 +234,27 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, name: s
     assert dict(table.record(0)) == RECORDS[0], "the open file is the old one"
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_a_packed_file_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    write_packed(tmp_path / "rows.jsonl.gz", "rows.jsonl")
+    rows = open_rows([(str(tmp_path / "*.gz"), None)])
+    (tmp_path / "rows.jsonl.gz").unlink()
+    assert not any((tmp_path / "temporary").iterdir())
+    assert list(rows) == ROWS
+    assert rows.where(1) == f"{tmp_path / 'rows.jsonl.gz'}, line 2"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without space")
+def test_no_space_to_unpack_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_packed(tmp_path / "rows.jsonl.gz", "rows.jsonl")
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, mode="r": opened(Path("/dev/full") if mode == "wb" else path, mode))
+    with pytest.raises(DataError, match=r"gz: cannot be unpacked into .*: no space left on device\. Set TMPDIR to a"):
+        open_table(tmp_path / "rows.jsonl.gz")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.jsonl.gz"])
 def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_arrow_tables, "_CACHE_BYTES", 1 << 20)
     text, num_rows = "x" * 2000, 4000
@@ -218,6 +263,7 @@ def test_a_file_is_never_in_memory_as_a_whole(tmp_path: Path, name: str, monkeyp
         "a.jsonl": lambda path: path.write_text("\n".join(lines)),
         "a.json": lambda path: path.write_text(f"[{','.join(lines)}]"),
         "a.csv": lambda path: path.write_text("prompt,n\n" + "".join(f"{text},{n}\n" for n in range(num_rows))),
+        "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress("\n".join(lines).encode())),
         "a.parquet": lambda path: pyarrow.parquet.write_table(
             pa.table({"prompt": [text] * num_rows, "n": range(num_rows)}), path, row_group_size=100
         ),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hf_algorithms.data._arrow_tables import ParquetTable, open_dataset_directory, open_hub_dataset
+from hf_algorithms.data._gzip_files import is_gzip, unpack
 from hf_algorithms.data._text_tables import CsvTable, JsonLinesTable, JsonTable
 from hf_protocols.errors import DataError
 from hf_protocols.outer_files import HEAD_BYTES, describe_stand_in
@@ -79,15 +80,34 @@ def _open_directory(place: Path, shown: str) -> Table:
 def _open_file(place: Path, shown: str) -> Table:
     with place.open("rb") as file:
         head = file.read(HEAD_BYTES)
+    if not is_gzip(head):
+        return _open_plain_file(place, shown)
+    name = place.name.removesuffix(".gz")
+    if name == place.name or Path(name).suffix.lower() not in _TEXT_SUFFIXES:
+        named = "" if Path(name).suffix == ".parquet" else f", or name it by its content, such as {_name_packed(name)}"
+        raise DataError(f"{shown}: is compressed with gzip. Unpack it{named}")
+    with unpack(place, shown) as path:
+        return _open_plain_file(path, shown)
+
+
+def _name_packed(name: str) -> str:
+    return f"{name if Path(name).suffix.lower() in _TEXT_SUFFIXES else f'{name}.jsonl'}.gz"
+
+
+def _open_plain_file(place: Path, shown: str) -> Table:
+    with place.open("rb") as file:
+        head = file.read(HEAD_BYTES)
         start = head.lstrip(b"\xef\xbb\xbf \t\r\n")
         while not start and (more := file.read(HEAD_BYTES)) and file.tell() < _MOST_BLANKS:
             start = more.lstrip()
     if head.startswith(b"PAR1"):
+        if Path(shown).name != place.name:
+            raise DataError(f"{shown}: is a Parquet file that is compressed with gzip. Unpack it")
         return ParquetTable(place, shown)
     foreign = next((what for magic, what in _HEADS.items() if head.startswith(magic)), None)
     if head and (foreign := foreign or describe_stand_in(head)) is not None:
         raise DataError(f"{shown}: {foreign}. Data is {FORMATS}")
-    suffix = place.suffix.lower()
+    suffix = Path(place.name.removesuffix(".gz")).suffix.lower()
     if suffix in (".csv", ".tsv") and not start.startswith(b"{"):
         return CsvTable(place, shown, delimiter="\t" if suffix == ".tsv" else None)
     if start.startswith(b"[") and (suffix == ".json" or start[1:].lstrip().startswith(b"{")):
@@ -119,6 +139,5 @@ def _is_hub_name(text: str) -> bool:
     return "/" in name and Path(name).suffix not in _SUFFIXES and is_hub_name(name) and not os.path.exists(text)
 
 
-_SUFFIXES = frozenset(
-    {".arrow", ".bz2", ".csv", ".gz", ".json", ".jsonl", ".ndjson", ".parquet", ".tsv", ".txt", ".xz", ".zip", ".zst"}
-)
+_TEXT_SUFFIXES = frozenset({".csv", ".json", ".jsonl", ".ndjson", ".tsv"})
+_SUFFIXES = _TEXT_SUFFIXES | frozenset({".arrow", ".bz2", ".gz", ".parquet", ".txt", ".xz", ".zip", ".zst"})
