@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_weighted_sources_share_every_batch_of_pairs(pairs: Path, tmp_path: Path
     batches = [[row for _, row in inputs.order.draw(16, iteration=i, seed=0)] for i in range(6)]
     of_first = [[row for row in batch if row < 64] for batch in batches]
     assert [len(each) for each in of_first] == [12] * 6
-    drawn = sum(of_first, [])
+    drawn = list(chain.from_iterable(of_first))
     assert sorted(drawn[:64]) == list(range(64)) and len(set(drawn[64:])) == 8
     others = [row for batch in batches for row in batch if row >= 64]
     assert sorted(others) == list(range(64, 88))
@@ -99,11 +100,15 @@ def test_wrong_sources_are_one_line_for_pairs_as_for_prompts(
         {"path": f"{tmp_path}/{name}.jsonl", **({} if weight is None else {"weight": weight})}
         for name, weight in sources.items()
     ]
-    with pytest.raises(HybridFlowError) as caught:
+
+    def check() -> None:
         if kind == "pairs":
             check_supervised(parse_config(body, command="reward-model"), tmp_path / "model")
         else:
             load_row_sets(parse_config({"data": body["data"]}).data)
+
+    with pytest.raises(HybridFlowError) as caught:
+        check()
     assert says.replace("{folder}", str(tmp_path)) in str(caught.value)
 
 

@@ -110,15 +110,6 @@ def test_the_token_that_begins_a_sequence_is_not_cut(tmp_path):
     assert tokenizer.decode(_lists(data.prompts([0])["prompt_ids"])[0]) == "<85="
 
 
-def test_a_text_to_pretrain_on_begins_with_its_first_token(tokenizer):
-    data = PromptDataset([Row("", "1+1=2"), Row("1+1=", "2")], tokenizer, texts=True)
-    batch = data.supervised([0, 1], max_response_tokens=9)
-    end = tokenizer.eos_token_id
-    assert _lists(batch["prompt_ids"]) == [_ids("1"), _ids("1+1=")]
-    assert _lists(batch["response_ids"]) == [[*_ids("+1=2"), end], [*_ids("2"), end]]
-    assert (list(data.prompt_lengths), data.response_lengths(9)) == ([1, 4], [5, 2])
-
-
 def test_sources_with_weights_share_every_batch(tokenizer, tmp_path):
     for name, prompts in (("a", ["1=", "2=", "37+85="]), ("b", ["3="])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": each}) + "\n" for each in prompts))
@@ -144,7 +135,7 @@ def test_what_too_long_leaves_is_drawn_by_weight_without_gaps(tokenizer, tmp_pat
     given = weights or (None, None)
     rows = open_rows([(str(tmp_path / f"{name}.jsonl"), weight) for name, weight in zip("ab", given, strict=True)])
     data = PromptDataset(rows, tokenizer, max_prompt_tokens=4, too_long="drop")
-    names = {row: name for row, name in enumerate([*kept[0], *kept[1]])}
+    names = dict(enumerate([*kept[0], *kept[1]]))
     assert [rows[each].prompt[0] for each in data.prompts(range(len(data)))["row_id"].tolist()] == [
         name[1:] for name in names.values()
     ], "numbers of what remains are those of the rows"

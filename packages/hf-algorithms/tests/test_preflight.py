@@ -14,6 +14,7 @@ import pytest
 
 from hf_algorithms import placement
 from hf_algorithms.config import Config, WarmStartConfig, parse_config
+from hf_algorithms.data import TextBlocks
 from hf_algorithms.inputs import RunInputs, load_inputs
 from hf_algorithms.placement import check_batches, check_plan
 from hf_algorithms.preflight import check_run
@@ -240,9 +241,35 @@ def test_texts_for_a_pretraining_loss_are_a_set_of_their_own(build: Callable[...
     (tmp_path / "texts.jsonl").write_text('{"text": "1+1=2"}\n{"text": "2"}\n')
     inputs = load_inputs(build(data={"pretraining": str(tmp_path / "texts.jsonl")}), tmp_path / "model")
     assert inputs.pretraining is not None
-    assert inputs.pretraining.response_lengths(9) == [5, 1]
+    assert isinstance(inputs.pretraining, TextBlocks)
+    assert (inputs.pretraining.block_tokens, inputs.pretraining.text_lengths) == (32, [6, 2])
+    assert f"data.pretraining = '{tmp_path}/texts.jsonl': 8 tokens in 1 blocks of at most 32 (data.block_tokens)" in (
+        inputs.describe_data()
+    )
+    inputs = load_inputs(build(data={"pretraining": str(tmp_path / "texts.jsonl"), "block_tokens": 5}), tmp_path / "m")
+    assert isinstance(inputs.pretraining, TextBlocks)
+    assert len(inputs.pretraining) == 2
     error = str(refusal(build(data={"train": str(tmp_path / "texts.jsonl")})))
     assert "line 1 has a field 'text' and no prompt" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "budget", "says"),
+    [
+        ("texts", 33, 8192, "data.block_tokens = 33: exceeds the model's context of 32 tokens. Lower it to at most 32"),
+        ("texts", 21, 20, "data.block_tokens = 21: exceeds training.micro_batch_tokens = 20. Lower it to at most 20"),
+        ("texts", 2, 8192, "data.block_tokens = 2: a block of this tokenizer needs at least 3 tokens. Raise it"),
+        ("train", 9, 8192, "data.block_tokens = 9: data.pretraining names no texts, so nothing is cut into blocks"),
+        ("t*", None, 8192, "has texts, {folder}/train.jsonl prompts. Name files of one kind"),
+    ],
+)
+def test_blocks_of_texts_that_cannot_be_are_one_line(
+    build: Callable[..., Config], tmp_path: Path, name: str, tokens: int | None, budget: int, says: str
+) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "1+1=2"}\n')
+    data = {"pretraining": str(tmp_path / f"{name}.jsonl"), **({"block_tokens": tokens} if tokens else {})}
+    config = build({"test": []}, data=data, training={"micro_batch_tokens": budget})
+    assert says.replace("{folder}", str(tmp_path)) in str(refusal(config))
 
 
 @pytest.mark.parametrize(("samples", "fits"), [(1, 768), (4, 2048)])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_algorithms.data import SequenceEncoder, load_tokenizer
+from hf_algorithms.data import PromptDataset, SequenceEncoder, load_tokenizer
 from hf_engine import ChecksRows, load_rollout_backend
 from hf_protocols import BackendError, ConfigError
 from hf_protocols.arguments import show
@@ -17,13 +17,24 @@ if TYPE_CHECKING:
     from hf_algorithms.walk import PlannedCall
     from hf_protocols import MappingPlan, ModelShape
 
-__all__ = ["RowTokens", "check_cache", "check_calls", "check_context", "check_scorers", "find_prompt_room"]
+__all__ = [
+    "RowTokens",
+    "check_cache",
+    "check_calls",
+    "check_context",
+    "check_scorers",
+    "find_block_tokens",
+    "find_prompt_room",
+]
 
 _BATCH_KEYS = {
     "generation": "rollout.batch_size",
     "training": "rollout.batch_size * rollout.samples_per_prompt / algorithm.mini_batches",
 }
+_BUDGET_NAME = "training.micro_batch_tokens = {}"
 _RAISE_BUDGET = "raise training.micro_batch_tokens"
+_BLOCK_TOKENS = 512
+"""Of a text to pretrain on, where `data.block_tokens` is left out."""
 _SAMPLES_KEY = "rollout.batch_size * rollout.samples_per_prompt"
 
 
@@ -67,11 +78,11 @@ def check_context(config: Config, inputs: RunInputs) -> None:
     ]
     limit = _find_context(config, inputs.model.shape)
     problems = [*_find_long_rows(rows, limit, new)]
-    if (data := inputs.pretraining) is not None:
+    if isinstance(data := inputs.pretraining, PromptDataset):
         learned = data.response_lengths(new)
         row = RowTokens(source=data.source, where=data.where, prompts=data.prompt_lengths, responses=learned)
         tokens = config.training.micro_batch_tokens
-        budget = _Limit(tokens=tokens, name=f"training.micro_batch_tokens = {tokens}", remedy=_RAISE_BUDGET)
+        budget = _Limit(tokens=tokens, name=_BUDGET_NAME.format(tokens), remedy=_RAISE_BUDGET)
         problems += _find_long_rows([row], min(limit, budget, key=lambda each: each.tokens), new)
     _refuse(problems)
 
@@ -87,6 +98,20 @@ def find_prompt_room(config: Config, shape: ModelShape) -> int | None:
     context = min(_find_context(config, shape).tokens, config.training.micro_batch_tokens)
     room = context - config.rollout.max_new_tokens
     return given if room < 1 else min(room, given or room)
+
+
+def find_block_tokens(config: Config, shape: ModelShape) -> int:
+    """Tokens of a block of texts: those of `data.block_tokens`, or by default at most 512 that fit.
+
+    Raises:
+        ConfigError: for more than the model's context or a forward pass takes.
+    """
+    budget = config.training.micro_batch_tokens
+    most, name = min((shape.max_positions, "the model's context of {} tokens"), (budget, _BUDGET_NAME))
+    given = config.data.block_tokens
+    if given is not None and given > most:
+        raise ConfigError(f"data.block_tokens = {given}: exceeds {name.format(most)}. Lower it to at most {most}")
+    return given or min(most, _BLOCK_TOKENS)
 
 
 def check_scorers(config: Config, inputs: RunInputs) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from hf_algorithms.budgets import find_prompt_room
+from hf_algorithms.budgets import find_block_tokens, find_prompt_room
 from hf_algorithms.config import Config, DataConfig
-from hf_algorithms.data import Kind, PromptDataset, Rows, TurnFormat, open_rows, read_template
+from hf_algorithms.data import Kind, PromptDataset, Rows, TextBlocks, TurnFormat, open_rows, read_template
 from hf_algorithms.initial_model import InitialModel, build_initial_model
 from hf_algorithms.role_models import find_role_models, list_main_backends
-from hf_protocols.errors import DataError
+from hf_protocols.errors import ConfigError, DataError
 
 __all__ = [
     "DATA_SETS",
@@ -67,7 +67,7 @@ class RunInputs(ModelInputs):
     train: PromptDataset
     validation: PromptDataset
     test: PromptDataset
-    pretraining: PromptDataset | None = None
+    pretraining: PromptDataset | TextBlocks | None = None
     """Rows of the pretraining loss; None: the rows of `train`."""
 
     def describe_data(self) -> list[str]:
@@ -77,6 +77,9 @@ class RunInputs(ModelInputs):
             if isinstance(data.rows, Rows):
                 key = data.source.partition(" = ")[0]
                 lines += [f"{key}: {each.describe()}" for each in data.rows.files]
+            if isinstance(data, TextBlocks):
+                lines.append(data.describe())
+                continue
             if 0 < data.num_unanswered < len(data.rows):
                 lines.append(f"{data.source}: {data.num_unanswered:,} of {len(data.rows):,} rows have no answer")
             lines += filter(None, [data.describe_too_long()])
@@ -138,7 +141,13 @@ def tokenize_inputs(config: Config, rows: dict[str, Rows], model: InitialModel) 
     """
     turns = build_turn_format(config.data, model)
     bound = find_prompt_room(config, model.shape)
-    sets = {
+    has_texts = "pretraining" in rows and _holds_texts(config.data, rows["pretraining"])
+    if config.data.block_tokens is not None and not has_texts:
+        raise ConfigError(
+            f"data.block_tokens = {config.data.block_tokens}: data.pretraining names no texts, so nothing is cut into "
+            "blocks. Remove it"
+        )
+    sets: dict[str, Any] = {
         name: PromptDataset(
             part,
             model.tokenizer,
@@ -146,10 +155,17 @@ def tokenize_inputs(config: Config, rows: dict[str, Rows], model: InitialModel) 
             source=config.data.describe(name),
             max_prompt_tokens=bound,
             too_long=config.data.too_long,
-            texts=name == "pretraining",
         )
         for name, part in rows.items()
+        if name != "pretraining" or not has_texts
     }
+    if has_texts:
+        sets["pretraining"] = TextBlocks(
+            rows["pretraining"],
+            turns,
+            block_tokens=find_block_tokens(config, model.shape),
+            source=config.data.describe("pretraining"),
+        )
     models = find_role_models(config, model)
     policies = [role for role in models if hasattr(config.recipe.role(role).load_worker(), "generate_sequences")]
     ends = {token_id for role in policies for token_id in models[role].end_ids}
@@ -169,6 +185,19 @@ def build_turn_format(config: DataConfig, model: InitialModel) -> TurnFormat:
         system_prompt=config.system_prompt,
         label=model.label,
     )
+
+
+def _holds_texts(config: DataConfig, rows: Rows) -> bool:
+    """True for texts, False for prompts with answers.
+
+    Raises:
+        DataError: for files of both kinds.
+    """
+    texts = {file.path: file.columns.kind == "texts" for file in rows.files}
+    if len(set(texts.values())) > 1:
+        first, other = (next(path for path, found in texts.items() if found is kind) for kind in (True, False))
+        raise DataError(f"{config.describe('pretraining')}: {first} has texts, {other} prompts. Name files of one kind")
+    return any(texts.values())
 
 
 def _open_rows(config: DataConfig, name: str) -> Rows:

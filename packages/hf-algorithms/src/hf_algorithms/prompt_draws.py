@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import TYPE_CHECKING
 
-from hf_algorithms.data import PromptDataset
+from hf_algorithms.data import PromptDataset, TextBlocks
 from hf_protocols import DataError
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ class PromptDraws:
         iteration: from 1.
         seed: of the run.
         pretraining: the rows of `pretraining`; those of `data` by default.
+        num_learned: rows that `pretraining` returned in earlier iterations.
     """
 
     def __init__(
@@ -32,7 +32,8 @@ class PromptDraws:
         *,
         iteration: int,
         seed: int,
-        pretraining: PromptDataset | None = None,
+        pretraining: PromptDataset | TextBlocks | None = None,
+        num_learned: int = 0,
     ) -> None:
         self._data = data
         self._pretraining = pretraining or data
@@ -40,7 +41,9 @@ class PromptDraws:
         drawn = data.order.draw(batch_size, iteration=iteration - 1, seed=seed)
         self._epochs = [epoch for epoch, _ in drawn]
         self._rows = [row for _, row in drawn]
-        self._num_drawn = self._num_learned = 0
+        self._num_drawn = 0
+        self.num_learned = num_learned
+        """Rows that `pretraining` returned in the run."""
         self._attempt = 0
 
     def first(self) -> TensorDict:
@@ -74,23 +77,23 @@ class PromptDraws:
         return self._number(rows, self._epochs[-1:] * num_prompts)
 
     def pretraining(self, num_rows: int, *, max_response_tokens: int) -> TensorDict:
-        """Rows with their answers as responses, none twice in an iteration while there are others.
+        """Rows with their answers as responses, or blocks of texts: each once in an epoch of the whole run.
+
+        Args:
+            num_rows: at least 1.
+            max_response_tokens: to which longer answers are cut; blocks have a length of their own.
 
         Raises:
             DataError: for less than one row.
         """
+        data = self._pretraining
         if num_rows < 1:
-            raise DataError(
-                f"{self._pretraining.source}: the step asks for {num_rows} rows to learn. Ask for at least 1"
-            )
-        order = self._learning_order
-        rows = [order[position % len(order)] for position in range(self._num_learned, self._num_learned + num_rows)]
-        self._num_learned += num_rows
-        return self._pretraining.supervised(rows, max_response_tokens=max_response_tokens)
-
-    @cached_property
-    def _learning_order(self) -> list[int]:
-        return self._pretraining.order.arrange(iteration=self._iteration - 1, seed=self._seed + 1)
+            raise DataError(f"{data.source}: the step asks for {num_rows} rows to learn. Ask for at least 1")
+        rows = [row for _, row in data.order.draw_from(self.num_learned, num_rows, seed=self._seed + 1)]
+        self.num_learned += num_rows
+        if isinstance(data, TextBlocks):
+            return data.batch(rows)
+        return data.supervised(rows, max_response_tokens=max_response_tokens)
 
     def _number(self, rows: list[int], epochs: list[int]) -> TensorDict:
         batch = self._data.prompts(rows, epochs=epochs, attempt=self._attempt, first_group=self._num_drawn)

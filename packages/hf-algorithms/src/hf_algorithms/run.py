@@ -41,6 +41,8 @@ __all__ = ["average_metrics", "begin_run", "build_executor", "check_inputs", "co
 Inputs = TypeVar("Inputs", bound=ModelInputs)
 
 _LEAST_START_TIMEOUT_S = 120.0
+_NUM_LEARNED = "pretraining/rows"
+"""Key of the run's state: rows of `data.pretraining` that were learned."""
 _PACKAGES = ("hf-algorithms", "torch", "ray", "transformers", "tensordict")
 
 
@@ -71,6 +73,9 @@ def run_training(
                 display.note(note)
             for line in inputs.describe_data():
                 display.note(line)
+            limit = config.rollout.max_new_tokens
+            if isinstance(data := inputs.pretraining, PromptDataset) and (cut := data.count_cut_answers(limit)):
+                display.note(f"{data.source}: {cut} of {len(data)} answers are cut to rollout.max_new_tokens = {limit}")
             display.phase("starting workers")
             executor = stack.enter_context(build_executor(config, plan))
             inputs = begin_run(config, directory, plan, inputs, fresh)
@@ -211,6 +216,7 @@ class _Run:
             iteration=iteration,
             seed=config.run.seed,
             pretraining=self._inputs.pretraining,
+            num_learned=self._state.get(_NUM_LEARNED, 0),
         )
         prompts = self._executor.put(draws.first())
         context = StepContext(
@@ -231,6 +237,7 @@ class _Run:
             metrics = average_metrics(
                 [count_once(each) if isinstance(each, Mapping) else each.sums() for each in futures]
             )
+        self._state[_NUM_LEARNED] = draws.num_learned
         elapsed_s = time.perf_counter() - start_s
         if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
             metrics[f"eval/validation/{self._metric}"] = self._evaluate_validation()

@@ -116,6 +116,8 @@ class DataConfig(Section):
     """Path of what `algorithm.ptx_coefficient` learns: texts in a field `text`, or prompts with answers; left out:
     `train`.
     """
+    block_tokens: Tokens | None = None
+    """Tokens of the blocks into which the texts of `pretraining` are cut; left out: 512, or as many as fit."""
     prompt_field: str | None = None
     """Name of the field that holds the prompt, with dots into nested ones; left out: found by its name."""
     answer_field: str | None = None

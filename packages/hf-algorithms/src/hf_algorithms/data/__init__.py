@@ -31,6 +31,7 @@ from hf_algorithms.data._rows import (
     write_rows,
 )
 from hf_algorithms.data._sequences import SequenceEncoder, cut_to
+from hf_algorithms.data._text_blocks import TextBlocks
 from hf_algorithms.data._tokenizers import (
     build_character_tokenizer,
     load_tokenizer,
@@ -64,6 +65,7 @@ __all__ = [
     "RowOrder",
     "Rows",
     "SequenceEncoder",
+    "TextBlocks",
     "TooLong",
     "TooLongReport",
     "TurnFormat",

@@ -7,13 +7,14 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Literal
 
+from hf_algorithms.data._jagged_columns import build_jagged, check_rows
 from hf_algorithms.data._order import RowOrder
 from hf_algorithms.data._rows import Row, Rows
 from hf_algorithms.data._turns import TurnFormat
-from hf_protocols.errors import BatchError, DataError
+from hf_protocols.errors import DataError
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +41,6 @@ class PromptDataset:
         source: str = "the data set",
         max_prompt_tokens: int | None = None,
         too_long: TooLong = "error",
-        texts: bool = False,
     ) -> None:
         """Tokenise every prompt once, with what the tokenizer puts before a text.
 
@@ -52,7 +52,6 @@ class PromptDataset:
             max_prompt_tokens: bound on the tokens of a prompt; None: there is none.
             too_long: what happens to a longer prompt: it is refused, its row dropped, or its beginning cut off, but for
                 the token that begins every sequence.
-            texts: a row without a prompt is a text to pretrain on, whose first token stands for the prompt.
 
         Raises:
             DataError: for no rows, a prompt without tokens, one that is refused, a chat that no template writes, and if
@@ -66,7 +65,6 @@ class PromptDataset:
         self._tokenizer = tokenizer
         self._turns = turns or TurnFormat(tokenizer)
         self._too_long = too_long
-        self._texts = texts
         self._kept = array("q")
         self._lengths = array("q")
         self._has_extra = False
@@ -143,13 +141,13 @@ class PromptDataset:
         rows = [self._rows[number] for number in chosen]
         columns = {
             "row_id": torch.tensor(chosen, dtype=torch.int64),
-            "prompt_ids": _jagged([ids for ids, _ in self._encode(rows, chosen)], torch.int64),
-            "answer": _jagged([(row.answer or "").encode() for row in rows], torch.uint8),
+            "prompt_ids": build_jagged([ids for ids, _ in self._encode(rows, chosen)], torch.int64),
+            "answer": build_jagged([(row.answer or "").encode() for row in rows], torch.uint8),
             "group_id": torch.arange(first_group, first_group + len(chosen)),
             "prompt_id": _name_prompts(epochs or [0] * len(chosen), chosen, attempt),
         }
         if self._has_extra:
-            columns["row_extra"] = _jagged([self._encode_extra(row) for row in rows], torch.uint8)
+            columns["row_extra"] = build_jagged([self._encode_extra(row) for row in rows], torch.uint8)
         return TensorDict(columns, batch_size=[len(chosen)])
 
     def supervised(self, indices: Iterable[int], *, max_response_tokens: int) -> TensorDict:
@@ -173,8 +171,8 @@ class PromptDataset:
             for ids in self._encode_responses([self._rows[number] for number in self._checked(indices)])
         ]
         batch = self.prompts(indices)
-        batch["response_ids"] = _jagged(responses, torch.int64)
-        batch["response_mask"] = _jagged([[True] * len(ids) for ids in responses], torch.bool)
+        batch["response_ids"] = build_jagged(responses, torch.int64)
+        batch["response_mask"] = build_jagged([[True] * len(ids) for ids in responses], torch.bool)
         return batch
 
     def count_cut_answers(self, max_response_tokens: int) -> int:
@@ -221,29 +219,17 @@ class PromptDataset:
 
     def _encode(self, rows: Sequence[Row], numbers: Sequence[int]) -> Iterator[tuple[list[int], int]]:
         """Yields the ids of each prompt, cut to the bound if that is asked for, and how many it has uncut."""
-        asked = [(row, number) for row, number in zip(rows, numbers, strict=True) if not self._is_text(row)]
-        prompts = [row.prompt for row, _ in asked]
-        encoded = iter(self._turns.encode_prompts(prompts, name_row=lambda index: self._where(asked[index][1])))
-        for row in rows:
-            ids = self._turns.encode_text(row.answer or "")[:1] if self._is_text(row) else next(encoded)
+        prompts = [row.prompt for row in rows]
+        for ids in self._turns.encode_prompts(prompts, name_row=lambda index: self._where(numbers[index])):
             length = len(ids)
-            if self.max_tokens is not None and self._too_long == "truncate_left" and not self._is_text(row):
+            if self.max_tokens is not None and self._too_long == "truncate_left":
                 ids = _cut_left(ids, self.max_tokens, self._tokenizer.bos_token_id)
             yield ids, length
 
-    def _is_text(self, row: Row) -> bool:
-        return self._texts and row.prompt == ""
-
-    def _encode_responses(self, rows: Sequence[Row]) -> Iterator[list[int]]:
-        """Yields the ids of each response, its end included."""
-        asked = [row for row in rows if not self._is_text(row)]
-        answers = [row.answer or "" for row in asked]
-        encoded = iter(self._turns.encode_responses([row.prompt for row in asked], answers, name_row=self._name_row))
-        for row in rows:
-            if self._is_text(row):
-                yield [*self._turns.encode_text(row.answer or "")[1:], self._turns.eos_id]
-            else:
-                yield next(encoded)
+    def _encode_responses(self, rows: Sequence[Row]) -> list[list[int]]:
+        """The ids of each response, its end included."""
+        answers = [row.answer or "" for row in rows]
+        return self._turns.encode_responses([row.prompt for row in rows], answers, name_row=self._name_row)
 
     def _name_row(self, _: int) -> str:
         return self.source
@@ -275,11 +261,7 @@ class PromptDataset:
 
     def _checked(self, indices: Iterable[int]) -> list[int]:
         """Numbers of the rows among all that were given."""
-        chosen = [int(index) for index in indices]
-        for row in chosen:
-            if not 0 <= row < len(self):
-                raise BatchError(f"row {row} of a data set with {len(self)} rows, 0 to {len(self) - 1}")
-        return [self._kept[row] for row in chosen]
+        return [self._kept[row] for row in check_rows(indices, len(self))]
 
 
 def _chunked(rows: Iterable[Row]) -> Iterator[list[Row]]:
@@ -301,12 +283,3 @@ def _name_prompts(epochs: Sequence[int], rows: Sequence[int], attempt: int) -> t
 
     names = [(epoch, row, attempt) for epoch, row in zip(epochs, rows, strict=True)]
     return torch.tensor(names, dtype=torch.int64).reshape(-1, 3)
-
-
-def _jagged(sequences: Sequence[Sequence[int] | bytes], dtype: torch.dtype) -> torch.Tensor:
-    """A jagged nested tensor [B, ragged] of ``sequences``."""
-    import torch
-
-    offsets = torch.tensor(list(accumulate(map(len, sequences), initial=0)), dtype=torch.int64)
-    values = torch.tensor(list(chain.from_iterable(sequences)), dtype=dtype)
-    return torch.nested.nested_tensor_from_jagged(values, offsets)

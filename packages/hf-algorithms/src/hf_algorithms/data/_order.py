@@ -53,7 +53,11 @@ class RowOrder:
 
     def draw(self, batch_size: int, *, iteration: int, seed: int) -> list[tuple[int, int]]:
         """Epoch and row of every draw of an iteration, from 0."""
-        return [self._at(position, seed) for position in range(iteration * batch_size, (iteration + 1) * batch_size)]
+        return self.draw_from(iteration * batch_size, batch_size, seed=seed)
+
+    def draw_from(self, position: int, num_rows: int, *, seed: int) -> list[tuple[int, int]]:
+        """Epoch and row of so many draws, after the first `position` of a run."""
+        return [self._at(each, seed) for each in range(position, position + num_rows)]
 
     def arrange(self, *, iteration: int, seed: int) -> list[int]:
         """Every row once, shuffled; sets take turns by their weights until they are used up."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hf_algorithms.data._jagged_columns import build_jagged, check_rows
 from hf_algorithms.data._rows import Message, Row, read_records
 from hf_algorithms.data._sequences import SequenceEncoder, cut_to
 from hf_algorithms.data._turns import TurnFormat
 from hf_protocols.arguments import shorten_list, show
-from hf_protocols.errors import BatchError, DataError
+from hf_protocols.errors import DataError
 
 if TYPE_CHECKING:
-    import torch
     from tensordict import TensorDict
     from transformers import PreTrainedTokenizerBase
 
@@ -146,12 +145,10 @@ class PreferenceDataset:
         import torch
         from tensordict import TensorDict
 
-        chosen = [int(index) for index in indices]
-        if outside := [row for row in chosen if not 0 <= row < len(self)]:
-            raise BatchError(f"row {outside[0]} of a data set with {len(self)} rows, 0 to {len(self) - 1}")
+        chosen = check_rows(indices, len(self))
         columns = {"row_id": torch.tensor(chosen, dtype=torch.int64)}
         for place, name in enumerate(("prompt_ids", "response_ids", "rejected_ids")):
-            columns[name] = _jagged([self._ids[row][place] for row in chosen])
+            columns[name] = build_jagged([self._ids[row][place] for row in chosen], torch.int64)
         signs = [self._rows[row].unsafe for row in chosen]
         if all(each is not None for each in signs):
             columns["signs"] = torch.tensor([[1.0 if side else -1.0 for side in each or ()] for each in signs])
@@ -260,12 +257,3 @@ def _read_text(record: Mapping[str, Any], name: str, where: str) -> Text:
 def _lacking(record: Mapping[str, Any], where: str, wanted: str) -> DataError:
     there = ", ".join(shorten_list([show(name) for name in record])) or "none"
     return DataError(f"{where} lacks {wanted}; its fields are {there}. Add the fields, or name other files")
-
-
-def _jagged(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    import torch
-
-    offsets = torch.tensor(list(accumulate(map(len, sequences), initial=0)), dtype=torch.int64)
-    return torch.nested.nested_tensor_from_jagged(
-        torch.tensor(list(chain.from_iterable(sequences)), dtype=torch.int64), offsets
-    )

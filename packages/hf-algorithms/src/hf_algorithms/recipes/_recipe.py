@@ -92,7 +92,7 @@ class StepContext:
             `DataError` says that fewer are left.
         count_prompts_left: returns how many those are; 0 while a dataflow is derived.
         pretrain_rows: returns as many rows of `data.pretraining`, or else of the training set, with their answers as
-            `response_ids`, for a supervised term of the loss.
+            `response_ids`, for a supervised term of the loss. Texts come in blocks of `data.block_tokens`.
     """
 
     sampling: SamplingParams

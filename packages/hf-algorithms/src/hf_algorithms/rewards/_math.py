@@ -44,7 +44,8 @@ def _check_expression(answer: str) -> None:
 def math_verify(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float | None]:
     """1.0 for a response whose expression equals the answer's as math-verify compares them, else 0.0.
 
-    It is None without an answer, and needs the extra `verify`. Its own time limits are off: the deadline of the reward ends a call.
+    It is None without an answer, and needs the extra `verify`. The library's own time limits are off: the deadline of
+    the reward ends a call.
 
     Raises:
         ConfigError: without the library.
