@@ -105,6 +105,13 @@ def test_texts_end_with_the_end_of_sequence(tokenizer: PreTrainedTokenizerFast) 
     assert "signs" not in data.batch([0])
 
 
+def test_a_tokenizer_without_letters_loses_nothing(tmp_path: Path) -> None:
+    """Its token for what it does not know is special, and is not what it puts after a text."""
+    digits = build_character_tokenizer("0123456789+=", tmp_path)
+    data = dataset(digits, PreferenceRow(prompt="1+1=", chosen="2", rejected="11"))
+    assert read_batch(data, digits) == [["1+1=", "2<eos>", "11<eos>"]]
+
+
 def test_both_sides_of_a_chat_have_one_prompt(tokenizer: PreTrainedTokenizerFast) -> None:
     row = PreferenceRow(prompt=(USER,), chosen=(GOOD,), rejected=(BAD,), unsafe=(False, True))
     data = dataset(tokenizer, row)

@@ -34,12 +34,8 @@ class SequenceEncoder:
         self._tokenizer = tokenizer
         self._turns = turns or TurnFormat(tokenizer, label=label)
         self._label = label
-        ids = list(tokenizer(_PROBE)["input_ids"])
-        special = set(tokenizer.all_special_ids)
-        cut = len(ids)
-        while cut and ids[cut - 1] in special:
-            cut -= 1
-        self._suffix = ids[cut:]
+        bare = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+        self._suffix = list(tokenizer(_PROBE)["input_ids"])[len(self._turns.begin_ids) + len(bare) :]
         end: Any = tokenizer.eos_token_id
         self._end = self._suffix or ([end] if type(end) is int else [])
 
