@@ -13,10 +13,12 @@ from transformers import LlamaConfig
 
 from chat_tokenizers import build_chat_tokenizer
 from hf_algorithms.cli import cli
-from hf_algorithms.config import ModelConfig
+from hf_algorithms.config import ModelConfig, load_config
 from hf_algorithms.data import build_character_tokenizer, load_rows
 from hf_algorithms.initial_model import build_initial_model
+from hf_algorithms.inputs import load_inputs
 from hf_protocols.errors import ConfigError, DataError
+from hf_protocols.toml import format_toml_value
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
 
@@ -25,7 +27,7 @@ def run(*words: str) -> str:
     result = CliRunner().invoke(cli, ["data", *words], standalone_mode=False)
     if result.exception is not None:
         raise result.exception
-    return result.output
+    return result.stdout
 
 
 @pytest.fixture
@@ -43,6 +45,7 @@ def test_a_report_without_a_model_counts_characters(rows: str) -> None:
             "path": rows,
             "format": "JSONL",
             "rows": 2,
+            "weight": None,
             "kind": "prompts",
             "prompt": "question",
             "answer": "answer",
@@ -98,6 +101,11 @@ def test_the_context_of_the_model_bounds_prompts(rows: str, tmp_path: Path) -> N
     assert json.loads(run(*words, "4", "--json"))["too_long"] == {"limit": 5, "rows": 1, "action": "error"}
     with pytest.raises(ConfigError, match=r"^--max-new-tokens 9: the model's context of 9 tokens has no room"):
         run(*words, "9")
+    report = run(*words[:-1])
+    assert "room: 9 tokens, less 3 for a response (rollout.max_new_tokens; 256, its default, does not fit), are 6" in (
+        report
+    ), "what the longest prompt leaves"
+    assert "prompts above 6 tokens: 0 of 2" in report
 
 
 def test_the_report_shows_the_template_and_where_turns_end(tmp_path: Path) -> None:
@@ -117,6 +125,116 @@ def test_the_report_shows_the_template_and_where_turns_end(tmp_path: Path) -> No
     assert "chat template: data.chat_template" in lines
     assert f"responses end at: <eos> ({eos}), of tokenizer and chat template; <|end|> ({end}), of config.json" in lines
     assert f"{400 - len(tokenizer)} logits are beyond the tokenizer's ids and have no text" in lines
+
+
+def test_options_of_the_template_reach_it(tmp_path: Path) -> None:
+    tokenizer = build_chat_tokenizer(tmp_path / "model", "phi3")
+    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "1"}]}\n')
+    template = "{{ messages[-1].content }}{% if think %}<think>{% endif %}{{ depth + 1 }}{{ word }}"
+    words = ("check", str(tmp_path / "a.jsonl"), "--model", str(tmp_path / "model"), "--chat-template", template)
+    options = ("think=false", "depth=2", "word=much")
+    report = json.loads(run(*words, *chain.from_iterable(("--template-option", each) for each in options), "--json"))
+    assert report["first"]["text"] == "13much"
+    assert list(report["first"]["ids"]) == tokenizer("13much")["input_ids"]
+    with pytest.raises(ConfigError, match=r"^data\.template_options has tokenize, which is not a variable of a chat"):
+        run(*words, "--template-option", "tokenize=true")
+    with pytest.raises(ConfigError, match=r"^--template-option 'think': write it as NAME=VALUE, such as enable_think"):
+        run(*words, "--template-option", "think")
+
+
+def test_options_about_tokens_need_a_model(rows: str) -> None:
+    for words in (("--max-new-tokens", "3"), ("--template-option", "a=1"), ("--too-long", "drop")):
+        with pytest.raises(ConfigError, match=rf"^{words[0]}: without a model no tokens are counted"):
+            run("check", rows, *words)
+
+
+def test_texts_are_reported_with_their_blocks(tmp_path: Path) -> None:
+    build_character_tokenizer("0123456789+=", tmp_path / "tokenizer")
+    (tmp_path / "a.jsonl").write_text('{"text": "1+1=2"}\n{"text": "12"}\n')
+    words = ("check", str(tmp_path / "a.jsonl"), "--model", str(tmp_path / "tokenizer"))
+    assert json.loads(run(*words, "--json"))["blocks"] is None, "a tokenizer alone has no context"
+    report = json.loads(run(*words, "--block-tokens", "4", "--json"))
+    assert (report["lengths"]["most"], report["lengths"]["total"]) == (6, 9)
+    assert report["blocks"] == {"block_tokens": 4, "blocks": 3}
+
+
+SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_layers": 1, "num_heads": 1, "max_positions": 24}
+
+
+def write_config(folder: Path, **sections: dict[str, Any]) -> str:
+    body = {"model": {"tokenizer": "characters", **SIZES}, **sections}
+    lines = [f"[{name}]\n" + "".join(f"{k} = {format_toml_value(v)}\n" for k, v in table.items())
+             for name, table in body.items()]  # fmt: skip
+    (folder / "run.toml").write_text("\n".join(lines))
+    return str(folder / "run.toml")
+
+
+def test_a_configuration_is_checked_as_its_run_reads_it(tmp_path: Path) -> None:
+    files = {
+        "a": [{"question": f"{number}+1=", "answer": str(number + 1)} for number in range(8, 14)],
+        "b": [{"question": "1" * 20, "answer": "1"}, {"question": "2=", "answer": "2"}],
+        "texts": [{"text": "12345"}],
+    }
+    for name, records in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    a, b, texts = (str(tmp_path / f"{name}.jsonl") for name in files)
+    train = [{"path": a, "weight": 3.0}, {"path": b, "weight": 1.0}]
+    config = write_config(
+        tmp_path,
+        data={"train": train, "validation": a, "max_eval_rows": 4, "too_long": "drop", "pretraining": texts},
+        rollout={"max_new_tokens": 6},
+    )
+    reports = json.loads(run("check", "--config", config, "--json"))
+    assert list(reports) == ["train", "validation", "pretraining"], "the test set is that of validation"
+    assert [file["weight"] for file in reports["train"]["files"]] == [3.0, 1.0]
+    room = {"context": 24, "max_new_tokens": 6, "prompt": 18, "is_lowered": False}
+    assert reports["train"]["room"] == room
+    assert reports["train"]["too_long"] == {"limit": 18, "rows": 1, "action": "drop"}
+    assert (reports["validation"]["rows"], reports["validation"]["files"][0]["rows"]) == (4, 6)
+    assert reports["pretraining"]["blocks"] == {"block_tokens": 24, "blocks": 1}
+    inputs = load_inputs(load_config(Path(config)), tmp_path / "model")
+    assert reports["train"]["lengths"]["most"] == inputs.train.longest
+    assert reports["train"]["too_long"]["rows"] == inputs.train.num_too_long
+    first = inputs.train.prompts([0])["prompt_ids"].unbind()[0].tolist()
+    assert list(reports["train"]["first"]["ids"]) == first
+    lines = run("check", "--config", config, "--set", "rollout.max_new_tokens=3").splitlines()
+    assert "  room: 24 tokens, less 3 for a response (rollout.max_new_tokens), are 21 for a prompt" in lines
+    assert f"  {b}: JSONL, 2 rows, weight 1" in lines
+    assert "  the first 4 rows are used (data.max_eval_rows)" in lines
+    with pytest.raises(ConfigError, match=r"^rollout\.max_new_tokens = 24 exceeds the model's context of 24 tokens: "):
+        run("check", "--config", config, "--set", "rollout.max_new_tokens=24")
+    with pytest.raises(ConfigError, match=r"^data\.block_tokens = 99: exceeds the model's context of 24 tokens"):
+        run("check", "--config", config, "--set", "data.block_tokens=99")
+    (tmp_path / "file.py").write_text(
+        "def never(responses): return []\ndef refuse(answer): raise ValueError\nnever.check_answer = refuse\n"
+    )
+    with pytest.raises(DataError, match=r"the answer '9' cannot be read by reward.function = 'file.py:never'"):
+        run("check", "--config", config, "--set", "reward.function=file.py:never")
+
+
+def test_pairs_of_a_configuration_are_checked_as_well(tmp_path: Path) -> None:
+    records = [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "11"},
+        {"prompt": "1" * 30, "chosen": "1", "rejected": "2"},
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    data = {"train": str(tmp_path / "pairs.jsonl")}
+    config = write_config(tmp_path, data=data, algorithm={"name": "reward_model"})
+    (report,) = json.loads(run("check", "--config", config, "--json")).values()
+    assert (report["rows"], report["cut"], report["longest_response"]) == (2, 1, 3)
+    assert report["first"] == {"prompt": "1+1=", "response": "2<eos>", "rejected": "11<eos>"}
+    assert "rows longer than the model's context, which lose their start: 1" in run("check", "--config", config)
+
+
+def test_a_configuration_takes_no_other_option(rows: str, tmp_path: Path) -> None:
+    config = write_config(tmp_path, data={"train": rows})
+    for words, option in (((rows,), "FILE"), (("--model", "x"), "--model"), (("--max-new-tokens", "9"), "--max-new")):
+        with pytest.raises(ConfigError, match=rf"^hybridflow data check --config: {option}.* has no part in it\. Set"):
+            run("check", *words, "--config", config)
+    with pytest.raises(ConfigError, match=r"--set is an option of --config\. Name a FILE, or a CONFIG with --config"):
+        run("check", rows, "--set", "run.seed=1")
+    with pytest.raises(ConfigError, match="no FILE is named"):
+        run("check")
 
 
 def test_what_a_run_refuses_the_report_refuses(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_blocks_that_cannot_be_are_one_line(tokenizer: PreTrainedTokenizerFast, 
     turns, least = TurnFormat(tokenizer), 2 * begin + 3
     with pytest.raises(ConfigError, match=rf"^data.block_tokens = {least - 1}: .* needs at least {least} tokens\."):
         TextBlocks([Row("", "1")], turns, block_tokens=least - 1)
-    with pytest.raises(DataError, match="^x has no rows"):
+    with pytest.raises(DataError, match=r"^x has no rows"):
         TextBlocks([], turns, block_tokens=9, source="x")
 
 

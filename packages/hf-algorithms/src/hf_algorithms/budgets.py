@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_algorithms.data import PromptDataset, SequenceEncoder, load_tokenizer
+from hf_algorithms.data import PromptDataset, SequenceEncoder, TextBlocks, load_tokenizer
 from hf_engine import ChecksRows, load_rollout_backend
 from hf_protocols import BackendError, ConfigError
 from hf_protocols.arguments import show
@@ -25,16 +25,15 @@ __all__ = [
     "check_scorers",
     "find_block_tokens",
     "find_prompt_room",
+    "find_response_room",
 ]
 
 _BATCH_KEYS = {
     "generation": "rollout.batch_size",
     "training": "rollout.batch_size * rollout.samples_per_prompt / algorithm.mini_batches",
 }
-_BUDGET_NAME = "training.micro_batch_tokens = {}"
+_CONTEXT_NAME = "the model's context of {} tokens"
 _RAISE_BUDGET = "raise training.micro_batch_tokens"
-_BLOCK_TOKENS = 512
-"""Of a text to pretrain on, where `data.block_tokens` is left out."""
 _SAMPLES_KEY = "rollout.batch_size * rollout.samples_per_prompt"
 
 
@@ -81,9 +80,7 @@ def check_context(config: Config, inputs: RunInputs) -> None:
     if isinstance(data := inputs.pretraining, PromptDataset):
         learned = data.response_lengths(new)
         row = RowTokens(source=data.source, where=data.where, prompts=data.prompt_lengths, responses=learned)
-        tokens = config.training.micro_batch_tokens
-        budget = _Limit(tokens=tokens, name=_BUDGET_NAME.format(tokens), remedy=_RAISE_BUDGET)
-        problems += _find_long_rows([row], min(limit, budget, key=lambda each: each.tokens), new)
+        problems += _find_long_rows([row], _find_bound(config, inputs.model.shape), new)
     _refuse(problems)
 
 
@@ -95,9 +92,24 @@ def find_prompt_room(config: Config, shape: ModelShape) -> int | None:
     given = config.data.max_prompt_tokens
     if config.data.too_long == "error":
         return given
-    context = min(_find_context(config, shape).tokens, config.training.micro_batch_tokens)
+    context = _find_bound(config, shape).tokens
     room = context - config.rollout.max_new_tokens
     return given if room < 1 else min(room, given or room)
+
+
+def find_response_room(config: Config, shape: ModelShape) -> int:
+    """Tokens of a prompt and its response together: what the model's context and a forward pass take.
+
+    Raises:
+        ConfigError: if `rollout.max_new_tokens` leaves none for a prompt.
+    """
+    bound, new = _find_bound(config, shape), config.rollout.max_new_tokens
+    if new >= bound.tokens:
+        raise ConfigError(
+            f"rollout.max_new_tokens = {new} exceeds {bound.name}: a prompt and its response have together at most "
+            f"{bound.tokens} tokens. Lower rollout.max_new_tokens"
+        )
+    return bound.tokens
 
 
 def find_block_tokens(config: Config, shape: ModelShape) -> int:
@@ -106,12 +118,11 @@ def find_block_tokens(config: Config, shape: ModelShape) -> int:
     Raises:
         ConfigError: for more than the model's context or a forward pass takes.
     """
-    budget = config.training.micro_batch_tokens
-    most, name = min((shape.max_positions, "the model's context of {} tokens"), (budget, _BUDGET_NAME))
-    given = config.data.block_tokens
-    if given is not None and given > most:
-        raise ConfigError(f"data.block_tokens = {given}: exceeds {name.format(most)}. Lower it to at most {most}")
-    return given or min(most, _BLOCK_TOKENS)
+    context = _Limit(tokens=shape.max_positions, name=_CONTEXT_NAME.format(shape.max_positions), remedy="")
+    most, given = min(context, _find_budget(config), key=lambda each: each.tokens), config.data.block_tokens
+    if given is not None and given > most.tokens:
+        raise ConfigError(f"data.block_tokens = {given}: exceeds {most.name}. Lower it to at most {most.tokens}")
+    return given or min(most.tokens, TextBlocks.default_tokens)
 
 
 def check_scorers(config: Config, inputs: RunInputs) -> None:
@@ -201,7 +212,17 @@ def _find_context(config: Config, shape: ModelShape) -> _Limit:
         remedy = "raise rollout.options.max_positions"
         return _Limit(tokens=engine, name=f"rollout.options.max_positions = {engine}", remedy=remedy)
     remedy = "raise model.max_positions" if config.model.path is None else "choose a model whose context has room for"
-    return _Limit(tokens=tokens, name=f"the model's context of {tokens} tokens", remedy=remedy)
+    return _Limit(tokens=tokens, name=_CONTEXT_NAME.format(tokens), remedy=remedy)
+
+
+def _find_budget(config: Config) -> _Limit:
+    tokens = config.training.micro_batch_tokens
+    return _Limit(tokens=tokens, name=f"training.micro_batch_tokens = {tokens}", remedy=_RAISE_BUDGET)
+
+
+def _find_bound(config: Config, shape: ModelShape) -> _Limit:
+    """Context or budget of a forward pass, the smaller of them."""
+    return min(_find_context(config, shape), _find_budget(config), key=lambda each: each.tokens)
 
 
 def _find_long_rows(rows: Iterable[RowTokens], limit: _Limit, max_new_tokens: int) -> Iterator[str]:

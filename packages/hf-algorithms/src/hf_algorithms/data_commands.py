@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
 from hf_protocols.paths import read_path
+from hf_protocols.toml import parse_toml
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from transformers import PreTrainedTokenizerBase
 
-    from hf_algorithms.data import ExampleFiles, TooLong
+    from hf_algorithms.data import DataReport, ExampleFiles
+    from hf_algorithms.data_checks import PairsReport
 
 __all__ = ["data"]
 
-_NEW_TOKENS = 256
-"""The default of `rollout.max_new_tokens`."""
+_FIELDS = ("model", "prompt_field", "answer_field")
+"""Options of `check` that mean something without a model."""
 
 _output = click.option("--output", required=True, metavar="DIR", help="Folder for the three files.")
 _source = click.option("--source", metavar="DIR", help="Folder with your copy of GSM8K.")
@@ -33,63 +38,132 @@ def data() -> None:
 
 
 @data.command()
-@click.argument("file", nargs=-1, required=True)
+@click.argument("file", nargs=-1)
+@click.option(
+    "--config", metavar="CONFIG", help="Check the data of this TOML file as its run reads them, without FILE."
+)
+@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key of CONFIG.")
 @click.option("--model", metavar="DIR", help="Model or tokenizer by which tokens are counted: model.path.")
 @click.option("--prompt-field", metavar="NAME", help="Field of the prompt: data.prompt_field.")
 @click.option("--answer-field", metavar="NAME", help="Field of the answer: data.answer_field.")
 @click.option("--chat-template", metavar="TEXT", help="File or text: data.chat_template.")
+@click.option(
+    "--template-option", multiple=True, metavar="NAME=VALUE", help="One of data.template_options; repeatable."
+)
 @click.option("--system-prompt", metavar="TEXT", help="data.system_prompt.")
-@click.option("--max-new-tokens", default=_NEW_TOKENS, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(min=1),
+    help="rollout.max_new_tokens: 256 by default, or what the longest prompt leaves of a smaller context.",
+)
 @click.option("--max-prompt-tokens", type=click.IntRange(min=1), help="data.max_prompt_tokens.")
-@click.option("--too-long", type=click.Choice(["error", "drop", "truncate_left"]), default="error", show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def check(
-    file: tuple[str, ...],
-    model: str | None,
-    prompt_field: str | None,
-    answer_field: str | None,
-    chat_template: str | None,
-    system_prompt: str | None,
-    max_new_tokens: int,
-    max_prompt_tokens: int | None,
-    too_long: str,
-    as_json: bool,
-) -> None:
+@click.option(
+    "--too-long", type=click.Choice(["error", "drop", "truncate_left"]), help="data.too_long: error by default."
+)
+@click.option("--block-tokens", type=click.IntRange(min=1), help="data.block_tokens, of texts to pretrain on.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON; with --config one for each key.")
+def check(file: tuple[str, ...], config: str | None, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Show what FILE holds: format, columns, the first row, tokens, where turns end, and what a run leaves out.
 
     FILE is a path, a pattern, a directory that `datasets` saved, or a hub name. Exit code 2: a run refuses it.
     """
     import json
 
-    from hf_algorithms.data import TurnFormat, describe_data, read_template
+    if config is None:
+        if not file or overrides:
+            wrong = "--set is an option of --config" if overrides else "no FILE is named"
+            raise ConfigError(f"hybridflow data check: {wrong}. Name a FILE, or a CONFIG with --config")
+        report = _check_files(file, options)
+        click.echo(json.dumps(report.to_dict(), indent=2) if as_json else "\n".join(report.lines()))
+        return
+    if (given := _list_given(options)) or file:
+        raise ConfigError(
+            f"hybridflow data check --config: {given[0] if given else 'FILE'} has no part in it. Set the key in "
+            f"{config}, or with --set"
+        )
+    reports = _check_config(config, overrides)
+    if as_json:
+        click.echo(json.dumps({key: each.to_dict() for key, each in reports.items()}, indent=2))
+        return
+    for key, each in reports.items():
+        click.echo("\n".join([f"data.{key}", *(f"  {line}" for line in each.lines())]))
 
+
+def _list_given(options: Mapping[str, Any]) -> list[str]:
+    return [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, ())]
+
+
+def _check_files(files: tuple[str, ...], options: dict[str, Any]) -> DataReport:
+    from hf_algorithms.data import TextBlocks, TurnFormat, describe_data, open_rows, read_template
+
+    model, template, new, block = (
+        options[name] for name in ("model", "chat_template", "max_new_tokens", "block_tokens")
+    )
+    if model is None and (unused := _list_given({name: options[name] for name in options if name not in _FIELDS})):
+        raise ConfigError(f"{unused[0]}: without a model no tokens are counted. Name one with --model")
+    template_options = _read_template_options(options["template_option"])
     given = _load_model(model) if model else None
     context = None if given is None else given.context
-    if context is not None and context <= max_new_tokens:
+    if context is not None and new is not None and context <= new:
         raise ConfigError(
-            f"--max-new-tokens {max_new_tokens}: the model's context of {context} tokens has no room for a prompt and "
-            f"so long a response. Set it below {context}"
+            f"--max-new-tokens {new}: the model's context of {context} tokens has no room for a prompt and so long a "
+            f"response. Set it below {context}"
         )
-    room = None if context is None else context - max_new_tokens
-    bounds = [each for each in (room, max_prompt_tokens) if each is not None and given is not None]
-    template = None if chat_template is None else read_template(chat_template)
+    if context is not None and block is not None and context < block:
+        raise ConfigError(f"--block-tokens {block}: exceeds the model's context of {context} tokens. Lower it")
     turns = None
     if given is not None:
-        turns = TurnFormat(given.tokenizer, template=template, system_prompt=system_prompt, label=f"--model {model}")
-    report = describe_data(
-        [(read_path("FILE", each), None) for each in file],
+        turns = TurnFormat(
+            given.tokenizer,
+            template=None if template is None else read_template(template),
+            options=template_options,
+            system_prompt=options["system_prompt"],
+            label=f"--model {model}",
+        )
+    rows = open_rows(
+        [(read_path("FILE", each), None) for each in files],
+        prompt_field=options["prompt_field"],
+        answer_field=options["answer_field"],
+        promptless=("texts", "preferences"),
+    )
+    return describe_data(
+        rows,
         turns=turns,
         model_ids=None if given is None else given.end_ids,
         num_logits=None if given is None else given.num_logits,
-        prompt_field=prompt_field,
-        answer_field=answer_field,
-        max_prompt_tokens=min(bounds, default=None),
-        too_long=cast("TooLong", too_long),
+        context=context,
+        max_new_tokens=new,
+        max_prompt_tokens=options["max_prompt_tokens"],
+        too_long=options["too_long"] or "error",
+        block_tokens=block if context is None else block or min(context, TextBlocks.default_tokens),
     )
-    if as_json:
-        click.echo(json.dumps(report.to_dict(), indent=2))
-    else:
-        click.echo("\n".join(report.lines()))
+
+
+def _check_config(config: str, overrides: tuple[str, ...]) -> dict[str, DataReport | PairsReport]:
+    from tempfile import TemporaryDirectory
+
+    from hf_algorithms.config import load_config
+    from hf_algorithms.data_checks import describe_run_data
+
+    path = Path(read_path("--config", config))
+    search_path = (os.getcwd(), str(path.resolve().parent))
+    settings = load_config(path, overrides, search_path=search_path, command=None)
+    with TemporaryDirectory() as folder:
+        return describe_run_data(settings, Path(folder) / "initial_model", search_path=search_path)
+
+
+def _read_template_options(given: tuple[str, ...]) -> dict[str, Any]:
+    """Options as TOML writes their values; a bare word is a text."""
+    found: dict[str, Any] = {}
+    for each in given:
+        name, equals, text = each.partition("=")
+        if not (name.strip() and equals):
+            raise ConfigError(f"--template-option {show(each)}: write it as NAME=VALUE, such as enable_thinking=false")
+        try:
+            found[name.strip()] = parse_toml(f"value = {text}", f"--template-option {show(each)}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[name.strip()] = text
+    return found
 
 
 @data.command()

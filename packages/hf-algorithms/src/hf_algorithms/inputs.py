@@ -19,6 +19,7 @@ __all__ = [
     "ModelInputs",
     "RunInputs",
     "build_turn_format",
+    "has_pretraining_texts",
     "load_inputs",
     "load_model",
     "load_row_sets",
@@ -141,12 +142,7 @@ def tokenize_inputs(config: Config, rows: dict[str, Rows], model: InitialModel) 
     """
     turns = build_turn_format(config.data, model)
     bound = find_prompt_room(config, model.shape)
-    has_texts = "pretraining" in rows and _holds_texts(config.data, rows["pretraining"])
-    if config.data.block_tokens is not None and not has_texts:
-        raise ConfigError(
-            f"data.block_tokens = {config.data.block_tokens}: data.pretraining names no texts, so nothing is cut into "
-            "blocks. Remove it"
-        )
+    has_texts = has_pretraining_texts(config.data, rows)
     sets: dict[str, Any] = {
         name: PromptDataset(
             part,
@@ -187,13 +183,20 @@ def build_turn_format(config: DataConfig, model: InitialModel) -> TurnFormat:
     )
 
 
-def _holds_texts(config: DataConfig, rows: Rows) -> bool:
-    """True for texts, False for prompts with answers.
+def has_pretraining_texts(config: DataConfig, rows: Mapping[str, Rows]) -> bool:
+    """True if `data.pretraining` has texts, which are cut into blocks; False for prompts with answers.
 
     Raises:
         DataError: for files of both kinds.
+        ConfigError: for a length of blocks without texts.
     """
-    texts = {file.path: file.columns.kind == "texts" for file in rows.files}
+    files = rows["pretraining"].files if "pretraining" in rows else ()
+    texts = {file.path: file.columns.kind == "texts" for file in files}
+    if config.block_tokens is not None and not any(texts.values()):
+        raise ConfigError(
+            f"data.block_tokens = {config.block_tokens}: data.pretraining names no texts, so nothing is cut into "
+            "blocks. Remove it"
+        )
     if len(set(texts.values())) > 1:
         first, other = (next(path for path, found in texts.items() if found is kind) for kind in (True, False))
         raise DataError(f"{config.describe('pretraining')}: {first} has texts, {other} prompts. Name files of one kind")

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hf_controller import BatchFuture, Executor
     from hf_protocols import MappingPlan
 
-__all__ = ["SupervisedInputs", "check_supervised", "run_supervised"]
+__all__ = ["SupervisedInputs", "check_supervised", "load_supervised", "run_supervised"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +104,30 @@ def check_supervised(
     Raises:
         HybridFlowError: for what the run could not use.
     """
-    recipe = _recipe_of(config)
     check_train_backends(config, plan)
+    inputs = load_supervised(config, folder)
+    shapes = {role: each.shape for role, each in inputs.models.items()}
+    sets = {name: getattr(inputs, name) for name in DATA_SETS}
+    prompts, responses = (
+        max(getattr(data, f"max_{part}_tokens") for data in sets.values()) for part in ("prompt", "response")
+    )
+    found = plan or plan_placement(config, shapes, prompt_tokens=prompts, response_tokens=responses)
+    check_plan(config, found, shapes)
+    _check_rows(config, found, sets)
+    return inputs, found
+
+
+def load_supervised(config: Config, folder: Path) -> SupervisedInputs:
+    """Reads the data and the models of a supervised run.
+
+    Args:
+        config: the run's.
+        folder: where a fresh model and its tokenizer are written.
+
+    Raises:
+        DataError, ConfigError: for a file that is missing or malformed.
+    """
+    recipe = _recipe_of(config)
     loaded = {key: _load_sources(config, key) for key in map(config.data.key_of, DATA_SETS)}
     rows = {name: loaded[config.data.key_of(name)].rows for name in DATA_SETS}
     rows = {name: part if name == "train" else part[: config.data.max_eval_rows] for name, part in rows.items()}
@@ -127,15 +149,7 @@ def check_supervised(
         for name, part in rows.items()
     }
     models, order = find_role_models(config, model), loaded["train"].order
-    inputs = SupervisedInputs(model=model, models=models, turns=turns, stop_ids=(), order=order, **sets)
-    shapes = {role: each.shape for role, each in inputs.models.items()}
-    prompts, responses = (
-        max(getattr(data, f"max_{part}_tokens") for data in sets.values()) for part in ("prompt", "response")
-    )
-    found = plan or plan_placement(config, shapes, prompt_tokens=prompts, response_tokens=responses)
-    check_plan(config, found, shapes)
-    _check_rows(config, found, sets)
-    return inputs, found
+    return SupervisedInputs(model=model, models=models, turns=turns, stop_ids=(), order=order, **sets)
 
 
 def _recipe_of(config: Config) -> SupervisedRecipe:

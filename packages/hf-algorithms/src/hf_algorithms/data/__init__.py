@@ -12,10 +12,12 @@ from hf_algorithms.data._gsm8k import write_gsm8k_data, write_gsm8k_preferences
 from hf_algorithms.data._order import RowOrder, select_rows
 from hf_algorithms.data._preferences import PreferenceDataset, PreferenceRow, load_preferences
 from hf_algorithms.data._report import (
+    BlocksReport,
     DataReport,
     FileReport,
     FirstRow,
     LengthReport,
+    RoomReport,
     TooLongReport,
     describe_data,
 )
@@ -48,6 +50,7 @@ from hf_algorithms.data._turn_tokens import (
 from hf_algorithms.data._turns import TurnFormat, decode_responses
 
 __all__ = [
+    "BlocksReport",
     "ColumnMapping",
     "DataReport",
     "ExampleFiles",
@@ -60,6 +63,7 @@ __all__ = [
     "PreferenceDataset",
     "PreferenceRow",
     "PromptDataset",
+    "RoomReport",
     "Row",
     "RowFile",
     "RowOrder",

@@ -5,27 +5,45 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_algorithms.data._batches import PromptDataset, TooLong
-from hf_algorithms.data._rows import Row, Rows, open_rows
+from hf_algorithms.data._rows import Row, RowFile, Rows
+from hf_algorithms.data._text_blocks import TextBlocks
 from hf_algorithms.data._turn_tokens import TurnTokens, describe_turns
 from hf_algorithms.data._turns import TurnFormat
 from hf_protocols.arguments import show
 
-__all__ = ["DataReport", "FileReport", "FirstRow", "LengthReport", "TooLongReport", "describe_data"]
+__all__ = [
+    "BlocksReport",
+    "DataReport",
+    "FileReport",
+    "FirstRow",
+    "LengthReport",
+    "RoomReport",
+    "TooLongReport",
+    "describe_data",
+]
 
 _MOST_TEXT = 400
 _MOST_IDS = 40
+_NEW_TOKENS = 256
+"""The default of `rollout.max_new_tokens`."""
+_MANY = 1 << 40
+"""Tokens of a block that no text fills."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileReport:
-    """A file: its format, its rows, and what its columns hold; `prompt` and `answer` are names of fields."""
+    """A file: its format, its rows, and what its columns hold; `prompt` and `answer` are names of fields.
+
+    `weight` is that of its source, for the share of its rows in a batch.
+    """
 
     path: str
     format: str
     rows: int
+    weight: float | None = None
     kind: str
     prompt: str | None
     answer: str | None
@@ -57,6 +75,27 @@ class LengthReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RoomReport:
+    """Tokens of prompt and response together, those of the response, and what is left for a prompt.
+
+    `is_lowered` says that nothing was given for the response, and that the default of a run does not fit.
+    """
+
+    context: int
+    max_new_tokens: int
+    prompt: int
+    is_lowered: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksReport:
+    """Blocks into which texts to pretrain on are cut."""
+
+    block_tokens: int
+    blocks: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class TooLongReport:
     """Rows whose prompts have more than `limit` tokens, and what a run does with them."""
 
@@ -76,6 +115,8 @@ class DataReport:
     lengths: LengthReport | None
     too_long: TooLongReport | None
     turns: TurnTokens | None = None
+    room: RoomReport | None = None
+    blocks: BlocksReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON has it."""
@@ -83,7 +124,12 @@ class DataReport:
 
     def lines(self) -> list[str]:
         """The report to read."""
-        found = [f"{each.path}: {each.format}, {each.rows:,} rows" for each in self.files]
+        found = [
+            f"{each.path}: {each.format}, {each.rows:,} rows" + (f", weight {each.weight:g}" if each.weight else "")
+            for each in self.files
+        ]
+        if self.rows < sum(each.rows for each in self.files):
+            found.append(f"the first {self.rows:,} rows are used (data.max_eval_rows)")
         one = self.files[0]
         text = "text" if one.kind == "texts" else "answer"
         found += [
@@ -105,6 +151,14 @@ class DataReport:
                 f"{size.unit}: {size.least:,} to {size.most:,}, median {size.median:,g}, mean {size.mean:,.1f}, "
                 f"together {size.total:,}"
             )
+        if (blocks := self.blocks) is not None:
+            found.append(f"blocks of at most {blocks.block_tokens:,} tokens: {blocks.blocks:,} (data.block_tokens)")
+        if (room := self.room) is not None:
+            lowered = f"; {_NEW_TOKENS}, its default, does not fit" if room.is_lowered else ""
+            found.append(
+                f"room: {room.context:,} tokens, less {room.max_new_tokens:,} for a response "
+                f"(rollout.max_new_tokens{lowered}), are {room.prompt:,} for a prompt"
+            )
         if (bound := self.too_long) is not None:
             done = {"error": "a run is refused", "drop": "left out", "truncate_left": "cut on the left"}[bound.action]
             found.append(
@@ -115,71 +169,106 @@ class DataReport:
 
 
 def describe_data(
-    sources: Sequence[tuple[str, float | None]],
+    rows: Rows,
     *,
     turns: TurnFormat | None = None,
     model_ids: Mapping[str, Collection[int]] | None = None,
     num_logits: int | None = None,
-    prompt_field: str | None = None,
-    answer_field: str | None = None,
+    context: int | None = None,
+    max_new_tokens: int | None = None,
     max_prompt_tokens: int | None = None,
     too_long: TooLong = "error",
+    block_tokens: int | None = None,
 ) -> DataReport:
     """Reads every row and reports what a run finds.
 
     Args:
-        sources: paths and weights, as `open_rows` takes them.
+        rows: as `open_rows` opened them, `texts` and `preferences` included.
         turns: how the model's prompts are written; None: lengths are in characters, and nothing is said about tokens.
         model_ids: as `describe_turns` takes them.
         num_logits: likewise.
-        prompt_field: as `data.prompt_field`.
-        answer_field: as `data.answer_field`.
-        max_prompt_tokens: what model and configuration leave for a prompt; None: unknown.
+        context: tokens of a prompt and its response together; None: unknown.
+        max_new_tokens: of a response; None: the default of a run or, where that does not fit the context, what the
+            longest prompt leaves.
+        max_prompt_tokens: as `data.max_prompt_tokens`.
         too_long: as `data.too_long`.
+        block_tokens: as `data.block_tokens`; None: texts are not cut into blocks.
 
     Raises:
         DataError: for the first row that a run refuses.
     """
-    rows = open_rows(sources, prompt_field=prompt_field, answer_field=answer_field, promptless=("texts", "preferences"))
     without_answer = sum(row.answer is None for row in rows)
-    lengths, bound = _measure(rows, turns, max_prompt_tokens, too_long)
+    measured = _Measured()
+    kinds = {each.columns.kind for each in rows.files}
+    if any(each.columns.prompt is None and each.columns.kind == "preferences" for each in rows.files):
+        pass  # a prompt is what both responses begin with
+    elif turns is None:
+        measured = _Measured(_summarize("characters of a row's text", [_count_characters(row) for row in rows]))
+    elif "texts" in kinds:
+        measured = _measure_texts(rows, turns, block_tokens)
+    else:
+        measured = _measure_prompts(rows, turns, context, max_new_tokens, max_prompt_tokens, too_long)
     return DataReport(
-        files=tuple(
-            FileReport(
-                path=each.path,
-                format=each.table.format,
-                rows=len(each.table),
-                kind=each.columns.kind,
-                prompt=each.columns.prompt,
-                answer=each.columns.answer,
-                columns=each.columns.others,
-            )
-            for each in rows.files
-        ),
+        files=tuple(_describe_file(each, rows.weights) for each in rows.files),
         rows=len(rows),
         without_answer=without_answer,
         first=_show_first(rows, turns),
-        lengths=lengths,
-        too_long=bound,
         turns=None if turns is None else describe_turns(turns, model_ids=model_ids, num_logits=num_logits),
+        lengths=measured.lengths,
+        too_long=measured.too_long,
+        room=measured.room,
+        blocks=measured.blocks,
     )
 
 
-def _measure(
-    rows: Rows, turns: TurnFormat | None, limit: int | None, action: TooLong
-) -> tuple[LengthReport | None, TooLongReport | None]:
-    if any(each.columns.prompt is None and each.columns.kind == "preferences" for each in rows.files):
-        return None, None  # a prompt is what both responses begin with
-    if turns is None:
-        return _summarize("characters of a row's text", [_count_characters(row) for row in rows]), None
-    data = PromptDataset(rows, turns.tokenizer, turns=turns, source=rows.files[0].path, texts=True)
-    if any(each.columns.kind == "texts" for each in rows.files):
-        return _summarize("tokens of a text and its end", [1 + each for each in data.response_lengths(1 << 40)]), None
-    found = _summarize("tokens of a prompt", list(data.prompt_lengths))
-    if limit is None:
-        return found, None
-    count = sum(length > limit for length in data.prompt_lengths)
-    return found, TooLongReport(limit=limit, rows=count, action=action)
+class _Measured(NamedTuple):
+    lengths: LengthReport | None = None
+    too_long: TooLongReport | None = None
+    room: RoomReport | None = None
+    blocks: BlocksReport | None = None
+
+
+def _describe_file(file: RowFile, weights: Sequence[float] | None) -> FileReport:
+    return FileReport(
+        path=file.path,
+        format=file.table.format,
+        rows=len(file.table),
+        weight=None if weights is None else weights[file.source],
+        kind=file.columns.kind,
+        prompt=file.columns.prompt,
+        answer=file.columns.answer,
+        columns=file.columns.others,
+    )
+
+
+def _measure_texts(rows: Rows, turns: TurnFormat, block_tokens: int | None) -> _Measured:
+    texts = TextBlocks(rows, turns, block_tokens=block_tokens or _MANY, source=rows.files[0].path)
+    blocks = None if block_tokens is None else BlocksReport(block_tokens=block_tokens, blocks=len(texts))
+    return _Measured(_summarize("tokens of a text and its end", texts.text_lengths), blocks=blocks)
+
+
+def _measure_prompts(
+    rows: Rows,
+    turns: TurnFormat,
+    context: int | None,
+    max_new_tokens: int | None,
+    max_prompt_tokens: int | None,
+    action: TooLong,
+) -> _Measured:
+    lengths = list(PromptDataset(rows, turns.tokenizer, turns=turns, source=rows.files[0].path).prompt_lengths)
+    room = None if context is None else _find_room(context, max_new_tokens, max(lengths))
+    bounds = [each for each in (max_prompt_tokens, room and room.prompt) if each is not None]
+    if not bounds:
+        return _Measured(_summarize("tokens of a prompt", lengths))
+    count = sum(length > min(bounds) for length in lengths)
+    too_long = TooLongReport(limit=min(bounds), rows=count, action=action)
+    return _Measured(_summarize("tokens of a prompt", lengths), too_long, room)
+
+
+def _find_room(context: int, max_new_tokens: int | None, longest: int) -> RoomReport:
+    is_lowered = max_new_tokens is None and context <= _NEW_TOKENS
+    new = max_new_tokens or (max(1, context - longest) if is_lowered else _NEW_TOKENS)
+    return RoomReport(context=context, max_new_tokens=new, prompt=context - new, is_lowered=is_lowered)
 
 
 def _summarize(unit: str, lengths: Sequence[int]) -> LengthReport:

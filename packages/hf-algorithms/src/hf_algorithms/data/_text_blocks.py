@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from hf_algorithms.data._jagged_columns import build_jagged, check_rows
 from hf_algorithms.data._order import RowOrder
@@ -51,6 +51,9 @@ class TextBlocks:
         ConfigError: for blocks that are too short, and a tokenizer without an EOS.
         DataError: for no rows, and without space for the token ids.
     """
+
+    default_tokens: ClassVar[int] = 512
+    """Tokens of a block where neither the user nor the model's context says less."""
 
     def __init__(
         self, rows: Sequence[Row], turns: TurnFormat, *, block_tokens: int, source: str = "the data set"

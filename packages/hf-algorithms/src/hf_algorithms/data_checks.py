@@ -1,0 +1,114 @@
+"""Data of a configuration as its run reads them, for `hybridflow data check --config`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_algorithms.budgets import find_block_tokens, find_response_room
+from hf_algorithms.data import DataReport, describe_data
+from hf_algorithms.inputs import DATA_SETS, build_turn_format, has_pretraining_texts, load_model, load_row_sets
+from hf_algorithms.recipes import SupervisedDataset, SupervisedRecipe
+from hf_algorithms.rewards import check_rewards
+from hf_algorithms.supervised import load_supervised
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hf_algorithms.config import Config
+
+__all__ = ["PairsReport", "describe_run_data"]
+
+_MOST_TEXT = 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsReport:
+    """Rows that a supervised recipe learns as they are: preference pairs.
+
+    Attributes:
+        source: key and value of the data set.
+        rows: that the run uses.
+        longest_prompt: tokens.
+        longest_response: tokens.
+        cut: rows that are longer than the model's context and lose their start.
+        first: the columns of the first row as texts, special tokens included.
+    """
+
+    source: str
+    rows: int
+    longest_prompt: int
+    longest_response: int
+    cut: int
+    first: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON has it."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """The report to read."""
+        return [
+            f"{self.source}: {self.rows:,} rows",
+            "first row",
+            *(f"  {name}: {text[:_MOST_TEXT]!r}" for name, text in self.first.items()),
+            f"tokens: prompts up to {self.longest_prompt:,}, responses up to {self.longest_response:,}",
+            f"rows longer than the model's context, which lose their start: {self.cut:,}",
+        ]
+
+
+def describe_run_data(
+    config: Config, folder: Path, *, search_path: Sequence[str] = ()
+) -> dict[str, DataReport | PairsReport]:
+    """Reads the data sets of a run and reports each under its key; one that stands in for another is reported once.
+
+    Args:
+        config: of the run.
+        folder: where a fresh model and its tokenizer are written.
+        search_path: folders where reward functions are looked for first.
+
+    Raises:
+        DataError, ConfigError: for what the run refuses.
+    """
+    if isinstance(config.recipe, SupervisedRecipe):
+        inputs = load_supervised(config, folder)
+        sets = {config.data.key_of(name): getattr(inputs, name) for name in reversed(DATA_SETS)}
+        return {key: _describe_pairs(sets[key], inputs.model.tokenizer) for key in reversed(sets)}
+    rows = load_row_sets(config.data)
+    has_pretraining_texts(config.data, rows)
+    model = load_model(config, rows["train"], folder)
+    turns = build_turn_format(config.data, model)
+    context = find_response_room(config, model.shape)
+    reports: dict[str, DataReport | PairsReport] = {}
+    for name, part in rows.items():
+        key = config.data.key_of(name)
+        if key in reports:
+            continue
+        reports[key] = describe_data(
+            part,
+            turns=turns,
+            model_ids={"the model's generation configuration": model.end_ids},
+            num_logits=model.shape.vocab_size,
+            context=context,
+            max_new_tokens=config.rollout.max_new_tokens,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            too_long=config.data.too_long,
+            block_tokens=find_block_tokens(config, model.shape),
+        )
+    check_rewards(config, {name: part for name, part in rows.items() if name in DATA_SETS}, search_path=search_path)
+    return reports
+
+
+def _describe_pairs(data: SupervisedDataset, tokenizer: PreTrainedTokenizerBase) -> PairsReport:
+    batch = data.batch([0])
+    columns = [str(name) for name, _ in batch.items() if str(name).endswith("_ids")]
+    return PairsReport(
+        source=data.source,
+        rows=len(data),
+        longest_prompt=data.max_prompt_tokens,
+        longest_response=data.max_response_tokens,
+        cut=data.num_cut,
+        first={name.removesuffix("_ids"): str(tokenizer.decode(batch[name].unbind()[0].tolist())) for name in columns},
+    )
