@@ -12,8 +12,11 @@ import transformers
 
 from forked_workers import forked_workers
 from hf_algorithms import cli
-from hf_algorithms.data import write_addition_data
+from hf_algorithms.data import load_rows, write_addition_data, write_rows
 from small_runs import SMALL_RUN, Outcome
+
+NUM_TRAIN = 512
+"""Rows of `addition_data` to train on: two of the largest batches of a test."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -39,8 +42,10 @@ def quick_workers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def addition_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few hundred problems to train on: a run reads all of them four times before its first iteration."""
     directory = tmp_path_factory.mktemp("addition")
-    write_addition_data(directory, seed=0)
+    files = write_addition_data(directory, seed=0)
+    write_rows(files.train, load_rows(files.train)[:NUM_TRAIN])
     return directory
 
 

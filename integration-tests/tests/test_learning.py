@@ -9,6 +9,7 @@ import constrained_text
 import pytest
 
 from hf_algorithms.config import parse_config
+from hf_algorithms.data import write_addition_data
 from hf_algorithms.run import run_training
 from hf_algorithms.run_directory import RunDirectory
 from small_runs import read_metrics
@@ -31,12 +32,13 @@ def train(folder: Path, data: Path, **algorithm: Any) -> dict[str, float]:
     return {name: sum(row[name] for row in last) / len(last) for name in names}
 
 
-def test_safe_rlhf_comes_to_its_limit(tmp_path: Path, addition_data: Path) -> None:
-    limit = constrained_text.COST_LIMIT
-    held = train(tmp_path / "held", addition_data)
+def test_safe_rlhf_comes_to_its_limit(tmp_path: Path) -> None:
+    limit, data = constrained_text.COST_LIMIT, tmp_path / "data"
+    write_addition_data(data, seed=0)
+    held = train(tmp_path / "held", data)
     assert held["constraint/cost"] == pytest.approx(limit, abs=0.12)
     assert held["constraint/infeasible"] == 0.0
     assert held["reward/mean"] > 0.4
-    free = train(tmp_path / "free", addition_data, cost_limit=2.0)  # no response costs as much
+    free = train(tmp_path / "free", data, cost_limit=2.0)  # no response costs as much
     assert free["constraint/cost"] > limit + 0.25
     assert free["constraint/lambda"] < held["constraint/lambda"]
