@@ -71,13 +71,15 @@ AMBIGUOUS: dict[str, dict[str, Any]] = {
 FORMATS = """# Data formats
 
 After this page you know which files `data.train` and its neighbours take, and which of your columns a run uses.
-`hybridflow data check FILE` prints the same for your own file.
+`hybridflow data check FILE` prints the same for your own file, and `hybridflow data check --config CONFIG` for the
+files of a run.
 
 | format | recognised by | a row is |
 |---|---|---|
 | JSONL | an object in the first line | a line; lines without content may end the file |
 | JSON | a list of objects, or an object whose key `data` holds one | an object |
 | CSV | the name `*.csv` or `*.tsv`; separated by `,`, `;` or tabs | a record; an empty value is absent |
+| gzip | the name `*.jsonl.gz`, `*.json.gz`, `*.csv.gz` or `*.tsv.gz` | as in the file that is packed |
 | Parquet | its first bytes, under any name | a row |
 | `datasets` | a directory that `save_to_disk` wrote; the folder of a split | a row |
 | hub | a name `OWNER/NAME` or `OWNER/NAME:SPLIT` where no such path exists; `train` by default | a row |
@@ -87,9 +89,12 @@ After this page you know which files `data.train` and its neighbours take, and w
   prompts from `a.jsonl`. Each source has shuffled epochs of its own. Without weights the files are one set.
 - In an epoch each row comes once. The order depends on `run.seed` and the iteration only, so a resumed run reads what
   it would have read.
-- Files are read by row: a file may be larger than memory. Of Parquet a row group must fit into memory.
-- gzip and other packed files are refused with one line, as are repeated keys, numbers outside the range of a float, and
-  characters that are half a pair in a prompt or an answer. `NaN` is refused in a prompt or an answer alone.
+- Preference pairs take the same lists, with the same meaning of weights.
+- Files are read by row: a file may be larger than memory. Of Parquet a row group must fit into memory. A packed file is
+  unpacked into the folder for temporary files (`TMPDIR`) as long as the run lasts.
+- gzip under another name and other packed files are refused with one line, as are repeated keys, numbers outside the
+  range of a float, and characters that are half a pair in a prompt or an answer. `NaN` is refused in a prompt or an
+  answer alone.
 - `datasets` directories and hub names need `pip install 'hf-algorithms[datasets]'`.
 
 ## Columns
@@ -100,9 +105,25 @@ Columns are found by their names in the first 100 rows, and the mapping is print
 - A prompt is a text, a number or a list of messages. A chat in `messages` that ends with an assistant's message is
   a prompt whose answer is that message, unless a column has the answer.
 - The answer is optional. A number keeps its spelling, a message gives its content, lists and objects become JSON.
+- A verifier does not score responses to a row without an answer. A run without any answer for it is refused.
 - All other columns travel to the reward, and so does the answer's own column unless its name is `answer`.
 
 """
+
+
+TEXTS = """## Texts in blocks
+
+Texts of `data.pretraining` are cut into blocks of at most `data.block_tokens` tokens: 512, or as many as fit into the
+model's context and `training.micro_batch_tokens`.
+
+- All texts follow one another in the order of the files: what the tokenizer puts before a text, the text, its EOS.
+- A long text fills several blocks, short ones share a block. The last block is as short as what remains.
+- A block begins with what begins a text and with the token before its first one. So each token and each EOS is learned
+  exactly once. What the tokenizer puts before a text is read, and not learned.
+- In an epoch each block comes once, in an order that depends on `run.seed` only, across the iterations of a run.
+
+Token ids are kept in the folder for temporary files, not in memory. Prompts with answers in `data.pretraining` stay rows;
+their answers are cut to `rollout.max_new_tokens`, which the run says."""
 
 
 def main() -> int:
@@ -121,6 +142,8 @@ def write_page() -> str:
         *(f"| {name} | {_describe(record)} |" for name, record in CONVENTIONS.items()),
         "",
         "Preferences train reward models; a run of PPO takes their prompts. Texts are for `data.pretraining`.",
+        "",
+        TEXTS,
         "",
         "## What is refused",
         "",

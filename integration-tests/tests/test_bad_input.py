@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -106,6 +107,69 @@ def test_a_bad_line_is_named_with_its_number(
     good = '{"prompt": "1+1=", "answer": "2"}'
     rows = write_rows(small_config.with_name("rows.jsonl"), [good, line, good])
     assert_one_message(hybridflow("train", small_config, "--set", f"data.train={rows}"), 2, "rows.jsonl", *parts)
+
+
+PROMPT = b'{"prompt": "1+1=", "answer": "2"}\n'
+CHAT = b'{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "part"),
+    [
+        ("a.jsonl", gzip.compress(PROMPT), "is compressed with gzip. Unpack it, or name it by its content, such as a."),
+        ("a.jsonl.gz", gzip.compress(PROMPT)[:-9], "the gzip file is cut short. Fetch it again"),
+        (
+            "a.jsonl",
+            CHAT,
+            "line 1: is a chat, and the tokenizer of model.tokenizer = 'characters' has no chat template",
+        ),
+        ("a.jsonl", CHAT.replace(b'"role": "user", ', b""), "message 1 of field 'messages' has no role. Add one"),
+        ("a.jsonl", b'{"prompt": "1", "prompt": "2"}', "line 1: the key 'prompt' stands twice in one object"),
+        ("a.jsonl", b'{"prompt": "1", "answer": 1e400}', "line 1: the number 1e400 is outside the range of a float"),
+        ("a.jsonl", b'{"prompt": "1", "answer": NaN}', "line 1: field 'answer' is NaN, not a finite number"),
+        (
+            "a.jsonl",
+            b'{"prompt": "1+1="}',
+            "no row has an answer, with which reward.metric = 'hf_algorithms.rewards:exact_",
+        ),
+        (
+            "a.jsonl",
+            b'{"chosen": "1", "rejected": "2"}',
+            "such pairs train a reward model. Use `hybridflow reward-model`",
+        ),
+        ("a.jsonl", b'{"text": "1"}', "a text is learned, not answered"),
+    ],
+)
+def test_data_that_a_run_cannot_use_is_one_line(
+    small_config: Path, hybridflow: Callable[..., Outcome], name: str, content: bytes, part: str
+) -> None:
+    path = small_config.with_name(name)
+    path.write_bytes(content)
+    text = small_config.read_text()
+    kept = [line for line in text.splitlines() if not line.startswith(("validation =", "test =", "train ="))]
+    small_config.write_text("\n".join(kept).replace("[data]", f'[data]\ntrain = "{path}"'))
+    outcome = hybridflow("train", small_config)
+    assert_one_message(outcome, 2, "data.train", str(path), part)
+    assert not (small_config.parent / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", PROMPT * 3 + b"\n \n"),
+        ("a.jsonl.gz", gzip.compress(PROMPT * 3)),
+        ("a.jsonl", b'{"prompt": "1+1=", "answer": "2", "ignored": NaN}\n' * 3),
+        ("a.jsonl", PROMPT * 2 + b'{"prompt": "1+1="}\n'),
+    ],
+)
+def test_data_that_a_run_takes_all_the_same(
+    small_config: Path, hybridflow: Callable[..., Outcome], name: str, content: bytes
+) -> None:
+    path = small_config.with_name(name)
+    path.write_bytes(content)
+    outcome = hybridflow("data", "check", "--config", small_config, "--set", f"data.train={path}", "--json")
+    assert outcome.exit_code == 0, outcome.errors
+    assert json.loads(outcome.output)["train"]["rows"] == 3
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def on_two_kinds() -> str:
         ),
         (as_json(schema_version=7), (), "schema_version 7, this release reads 1"),
         (as_json(pools=[]), (), "which is none of"),
-        ("{", (), "this is no mapping plan"),
+        ("{", (), "not a mapping plan"),
     ],
 )
 def test_a_plan_that_cannot_be_followed_is_one_error(

@@ -82,7 +82,7 @@ def test_weighted_sources_share_every_batch_of_pairs(pairs: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("sources", "says"),
     [
-        ({"train": 3, "test": None}, ": some items have a weight and some have none. Give a weight to all or to none"),
+        ({"train": 3, "test": None}, ": some items have a weight and some have none. Set a weight for all or for none"),
         ({"train": 0}, "item 1 is not {path = ..., weight = ...}: weight = 0: must be above 0"),
         ({"train": 1, "empty": 1}, "data.train: {folder}/empty.jsonl has no rows"),
         ({"train": 1, "absent": 1}, "data.train: {folder}/absent.jsonl: no such file"),
@@ -110,6 +110,21 @@ def test_wrong_sources_are_one_line_for_pairs_as_for_prompts(
     with pytest.raises(HybridFlowError) as caught:
         check()
     assert says.replace("{folder}", str(tmp_path)) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("too_long", "drop"), ("answer_field", "a"), ("block_tokens", 4), ("max_prompt_tokens", 9)]
+)
+def test_keys_without_effect_on_pairs_are_refused(pairs: Path, tmp_path: Path, key: str, value: Any) -> None:
+    body = pair_body(pairs, tmp_path / "run")
+    body["data"][key] = value
+    with pytest.raises(
+        ConfigError, match=rf"^data\.{key} = .*: `hybridflow reward-model` does not read it\. Remove it$"
+    ):
+        check_supervised(parse_config(body, command="reward-model"), tmp_path / "model")
+    config = parse_config(pair_body(pairs, tmp_path / "run"), command="reward-model")
+    written = parse_config(tomllib.loads(format_toml(config)), command="reward-model")
+    check_supervised(written, tmp_path / "model")
 
 
 def train_pairs(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def test_an_ambiguity_names_both_and_the_key(
 def test_a_field_that_no_row_has_is_refused(tmp_path: Path, field: str, key: str) -> None:
     path = write(tmp_path, {"prompt": "q", "{odd}": "a"})
     with pytest.raises(
-        DataError, match=rf"no field 'a\.b'; its fields are 'prompt', '{{odd}}'\. Set data\.{key}_field"
+        DataError, match=rf"no field 'a\.b'; its fields are 'prompt', '{{odd}}'\. Correct data\.{key}_field"
     ):
         load_rows(path, **{field: "a.b"})
 

@@ -69,7 +69,7 @@ def test_every_accepted_configuration_reads_back(options: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"a": {"b": [1.0, inf]}}, r"^rollout\.options\.a\.b\[1\] = inf: is not a finite number. Give one$"),
+        ({"a": {"b": [1.0, inf]}}, r"^rollout\.options\.a\.b\[1\] = inf: is not a finite number. Use one that is$"),
         ({"a": nan}, r"^rollout\.options\.a = nan: is not a finite number"),
         ({"a": "\ud800"}, r"^rollout\.options\.a = '\\ud800': contains an unpaired surrogate"),
         ({"\udfff": 1}, r"^rollout\.options = '\\udfff': is not a key of TOML"),
@@ -329,7 +329,7 @@ def test_a_key_far_from_all_gets_no_misleading_hint(key: str, says: str) -> None
         ({**MINIMAL, "model": {"path": 3}}, r"^model\.path = 3: must be a string, in quotes$"),
         (
             {**MINIMAL, "algorithm": {"name": "ppoo"}},
-            r"^algorithm\.name = 'ppoo': there is no such algorithm\. did you mean 'ppo'",
+            r"^algorithm\.name = 'ppoo': there is no such algorithm\. Did you mean 'ppo'",
         ),
         ({**MINIMAL, "x" * 10_000: 1}, r"^unknown key 'x{76}\.\.\."),
     ],

@@ -17,7 +17,7 @@ from hf_algorithms.config import ModelConfig, load_config
 from hf_algorithms.data import build_character_tokenizer, load_rows
 from hf_algorithms.initial_model import build_initial_model
 from hf_algorithms.inputs import load_inputs
-from hf_protocols.errors import ConfigError, DataError
+from hf_protocols.errors import ConfigError, DataError, ModelError
 from hf_protocols.toml import format_toml_value
 
 GSM8K = Path(__file__).resolve().parents[4] / "shared" / "data" / "gsm8k"
@@ -140,6 +140,15 @@ def test_options_of_the_template_reach_it(tmp_path: Path) -> None:
         run(*words, "--template-option", "tokenize=true")
     with pytest.raises(ConfigError, match=r"^--template-option 'think': write it as NAME=VALUE, such as enable_think"):
         run(*words, "--template-option", "think")
+
+
+def test_a_model_with_fewer_logits_than_ids_is_refused(rows: str, tmp_path: Path) -> None:
+    build_character_tokenizer("0123456789+=", tmp_path / "model")
+    LlamaConfig(vocab_size=9).save_pretrained(tmp_path / "model")
+    with pytest.raises(
+        ModelError, match=r"^--model .*: its tokenizer has the token '=' with id 14, the model's embedd"
+    ):
+        run("check", rows, "--model", str(tmp_path / "model"))
 
 
 def test_options_about_tokens_need_a_model(rows: str) -> None:

@@ -154,8 +154,15 @@ def test_chats_of_pairs_are_written_as_the_run_writes_prompts(tmp_path: Path) ->
 
 def test_a_chat_without_a_template_is_refused(tmp_path: Path) -> None:
     plain = build_character_tokenizer("abhi", tmp_path)
-    with pytest.raises(DataError, match=r"data\.train: its tokenizer has no chat template, and a row is a chat\. Give"):
-        dataset(plain, PreferenceRow(prompt=(USER,), chosen=(GOOD,), rejected=(BAD,)))
+    row = PreferenceRow(prompt=(USER,), chosen=(GOOD,), rejected=(BAD,), where="pairs.jsonl, line 3")
+    with pytest.raises(
+        DataError, match=r"^pairs\.jsonl, line 3: is a chat, and the tokenizer has no chat template\. Set"
+    ):
+        dataset(plain, row)
+    with pytest.raises(
+        DataError, match=r"^x: its tokenizer has no chat template, and a row is a chat\. Write the rows"
+    ):
+        SequenceEncoder(plain, label="x").encode_chat([USER], [[GOOD]])
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,51 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, name: str, conte
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("record", "says"),
+    [
+        (
+            '{"prompt": ["a", "b"]}',
+            "field 'prompt' is a JSON array, not text, a number or a list of messages with roles",
+        ),
+        (
+            '{"prompt": {"a": 1}}',
+            "field 'prompt' is a JSON object, not text, a number or a list of messages with roles",
+        ),
+        ('{"prompt": null}', "field 'prompt' is a JSON null, not text, a number or a list of messages with roles"),
+        ('{"prompt": []}', "field 'prompt' is an empty list, which holds no message. Remove the row"),
+        (
+            '{"prompt": [{"role": "user", "content": "a"}, {"content": "b"}]}',
+            "message 2 of field 'prompt' has no role. Add one, such as 'user'",
+        ),
+        ('{"prompt": "a", "answer": NaN}', "field 'answer' is NaN, not a finite number. Correct the row"),
+    ],
+)
+def test_a_field_that_is_not_a_prompt_or_answer_is_one_line(tmp_path: Path, record: str, says: str) -> None:
+    """The remedy is not a key that is set rightly."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' + record)
+    with pytest.raises(DataError) as caught:
+        load_rows(tmp_path / "a.jsonl")
+    line = f"{tmp_path / 'a.jsonl'}, line 2: {says}"
+    advice = ". Correct the row, or set data.prompt_field to another field"
+    assert str(caught.value) in (line, line + advice)
+
+
+def test_pairs_are_not_prompts(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"chosen": "a", "rejected": "b"}')
+    with pytest.raises(
+        DataError, match=r"line 1 has two responses and no prompt: such pairs train a reward model\. Use"
+    ):
+        load_rows(tmp_path / "a.jsonl")
+
+
+def test_a_directory_of_files_names_most_of_them(tmp_path: Path) -> None:
+    for name in ("a.csv", "b.jsonl.gz", "c.jsonl.gz", "notes.md"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=r"is a directory\. Name its files, such as '.*/\*\.jsonl\.gz'$"):
+        load_rows(tmp_path)
+
+
 def test_an_empty_value_of_csv_is_an_absent_answer(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,answer\na,\nb,2\n")
     assert load_rows(tmp_path / "a.csv") == [Row("a"), Row("b", "2")]
@@ -198,6 +243,18 @@ def test_a_hub_name_without_network_is_one_line(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(DataError, match=says) as caught:
         load_rows("nobody/nothing-here:test")
     assert "\n" not in str(caught.value)
+
+
+def test_a_hub_that_does_not_answer_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client would print each of its attempts."""
+    for name in ("huggingface_hub.constants.ENDPOINT", "datasets.config.HF_ENDPOINT"):
+        monkeypatch.setattr(name, "http://127.0.0.1:9")
+    with pytest.raises(DataError, match=r"^nobody/nothing-here: no such file or directory, and no dataset of the hub"):
+        load_rows("nobody/nothing-here")
+    assert not [each for each in caplog.records if "Retrying" in each.getMessage()]
+    assert not datasets.config.HF_HUB_OFFLINE
 
 
 def test_the_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

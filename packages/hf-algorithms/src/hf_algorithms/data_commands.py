@@ -214,6 +214,7 @@ class _GivenModel(NamedTuple):
 def _load_model(model: str) -> _GivenModel:
     """Reads the tokenizer of a directory or hub name, and the configuration of its model."""
     from hf_algorithms.data import load_tokenizer
+    from hf_algorithms.initial_model import check_vocabulary
     from hf_engine import derive_shape
     from hf_engine.model_directory import find_model, read_end_of_sequence_ids, read_model_directory
 
@@ -223,6 +224,7 @@ def _load_model(model: str) -> _GivenModel:
     if not (Path(path) / "config.json").is_file():
         return _GivenModel(tokenizer)
     files = read_model_directory(path, label=label, needs_weights=False)
+    check_vocabulary(tokenizer, files, label=label)
     stated_by = "generation_config.json" if files.generation_config.get("eos_token_id") is not None else "config.json"
     end_ids = {stated_by: read_end_of_sequence_ids(files)}
     return _GivenModel(tokenizer, derive_shape(files).max_positions, end_ids, files.vocab_size)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from hf_algorithms.config import ModelConfig
     from hf_algorithms.data import Row
 
-__all__ = ["Head", "InitialModel", "build_initial_model", "read_role_model"]
+__all__ = ["Head", "InitialModel", "build_initial_model", "check_vocabulary", "read_role_model"]
 
 Head = Literal["lm", "value", "score"]
 """Of a role's model: tokens, a value at each token, or one number for a sequence."""
@@ -113,7 +113,7 @@ def build_initial_model(
     shape = derive_shape(files)
     if config.path is not None:
         _check_sizes(config, shape)
-    _check_vocabulary(tokenizer, files, label=_label(key, given))
+    check_vocabulary(tokenizer, files, label=_label(key, given))
     path = _find(str(directory) if config.path is None else config.path)
     return InitialModel(
         path=path,
@@ -154,7 +154,7 @@ def read_role_model(
     )
     if head == "score":
         return replace(model, own_tokenizer_path=_find_own_tokenizer(files, main, label))
-    _check_vocabulary(main.tokenizer, files, label=label)
+    check_vocabulary(main.tokenizer, files, label=label)
     if any((files.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         own = load_tokenizer(str(files.path), label=label)
         if own.get_vocab() != main.tokenizer.get_vocab():
@@ -173,10 +173,10 @@ def _find_own_tokenizer(files: ModelDirectory, main: InitialModel, label: str) -
             "give its model/"
         )
     if not any((files.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        _check_vocabulary(main.tokenizer, files, label=label)
+        check_vocabulary(main.tokenizer, files, label=label)
         return None
     own = load_tokenizer(str(files.path), label=label, needs_end=False)
-    _check_vocabulary(own, files, label=label)
+    check_vocabulary(own, files, label=label)
     return None if own.get_vocab() == main.tokenizer.get_vocab() else str(files.path)
 
 
@@ -207,8 +207,12 @@ def _label(key: str, value: str | None) -> str:
     return f"model.{key} = {show(value)}"
 
 
-def _check_vocabulary(tokenizer: PreTrainedTokenizerBase, files: ModelDirectory, *, label: str) -> None:
-    """An embedding may have more rows than there are tokens, never fewer."""
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, files: ModelDirectory, *, label: str) -> None:
+    """Refuses a tokenizer with an id beyond the rows of the model's embedding, which may have more.
+
+    Raises:
+        ModelError: naming the token with the largest id.
+    """
     token, largest = max(tokenizer.get_vocab().items(), key=lambda each: each[1])
     if files.vocab_size and largest >= files.vocab_size:
         raise ModelError(

@@ -69,7 +69,7 @@ class PromptDraws:
         if num_prompts > len(left):
             raise DataError(
                 f"{self._data.source}: the step asks for {num_prompts} more prompts, {len(left)} of its "
-                f"{len(self._data)} rows are not drawn yet in this iteration. Give more rows, or ask for fewer prompts"
+                f"{len(self._data)} rows are not drawn yet in this iteration. Add rows, or ask for fewer prompts"
             )
         rows = left[:num_prompts]
         self._rows = [*self._rows, *rows]

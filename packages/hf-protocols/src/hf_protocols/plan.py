@@ -173,16 +173,17 @@ class MappingPlan:
         check_kind(PlanError, f"{_NO_PLAN}: text", text, str | bytes, "what to_json wrote")
         body = parse_json(PlanError, _NO_PLAN, text, **_HOOKS)
         if not isinstance(body, dict):
-            raise PlanError(f"{_NO_PLAN}: the JSON is no object")
+            raise PlanError(f"{_NO_PLAN}: the JSON is not an object. {_REMEDY}")
         version = body.pop("schema_version", None)
         if type(version) is not int or version != SCHEMA_VERSION:
             raise PlanError(
-                f"this plan has schema_version {show(version)}, this release reads {SCHEMA_VERSION}: make the plan anew"
+                f"this plan has schema_version {show(version)}, this release reads {SCHEMA_VERSION}. {_REMEDY}"
             )
         return _read(cls, "the plan", body, pools=_read_pools, models=_read_models, estimates=_as_object)
 
 
-_NO_PLAN = "this is no mapping plan"
+_REMEDY = "Regenerate the plan"
+_NO_PLAN = "not a mapping plan"
 
 
 def _hold_as_json(place: str, value: Any) -> Any:
@@ -190,7 +191,7 @@ def _hold_as_json(place: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise PlanError(f"{place}: the key {show(key)} is no text, as JSON's are: give its name")
+                raise PlanError(f"{place}: the key {show(key)} is not text, as JSON's keys are. Use its name")
         return {key: _hold_as_json(f"{place}.{key}", each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_hold_as_json(f"{place}[{index}]", each) for index, each in enumerate(value)]
@@ -198,13 +199,13 @@ def _hold_as_json(place: str, value: Any) -> Any:
 
 
 def _refuse_constant(name: str) -> float:
-    raise PlanError(f"{name} is no number of JSON: make the plan anew")
+    raise PlanError(f"{name} is not a number of JSON. {_REMEDY}")
 
 
 def _read_number(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise PlanError(f"{text} is no number of JSON that fits a float: make the plan anew")
+        raise PlanError(f"{text} is outside the range of a float. {_REMEDY}")
     return number
 
 

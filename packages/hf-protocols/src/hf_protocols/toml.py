@@ -100,7 +100,7 @@ def _find_reason(value: Any, level: int) -> str:
         is_whole = not any("\ud800" <= letter <= "\udfff" for letter in value)
         return "" if is_whole else "contains an unpaired surrogate, which is not a character. Remove it"
     if isinstance(value, float):
-        return "" if math.isfinite(value) else "is not a finite number. Give one"
+        return "" if math.isfinite(value) else "is not a finite number. Use one that is"
     if isinstance(value, int):
         return "" if abs(value) < _MOST_INTEGER else "has thousands of digits. Give a smaller number"
     if isinstance(value, _DATES):

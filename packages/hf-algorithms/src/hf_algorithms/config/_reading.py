@@ -139,7 +139,7 @@ def find_recipe(section: object, search_path: Sequence[str], command: str | None
                 )
         near = find_similar(name, recipes) if isinstance(name, str) else []
         hint = (
-            f"did you mean {show(near[0])}?" if near else f"Choose one of {', '.join(recipes)}, or set algorithm.recipe"
+            f"Did you mean {show(near[0])}?" if near else f"Choose one of {', '.join(recipes)}, or set algorithm.recipe"
         )
         raise ConfigError(f"algorithm.name = {show(name)}: there is no such algorithm. {hint}")
     return recipes[name]

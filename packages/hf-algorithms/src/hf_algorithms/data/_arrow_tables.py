@@ -10,7 +10,7 @@ import json
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ __all__ = ["DatasetTable", "ParquetTable", "open_dataset_directory", "open_hub_d
 
 _CACHE_BYTES = 256 << 20
 _BATCH_ROWS = 1024
+_PROBE_S = 10.0
 _PLAIN = (str, int, float, type(None))
 
 
@@ -135,7 +136,8 @@ def open_hub_dataset(name: str) -> DatasetTable:
     datasets = _import_datasets(name)
     path, _, split = name.partition(":")
     try:
-        return DatasetTable(datasets.load_dataset(path, split=split or "train"), name)
+        with nullcontext() if _reaches_hub(path) else _working_offline():
+            return DatasetTable(datasets.load_dataset(path, split=split or "train"), name)
     except OSError as error:  # DatasetNotFoundError as well: no such name, or no network to look for it
         raise DataError(
             f"{name}: no such file or directory, and no dataset of the hub by that name can be fetched: "
@@ -143,6 +145,34 @@ def open_hub_dataset(name: str) -> DatasetTable:
         ) from error
     except Exception as error:  # the library raises what its parsers and builders raise
         raise DataError(f"{name}: `datasets` cannot load it: {_one_line(error)}") from error
+
+
+def _reaches_hub(path: str) -> bool:
+    """False if nothing at all answers: the client then tries for half a minute and prints each of its attempts."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().dataset_info(path, timeout=_PROBE_S)
+    except Exception as error:  # noqa: BLE001 - the client raises errors of its own, of httpx and of the system
+        return getattr(error, "response", None) is not None
+    return True
+
+
+@contextmanager
+def _working_offline() -> Iterator[None]:
+    """The libraries read what they fetched earlier, as with HF_HUB_OFFLINE=1."""
+    import datasets
+    import huggingface_hub
+
+    places = (datasets.config, huggingface_hub.constants)
+    before = [each.HF_HUB_OFFLINE for each in places]
+    try:
+        for each in places:
+            each.HF_HUB_OFFLINE = True
+        yield
+    finally:
+        for each, value in zip(places, before, strict=True):
+            each.HF_HUB_OFFLINE = value
 
 
 def _import_datasets(shown: str) -> Any:

@@ -209,12 +209,13 @@ class PromptDataset:
             others = f", and so have {len(empty) - 1} other rows" if len(empty) > 1 else ""
             raise DataError(
                 f"{self._where(empty[0])}: its prompt has no tokens, so nothing can follow it{others}. "
-                "Give each row a prompt"
+                "Add one, or remove the row"
             )
         if not self._kept:
             raise DataError(
                 f"{self.source}: every prompt has more than {self.max_tokens} tokens, so data.too_long = 'drop' leaves "
-                "no row. Lower rollout.max_new_tokens, or set data.too_long = 'truncate_left'"
+                "no row. Raise data.max_prompt_tokens, lower rollout.max_new_tokens, or set data.too_long = "
+                "'truncate_left'"
             )
 
     def _encode(self, rows: Sequence[Row], numbers: Sequence[int]) -> Iterator[tuple[list[int], int]]:

@@ -84,6 +84,11 @@ def find_columns(
             f"{where} has a field 'text' and no prompt: a text is learned, not answered. Set data.prompt_field if it "
             "holds prompts, or name the file as data.pretraining"
         )
+    if prompt is None and has_pairs:
+        raise DataError(
+            f"{where} has two responses and no prompt: such pairs train a reward model. Use `hybridflow reward-model`, "
+            "or name a file with prompts"
+        )
     if prompt is None:
         known = ", ".join(show(name) for tier in PROMPT_COLUMNS for name in tier)
         raise DataError(f"{absent.format(f'for the prompt, such as {known}')}. Set data.prompt_field")
@@ -129,7 +134,7 @@ def _choose(
 ) -> str | None:
     if given is not None:
         if not any(_has_field(record, given) for record in records):
-            raise DataError(absent.format(show(given)) + f". Set data.{role}_field")
+            raise DataError(absent.format(show(given)) + f". Correct data.{role}_field")
         return given
     for names in candidates:
         found = [name for name in names if _is_present(records, name)]

@@ -11,6 +11,7 @@ from hf_protocols.errors import DataError
 
 __all__ = ["SpelledNumber", "describe_json_kind", "parse_object"]
 
+_REMEDY = 'Write each row as one JSON object, such as {"prompt": "..."}'
 _KINDS = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", type(None): "null"}
 
 
@@ -44,14 +45,16 @@ def parse_object(line: bytes, *, where: str) -> Mapping[str, Any]:
         raise DataError(f"{where}: {error}") from None
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{where} is not UTF-8: byte {error.start + 1} of the line is {line[error.start]:#04x}"
+            f"{where} is not UTF-8: byte {error.start + 1} of the line is {line[error.start]:#04x}. Save it as UTF-8"
         ) from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error.msg} at column {error.colno}: {_excerpt(line)}") from error
+        raise DataError(
+            f"{where} is not JSON: {error.msg} at column {error.colno}: {_excerpt(line)}. {_REMEDY}"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {error}: {_excerpt(line)}") from error
+        raise DataError(f"{where} is not JSON: {error}: {_excerpt(line)}. {_REMEDY}") from error
     if not isinstance(record, dict):
-        raise DataError(f"{where} is a JSON {describe_json_kind(record)}, not an object: {_excerpt(line)}")
+        raise DataError(f"{where} is a JSON {describe_json_kind(record)}, not an object: {_excerpt(line)}. {_REMEDY}")
     return record
 
 

@@ -95,7 +95,8 @@ class PreferenceDataset:
         turns: how chats are written; by default with the tokenizer's own template.
 
     Raises:
-        DataError: for a row without tokens, or with two sides of the same tokens, as they are or as they are cut.
+        DataError: for a row without tokens, two sides of the same tokens, as they are or as they are cut, and a chat
+            without a template.
     """
 
     def __init__(
@@ -111,6 +112,13 @@ class PreferenceDataset:
         self.num_cut = 0
         """Rows that lost their start."""
         self._rows = tuple(rows)
+        turns = turns or TurnFormat(tokenizer, label=source)
+        chat = next((row for row in rows if not isinstance(row.prompt, str)), None)
+        if chat is not None and not turns.has_template:
+            raise DataError(
+                f"{chat.where}: is a chat, and the tokenizer has no chat template. Set data.chat_template to a file or "
+                "a text"
+            )
         encoder = SequenceEncoder(tokenizer, label=source, turns=turns)
         self._ids = [self._encode(encoder, row, max_tokens) for row in rows]
 
@@ -163,7 +171,7 @@ class PreferenceDataset:
         cut = cut_to(max_tokens, ids[0], ids[1:])
         self.num_cut += cut != ids
         if not cut[0]:
-            raise DataError(f"{row.where}: its prompt has no tokens. Give each row a prompt")
+            raise DataError(f"{row.where}: its prompt has no tokens. Add one, or remove the row")
         if cut[1] == cut[2]:
             reason = f"the last {max_tokens} tokens of both sides are" if ids[1] != ids[2] else "both sides are"
             raise DataError(

@@ -234,8 +234,10 @@ def _read_prompt(record: Mapping[str, Any], name: str) -> tuple[str | tuple[Mess
     value = get_field(record, name)
     if value is None and name not in record:
         raise DataError(
-            f" has no field {show(name)}; its fields are {', '.join(map(show, record))}. Set data.prompt_field"
+            f" has no field {show(name)}; its fields are {', '.join(map(show, record))}. Add the field, or set "
+            "data.prompt_field to the one that every row has"
         )
+    _check_messages(value, name)
     if not is_chat(value):
         return _read_text(value, name, wanted="text, a number or a list of messages with roles", role="prompt"), None
     messages = [{key: part for key, part in each.items() if part is not None} for each in value]
@@ -248,6 +250,17 @@ def _read_prompt(record: Mapping[str, Any], name: str) -> tuple[str | tuple[Mess
     if not messages:
         raise DataError(f": field {show(name)} has no message before the response. Begin a chat with a user's message")
     return tuple(messages), written
+
+
+def _check_messages(value: object, name: str) -> None:
+    """Refuses a list that is almost a chat."""
+    if not isinstance(value, list | tuple):
+        return
+    if not value:
+        raise DataError(f": field {show(name)} is an empty list, which holds no message. Remove the row")
+    if all(isinstance(each, Mapping) for each in value) and not is_chat(value):
+        number = next(n for n, each in enumerate(value, start=1) if not isinstance(each.get("role"), str))
+        raise DataError(f": message {number} of field {show(name)} has no role. Add one, such as 'user'")
 
 
 def _read_answer(record: Mapping[str, Any], name: str) -> str | None:
@@ -265,9 +278,13 @@ def _read_answer(record: Mapping[str, Any], name: str) -> str | None:
 def _read_text(value: object, name: str, *, wanted: str, role: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         kind = describe_json_kind(value)
-        raise DataError(f": field {show(name)} is a JSON {kind}, not {wanted}. Set data.{role}_field")
+        raise DataError(
+            f": field {show(name)} is a JSON {kind}, not {wanted}. Correct the row, or set data.{role}_field to "
+            "another field"
+        )
     if isinstance(value, float) and value - value != 0:
-        raise DataError(f": field {show(name)} is {value}, not a finite number. Correct the row")
+        spelling = value.spelling if isinstance(value, SpelledNumber) else value
+        raise DataError(f": field {show(name)} is {spelling}, not a finite number. Correct the row")
     text = value.spelling if isinstance(value, SpelledNumber) else str(value)
     _check_characters(text, name)
     return text

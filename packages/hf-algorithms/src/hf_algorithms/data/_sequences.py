@@ -73,7 +73,7 @@ class SequenceEncoder:
         turns = self._turns
         if not turns.has_template:
             raise DataError(
-                f"{self._label}: its tokenizer has no chat template, and a row is a chat. Give the rows as texts, or "
+                f"{self._label}: its tokenizer has no chat template, and a row is a chat. Write the rows as texts, or "
                 "add a chat_template to its tokenizer_config.json"
             )
         before = [(*messages, *response[:-1]) for response in responses]

@@ -6,6 +6,7 @@ A table holds an index of its rows, never their text, so that a file may be larg
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,9 +73,14 @@ def open_table(path: str | Path) -> Table:
 def _open_directory(place: Path, shown: str) -> Table:
     if any((place / name).is_file() for name in _DATASET_FILES):
         return open_dataset_directory(place, shown)
-    found = sorted({each.suffix for each in place.iterdir() if each.suffix in _SUFFIXES})
-    advice = f"Name its files, such as '{shown.rstrip('/')}/*{found[0]}'" if found else f"Data is {FORMATS}"
+    found = Counter(_read_suffix(each) for each in sorted(place.iterdir()) if each.suffix in _SUFFIXES)
+    usual = "".join(suffix for suffix, _ in found.most_common(1))
+    advice = f"Name its files, such as '{shown.rstrip('/')}/*{usual}'" if found else f"Data is {FORMATS}"
     raise DataError(f"{shown}: is a directory. {advice}")
+
+
+def _read_suffix(path: Path) -> str:
+    return path.suffix if path.suffix != ".gz" else "".join(path.suffixes[-2:])
 
 
 def _open_file(place: Path, shown: str) -> Table:

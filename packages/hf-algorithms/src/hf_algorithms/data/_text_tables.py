@@ -78,7 +78,7 @@ class JsonLinesTable:
                 blank = blank or number
                 continue
             if blank is not None:
-                raise DataError(f"{shown}, line {blank} is empty: every line is one JSON object; delete the line")
+                raise DataError(f"{shown}, line {blank} is empty: every line is one JSON object. Delete the line")
             self._index.add(offset, offset + len(line))
 
     def __len__(self) -> int:

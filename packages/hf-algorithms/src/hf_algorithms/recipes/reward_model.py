@@ -20,6 +20,8 @@ from pydantic import Field
 
 from hf_algorithms.recipes._config import AlgorithmConfig, Coefficient
 from hf_algorithms.recipes._recipe import Role, StepContext, SupervisedRecipe
+from hf_protocols.arguments import show
+from hf_protocols.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,10 +67,22 @@ def step(roles: Roles, pairs: BatchFuture, config: RewardModelConfig, context: S
     return [roles.reward_model.update_scores(pairs, config.build_loss())]
 
 
+_UNREAD = ("answer_field", "block_tokens", "max_prompt_tokens", "pretraining", "too_long")
+"""Keys of `[data]` that mean nothing for pairs."""
+
+
 def load(path: str, config: Config) -> list[PreferenceRow]:
-    """Reads the pairs of a file."""
+    """Reads the pairs of a file.
+
+    Raises:
+        ConfigError: for a key of `[data]` that would have no effect.
+        DataError: as `load_preferences` does.
+    """
     from hf_algorithms.data import load_preferences
 
+    for key in _UNREAD:
+        if (value := getattr(config.data, key)) != type(config.data).model_fields[key].default:
+            raise ConfigError(f"data.{key} = {show(value)}: `hybridflow reward-model` does not read it. Remove it")
     algorithm: Any = config.algorithm
     return load_preferences(path, labels=algorithm.labels, prompt_field=config.data.prompt_field or "prompt")
 

@@ -45,7 +45,7 @@ def find_model(model: str | Path, *, label: str | None = None, needs_weights: bo
     check_kind(ModelError, "model", model, str | Path, "a directory in Hugging Face format, or a name on the hub")
     name = label or label_of(model)
     if not str(model).strip():
-        raise ModelError(f"{name}: is empty. Give a directory, or a name on the hub")
+        raise ModelError(f"{name}: is empty. Name a directory, or a name on the hub")
     directory = _expand(model, name)
     if os.path.isdir(directory):
         return directory
@@ -82,7 +82,7 @@ def _refuse_file(path: Path, name: str) -> None:
         raise ModelError(f"{name}: no such directory: {reason}") from None
     if is_there:
         kind = " in the format of llama.cpp" if path.suffix == ".gguf" else ""
-        raise ModelError(f"{name}: is a file{kind}, not a directory. Give a directory")
+        raise ModelError(f"{name}: is a file{kind}, not a directory. Name a directory")
 
 
 def _why_absent(text: str) -> str:
@@ -112,7 +112,7 @@ def _why_not_fetched(error: Exception) -> str:
         return "the hub has no model of that name that you may read. Check the name, or run `hf auth login`"
     if kinds & {*_UNREACHABLE} or isinstance(error, ConnectionError) or type(error).__module__.startswith("httpx"):
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0").upper() in _SET else ""
-        return f"the hub is not reachable{offline}. Give a directory"
+        return f"the hub is not reachable{offline}. Name a directory"
     return f"the hub's client says {one_line(error)}"
 
 
