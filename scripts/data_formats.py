@@ -122,8 +122,8 @@ model's context and `training.micro_batch_tokens`.
   exactly once. What the tokenizer puts before a text is read, and not learned.
 - In an epoch each block comes once, in an order that depends on `run.seed` only, across the iterations of a run.
 
-Token ids are kept in the folder for temporary files, not in memory. Prompts with answers in `data.pretraining` stay rows;
-their answers are cut to `rollout.max_new_tokens`, which the run says."""
+Token ids are kept in the folder for temporary files, not in memory. Prompts with answers in `data.pretraining` stay
+rows; their answers are cut to `rollout.max_new_tokens`, which the run says."""
 
 
 def main() -> int:

@@ -74,16 +74,15 @@ class RunInputs(ModelInputs):
     def describe_data(self) -> list[str]:
         """A line for each file with its format and columns, one for absent answers and one for long prompts."""
         lines: list[str] = []
-        for data in filter(None, (self.train, self.validation, self.test, self.pretraining)):
+        sets: list[PromptDataset | TextBlocks] = [self.train, self.validation, self.test]
+        for data in sets if self.pretraining is None else [*sets, self.pretraining]:
             if isinstance(data.rows, Rows):
                 key = data.source.partition(" = ")[0]
                 lines += [f"{key}: {each.describe()}" for each in data.rows.files]
             if isinstance(data, TextBlocks):
                 lines.append(data.describe())
-                continue
-            if 0 < data.num_unanswered < len(data.rows):
-                lines.append(f"{data.source}: {data.num_unanswered:,} of {len(data.rows):,} rows have no answer")
-            lines += filter(None, [data.describe_too_long()])
+            else:
+                lines += filter(None, [data.describe_unanswered(), data.describe_too_long()])
         return list(dict.fromkeys(lines))
 
 

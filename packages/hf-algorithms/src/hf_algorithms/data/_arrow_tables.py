@@ -164,7 +164,7 @@ def _working_offline() -> Iterator[None]:
     import datasets
     import huggingface_hub
 
-    places = (datasets.config, huggingface_hub.constants)
+    places: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
     before = [each.HF_HUB_OFFLINE for each in places]
     try:
         for each in places:

@@ -100,6 +100,12 @@ class PromptDataset:
         """Place of a row for messages, such as `data.train = 'train.jsonl', line 3`."""
         return self._where(self._kept[index])
 
+    def describe_unanswered(self) -> str | None:
+        """One line about rows without an answer; None if all rows are alike."""
+        if self.num_unanswered in (0, len(self._rows)):
+            return None
+        return f"{self.source}: {self.num_unanswered:,} of {len(self._rows):,} rows have no answer"
+
     def describe_too_long(self) -> str | None:
         """One line about prompts that were dropped or cut; None if there are none."""
         if not self.num_too_long:

@@ -257,7 +257,7 @@ def _measure_prompts(
 ) -> _Measured:
     lengths = list(PromptDataset(rows, turns.tokenizer, turns=turns, source=rows.files[0].path).prompt_lengths)
     room = None if context is None else _find_room(context, max_new_tokens, max(lengths))
-    bounds = [each for each in (max_prompt_tokens, room and room.prompt) if each is not None]
+    bounds = [each for each in (max_prompt_tokens, None if room is None else room.prompt) if each is not None]
     if not bounds:
         return _Measured(_summarize("tokens of a prompt", lengths))
     count = sum(length > min(bounds) for length in lengths)
