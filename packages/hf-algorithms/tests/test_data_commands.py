@@ -146,7 +146,7 @@ def test_a_model_with_fewer_logits_than_ids_is_refused(rows: str, tmp_path: Path
     build_character_tokenizer("0123456789+=", tmp_path / "model")
     LlamaConfig(vocab_size=9).save_pretrained(tmp_path / "model")
     with pytest.raises(
-        ModelError, match=r"^--model .*: its tokenizer has the token '=' with id 14, the model's embedd"
+        ModelError, match=r"^--model .*: its tokenizer has the token '=' with id 14, the model's embedding"
     ):
         run("check", rows, "--model", str(tmp_path / "model"))
 
