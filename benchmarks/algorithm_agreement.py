@@ -31,7 +31,6 @@ from hf_algorithms.run_directory import RunDirectory
 from hf_protocols import MappingPlan
 
 ROOT = Path(__file__).resolve().parents[1]
-PRELOADED = ("hf_engine.backends.fsdp", "hf_engine.backends.transformers", "transformers.models.llama.modeling_llama")
 PAGE = ROOT / "docs" / "reference" / "algorithm-agreement.md"
 BEGIN, END = "<!-- agreement -->\n", "<!-- end -->"
 RELATIVE, NEAR_ZERO = 1e-5, 1e-2
@@ -63,8 +62,19 @@ class Difference:
     """The metric that has it."""
 
 
-def build_body(name: str, data: Path, output: Path, *, teacher: Path | None, on_ray: bool) -> dict[str, Any]:
-    """Sections of a run of one iteration; `teacher` is a model directory for the algorithm that needs one."""
+def build_body(
+    name: str, data: Path, output: Path, *, teacher: Path | None, on_ray: bool, address: str = "local"
+) -> dict[str, Any]:
+    """Returns the sections of a run of one iteration.
+
+    Args:
+        name: the algorithm.
+        data: folder of the rows.
+        output: folder of the run.
+        teacher: model directory for the algorithm that needs one.
+        on_ray: runs on two ranks of a Ray cluster.
+        address: of the cluster.
+    """
     body: dict[str, Any] = {
         "run": {"output_dir": str(output), "iterations": 1, "executor": "ray" if on_ray else "in_process"},
         "data": {"train": str(data / "train.jsonl"), "validation": str(data / "validation.jsonl"), "max_eval_rows": 8},
@@ -74,7 +84,7 @@ def build_body(name: str, data: Path, output: Path, *, teacher: Path | None, on_
         "rollout": {"batch_size": 8, "max_new_tokens": 5, "samples_per_prompt": RECIPES[name].config.least_samples},
         "reward": {"function": "length_rewards:response_length"},
         "training": {"shard": "root"},
-        "cluster": {"gpus_per_machine": 2 if on_ray else 1},
+        "cluster": {"gpus_per_machine": 2, "address": address} if on_ray else {"gpus_per_machine": 1},
     }
     body["model"] |= {"num_heads": 1, "max_positions": 16}
     if "cost.function" in RECIPES[name].config.needs_keys:
@@ -172,21 +182,19 @@ def main(names: Sequence[str]) -> int:
     """Compares the algorithms of these names, all by default; then the page is written."""
     torch.set_num_threads(1)
     sys.path.append(str(ROOT / "integration-tests"))
-    from forked_workers import forked_workers  # workers start in half a second
+    from shared_cluster import shared_cluster
 
     lines, failed = [], []
-    with tempfile.TemporaryDirectory() as folder, forked_workers(["hf_algorithms.workers", *PRELOADED]):
+    with tempfile.TemporaryDirectory() as folder, shared_cluster() as address:
         data = Path(folder) / "data"
         data.mkdir()
         write_addition_data(data, seed=0)
         teacher = make_teacher(Path(folder), data)
         for name in names or RECIPES:
-            bodies = [
-                build_body(name, data, Path(folder) / f"{name}-{number}", teacher=teacher, on_ray=number == 2)
-                for number in (1, 2)
-            ]
+            one = build_body(name, data, Path(folder) / f"{name}-1", teacher=teacher, on_ray=False)
+            two = build_body(name, data, Path(folder) / f"{name}-2", teacher=teacher, on_ray=True, address=address)
             try:
-                found = compare(*map(run_once, bodies))
+                found = compare(run_once(one), run_once(two))
             except AssertionError as error:
                 failed.append(name)
                 print(f"{name}: {error}", file=sys.stderr)

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from forked_workers import forked_workers
 from hf_algorithms import cli
 from hf_algorithms.data import load_rows, write_addition_data, write_rows
+from shared_cluster import shared_cluster
 from small_runs import SMALL_RUN, Outcome
 
 NUM_TRAIN = 512
@@ -25,19 +25,11 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module")
-def quick_workers() -> Iterator[None]:
-    """Clusters that this process starts fork their workers."""
-    with forked_workers(
-        [
-            "hf_algorithms.workers",
-            "hf_engine.backends.fsdp",
-            "hf_engine.backends.megatron",
-            "hf_engine.backends.transformers",
-            "transformers.models.llama.modeling_llama",
-        ]
-    ):
-        yield
+@pytest.fixture(scope="session")
+def cluster_address() -> Iterator[str]:
+    """Address of the Ray cluster that small runs share."""
+    with shared_cluster() as address:
+        yield address
 
 
 @pytest.fixture(scope="session")

@@ -56,11 +56,16 @@ def test_an_algorithm_trains_in_process(name: str, in_process: Callable[[str], S
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ON_RAY else [pytest.mark.slow]) for name in RECIPES]
 )
-@pytest.mark.usefixtures("quick_workers")
 def test_two_ranks_on_ray_agree_with_one_in_process(
-    name: str, in_process: Callable[[str], Sampled], addition_data: Path, teacher: Path, tmp_path: Path
+    name: str,
+    in_process: Callable[[str], Sampled],
+    addition_data: Path,
+    teacher: Path,
+    tmp_path: Path,
+    cluster_address: str,
 ) -> None:
-    body = build_body(name, addition_data, tmp_path / "run", teacher=teacher, on_ray=True)
+    output = tmp_path / "run"
+    body = build_body(name, addition_data, output, teacher=teacher, on_ray=True, address=cluster_address)
     compare(in_process(name), run_once(body))
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert {
@@ -68,8 +73,8 @@ def test_two_ranks_on_ray_agree_with_one_in_process(
     } == {2}
 
 
-def build_top_k(data: Path, output: Path, teacher: Path, *, on_ray: bool) -> dict[str, Any]:
-    body = build_body("distillation", data, output, teacher=teacher, on_ray=on_ray)
+def build_top_k(data: Path, output: Path, teacher: Path, **on: Any) -> dict[str, Any]:
+    body = build_body("distillation", data, output, teacher=teacher, **on)
     body["algorithm"] |= {"signal": "top_k", "top_k": 4, "mini_batches": 2}
     return body
 
@@ -82,20 +87,20 @@ def test_a_teachers_likeliest_tokens_train_in_process(addition_data: Path, teach
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_workers")
 def test_a_teachers_likeliest_tokens_train_alike_on_two_ranks(
-    addition_data: Path, teacher: Path, tmp_path: Path
+    addition_data: Path, teacher: Path, tmp_path: Path, cluster_address: str
 ) -> None:
     one = run_once(build_top_k(addition_data, tmp_path / "one", teacher, on_ray=False))
-    compare(one, run_once(build_top_k(addition_data, tmp_path / "two", teacher, on_ray=True)))
+    two = build_top_k(addition_data, tmp_path / "two", teacher, on_ray=True, address=cluster_address)
+    compare(one, run_once(two))
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_workers")
-def test_an_entropy_bonus_trains_alike_on_two_ranks(addition_data: Path, tmp_path: Path) -> None:
+def test_an_entropy_bonus_trains_alike_on_two_ranks(addition_data: Path, tmp_path: Path, cluster_address: str) -> None:
     found = []
     for name, on_ray in (("one", False), ("two", True)):
-        body = build_body("grpo", addition_data, tmp_path / name, teacher=None, on_ray=on_ray)
+        output = tmp_path / name
+        body = build_body("grpo", addition_data, output, teacher=None, on_ray=on_ray, address=cluster_address)
         body["algorithm"] |= {"entropy_coefficient": 0.5}
         found.append(run_once(body))
     compare(*found)

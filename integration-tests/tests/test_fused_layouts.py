@@ -89,8 +89,9 @@ class RigidWorker(MeshWorker):
 
 
 @pytest.fixture(scope="module")
-def executor(quick_workers: None) -> Iterator[RayExecutor]:
-    with RayExecutor(num_cpus=6, start_timeout_s=180.0, call_timeout_s=120.0, collective_timeout_s=60.0) as executor:
+def executor(cluster_address: str) -> Iterator[RayExecutor]:
+    deadlines = {"start_timeout_s": 180.0, "call_timeout_s": 120.0, "collective_timeout_s": 60.0}
+    with RayExecutor(address=cluster_address, **deadlines) as executor:
         yield executor
 
 

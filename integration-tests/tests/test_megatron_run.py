@@ -29,16 +29,14 @@ def on_two_ranks(plan: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.usefixtures("quick_workers")
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"pp_size": 2}], ids=["tp", "pp"])
 def test_a_run_is_the_same_under_another_layout(
     small_config: Path,
     hybridflow: Callable[..., Outcome],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cluster_address: str,
     sizes: dict[str, int],
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # ranks import the reward function
     changed = [argument for size in SIZES for argument in ("--set", size)]
     outcome = hybridflow("train", small_config, *changed)
     assert outcome.exit_code == 0, outcome.errors
@@ -47,7 +45,7 @@ def test_a_run_is_the_same_under_another_layout(
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     output = tmp_path / "megatron"
     changed += ["--set", f"run.output_dir={output}", "--set", "run.executor=ray", "--set", "training.backend=megatron"]
-    changed += ["--set", "cluster.gpus_per_machine=2"]
+    changed += ["--set", "cluster.gpus_per_machine=2", "--set", f"cluster.address={cluster_address}"]
     outcome = hybridflow("train", small_config, *changed, "--plan", tmp_path / "plan.json")
     assert outcome.exit_code == 0, outcome.errors
     found = without_times(read_metrics(output))

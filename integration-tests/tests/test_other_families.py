@@ -18,10 +18,9 @@ from small_runs import Outcome, read_metrics
 
 
 @pytest.fixture
-def workers(request: pytest.FixtureRequest, executor: str) -> None:
-    """Only clusters have workers."""
-    if executor == "ray":
-        request.getfixturevalue("quick_workers")
+def address(request: pytest.FixtureRequest, executor: str) -> str:
+    """Of the cluster, which is started only for a run on it."""
+    return request.getfixturevalue("cluster_address") if executor == "ray" else "local"
 
 
 def write_model(directory: Path, family: str, **config: Any) -> Path:
@@ -48,15 +47,20 @@ def starting_file(hybridflow: Callable[..., Outcome], folder: Path, model: Path,
     return folder / "start.toml"
 
 
-@pytest.mark.usefixtures("workers")
 @pytest.mark.parametrize(
     ("family", "executor", "ranks"), [("gemma2", "in_process", 1), ("phi", "ray", 2)], ids=["gemma2", "phi"]
 )
 def test_a_family_without_a_known_shape_is_planned_and_trained(
-    hybridflow: Callable[..., Outcome], tmp_path: Path, addition_data: Path, family: str, executor: str, ranks: int
+    hybridflow: Callable[..., Outcome],
+    tmp_path: Path,
+    addition_data: Path,
+    family: str,
+    executor: str,
+    ranks: int,
+    address: str,
 ) -> None:
     model = write_model(tmp_path / "model", family)
-    changes = {"run__executor": executor, "cluster__gpus_per_machine": ranks}
+    changes = {"run__executor": executor, "cluster__gpus_per_machine": ranks, "cluster__address": address}
     config = starting_file(hybridflow, tmp_path, model, addition_data, **changes)
     planned = hybridflow("plan", config, "--json")
     assert planned.exit_code == 0, planned.errors

@@ -49,12 +49,6 @@ def two_pools() -> MappingPlan:
     )
 
 
-@pytest.fixture
-def ranks_find_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 def test_the_mappers_default_is_the_largest_shipped_engine() -> None:
     """Read off the sources: the classes of engines that are not installed cannot be imported."""
     folder = Path(hf_engine.__file__).parent / "backends"
@@ -90,9 +84,8 @@ def test_offloaded_models_train_like_others(
 
 @pytest.mark.slow  # another test's executor may live in the program of the fast ones
 @pytest.mark.timeout(400)
-@pytest.mark.usefixtures("ranks_find_the_reward")
 def test_two_pools_of_different_layouts_train_like_one_rank(
-    small_config: Path, hybridflow: Callable[..., Outcome]
+    small_config: Path, hybridflow: Callable[..., Outcome], cluster_address: str
 ) -> None:
     """Samples depend on rows, not on ranks, and losses are means over all tokens: sums differ in their order only.
 
@@ -107,7 +100,8 @@ def test_two_pools_of_different_layouts_train_like_one_rank(
     expected = without_times(read_metrics(run))
     file = small_config.with_name("two.json")
     file.write_text(two_pools().to_json())
-    changes = (*ON_RAY, "cluster.gpus_per_machine=3", f"run.output_dir={run.parent / 'two'}")
+    changes = (*ON_RAY, f"cluster.address={cluster_address}", "cluster.gpus_per_machine=3")
+    changes += (f"run.output_dir={run.parent / 'two'}",)
     outcome = hybridflow("train", small_config, *settings(*changes), "--plan", file)
     assert outcome.exit_code == 0, outcome.errors
     two = run.parent / "two"

@@ -189,9 +189,12 @@ def test_a_file_for_pairs_is_explained_and_planned(reward_run: Path, hybridflow:
     assert json.loads(planned.output)["models"].keys() == {"reward_model"}
 
 
-@pytest.mark.usefixtures("quick_workers")
-def test_two_ranks_learn_the_same_from_pairs(reward_run: Path, pairs: Path, tmp_path: Path) -> None:
-    train_pairs(pair_body(pairs, tmp_path / "run", ranks=2))
+def test_two_ranks_learn_the_same_from_pairs(
+    reward_run: Path, pairs: Path, tmp_path: Path, cluster_address: str
+) -> None:
+    body = pair_body(pairs, tmp_path / "run", ranks=2)
+    body["cluster"]["address"] = cluster_address
+    train_pairs(body)
     plan = json.loads((tmp_path / "run" / "plan.json").read_text())
     assert plan["models"]["reward_model"]["train"]["dp_size"] == 2
     rows = zip(without_times(read_metrics(reward_run)), without_times(read_metrics(tmp_path / "run")), strict=True)
@@ -231,16 +234,17 @@ def train(body: Mapping[str, Any], *, on_all_ranks: bool = False) -> list[dict[s
     return read_metrics(Path(config.run.output_dir))
 
 
-@pytest.mark.usefixtures("quick_workers")
-def test_ppo_on_ray_learns_from_a_reward_model(reward_run: Path, addition_data: Path, tmp_path: Path) -> None:
+def test_ppo_on_ray_learns_from_a_reward_model(
+    reward_run: Path, addition_data: Path, tmp_path: Path, cluster_address: str
+) -> None:
     """Its critic starts from the reward model, as in the paper; the numbers are those of one rank in process."""
     model = str(reward_run / "model")
     reward = {"model": {"path": model, "weight": 2.0}}
     found = []
     for ranks, executor in ((1, "in_process"), (2, "ray")):
         body = rl_body(addition_data, tmp_path / executor, reward, roles={"critic": {"path": model}})
-        body["run"]["executor"], body["cluster"]["gpus_per_machine"] = executor, ranks
-        body["run"]["iterations"] = 1
+        body["run"] |= {"executor": executor, "iterations": 1}
+        body["cluster"] = {"gpus_per_machine": ranks, "address": cluster_address}
         found.append(without_times(train(body, on_all_ranks=ranks > 1))[0])
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
     assert found[0]["reward/mean"] == pytest.approx(2 * found[0]["reward/model/mean"], rel=1e-6)

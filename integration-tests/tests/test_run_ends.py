@@ -158,12 +158,11 @@ def test_a_killed_run_leaves_nothing_behind(small_config: Path) -> None:
     wait_for_shared_memory(before)
 
 
-@pytest.mark.usefixtures("quick_workers")
 def test_two_runs_on_two_ranks_give_the_same_metrics(
-    small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+    small_config: Path, hybridflow: Callable[..., Outcome], cluster_address: str
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # ranks import the reward function
-    overrides = [word for key, value in ON_RAY.items() for word in ("--set", f"{key}={value}")]
+    changes = {**ON_RAY, "cluster.address": cluster_address}
+    overrides = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     metrics = []
     for name in ("one", "two"):
         run = small_config.parent / name

@@ -81,8 +81,8 @@ def _run_out(*_: object) -> None:
 
 
 @pytest.fixture(scope="module")
-def sides(quick_workers: None) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
-    with RayExecutor(num_cpus=4, object_store_bytes=100 * 2**20, call_timeout_s=60.0) as executor:
+def sides(cluster_address: str) -> Iterator[tuple[WorkerGroup, WorkerGroup]]:
+    with RayExecutor(address=cluster_address, call_timeout_s=60.0) as executor:
         topology = Topology(ParallelSpec(dp_size=2))
         trainers, samplers = (
             executor.build_groups(
