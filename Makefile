@@ -11,9 +11,11 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # Two parts are tested at a time, and in this order at most one of them starts clusters, which wait more than they compute.
 PARTS := hf-engine hf-controller integration-tests hf-mapper hf-algorithms hf-protocols
-SLOW_PARTS := integration-tests hf-engine hf-controller hf-mapper
+SLOW_PARTS := learning integration-tests hf-engine hf-controller hf-mapper
+# Runs that learn compute for minutes: a part of their own in the slow lane, next to those that wait for clusters.
+LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_learning.py
 
-.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) test-vllm test-sglang test-matrix test-families check fmt docs
+.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-matrix test-families check fmt docs
 .PHONY: bench bench-learning bench-gpu wheels constraints clean
 
 ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test_rollout_dtype.py \
@@ -40,10 +42,13 @@ test: env ## run the tests of the base environment
 
 test-slow: env ## run the tests that take minutes or many processes
 	@$(MAKE) --no-print-directory --jobs 2 $(SLOW_PARTS:%=test-%) \
-		SELECT='-m "slow and not gpu and not vllm and not sglang" --timeout 900'
+		SELECT='-m "slow and not gpu and not vllm and not sglang" --timeout 900 $(LEARNING:%=--ignore %)'
 
 $(PARTS:%=test-%): test-%: env # one package's tests, or those of all packages together
 	@$(call named,$*,$(BIN)/pytest $(wildcard packages/$* $*) $(SELECT) $(DURATIONS))
+
+test-learning: env
+	@$(call named,learning,$(BIN)/pytest $(LEARNING) -m slow --timeout 900 $(DURATIONS))
 
 test-vllm: env ## set up .venv-vllm and test the vLLM backend with a real engine
 	@$(call named,vllm,$(call engine-tests,vllm))
