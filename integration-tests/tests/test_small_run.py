@@ -163,3 +163,17 @@ def test_the_samplers_log_probs_train_like_recomputed_ones(
 def _count(run: Path, name: str) -> int:
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
     return sum(event["name"] == name for event in events)
+
+
+def test_texts_are_learned_in_blocks_next_to_the_policy(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
+    texts = "".join(json.dumps({"text": "1+1=2" * number}) + "\n" for number in (1, 9, 2))
+    small_config.with_name("texts.jsonl").write_text(texts)
+    small_config.with_name("costs.py").write_text("def cost(responses):\n    return [1.0] * len(responses)\n")
+    changes = ("algorithm.name=safe_rlhf", "algorithm.ptx_coefficient=0.5", "cost.function=costs:cost",
+               "optimizer.actor_learning_rate=1e-2",
+               f"data.pretraining={small_config.with_name('texts.jsonl')}", "data.block_tokens=8")  # fmt: skip
+    outcome = hybridflow("train", small_config, *(word for each in changes for word in ("--set", each)))
+    assert outcome.exit_code == 0, outcome.errors
+    assert "texts.jsonl': 63 tokens in 9 blocks of at most 8 (data.block_tokens)" in outcome.output
+    losses = [row["actor/ptx_loss"] for row in read_metrics(small_config.parent / "run")]
+    assert len(losses) == 2 and losses[1] < losses[0]

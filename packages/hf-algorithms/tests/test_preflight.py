@@ -272,6 +272,14 @@ def test_blocks_of_texts_that_cannot_be_are_one_line(
     assert says.replace("{folder}", str(tmp_path)) in str(refusal(config))
 
 
+def test_blocks_fit_the_budget_of_a_given_plan(build: Callable[..., Config], tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "1+1=2"}\n')
+    config = build({"test": []}, data={"pretraining": str(tmp_path / "texts.jsonl")}, warm_start={"max_steps": 0})
+    check_run(config, tmp_path / "model", plan=plan_of(1, tokens=32))
+    says = "data.block_tokens = 32: exceeds micro_batch_tokens = 31 of actor in the plan. Set it to at most 31"
+    assert str(refusal(config, plan_of(1, tokens=31))) == says
+
+
 @pytest.mark.parametrize(("samples", "fits"), [(1, 768), (4, 2048)])
 def test_a_cache_has_room_for_the_longest_row(
     build: Callable[..., Config], tmp_path: Path, samples: int, fits: int

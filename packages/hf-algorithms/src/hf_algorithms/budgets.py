@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RowTokens",
+    "check_blocks",
     "check_cache",
     "check_calls",
     "check_context",
@@ -123,6 +124,24 @@ def find_block_tokens(config: Config, shape: ModelShape) -> int:
     if given is not None and given > most.tokens:
         raise ConfigError(f"data.block_tokens = {given}: exceeds {most.name}. Lower it to at most {most.tokens}")
     return given or min(most.tokens, TextBlocks.default_tokens)
+
+
+def check_blocks(config: Config, plan: MappingPlan, inputs: RunInputs) -> None:
+    """Refuse blocks of texts that exceed a forward pass of a role that learns them, in a plan with budgets of its own.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    blocks = inputs.pretraining
+    if not isinstance(blocks, TextBlocks):
+        return
+    for role, placed in plan.models.items():
+        learns = hasattr(config.recipe.role(role).load_worker(), "hold_pretraining")
+        if learns and placed.micro_batch_tokens < blocks.block_tokens:
+            raise ConfigError(
+                f"data.block_tokens = {blocks.block_tokens}: exceeds micro_batch_tokens = {placed.micro_batch_tokens} "
+                f"of {role} in the plan. Set it to at most {placed.micro_batch_tokens}"
+            )
 
 
 def check_scorers(config: Config, inputs: RunInputs) -> None:

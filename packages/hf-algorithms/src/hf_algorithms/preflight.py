@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_algorithms.budgets import check_cache, check_calls, check_context, check_scorers
+from hf_algorithms.budgets import check_blocks, check_cache, check_calls, check_context, check_scorers
 from hf_algorithms.inputs import DATA_SETS, RunInputs, load_model, load_row_sets, tokenize_inputs
 from hf_algorithms.placement import (
     check_batches,
@@ -73,6 +73,7 @@ def check_run(
     shapes = {role: each.shape for role, each in inputs.models.items()}
     found = plan or plan_placement(config, shapes, prompt_tokens=inputs.train.max_prompt_tokens)
     check_plan(config, found, shapes)
+    check_blocks(config, found, inputs)
     check_calls(config, found, walk_calls(config, found, inputs), is_given=plan is not None)
     return inputs, found
 
