@@ -229,14 +229,14 @@ def test_everything_from_a_file_is_escaped(tmp_path):
     (run / "metrics.jsonl").write_text(json.dumps({"iteration": 1, HOSTILE: 1.0, f"{HOSTILE}loss": 2}) + "\n")
     (run / "summary.json").write_text(json.dumps({"stopped": HOSTILE, "versions": {HOSTILE: HOSTILE}}))
     (run / "config.toml").write_text(f'[algorithm]\nname = """{HOSTILE} """\n')
-    sample = {"prompt": HOSTILE, "response": HOSTILE, "answer": HOSTILE, "score": HOSTILE}
+    sample = {"prompt": HOSTILE, "response": HOSTILE, "answer": HOSTILE, "score": HOSTILE, "extra": {HOSTILE: HOSTILE}}
     (run / "samples.json").write_text(json.dumps({"before": [sample]}))
     events = [_span(f"{HOSTILE}.{HOSTILE}", 0, 0, 5, iteration=1), _span(HOSTILE, 0, 1, 2)]
     events += [_name("process_name", 1, 0, HOSTILE), _name("thread_name", 1, 0, HOSTILE)]
     (run / "trace.json").write_text(json.dumps({"traceEvents": events}))
     page = Page(write_report(run).read_text(encoding="utf-8"))
     assert "script" not in {tag for tag, _ in page.tags}
-    assert "".join(page.texts).count("alert(1)") >= 10
+    assert "".join(page.texts).count("alert(1)") >= 12
 
 
 @pytest.mark.parametrize("kept", ["config.toml", "metrics.jsonl", "summary.json", "trace.json", "samples.json"])

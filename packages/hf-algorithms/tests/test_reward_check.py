@@ -11,7 +11,15 @@ import pytest
 
 from hf_algorithms.config import Config, parse_config
 from hf_algorithms.data import Row
-from hf_algorithms.rewards import _check, answers_checked_by, check_rewards, exact_match, gsm8k_accuracy, gsm8k_reward
+from hf_algorithms.rewards import (
+    _check,
+    answers_checked_by,
+    check_rewards,
+    describe_logs,
+    exact_match,
+    gsm8k_accuracy,
+    gsm8k_reward,
+)
 from hf_protocols import ConfigError, DataError
 
 ROWS = [Row("p", "1"), Row("p", "#### 2"), Row("p", "three")]
@@ -39,6 +47,9 @@ def of_another_trainer(completions: Any, **kwargs: Any) -> Any: ...
 
 
 def of_two_conventions(completions: Any, solution_str: Any) -> Any: ...
+
+
+def logs(completions: Any, log_extra: Any = None, log_metric: Any = None) -> Any: ...
 
 
 async def waits(prompts: Any, responses: Any, answers: Any) -> Any: ...
@@ -110,6 +121,19 @@ def check(monkeypatch: pytest.MonkeyPatch, function: Any, key: str = "function")
 )
 def test_a_callable_that_takes_three_lists_is_accepted(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
     check(monkeypatch, function)
+
+
+def test_logs_that_are_not_kept_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"mine:logs": logs, "mine:any": plain}
+    monkeypatch.setattr(_check, "load_function", lambda name, *, search_path: found[name])
+    assert describe_logs(config_with(function="mine:any", metric="mine:any")) == []
+    kept = "reward.function = 'mine:logs': what it gives log_extra is kept for the rows of samples.json alone"
+    assert describe_logs(config_with(function="mine:logs", metric="mine:any")) == [kept]
+    of_metric = "reward.metric = 'mine:logs': evaluations keep its scores alone, so log_metric has no effect there"
+    assert describe_logs(config_with(function="mine:logs", metric="mine:logs")) == [kept, of_metric]
+    costs = {"data": {"train": "train.jsonl"}, "algorithm": {"name": "safe_rlhf"}, "cost": {"function": "mine:logs"}}
+    (line,) = describe_logs(parse_config({**costs, "reward": {"function": "mine:any", "metric": "mine:any"}}))
+    assert line == "cost.function = 'mine:logs': samples.json has no columns of costs, so log_extra has no effect"
 
 
 @pytest.mark.parametrize("key", ["function", "metric"])

@@ -138,6 +138,8 @@ REST = """
 - `truncated` is True for a response that was cut by its length: its text does not show a missing end.
 - For chats `prompts`, `completions`, `prompt` and `completion` are lists of messages in TRL's and verifiers'
   conventions. Texts are decoded without special tokens. `queries` are prompt and response in one text.
+- `trainer_state` has `global_step`, `max_steps` (updates of the policy), `epoch`, `iteration` (iterations that are
+  done), `is_local_process_zero` and `is_world_process_zero`. Any other attribute is an error.
 - `ground_truth` of verl is `reward_model.ground_truth` as the data has it, where it has that column.
 
 ## Results
@@ -149,6 +151,17 @@ REST = """
 | a mapping with `score` | its other numbers are curves, `reward/NAME/KEY` |
 | a list, tuple, array or tensor | one of the above for each response |
 | a mapping with `rewards` (or `scores`) and `extra_logs` | lists of scores and of curves |
+
+The keys `mean`, `unscorable` and `failed` are the run's own: a function's numbers of these names begin with `logged_`.
+
+TRL's functions may also call `log_metric(name, value)` and `log_extra(column, values)`:
+
+- `log_metric`: the mean over all values that the calls of an iteration logged is the curve `reward/FUNCTION/NAME`. The
+  calls of evaluations, of ReMax's greedy responses, and calls that failed count nothing.
+- `log_extra`: one value for each response of the call, in one or several pieces. `samples.json` has the columns in
+  `extra`, for the held-out rows before and after training; `report.html` shows them. Where two functions name one
+  column, the second is `FUNCTION/COLUMN`. A function without a parameter of this name is not called for samples.
+- What is not kept is said when the run starts. A server gets none of the three.
 
 A function may be `async`: calls for several prompts then wait at the same time.
 

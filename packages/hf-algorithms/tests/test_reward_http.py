@@ -24,7 +24,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         Handler.seen.append((self.path, body, self.headers["Authorization"]))
-        status, text = 200, json.dumps({"rewards": [len(each) for each in body.get("responses", body.get("query"))]})
+        status, text = 200, json.dumps({"rewards": [len(each) for each in body.get("responses", body.get("query", body.get("completions")))]})
         if self.path == "/busy" and Handler.busy:
             Handler.busy -= 1
             status = 503
@@ -63,6 +63,16 @@ def test_a_server_scores_groups_in_the_pool(url: str) -> None:
     bodies = sorted((body for path, body, _ in Handler.seen if path == "/score"), key=lambda body: body["responses"])
     assert [body["responses"] for body in bodies] == [["a", "bb"], ["ccc"]]
     assert bodies[0]["prompts"] == ["p", "p"] and bodies[0]["answers"] == ["1", "1"]
+
+
+def test_a_server_of_trls_convention_gets_what_json_holds(url: str) -> None:
+    scoring = ScoringFunctions([FunctionSpec(name="server", function=f"{url}/trl", style="trl")], num_processes=0)
+    chat = [{"role": "user", "content": "p"}]
+    scoring.score(Samples(prompts=["<p>"], responses=["a"], answers=["1"], messages=[chat]))
+    scoring.close()
+    (body,) = [body for path, body, _ in Handler.seen if path == "/trl"]
+    assert (body["prompts"], body["completions"]) == ([chat], [[{"role": "assistant", "content": "a"}]])
+    assert not {"trainer_state", "log_extra", "log_metric"} & set(body)
 
 
 def test_trouble_of_the_server_is_tried_again(url: str) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
 from hf_algorithms.data import PromptDataset, Row, build_character_tokenizer
-from hf_algorithms.rewards import FunctionSpec, combine_scores
+from hf_algorithms.rewards import FunctionSpec, TrainerState, combine_scores
 from hf_algorithms.workers import CostWorker, RewardWorker
 from hf_controller import InProcessExecutor, ResourcePool, WorkerGroup, WorkerSpec
 from hf_protocols import BatchError, ConfigError, ParallelSpec, RewardError, Topology
 
 SOURCE = '''
+import os
+
 CALLS = []
 
 def length(responses):
@@ -42,6 +46,33 @@ def broken(responses):
 
 def unsure(responses):
     return [None] * len(responses)
+
+def logs(prompts, completions, trainer_state, log_extra, log_metric, **columns):
+    """As TRL's functions log: numbers of a call or of a response, and columns."""
+    log_metric("share", trainer_state.global_step / trainer_state.max_steps)
+    for completion in completions:
+        log_metric("length", len(completion))
+    log_metric("mean", 7)
+    log_extra("first", [completion[0] for completion in completions])
+    log_extra("half", [len(completion) / 2 for completion in completions])
+    if "333" in completions and trainer_state.iteration == 3:
+        os._exit(3)
+    return [float(len(completion)) for completion in completions]
+
+async def logs_async(completions, log_metric, log_extra):
+    log_metric("longest", max(map(len, completions)))
+    log_extra("first", ["async"] * len(completions))
+    return [0.0] * len(completions)
+
+def logs_too_few(completions, log_extra):
+    log_extra("rest", completions[1:])
+    return [0.0] * len(completions)
+
+def logs_text(completions, log_metric):
+    log_metric("size", "large")
+
+def asks(completions, trainer_state):
+    return trainer_state.log_history
 '''
 ROWS = [Row("1+1=", "2"), Row("1+2=", "3")]
 RESPONSES = ["2", "22", "333", "4444"]
@@ -147,6 +178,55 @@ def test_a_models_scores_are_added_and_counted(folder: Path) -> None:
     assert (scores.tolist(), measured.tolist()) == ([-1.0, -2.0, -4.0], [1.0, 2.0, 4.0])
     assert [row["score"] for row in rows] == [1.0, 2.0, 4.0]
     assert metrics == {"reward/model/mean": pytest.approx(7 / 3)}
+
+
+def test_trl_functions_log_and_read_the_state(folder: Path) -> None:
+    """Numbers are means over what was logged in the whole batch, whichever call logged it; other calls count nothing."""
+    batch, functions = batch_of(folder), (spec("logs"), spec("logs_async"))
+    lengths = [len(response) for response in RESPONSES]
+    with worker(folder, *functions) as group:
+        group.note_progress(TrainerState(global_step=3, max_steps=12, iteration=1)).result()
+        group.compute_reward(batch, is_counted=False).result()
+        assert group.drain_metrics().result() == {}
+        scores = group.compute_reward(batch).result()["scores"]
+        metrics = group.drain_metrics().result()
+        group.note_progress(TrainerState(global_step=9, max_steps=12, iteration=3)).result()
+        group.compute_reward(batch).result()
+        later = group.drain_metrics().result()
+    assert scores.tolist() == lengths
+    wanted = {"mean": np.mean(lengths), "length": np.mean(lengths), "share": 0.25, "logged_mean": 7.0}
+    wanted |= {"unscorable": 0.0, "failed": 0.0}
+    found = {name: value for name, value in metrics.items() if name.startswith("reward/logs/")}
+    assert found == {f"reward/logs/{name}": value for name, value in wanted.items()}
+    assert metrics["reward/logs_async/longest"] == np.mean([2, 4])  # of two calls
+    # the second group's call ended its process
+    assert (later["reward/logs/length"], later["reward/logs/share"]) == (np.mean(lengths[:2]), 0.75)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_logged_columns_are_in_the_samples(folder: Path, processes: int) -> None:
+    functions, metric = (spec("logs_async"), spec("length")), "worker_rewards:logs"
+    with worker(folder, *functions, metric=metric, num_processes=processes) as group:
+        group.note_progress(TrainerState(max_steps=1)).result()
+        rows = group.collect_samples(batch_of(folder)).result()
+        assert group.drain_metrics().result() == {}
+    assert [row["extra"] for row in rows] == [
+        {"first": text[0], "half": len(text) / 2, "logs_async/first": "async"} for text in RESPONSES
+    ]
+    assert json.loads(json.dumps(rows)) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("logs_too_few", r"1 values of log_extra's column 'rest' for 2 responses"),
+        ("logs_text", r"TypeError: log_metric\('size', \.\.\.\): the value 'large' is not a number"),
+        ("asks", "trainer_state has no attribute 'log_history': it has global_step, max_steps, epoch"),
+    ],
+)
+def test_what_trl_cannot_log_is_an_error(folder: Path, name: str, says: str) -> None:
+    with worker(folder, spec(name)) as group, pytest.raises(RewardError, match=says):
+        group.compute_reward(batch_of(folder)).result()
 
 
 def test_a_named_reward_is_not_called_again(folder: Path) -> None:

@@ -116,6 +116,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     from hf_algorithms.placement import require_mapper
     from hf_algorithms.preflight import check_run
     from hf_algorithms.recipes import SupervisedRecipe
+    from hf_algorithms.rewards import describe_logs
     from hf_algorithms.role_models import describe_generic_shapes
     from hf_algorithms.supervised import check_supervised
 
@@ -130,6 +131,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         else:
             inputs, found = check_run(settings, Path(folder), search_path=_search_path(config))
             models, lines = inputs.models, inputs.describe_data()
+            lines += describe_logs(settings, search_path=_search_path(config))
     for note in describe_generic_shapes(models):
         click.echo(note, err=True)
     if as_json:

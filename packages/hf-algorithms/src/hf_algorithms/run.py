@@ -25,6 +25,7 @@ from hf_algorithms.prompt_draws import PromptDraws
 from hf_algorithms.recipes import StepContext
 from hf_algorithms.recipes.sft import warm_start
 from hf_algorithms.report import write_report
+from hf_algorithms.rewards import TrainerState, describe_logs
 from hf_algorithms.role_models import describe_generic_shapes
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
@@ -71,6 +72,8 @@ def run_training(
         with MemoryMeter() as memory, RunDisplay(config.run.iterations) as display, ExitStack() as stack:
             for note in describe_generic_shapes(inputs.models):
                 display.note(note)
+            for line in describe_logs(config, search_path=search_path):
+                display.note(line)
             for line in inputs.describe_data():
                 display.note(line)
             limit = config.rollout.max_new_tokens
@@ -156,6 +159,7 @@ class _Run:
     def execute(self) -> dict[str, Any]:
         """All phases in order; whatever happens, what was reached is on disk."""
         try:
+            self._note_progress(0)
             self._warm_start()
             self._display.phase("evaluating the starting point")
             self._commit_model(0)
@@ -238,6 +242,7 @@ class _Run:
                 [count_once(each) if isinstance(each, Mapping) else each.sums() for each in futures]
             )
         self._state[_NUM_LEARNED] = draws.num_learned
+        self._note_progress(iteration)
         elapsed_s = time.perf_counter() - start_s
         if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
             metrics[f"eval/validation/{self._metric}"] = self._evaluate_validation()
@@ -263,6 +268,19 @@ class _Run:
             self._display.note(f"warning: in iteration {iteration} no response could be scored: look at the reward")
         self._directory.append_metrics({"iteration": iteration, **metrics})
         self._display.iteration(iteration, metrics)
+
+    def _note_progress(self, iteration: int) -> None:
+        """Tells workers that ask for it how far the run is, after this many iterations."""
+        config, most = self._config, self._config.count_updates()
+        state = TrainerState(
+            global_step=most // config.run.iterations * iteration,
+            max_steps=most,
+            epoch=iteration * config.rollout.batch_size / len(self._inputs.train),
+            iteration=iteration,
+        )
+        for group in self._roles.groups.values():
+            if "note_progress" in group.methods:
+                group.note_progress(state)
 
     def _evaluate_validation(self) -> float:
         return evaluate(self._roles, self._validation, self._sampling(0))

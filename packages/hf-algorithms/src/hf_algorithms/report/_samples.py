@@ -43,7 +43,12 @@ def _response(moment: str, sample: Sample) -> str:
     if isinstance(score, (int, float)):
         style, symbol = ("right", "&#10003;") if score >= 1 else ("wrong", "&#10007;")
         mark = f'<span class="{style}">{symbol} {format_number(float(score))}</span>'
-    return f"<div><h4>{moment} {mark}</h4><pre>{_text(sample, 'response') or '<i>nothing</i>'}</pre></div>"
+    extra = sample.get("extra")
+    columns = "".join(
+        f"<pre><b>{escape(str(name))}</b> {escape(str(value))}</pre>"
+        for name, value in (extra.items() if isinstance(extra, Mapping) else ())
+    )
+    return f"<div><h4>{moment} {mark}</h4><pre>{_text(sample, 'response') or '<i>nothing</i>'}</pre>{columns}</div>"
 
 
 def _text(sample: Sample, name: str) -> str:

@@ -6,7 +6,7 @@ results mean, and verifiers. Workers, which read batches, and the configuration 
 
 from __future__ import annotations
 
-from hf_algorithms.rewards._check import SupportsAnswerCheck, answers_checked_by, check_rewards
+from hf_algorithms.rewards._check import SupportsAnswerCheck, answers_checked_by, check_rewards, describe_logs
 from hf_algorithms.rewards._combine import combine_scores
 from hf_algorithms.rewards._conventions import CONVENTIONS, Binding, Convention, Style, bind_function
 from hf_algorithms.rewards._exact_match import exact_match
@@ -18,6 +18,7 @@ from hf_algorithms.rewards._math import math_verify, number_match
 from hf_algorithms.rewards._numbers import find_final_number, read_number
 from hf_algorithms.rewards._pool.messages import CallExpired
 from hf_algorithms.rewards._samples import Samples
+from hf_algorithms.rewards._trainer import TrainerState
 
 __all__ = [
     "CONVENTIONS",
@@ -31,10 +32,12 @@ __all__ = [
     "ScoringFunctions",
     "Style",
     "SupportsAnswerCheck",
+    "TrainerState",
     "answers_checked_by",
     "bind_function",
     "check_rewards",
     "combine_scores",
+    "describe_logs",
     "exact_match",
     "find_final_number",
     "gsm8k_accuracy",

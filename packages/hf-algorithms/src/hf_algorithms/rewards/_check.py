@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_algorithms.data import Row
 
-__all__ = ["SupportsAnswerCheck", "answers_checked_by", "check_rewards"]
+__all__ = ["SupportsAnswerCheck", "answers_checked_by", "check_rewards", "describe_logs"]
 
 _MOST_REASON = 300
 _EVALUATED = ("validation", "test")
@@ -112,6 +112,29 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
             with imports_from(search_path):
                 for path, longest in _rows_by_path(config, rows).items():
                     _check_answers(named, check_answer, path, longest, skips_absent=needs_answers)
+
+
+def describe_logs(config: Config, *, search_path: Sequence[str] = ()) -> list[str]:
+    """Returns a line for each function whose `log_extra` or `log_metric` a run cannot honour as TRL does.
+
+    Args:
+        config: whose functions `check_rewards` has accepted.
+        search_path: as there.
+    """
+    lines = []
+    for named in _list_functions(config):
+        if is_url(named.function):
+            continue
+        function = get_users_function(load_function(named.function, search_path=search_path))
+        keywords = bind_function(named.label, function, named.style).keywords or ()
+        if "log_extra" in keywords and named.key.startswith("cost"):
+            lines.append(f"{named.label}: samples.json has no columns of costs, so log_extra has no effect")
+        elif "log_extra" in keywords:
+            lines.append(f"{named.label}: what it gives log_extra is kept for the rows of samples.json alone")
+        if "log_metric" in keywords and named.function == config.reward.metric and not config.reward.evaluates_model:
+            metric = replace(named, key="reward.metric").label
+            lines.append(f"{metric}: evaluations keep its scores alone, so log_metric has no effect there")
+    return lines
 
 
 def _list_functions(config: Config) -> list[_Named]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hf_algorithms.rewards._trainer import TRAINER_VALUES
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
 
@@ -53,7 +54,7 @@ CONVENTIONS: Mapping[str, Convention] = {
     "trl": Convention(
         named_by="completions",
         positional=("prompts", "completions"),
-        offers=("prompt_ids", "completion_ids", "response_ids", "truncated"),
+        offers=("prompt_ids", "completion_ids", "response_ids", "truncated", *TRAINER_VALUES),
         per_sample=False,
     ),
     "verl": Convention(

@@ -20,6 +20,7 @@ from hf_algorithms.rewards._pool.messages import Calls, Outcome, RaisedCall
 from hf_algorithms.rewards._pool.process import Loader, call_function, is_async
 from hf_algorithms.rewards._results import CallScores, WrongResult
 from hf_algorithms.rewards._samples import Samples
+from hf_algorithms.rewards._trainer import CallLog
 from hf_algorithms.users_code import is_installed
 from hf_protocols import read_machine_limits
 from hf_protocols.arguments import show
@@ -59,11 +60,15 @@ class ScoredSamples:
         scores: NaN where a response cannot be scored.
         failed: True where a call met its deadline or ended its process.
         metrics: further numbers by name; NaN where a response has none.
+        logged: sum and count of what TRL's `log_metric` was given, by name.
+        columns: values that TRL's `log_extra` was given, by column; None for responses without one.
     """
 
     scores: list[float]
     failed: list[bool]
     metrics: dict[str, list[float]] = field(default_factory=dict)
+    logged: dict[str, tuple[float, float]] = field(default_factory=dict)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
 
     @property
     def valid(self) -> list[bool]:
@@ -179,6 +184,12 @@ class ScoringFunctions:
                 self._functions[number].refuse(samples, rows, outcome)
         return [_join(len(samples), rows, found) for rows, found in zip(calls, outcomes, strict=True)]
 
+    def find_naming(self, parameter: str) -> set[int]:
+        """Returns the numbers of the functions that have a parameter of this name."""
+        return {
+            number for number, each in enumerate(self._functions) if parameter in (each.binding.keywords or ())
+        }
+
     def describe(self, number: int) -> str:
         """Names a function in a message."""
         return self._functions[number].label
@@ -279,7 +290,19 @@ def _join(num_rows: int, calls: Sequence[Sequence[int]], outcomes: Sequence[Outc
                 column = found.metrics.setdefault(name, [math.nan] * num_rows)
                 for row, value in zip(rows, values, strict=True):
                     column[row] = value
+            if outcome.log is not None:
+                _join_log(found, rows, outcome.log)
         else:
             for row in rows:
                 found.failed[row] = True
     return found
+
+
+def _join_log(found: ScoredSamples, rows: Sequence[int], log: CallLog) -> None:
+    for name, (total, count) in log.numbers.items():
+        before, known = found.logged.get(name, (0.0, 0.0))
+        found.logged[name] = (before + total, known + count)
+    for name, values in log.columns.items():
+        column = found.columns.setdefault(name, [None] * len(found.scores))
+        for row, value in zip(rows, values, strict=True):
+            column[row] = value

@@ -15,6 +15,7 @@ from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_ope
 
 from hf_algorithms.rewards._conventions import Style
 from hf_algorithms.rewards._pool.messages import CallExpired
+from hf_algorithms.rewards._trainer import TRAINER_VALUES
 from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError, RewardError
 
@@ -87,6 +88,8 @@ class HTTPScorer:
             CallExpired: at the deadline.
             RewardError: for an answer that says that the request is wrong, or that is not JSON or too long.
         """
+        for name in TRAINER_VALUES:  # of this process alone
+            values.pop(name, None)
         if self.style == "openrlhf":
             values["query"] = values.pop("queries")
         sizes = [len(value) for value in values.values() if isinstance(value, list)]

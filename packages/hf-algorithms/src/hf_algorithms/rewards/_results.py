@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Set
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_protocols.arguments import show
 
-__all__ = ["CallScores", "WrongResult", "read_result"]
+if TYPE_CHECKING:
+    from hf_algorithms.rewards._trainer import CallLog
+
+__all__ = ["CallScores", "WrongResult", "read_number_or_none", "read_result"]
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
@@ -20,10 +23,12 @@ class CallScores(NamedTuple):
     Attributes:
         scores: one for each response; NaN where it cannot be scored.
         metrics: further numbers by name, one for each response; NaN where a response has none.
+        log: of what the function logged; None where it was offered none.
     """
 
     scores: list[float]
     metrics: dict[str, list[float]]
+    log: CallLog | None = None
 
 
 class WrongResult(Exception):  # noqa: N818 - it never leaves the package
@@ -122,8 +127,20 @@ def _is_date(value: Any) -> bool:
 
 
 def _as_number(value: Any) -> float | None:
+    number = read_number_or_none(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def read_number_or_none(value: Any) -> float | None:
+    """Returns a number, array or tensor of one number as a float; None for anything else, and beyond a float's range.
+
+    NaN and infinity are numbers.
+    """
     value = _scalar(value)
-    return float(value) if isinstance(value, Real) and _is_finite(value) else None
+    try:
+        return float(value) if isinstance(value, Real) else None
+    except OverflowError:
+        return None
 
 
 def _checked(value: Any, row: int) -> float:

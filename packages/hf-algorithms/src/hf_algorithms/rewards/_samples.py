@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from hf_algorithms.rewards._conventions import ANSWER_NAMES, Binding
+from hf_algorithms.rewards._trainer import TRAINER_VALUES, CallLog, TrainerState
 from hf_protocols.arguments import show
 
 __all__ = ["Samples"]
@@ -32,6 +33,7 @@ class Samples:
         groups: number of the prompt that a response belongs to; left out: each response is a group.
         sample_ids: epoch, row, number in its group and attempt, for messages.
         answer_name: the data's own name of the answers.
+        trainer_state: progress of the run, for TRL's functions.
     """
 
     prompts: Sequence[str]
@@ -45,6 +47,7 @@ class Samples:
     groups: Sequence[int] = ()
     sample_ids: Sequence[Sequence[int]] = ()
     answer_name: str = "answer"
+    trainer_state: TrainerState = field(default_factory=TrainerState)
     _lists: dict[tuple[str, str], list[Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
@@ -80,12 +83,14 @@ class Samples:
             if binding.takes_all:
                 further = (*convention.positional, *convention.offers, *self.column_names, self.answer_name)
                 names = dict.fromkeys((*names, *further))
-        values = {name: self._list(binding.style, name) for name in names}
+        of_trainer = [name for name in names if name in TRAINER_VALUES and name in convention.names]
+        values = {name: self._list(binding.style, name) for name in names if name not in of_trainer}
         for rows in calls:
             if convention.per_sample:
                 found = {name: each[rows[0]] for name, each in values.items()}
             else:
                 found = {name: [each[row] for row in rows] for name, each in values.items()}
+            found |= self._build_trainer_values(of_trainer)
             yield (tuple(found.values()), {}) if binding.keywords is None else ((), found)
 
     def describe(self, row: int) -> str:
@@ -97,6 +102,14 @@ class Samples:
             name = f"response {number} to row {of_data} (epoch {epoch}{again})"
         texts = f"prompt {show(self.prompts[row])}, response {show(self.responses[row])}"
         return f"{name}: {texts}, answer {show(self.answers[row])}"
+
+    def _build_trainer_values(self, names: Sequence[str]) -> dict[str, Any]:
+        """Values of a whole call; what is logged goes into one log."""
+        if not names:
+            return {}
+        log = CallLog()
+        values = {"trainer_state": self.trainer_state, "log_extra": log.log_extra, "log_metric": log.log_metric}
+        return {name: values[name] for name in names}
 
     def _list(self, style: str, name: str) -> list[Any]:
         """One value for each response, of a parameter of a convention or of a column."""

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.data import decode_responses, load_tokenizer
 from hf_algorithms.jagged import decode_text
-from hf_algorithms.rewards import FunctionSpec, Samples, ScoredSamples, ScoringFunctions, combine_scores
+from hf_algorithms.rewards import (
+    FunctionSpec,
+    Samples,
+    ScoredSamples,
+    ScoringFunctions,
+    TrainerState,
+    combine_scores,
+)
 from hf_controller import Worker, WorkerContext
 from hf_protocols import RANK_ZERO, ConfigError, RewardError, register
 from hf_protocols.arguments import show
@@ -27,6 +34,9 @@ __all__ = ["EVALUATED", "CostWorker", "RewardWorker"]
 
 _READS = ("prompt_ids", "response_ids", "answer", "sample_id?", "group_id?", "finish_reason?", "row_extra?")
 _SCORED = (*_READS, "model_scores?")
+
+_OWN_NUMBERS = frozenset({"mean", "unscorable", "failed"})
+"""Numbers of every function, in metrics."""
 
 EVALUATED = ("compute_metric", "collect_samples")
 """Methods that read a model's scores only where evaluation averages them."""
@@ -70,6 +80,7 @@ class _FunctionWorker(Worker):
         self._stop_ids = frozenset(stop_ids)
         self._answer_name = answer_name
         self._sums: Metrics = {}
+        self._trainer_state = TrainerState()
         self._last: tuple[list[tuple[int, ...]], list[ScoredSamples]] | None = None
         self._model_weight = model_weight
         self._num_functions = len(functions)
@@ -86,11 +97,18 @@ class _FunctionWorker(Worker):
     def drain_metrics(self) -> Metrics:
         """Returns what the functions scored since the last call: `reward/NAME/mean` of each, and its further numbers.
 
+        Further numbers are means over responses, those of `log_metric` over what was logged.
+
         `reward/NAME/unscorable` counts responses that the function did not score, `reward/NAME/failed` those of them
         whose call met its deadline or ended its process. `reward/model/mean` is a model's.
         """
         found, self._sums = self._sums, {}
         return found
+
+    @register(protocol=RANK_ZERO, returns="object")
+    def note_progress(self, state: TrainerState) -> None:
+        """Takes the progress of the run, which functions of TRL's convention may ask for."""
+        self._trainer_state = state
 
     def _score(self, batch: TensorDict, *, is_counted: bool) -> torch.Tensor:
         """The weighted sum of the functions' scores and the model's, float32 [B]."""
@@ -123,8 +141,12 @@ class _FunctionWorker(Worker):
 
     def _count(self, name: str, scored: ScoredSamples) -> None:
         """Adds to the metrics: means over the responses that have a number, and numbers of responses."""
-        for key, values in {"mean": scored.scores, **scored.metrics}.items():
-            self._add(name, key, values)
+        self._add(name, "mean", scored.scores)
+        for key, values in scored.metrics.items():
+            self._add(name, _rename(key), values)
+        for key, (total, number) in scored.logged.items():
+            before, count = self._sums.get(f"{self.kind}/{name}/{_rename(key)}", (0.0, 0.0))
+            self._sums[f"{self.kind}/{name}/{_rename(key)}"] = (before + total, count + number)
         numbers = {"unscorable": len(scored.scores) - sum(scored.valid), "failed": sum(scored.failed)}
         for key, number in numbers.items():
             before, _ = self._sums.get(f"{self.kind}/{name}/{key}", (0.0, 1.0))
@@ -153,6 +175,7 @@ class _FunctionWorker(Worker):
             groups=batch["group_id"].tolist() if "group_id" in batch else (),
             sample_ids=batch["sample_id"].tolist() if "sample_id" in batch else (),
             answer_name=self._answer_name,
+            trainer_state=self._trainer_state,
         )
         if "row_extra" not in batch:
             return samples
@@ -232,21 +255,45 @@ class RewardWorker(_FunctionWorker):
         import torch
         from tensordict import TensorDict
 
-        scores = torch.tensor(self._measure(batch, self._read(batch)), dtype=torch.float64)
+        measured, _ = self._measure(batch, self._read(batch))
+        scores = torch.tensor(measured, dtype=torch.float64)
         return TensorDict({"metric_scores": scores}, batch_size=batch.batch_size)
 
     @register(protocol=RANK_ZERO, returns="object", reads=_SCORED)
     def collect_samples(self, batch: TensorDict) -> list[dict[str, Any]]:
-        """Prompt, response, answer and score of every row, as texts; the score is None where there is none."""
-        samples = self._read(batch)
-        scores = [None if math.isnan(score) else score for score in self._measure(batch, samples)]
-        rows = zip(samples.prompts, samples.responses, samples.answers, scores, strict=True)
-        return [dict(zip(("prompt", "response", "answer", "score"), row, strict=True)) for row in rows]
+        """Prompt, response, answer and score of every row, as texts; the score is None where there is none.
 
-    def _measure(self, batch: TensorDict, samples: Samples) -> list[float]:
+        `extra` has what functions gave `log_extra`.
+        """
+        samples = self._read(batch)
+        measured, logged = self._measure(batch, samples)
+        scores = [None if math.isnan(score) else score for score in measured]
+        columns = self._collect_columns(samples, logged)
+        rows = zip(samples.prompts, samples.responses, samples.answers, scores, strict=True)
+        found = [dict(zip(("prompt", "response", "answer", "score"), row, strict=True)) for row in rows]
+        for row, sample in enumerate(found if columns else ()):
+            sample["extra"] = {name: values[row] for name, values in columns.items()}
+        return found
+
+    def _collect_columns(self, samples: Samples, logged: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        """Columns of `log_extra`: those of the metric, then of other functions that name it, which are called here."""
+        columns = dict(logged)
+        if self._functions is None:
+            return columns
+        specs = self._functions.specs
+        metric = specs[self._num_functions].function if self._has_metric else None
+        naming = self._functions.find_naming("log_extra")
+        chosen = [number for number in range(self._num_functions) if number in naming]
+        chosen = [number for number in chosen if specs[number].function != metric]
+        for number, scored in zip(chosen, self._functions.score(samples, chosen), strict=True):
+            for name, values in scored.columns.items():
+                columns[f"{specs[number].name}/{name}" if name in columns else name] = values
+        return columns
+
+    def _measure(self, batch: TensorDict, samples: Samples) -> tuple[list[float], Mapping[str, list[Any]]]:
+        """The metric of every response, and the columns that the function logs."""
         if not self._has_metric:
-            scores: list[float] = batch["model_scores"].tolist()
-            return scores
+            return batch["model_scores"].tolist(), {}
         functions = self._require_functions()
         (scored,) = functions.score(samples, [self._num_functions])
         for row, (score, failed) in enumerate(zip(scored.scores, scored.failed, strict=True)):
@@ -255,7 +302,8 @@ class RewardWorker(_FunctionWorker):
                     f"{functions.describe(self._num_functions)} answered None or NaN, which is not a number, for "
                     f"{samples.describe(row)}"
                 )
-        return [0.0 if failed else score for score, failed in zip(scored.scores, scored.failed, strict=True)]
+        scores = [0.0 if failed else score for score, failed in zip(scored.scores, scored.failed, strict=True)]
+        return scores, scored.columns
 
 
 class CostWorker(_FunctionWorker):
@@ -284,6 +332,11 @@ class CostWorker(_FunctionWorker):
         """Returns the costs as numbers, for a multiplier on the controller."""
         costs: list[float] = batch["costs"].tolist()
         return costs
+
+
+def _rename(key: str) -> str:
+    """The name of a function's own number in metrics."""
+    return f"logged_{key}" if key in _OWN_NUMBERS else key
 
 
 def _configure(setup: RoleSetup, scoring: RewardConfig | CostConfig) -> dict[str, Any]:

@@ -13,12 +13,13 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hf_algorithms.rewards._load import get_users_function, load_function
 from hf_algorithms.rewards._pool.messages import CallExpired, Calls, ExpiredCall, Outcome, RaisedCall
-from hf_algorithms.rewards._results import WrongResult, read_result
+from hf_algorithms.rewards._results import CallScores, WrongResult, read_result
+from hf_algorithms.rewards._trainer import CallLog
 from hf_algorithms.users_code import describe_raised
 from hf_controller import Terminated
 
@@ -132,7 +133,7 @@ def call_function(function: Callable[..., Any], calls: Calls, number: int) -> Ou
         result = function(*args, **kwargs)
         if type(result) is not float and inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
-        return read_result(result, calls.num_rows[number], per_sample=calls.per_sample)
+        return _read(result, calls, number, kwargs)
     except (KeyboardInterrupt, Terminated):  # where functions run in the program itself
         raise
     except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, which is reported
@@ -172,9 +173,19 @@ async def _call_async(function: Callable[..., Any], calls: Calls, number: int) -
         args, kwargs = pickle.loads(calls.payloads[number])
         async with limit:
             result = await function(*args, **kwargs)
-        return read_result(result, num_rows, per_sample=calls.per_sample)
+        return _read(result, calls, number, kwargs)
     except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, which is reported
         return ExpiredCall(calls.deadline_s * num_rows) if limit.expired() else _describe(error, calls.deadline_s)
+
+
+def _read(result: Any, calls: Calls, number: int, arguments: Mapping[str, Any]) -> CallScores:
+    """The result of a call, with what the function logged."""
+    found = read_result(result, calls.num_rows[number], per_sample=calls.per_sample)
+    log = CallLog.of(arguments)
+    if log is None:
+        return found
+    log.check(calls.num_rows[number])
+    return found._replace(log=log)
 
 
 async def _wait(result: Any) -> Any:
