@@ -63,6 +63,11 @@ def without_times(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: row[name] for name in row if not name.startswith(("time/", "perf/"))} for row in metrics]
 
 
+def nothing(responses: list[str]) -> list[float]:
+    """A reward that is the same for all responses."""
+    return [0.0] * len(responses)
+
+
 def response_length(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
     """A reward that differs between the responses of an untrained model, so that there is something to learn."""
     return [len(response) / 5 for response in responses]

@@ -255,6 +255,58 @@ def test_ppo_on_ray_learns_from_a_reward_model(
     assert summary["metric"] == "model"
 
 
+def test_groups_are_filtered_by_a_reward_models_scores(reward_run: Path, addition_data: Path, tmp_path: Path) -> None:
+    """The function pays the same for all, so that no group differs in its score; the model's has no weight."""
+    reward = {"function": "small_runs:nothing", "model": {"path": str(reward_run / "model"), "weight": 0.0}}
+    found = []
+    for metric in ("scores", "reward/model"):
+        algorithm = {"name": "dapo", "filter_metric": metric, "max_refills": 0}
+        body = rl_body(addition_data, tmp_path / metric.replace("/", "_"), reward, algorithm=algorithm)
+        body["run"]["iterations"], body["rollout"]["samples_per_prompt"] = 1, 2
+        found += train(body)
+    assert (found[0]["group/filtered"], found[0]["actor/skipped_steps"]) == (8.0, 1.0)
+    assert found[1]["group/filtered"] < 8.0 and "actor/skipped_steps" not in found[1]
+    assert found[1]["reward/model/mean"] == pytest.approx(found[0]["reward/model/mean"], rel=1e-5)
+
+
+OWN_REWARD = '''
+import torch
+from tensordict import TensorDict
+from hf_algorithms.recipes import RECIPES, Recipe
+from hf_algorithms.workers import RewardWorker
+from hf_protocols import RANK_ZERO, register
+from dataclasses import replace
+
+
+class Tokens(RewardWorker):
+    """Pays for tokens; it does not take `is_counted`."""
+
+    @register(protocol=RANK_ZERO, reads=("response_ids",), writes=("scores",))
+    def compute_reward(self, batch):
+        scores = torch.tensor([float(len(row)) for row in batch["response_ids"].unbind()])
+        return TensorDict({"scores": scores}, batch_size=batch.batch_size)
+
+
+def take(name):
+    roles = [replace(role, worker=Tokens) if role.name == "reward" else role for role in RECIPES[name].roles]
+    return replace(RECIPES[name], roles=tuple(roles))
+
+
+REMAX, GRPO = take("remax"), take("grpo")
+'''
+
+
+@pytest.mark.parametrize("name", ["REMAX", "GRPO"])
+def test_a_reward_worker_of_ones_own_runs(name: str, addition_data: Path, tmp_path: Path) -> None:
+    file = tmp_path / f"own_worker_{name.lower()}.py"
+    file.write_text(OWN_REWARD)
+    algorithm = {"recipe": f"{file}:{name}"}
+    body = rl_body(addition_data, tmp_path / name, {}, algorithm=algorithm)
+    body["run"]["iterations"], body["rollout"]["samples_per_prompt"] = 1, 2
+    (row,) = train(body)
+    assert row["reward/mean"] == pytest.approx(row["response/tokens"])
+
+
 def test_a_model_is_added_to_a_function(reward_run: Path, addition_data: Path, tmp_path: Path) -> None:
     """GRPO by the sum of both; evaluations stay with the function."""
     model = {"path": str(reward_run / "model"), "weight": 0.5}

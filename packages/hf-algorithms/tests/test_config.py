@@ -491,3 +491,11 @@ def test_a_filter_by_an_unknown_reward_is_refused() -> None:
     given["algorithm"] = {"name": "dapo", "filter_metric": "reward/wrong"}
     with pytest.raises(ConfigError, match=r"no reward has this name\. Use one of reward/right, reward/form"):
         parse_config(given)
+    given["algorithm"] = {"name": "dapo", "filter_metric": "reward/model"}
+    with pytest.raises(ConfigError, match=r"'reward/model': no reward has this name\. Use one of reward/right"):
+        parse_config(given)
+    model = {"path": "a/model"}
+    assert parse_config({**given, "reward": {**SEVERAL, "model": model}}).reward.model is not None
+    given["algorithm"] = {"name": "dapo", "filter_metric": "reward/wrong"}
+    with pytest.raises(ConfigError, match=r"no reward has this name\. Use one of reward/model$"):
+        parse_config({**given, "reward": {"model": model}})

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from hf_algorithms.advantages import FilterMetric, select_groups
 from hf_algorithms.config import parse_config
 from hf_algorithms.dataflow import PROMPT_COLUMNS, build_tracing_context
-from hf_algorithms.recipes import RECIPES
-from hf_algorithms.recipes._recipe import StepContext
+from hf_algorithms.recipes import ACTOR, ADVANTAGE, RECIPES, REFERENCE, Recipe, Role, StepContext
 from hf_algorithms.recipes.dapo import DAPOConfig, fill
 from hf_algorithms.roles import Roles
-from hf_controller import TracingExecutor
+from hf_controller import TracingExecutor, Worker
 from hf_engine import SamplingParams
-from hf_protocols import BatchError, ConfigError
+from hf_protocols import DP, BatchError, ConfigError, register
 
 
 class Rows:
@@ -151,13 +152,17 @@ def test_a_metric_of_tokens_is_refused() -> None:
         FilterMetric("old_logprobs")(COLUMNS)
 
 
-def trace(name: str) -> dict[str, Any]:
+def trace(name: str, recipe: Recipe = RECIPES["dapo"], reward: dict[str, Any] | None = None) -> dict[str, Any]:
     """The traced calls of a step by their methods."""
-    config = parse_config({"data": {"train": "rows.jsonl"}, "algorithm": {"name": "dapo", "filter_metric": name}})
+    algorithm = DAPOConfig(filter_metric=name)
+    if recipe is RECIPES["dapo"] or reward:
+        body = {"data": {"train": "rows.jsonl"}, "reward": reward or {}}
+        parse_config({**body, "algorithm": {"name": "dapo", "filter_metric": name}})
     executor, sampling = TracingExecutor(), SamplingParams(max_new_tokens=8, n=2)
-    roles = Roles({role.name: executor.build_group(role.name, role.load_worker()) for role in RECIPES["dapo"].roles})
+    groups = {role.name: executor.build_group(role.name, role.load_worker()) for role in recipe.roles}
     prompts, context = executor.put_columns(PROMPT_COLUMNS, 4), build_tracing_context(executor, sampling)
-    RECIPES["dapo"].run_step(roles, prompts, config.algorithm, context)
+    recipe.run_step(Roles(groups, recipe.scorers), prompts, algorithm, context)
+    assert [call.method for call in executor.calls].count("compute_model_scores") <= 1
     return {call.method: call for call in executor.calls}
 
 
@@ -176,6 +181,29 @@ def test_a_step_computes_and_reads_the_named_metric(name: str, column: str) -> N
     assert column in calls["select_groups"].reads
     assert ("compute_metric" in calls) == (name == "metric_scores")
     assert ("compute_named_reward" in calls) == (column == "named_scores")
+
+
+def test_groups_are_compared_by_a_models_scores_which_it_gives_once() -> None:
+    recipe = RECIPES["dapo"].with_scorers({"reward": "a/model"})
+    calls = trace("reward/model", recipe, {"model": {"path": "a/model"}})
+    assert "model_scores" in calls["select_groups"].reads and "named_scores" not in calls["select_groups"].reads
+    assert [call.role for call in calls.values() if "model_scores" in call.writes] == ["reward_model"]
+    assert "model_scores" in calls["compute_reward"].reads
+
+
+class StyleWorker(Worker):
+    """A reward of one's own that writes two numbers."""
+
+    @register(protocol=DP, reads=("response_ids",), writes=("scores", "style"))
+    def compute_reward(self, batch: TensorDict) -> TensorDict:
+        raise AssertionError("it is traced")
+
+
+def test_a_worker_of_ones_own_names_rewards_by_its_columns() -> None:
+    own = replace(RECIPES["dapo"], roles=(ACTOR, REFERENCE, Role(name="reward", worker=StyleWorker), ADVANTAGE))
+    assert "style" in trace("reward/style", own)["select_groups"].reads
+    with pytest.raises(ConfigError, match=r"no reward has this name\. Use one of reward/style$"):
+        trace("reward/model", own)
 
 
 def test_an_unknown_metric_is_refused_before_the_run() -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from hf_algorithms import derive_dataflow
 from hf_algorithms.config import format_toml, load_config, parse_config
@@ -29,8 +30,9 @@ from hf_algorithms.recipes import (
 )
 from hf_algorithms.roles import Roles
 from hf_algorithms.workers import ActorWorker, CriticWorker
+from hf_controller import Worker
 from hf_engine import SamplingParams
-from hf_protocols import ConfigError
+from hf_protocols import DP, ConfigError, register
 
 DATA = {"data": {"train": "rows.jsonl"}}
 
@@ -294,6 +296,30 @@ def test_a_role_that_only_measures_is_placed() -> None:
     flow = derive_dataflow(own, usual.config(), SamplingParams(max_new_tokens=4, n=2), num_prompts=2)
     assert [call.method for call in flow.calls if call.role == "stats"] == ["compute_metrics"]
     assert "compute_metrics" not in [call.method for call in flow.calls if call.role == "advantage"]
+
+
+class PlainReward(Worker):
+    """The least that a reward of one's own may be."""
+
+    @register(protocol=DP, reads=("response_ids",), writes=("scores",))
+    def compute_reward(self, batch: TensorDict) -> TensorDict:
+        raise AssertionError("it is traced")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_takes_a_plain_reward(name: str) -> None:
+    """Such a worker does not take `is_counted`, which ReMax passes for its baseline."""
+    usual = RECIPES[name]
+    roles = tuple(replace(role, worker=PlainReward) if role.name == "reward" else role for role in usual.roles)
+    sampling = SamplingParams(max_new_tokens=4, n=max(usual.config.least_samples, 1))
+    needed = {"kl_coefficient": 0.0} if "kl_coefficient" in usual.config.model_fields else {}
+    flows = [
+        derive_dataflow(recipe, usual.config(**needed), sampling, num_prompts=2)
+        for recipe in (usual, replace(usual, roles=roles))
+    ]
+    calls = [[(call.role, call.method, call.writes) for call in flow.calls] for flow in flows]
+    assert calls[0] == calls[1]
+    assert sum(method == "compute_reward" for _, method, _ in calls[1]) == (2 if name == "remax" else 1)
 
 
 def test_a_recipe_stands_next_to_the_configuration(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hf_protocols.similar_names import find_similar
 if TYPE_CHECKING:
     from hf_controller import BatchFuture, WorkerGroup
 
-__all__ = ["Roles", "least_rows"]
+__all__ = ["Roles", "call_keeping_scores", "is_scored", "least_rows"]
 
 _SCORED, _SCORES = "model_scores", "compute_model_scores"
 """A column that a method reads where a model scores for its role, and the model's method that writes the column."""
@@ -30,6 +30,11 @@ class _ScoredGroup:
         """True if a call of this method is given the model's scores."""
         known = self._group.methods.get(method)
         return known is not None and f"{_SCORED}?" in (known.reads or ()) and method not in self._unscored
+
+    def call_scored(self, method: str, batch: BatchFuture) -> BatchFuture:
+        """Calls a method on a batch that has the model's scores."""
+        result: BatchFuture = getattr(self._group, method)(batch)
+        return result
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._group, name)
@@ -100,11 +105,31 @@ class Roles:
         return group
 
 
+def is_scored(group: WorkerGroup, method: str) -> bool:
+    """True if another role's model scores the batch of every call of this method."""
+    return isinstance(group, _ScoredGroup) and group.is_scored(method)
+
+
+def call_keeping_scores(group: WorkerGroup, method: str, batch: BatchFuture) -> BatchFuture:
+    """Returns the batch with the column `model_scores`, and with those that the method writes.
+
+    The model scores the batch once.
+
+    Args:
+        group: for which a model scores, see `is_scored`.
+        method: that reads the model's scores.
+        batch: as the method reads it.
+    """
+    assert isinstance(group, _ScoredGroup), "is_scored was asked"
+    scored = batch.union(getattr(group.scorer, _SCORES)(batch))
+    return scored.union(group.call_scored(method, scored))
+
+
 def least_rows(group: WorkerGroup, method: str) -> int:
     """Rows that a call of ``group.method`` needs so that each of the ranks that share them has one."""
     topology = group.topology
     shares = group.methods[method].protocol.distribute(topology, topology.world_size)
     rows = len({rows for rows in shares if len(rows)})
-    if isinstance(group, _ScoredGroup) and group.is_scored(method):
-        return max(rows, least_rows(group.scorer, _SCORES))
+    if is_scored(group, method):
+        return max(rows, least_rows(cast("_ScoredGroup", group).scorer, _SCORES))
     return rows

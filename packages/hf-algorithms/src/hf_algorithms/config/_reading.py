@@ -224,11 +224,23 @@ def _find_problems_of_rewards(config: Config) -> Iterator[str]:
             )
         if part.model is not None and any(each.name == "model" for each in part.list_functions()):
             yield f"{section}.functions: the name 'model' is that of [{section}.model] in metrics. Rename the function"
-    metric = getattr(config.algorithm, "filter_metric", "")
-    names = [f"reward/{each.name}" for each in config.reward.list_functions()]
-    if metric.startswith("reward/") and metric not in names:
+    yield from _find_wrong_filters(config)
+
+
+def _find_wrong_filters(config: Config) -> Iterator[str]:
+    """A reward that `filter_metric` names and that is absent. A worker of one's own knows its names in a traced step."""
+    metric, names = getattr(config.algorithm, "filter_metric", ""), _list_rewards(config)
+    if not metric.startswith("reward/") or metric in names:
+        return
+    workers = [role.load_worker() for role in config.recipe.roles if role.scored_by is not None]
+    if any(hasattr(worker, "compute_named_reward") for worker in workers):
         known = ", ".join(names) or "none"
         yield f"algorithm.filter_metric = {show(metric)}: no reward has this name. Use one of {known}"
+
+
+def _list_rewards(config: Config) -> list[str]:
+    names = [each.name for each in config.reward.list_functions()]
+    return [f"reward/{name}" for name in (*names, *(["model"] if config.reward.model is not None else []))]
 
 
 def _find_wrong_scorers(config: Config) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.recipes._recipe import StepContext, mini_batch_rows
@@ -26,6 +27,7 @@ __all__ = [
     "generate",
     "generate_scored",
     "mini_batches",
+    "score_uncounted",
     "train_by_scores",
     "update_policy",
 ]
@@ -43,6 +45,17 @@ def generate_scored(roles: Roles, prompts: BatchFuture, context: StepContext) ->
     """Returns the responses to every prompt, with the prompt's columns and the scores."""
     batch = generate(roles, prompts, context)
     return batch.union(roles.reward.compute_reward(batch))
+
+
+def score_uncounted(roles: Roles, batch: BatchFuture) -> BatchFuture:
+    """Returns the scores of responses that are not trained on, so that metrics leave them out.
+
+    A worker of one's own whose `compute_reward` does not take `is_counted` counts them.
+    """
+    parameters = signature(roles.reward.spec.worker.compute_reward).parameters.values()  # type: ignore[attr-defined]
+    takes = any(each.name == "is_counted" or each.kind is each.VAR_KEYWORD for each in parameters)
+    found: BatchFuture = roles.reward.compute_reward(batch, **({"is_counted": False} if takes else {}))
+    return found
 
 
 def add_old_logprobs(roles: Roles, batch: BatchFuture, config: PolicyConfig, context: StepContext) -> BatchFuture:

@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING, Literal
 from hf_algorithms.recipes._config import ClipKeys, Coefficient, LengthKeys, PolicyConfig, StdKeys
 from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import POLICY_ROLES
-from hf_algorithms.recipes._steps import build_clip, build_group_advantage, generate_scored, train_by_scores
+from hf_algorithms.recipes._steps import (
+    build_clip,
+    build_group_advantage,
+    generate,
+    generate_scored,
+    train_by_scores,
+)
 from hf_protocols import BatchError, ConfigError
 from hf_protocols.arguments import show
 
@@ -40,6 +46,8 @@ _NOT_METRICS = frozenset(
 
 _NAMED = "reward/"
 """Before the name of one of several rewards."""
+_OF_MODEL = "reward/model"
+"""Names the score of `[reward.model]`."""
 
 
 class DAPOConfig(LengthKeys, StdKeys, ClipKeys, PolicyConfig):
@@ -100,7 +108,7 @@ def fill(
     num_kept = num_drawn = refills = 0
     fresh = prompts
     while True:
-        batch = generate_scored(roles, fresh, context)
+        batch = _generate_scored(roles, fresh, config, context)
         drawn = batch if drawn is None else drawn.concat(batch)
         groups = range(num_drawn, num_drawn + fresh.num_rows)
         kept = set(context.read(_select(roles, batch, config), while_tracing=list(groups)))
@@ -123,6 +131,15 @@ def fill(
     return found, [roles.advantage.compute_metrics(drawn), counts]
 
 
+def _generate_scored(roles: Roles, prompts: BatchFuture, config: DAPOConfig, context: StepContext) -> BatchFuture:
+    """Scored responses; where groups are compared by a reward model, its scores stay in the batch."""
+    from hf_algorithms.roles import call_keeping_scores, is_scored
+
+    if config.filter_metric != _OF_MODEL or not is_scored(roles.reward, "compute_reward"):
+        return generate_scored(roles, prompts, context)
+    return call_keeping_scores(roles.reward, "compute_reward", generate(roles, prompts, context))
+
+
 def _select(roles: Roles, batch: BatchFuture, config: DAPOConfig) -> ObjectFuture:
     from hf_algorithms.advantages import FilterMetric
 
@@ -134,14 +151,34 @@ def _select(roles: Roles, batch: BatchFuture, config: DAPOConfig) -> ObjectFutur
     if column == "metric_scores":
         batch = batch.union(roles.reward.compute_metric(batch))
     elif column.startswith(_NAMED):
-        batch = batch.union(roles.reward.compute_named_reward(batch, column.removeprefix(_NAMED)))
-        column = "named_scores"
+        batch, column = _add_named(roles, batch, config)
     try:
         found = roles.advantage.select_groups(batch, FilterMetric(column))
     except BatchError as error:
         label = f"algorithm.filter_metric = {show(config.filter_metric)}"
         raise ConfigError(f"{label}: the responses have no such column. {error}") from None
     return found
+
+
+def _add_named(roles: Roles, batch: BatchFuture, config: DAPOConfig) -> tuple[BatchFuture, str]:
+    """The batch with the scores of the reward that `filter_metric` names, and their column.
+
+    A worker of one's own names rewards by the columns that its `compute_reward` writes.
+    """
+    from hf_algorithms.roles import is_scored
+
+    name, methods = config.filter_metric.removeprefix(_NAMED), roles.reward.methods
+    written = [each for each in methods["compute_reward"].writes or () if each != "scores"]
+    if name in written:
+        return batch, name
+    if config.filter_metric == _OF_MODEL and is_scored(roles.reward, "compute_reward"):
+        return batch, "model_scores"
+    if "compute_named_reward" in methods:
+        return batch.union(roles.reward.compute_named_reward(batch, name)), "named_scores"
+    known = ", ".join(f"{_NAMED}{each}" for each in written) or "none"
+    raise ConfigError(
+        f"algorithm.filter_metric = {show(config.filter_metric)}: no reward has this name. Use one of {known}"
+    )
 
 
 DAPO = Recipe(name="dapo", config=DAPOConfig, roles=POLICY_ROLES, step=step)

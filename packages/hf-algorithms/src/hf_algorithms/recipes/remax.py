@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from hf_algorithms.recipes._config import ClipKeys, Coefficient, PolicyConfig, Range, Share
 from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import POLICY_ROLES
-from hf_algorithms.recipes._steps import build_clip, generate_scored, train_by_scores
+from hf_algorithms.recipes._steps import build_clip, generate_scored, score_uncounted, train_by_scores
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles
@@ -68,7 +68,7 @@ def step(roles: Roles, prompts: BatchFuture, config: ReMaxConfig, context: StepC
     batch = generate_scored(roles, prompts, context)
     greedy = replace(context.sampling, greedy=True, n=1, temperature=1.0)
     answers = prompts.union(roles.actor.generate_sequences(prompts, greedy))
-    baseline = roles.reward.compute_reward(answers, is_counted=False)
+    baseline = score_uncounted(roles, answers)
     batch = batch.union(baseline.rename({"scores": "baseline_scores"}).repeat(context.sampling.n))
     estimator = ReinforceAdvantage(
         gamma=config.gamma,
