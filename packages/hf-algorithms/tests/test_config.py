@@ -465,6 +465,54 @@ def test_one_function_is_named_after_itself(function: str, name: str) -> None:
     assert (found.name, found.function) == (name if "x://" not in function else "function", function)
 
 
+SECRETS = {
+    "reward.function": ("http://me:hidden@127.0.0.1/score", "'http://***@127.0.0.1/score'"),
+    "reward.metric": ("https://hidden@127.0.0.1", "'https://***@127.0.0.1'"),
+    "cost.function": ("http://127.0.0.1/score?model=a&api_key=hidden", "'http://127.0.0.1/score?model=a&api_key=***'"),
+    "cluster.address": ("ray://hidden:hidden@10.0.0.1:1", "'ray://***@10.0.0.1:1'"),
+    "data.train": ("https://host/rows.jsonl?accessToken=hidden", "'https://host/rows.jsonl?accessToken=***'"),
+}
+
+
+@pytest.mark.parametrize("key", SECRETS)
+def test_a_secret_in_a_url_is_refused_and_not_shown(key: str) -> None:
+    url, shown = SECRETS[key]
+    section, name = key.split(".")
+    with pytest.raises(ConfigError) as refused:
+        parse_config({**MINIMAL, section: {name: url}})
+    assert str(refused.value).startswith(f"{key} = {shown}: a password or a key in a URL would be written into")
+    assert "hidden" not in str(refused.value)
+    is_scorer = section in ("reward", "cost")
+    assert ("Write ${NAME} in its place, and set the environment variable NAME" in str(refused.value)) == is_scorer
+
+
+def test_secrets_are_found_in_lists_and_overrides(tmp_path: Path) -> None:
+    functions = [{"name": "a", "function": "a:f"}, {"name": "b", "function": "http://u:hidden@127.0.0.1/"}]
+    with pytest.raises(ConfigError, match=r"^reward\.functions\.1\.function = 'http://\*\*\*@127"):
+        parse_config({**MINIMAL, "reward": {"functions": functions}})
+    with pytest.raises(ConfigError, match=r"^rollout\.options\.urls\.0 = .* set rollout\.options\.api_key_variable"):
+        parse_config({**MINIMAL, "rollout": {"options": {"urls": ["http://u:hidden@127.0.0.1:1"]}}})
+    path = tmp_path / "config.toml"
+    path.write_text('[data]\ntrain = "a.jsonl"\n')
+    for override in ("http://u:hidden@127.0.0.1", "data.train.a=http://u:hidden@127.0.0.1/"):
+        with pytest.raises(ConfigError) as refused:
+            load_config(path, [override])
+        assert "hidden" not in str(refused.value)
+
+
+def test_a_variable_in_a_url_is_stored_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCORER_PASSWORD", "covert")
+    function = "http://me:${SCORER_PASSWORD}@127.0.0.1/v1/score?key=${SCORER_PASSWORD}&max_tokens=5"
+    prompt = "Answer like https://example.com/?key=value"
+    config = parse_config({**MINIMAL, "reward": {"function": function}, "data": {"train": "a", "system_prompt": prompt}})
+    assert [each.name for each in config.reward.list_functions()] == ["score"]
+    text = format_toml(config)
+    assert function in text and "covert" not in text
+    assert parse_config(tomllib.loads(text)) == config
+    alone = parse_config({**MINIMAL, "reward": {"function": "http://me:${SCORER_PASSWORD}@127.0.0.1:80"}})
+    assert [each.name for each in alone.reward.list_functions()] == ["127.0.0.1_80"]
+
+
 @pytest.mark.parametrize(
     ("reward", "says"),
     [

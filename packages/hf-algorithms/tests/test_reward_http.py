@@ -24,11 +24,12 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         Handler.seen.append((self.path, body, self.headers["Authorization"]))
-        status, text = 200, json.dumps({"rewards": [len(each) for each in body.get("responses", body.get("query", body.get("completions")))]})
+        texts = next(body[name] for name in ("responses", "query", "completions") if name in body)
+        status, text = 200, json.dumps({"rewards": [len(each) for each in texts]})
         if self.path == "/busy" and Handler.busy:
             Handler.busy -= 1
             status = 503
-        if self.path == "/wrong":
+        if self.path.startswith("/wrong"):
             status = 400
         if self.path == "/down":
             status = 500
@@ -110,11 +111,30 @@ def test_a_password_is_sent_and_not_shown(url: str) -> None:
     assert authorization == "Basic " + base64.b64encode(b"me:se@cret").decode()
 
 
+def test_variables_are_read_when_the_server_is_asked(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCORER_PASSWORD", "se/cr et@")
+    address = url.replace("://", "://me:${SCORER_PASSWORD}@") + "/wrong?key=${SCORER_PASSWORD}"
+    spec = FunctionSpec(name="server", function=address)
+    scoring = ScoringFunctions([spec], num_processes=1)
+    with pytest.raises(RewardError) as caught:
+        scoring.score(Samples(prompts=["p"], responses=["a"], answers=["1"]))
+    scoring.close()
+    path, _, authorization = Handler.seen[-1]
+    assert path == "/wrong?key=se%2Fcr%20et%40"
+    assert authorization == "Basic " + base64.b64encode(b"me:se/cr et@").decode()
+    assert "${SCORER_PASSWORD}" in str(caught.value)
+    assert address not in repr([spec, scoring.specs])
+    assert "cr et" not in str(caught.value) and "%20" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("address", "says"),
     [
         ("http://example.com/score", r"the host 'example.com' is not this machine, .* Add it to reward.allowed_hosts"),
-        ("http://me:secret@10.0.0.1/score", "'http://10.0.0.1/score': the host '10.0.0.1' is not this machine"),
+        ("http://me:secret@10.0.0.1/score", r"'http://\*\*\*@10.0.0.1/score': the host '10.0.0.1' is not this machine"),
+        ("http://me:sec/secret@10.0.0.1/score", r"'http://\*\*\*' is not the address .* in a password are written as %XX"),
+        ("http://127.0.0.1/a b", "it has characters to be written as %XX"),
+        ("http://me:${NO_SUCH_VARIABLE}@127.0.0.1", "the environment variable NO_SUCH_VARIABLE is not set"),
         ("http:///score", "it has no host"),
         ("http://127.0.0.1:x/score", "is not the address of a server"),
     ],

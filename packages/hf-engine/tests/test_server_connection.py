@@ -199,6 +199,32 @@ def test_a_server_that_never_ends_its_answer_is_left():
         connect(url, timeout_s=0.5).post("/generate", {})
 
 
+@pytest.mark.parametrize("states_length", [True, False])
+def test_an_answer_of_gigabytes_is_left(states_length):
+    sent = []
+
+    def flood(handler):
+        handler.send_response(200)
+        if states_length:
+            handler.send_header("Content-Length", str(1 << 40))
+        handler.end_headers()
+        with contextlib.suppress(OSError):  # the client has hung up
+            for _ in range(1 << 10):
+                handler.wfile.write(b" " * (1 << 20))
+                sent.append(1)
+
+    with listening(flood) as url, pytest.raises(BackendError, match=rf"{url} sent more than 16781312 bytes .* /generate"):
+        connect(url, timeout_s=60).post("/generate", {}, num_tokens=4)
+    assert len(sent) < 64, "a few MiB may be under way"
+
+
+@pytest.mark.parametrize("url", ["http://me:hidden@host:1", "http://hidden@host:1", "http://host:1/v1?key=hidden"])
+def test_a_password_in_a_url_is_refused_and_not_shown(url):
+    with pytest.raises(BackendError, match=r"is not sent to the server.*rollout.options.api_key_variable") as refused:
+        connect(url)
+    assert "hidden" not in str(refused.value)
+
+
 def test_weights_for_another_machine_need_a_directory():
     assert choose_directory(None, connect("http://localhost:1")).is_dir()
     assert choose_directory("here", connect("http://far:1")) == Path("here").absolute()

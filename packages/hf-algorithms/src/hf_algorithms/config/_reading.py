@@ -11,9 +11,11 @@ from typing import Any, cast, get_args
 from pydantic import BaseModel, ValidationError, create_model
 
 from hf_algorithms.config._messages import describe_problem
+from hf_algorithms.config._secrets import check_secrets
 from hf_algorithms.config._sections import Config, RoleConfig
 from hf_algorithms.recipes import COMMAND_RECIPES, RECIPES, AlgorithmConfig, Recipe, SupervisedRecipe, load_recipe
 from hf_algorithms.recipes.conventions import expand_conventions
+from hf_algorithms.url_secrets import hide_secrets
 from hf_algorithms.users_code import describe_raised
 from hf_protocols import ConfigError
 from hf_protocols.arguments import shorten, shorten_list, show
@@ -52,6 +54,7 @@ def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = (), co
         ConfigError: one line for every problem, among them values that `format_toml` could not write so that they
             read back as they are.
     """
+    check_secrets(body)
     recipe = find_recipe(body.get("algorithm"), search_path, command)
     body = _expand_conventions(body, recipe)
     with_scorers = recipe.with_scorers(dict.fromkeys(_find_scored_roles(body, recipe), ""))
@@ -299,20 +302,21 @@ def without_none(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def apply_override(body: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
+    shown = show(hide_secrets(override))
     *tables, last = key.strip().split(".")
     if not (equals and tables and last):
-        raise ConfigError(f"--set {show(override)}: write it as section.key=value, such as run.seed=1")
+        raise ConfigError(f"--set {shown}: write it as section.key=value, such as run.seed=1")
     try:
-        parsed = parse_toml(f"value = {text}", f"--set {show(override)}")
+        parsed = parse_toml(f"value = {text}", f"--set {shown}")
     except tomllib.TOMLDecodeError:
         parsed = {"value": text}
     if len(parsed) > 1:
-        raise ConfigError(f"--set {show(override)}: it holds more than one value. Write one --set for each key")
+        raise ConfigError(f"--set {shown}: it holds more than one value. Write one --set for each key")
     table = body
     for each in tables:
         table = table.setdefault(each, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {show(override)}: {shorten(each)} is a value, not a section")
+            raise ConfigError(f"--set {shown}: {shorten(each)} is a value, not a section")
     table[last] = parsed["value"]
 
 

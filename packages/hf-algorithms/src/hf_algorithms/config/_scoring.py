@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
@@ -119,5 +120,14 @@ class CostConfig(_ScoringConfig):
 
 
 def _name_function(function: str) -> FunctionConfig:
-    name = re.sub(r"[^\w.-]+", "_", function.rpartition("/" if "://" in function else ":")[2]) or "function"
-    return FunctionConfig(name=name, function=function)
+    last = _name_server(function) if "://" in function else function.rpartition(":")[2]
+    return FunctionConfig(name=re.sub(r"[^\w.-]+", "_", last) or "function", function=function)
+
+
+def _name_server(url: str) -> str:
+    """The last part of the path, or the host: what a user, a password or a query says has no place in a name."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # it is refused later, with the key
+        return ""
+    return parts.path.rpartition("/")[2] or parts.netloc.rpartition("@")[2]

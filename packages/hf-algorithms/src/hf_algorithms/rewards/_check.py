@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from hf_algorithms.data import locate_row
 from hf_algorithms.rewards._conventions import Binding, Style, bind_function
-from hf_algorithms.rewards._http import HTTPScorer, hide_password, is_url
+from hf_algorithms.rewards._http import check_address, is_url
 from hf_algorithms.rewards._load import get_users_function, imports_from, load_function
+from hf_algorithms.url_secrets import hide_secrets
 from hf_controller import Terminated
 from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError, DataError, HybridFlowError
@@ -68,8 +69,7 @@ class _Named:
 
     @property
     def label(self) -> str:
-        shown = hide_password(self.function) if is_url(self.function) else self.function
-        return f"{self.key} = {show(shown)}"
+        return f"{self.key} = {show(hide_secrets(self.function))}"
 
 
 def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_path: Sequence[str] = ()) -> None:
@@ -140,16 +140,18 @@ def describe_logs(config: Config, *, search_path: Sequence[str] = ()) -> list[st
 def _list_functions(config: Config) -> list[_Named]:
     """Every function once: costs, then rewards, then the metric."""
     reward = config.reward
-    found: dict[str, _Named] = {}
+    found: dict[tuple[str, tuple[str, ...]], _Named] = {}  # the same server may be allowed in one section alone
     for section, part in (("cost", config.cost), ("reward", reward)):
         for each in part.list_functions():
             key = f"{section}.functions.{each.name}.function" if part.functions else f"{section}.function"
-            named = _Named(key, each.function, each.style, part.allowed_hosts, frozenset({"train"}))
-            found.setdefault(each.function, named)
+            hosts = part.allowed_hosts if is_url(each.function) else ()
+            named = _Named(key, each.function, each.style, hosts, frozenset({"train"}))
+            found.setdefault((each.function, hosts), named)
     if not reward.evaluates_model:
-        metric = _Named("reward.metric", reward.metric, "auto", reward.allowed_hosts, frozenset(_EVALUATED))
-        first = found.setdefault(reward.metric, metric)
-        found[reward.metric] = replace(first, sets=first.sets | metric.sets)
+        hosts = reward.allowed_hosts if is_url(reward.metric) else ()
+        metric = _Named("reward.metric", reward.metric, "auto", hosts, frozenset(_EVALUATED))
+        first = found.setdefault((reward.metric, hosts), metric)
+        found[reward.metric, hosts] = replace(first, sets=first.sets | metric.sets)
     return list(found.values())
 
 
@@ -165,7 +167,7 @@ def _check_presence(named: _Named, config: Config, rows: Mapping[str, Sequence[R
 
 def _check_url(named: _Named) -> None:
     try:
-        HTTPScorer(named.function, style=named.style, allowed_hosts=named.allowed_hosts)
+        check_address(named.function, named.allowed_hosts, key=f"{named.key.partition('.')[0]}.allowed_hosts")
     except ConfigError as error:
         raise ConfigError(f"{named.key} = {error}") from None
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from hf_algorithms.rewards._conventions import Binding, Style, bind_function
-from hf_algorithms.rewards._http import HTTPScorer, hide_password, is_url
+from hf_algorithms.rewards._http import HTTPScorer, is_url
 from hf_algorithms.rewards._load import get_users_function, load_function
 from hf_algorithms.rewards._pool.client import RewardPool
 from hf_algorithms.rewards._pool.messages import Calls, Outcome, RaisedCall
@@ -21,6 +21,7 @@ from hf_algorithms.rewards._pool.process import Loader, call_function, is_async
 from hf_algorithms.rewards._results import CallScores, WrongResult
 from hf_algorithms.rewards._samples import Samples
 from hf_algorithms.rewards._trainer import CallLog
+from hf_algorithms.url_secrets import hide_secrets
 from hf_algorithms.users_code import is_installed
 from hf_protocols import read_machine_limits
 from hf_protocols.arguments import show
@@ -45,7 +46,7 @@ class FunctionSpec:
     """
 
     name: str
-    function: str | Callable[..., Any]
+    function: str | Callable[..., Any] = field(repr=False)
     weight: float = 1.0
     deadline_s: float = 30.0
     style: Style = "auto"
@@ -275,7 +276,7 @@ def _pickle(spec: FunctionSpec) -> bytes | None:
 
 def _describe(spec: FunctionSpec, function: Any, kind: str) -> str:
     if isinstance(spec.function, str) and is_url(spec.function):
-        return f"the {kind} server {hide_password(spec.function)}"
+        return f"the {kind} server {hide_secrets(spec.function)}"
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     return f"the {kind} function {module}:{name}" if module and name else f"the {kind} function {show(function)}"
 

@@ -6,6 +6,7 @@ import base64
 import ipaddress
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
@@ -16,10 +17,11 @@ from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_ope
 from hf_algorithms.rewards._conventions import Style
 from hf_algorithms.rewards._pool.messages import CallExpired
 from hf_algorithms.rewards._trainer import TRAINER_VALUES
+from hf_algorithms.url_secrets import fill_variables, hide_secrets
 from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError, RewardError
 
-__all__ = ["HTTPScorer", "hide_password", "is_url"]
+__all__ = ["HTTPScorer", "check_address", "is_url"]
 
 _SCHEMES = ("http://", "https://")
 _FIRST_WAIT_S = 0.1
@@ -33,10 +35,38 @@ def is_url(name: str) -> bool:
     return name.lower().startswith(_SCHEMES)
 
 
-def hide_password(url: str) -> str:
-    """Returns the address without user and password."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+def check_address(url: str, allowed_hosts: Sequence[str], *, key: str) -> None:
+    """Refuses what is not the address of a server that may be asked.
+
+    Args:
+        url: whose `${NAME}` are environment variables.
+        allowed_hosts: in addition to this machine's.
+        key: that names other hosts, for messages.
+
+    Raises:
+        ConfigError: for an address that is not one, or of another host; for a variable that is not set.
+    """
+    shown = show(hide_secrets(url))
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise ConfigError(f"{shown} is not the address of a server: it has characters to be written as %XX")
+    filled = fill_variables(url)
+    try:
+        parts = urlsplit(filled)
+        host = parts.hostname
+        _ = parts.port
+    except ValueError:
+        scheme = url.partition("://")[0]
+        raise ConfigError(
+            f"'{scheme}://***' is not the address of a server: its host or port is malformed. Correct it; / ? # @ and : "
+            "in a password are written as %XX"
+        ) from None
+    if not host:
+        raise ConfigError(f"{shown} is not the address of a server: it has no host")
+    if not _is_this_machine(host) and host not in allowed_hosts:
+        raise ConfigError(
+            f"{shown}: the host {show(host)} is not this machine, and prompts and responses would leave it. "
+            f"Add it to {key}"
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -48,13 +78,13 @@ class HTTPScorer:
 
     Args:
         url: address; a host other than this machine must be among `allowed_hosts`. User and password in it are sent
-            as basic authentication and not shown.
+            as basic authentication and not shown. `${NAME}` is the value of an environment variable.
         deadline_s: of one response.
         style: convention of the request's names; OpenRLHF's servers read `query`.
         allowed_hosts: names that are allowed in addition to this machine's.
 
     Raises:
-        ConfigError: for an address that is not one, or of another host.
+        ConfigError: for an address that is not one, or of another host; for a variable that is not set.
     """
 
     url: str
@@ -63,23 +93,10 @@ class HTTPScorer:
     allowed_hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        shown = show(hide_password(self.url))
-        try:
-            parts = urlsplit(self.url)
-            host = parts.hostname
-            _ = parts.port
-        except ValueError as error:
-            raise ConfigError(f"{shown} is not the address of a server: {error}") from None
-        if not host:
-            raise ConfigError(f"{shown} is not the address of a server: it has no host")
-        if not _is_this_machine(host) and host not in self.allowed_hosts:
-            raise ConfigError(
-                f"{shown}: the host {show(host)} is not this machine, and prompts and responses would leave it. "
-                "Add it to reward.allowed_hosts"
-            )
+        check_address(self.url, self.allowed_hosts, key="allowed_hosts")
 
     def __repr__(self) -> str:
-        return f"HTTPScorer({hide_password(self.url)!r})"
+        return f"HTTPScorer({self._shown()!r})"
 
     def __call__(self, **values: Any) -> Any:
         """Returns the answer to one request.
@@ -123,14 +140,15 @@ class HTTPScorer:
             raise RewardError(f"{self._shown()} answered something else than JSON: {shorten(text)!r}") from None
 
     def _build_request(self, body: bytes) -> Request:
-        parts = urlsplit(self.url)
+        parts = urlsplit(fill_variables(self.url))
         headers = {"Content-Type": "application/json"}
         if parts.username is not None:
             headers["Authorization"] = f"Basic {_encode_user(parts)}"
-        return Request(hide_password(self.url), data=body, headers=headers, method="POST")
+        address = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+        return Request(address, data=body, headers=headers, method="POST")
 
     def _shown(self) -> str:
-        return hide_password(self.url)
+        return hide_secrets(self.url)
 
 
 class _NoRedirects(HTTPRedirectHandler):

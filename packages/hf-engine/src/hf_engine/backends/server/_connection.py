@@ -20,6 +20,11 @@ from hf_protocols.errors import BackendError
 __all__ = ["Connection", "expected_form"]
 
 _PORTS = {"http": 80, "https": 443}
+_LEAST_BYTES = 16 << 20
+"""Of an answer without tokens at most, such as a server's description of itself."""
+_TOKEN_BYTES = 1 << 10
+"""For each token at most: its id, its log-prob and its text, with the names of their fields."""
+_PIECE_BYTES = 1 << 20
 
 
 class Connection:
@@ -45,6 +50,11 @@ class Connection:
             port = parts.port or default
         except (KeyError, ValueError):
             parts, port = urlsplit(""), 0
+        if "@" in url or parts.query:
+            raise BackendError(
+                "rollout.options.urls: a user, a password or a query in a URL is not sent to the server, and would be "
+                "shown. Remove it, and set rollout.options.api_key_variable where the server has a key"
+            )
         if not parts.hostname or not url.isprintable() or " " in url:
             raise BackendError(
                 f"rollout.options.urls: {show(url)} is no URL; give one such as 'http://127.0.0.1:30000'"
@@ -92,20 +102,27 @@ class Connection:
         status, answer = self._request("POST", path, body)
         return status != http.HTTPStatus.BAD_REQUEST and self._accept(path, status, answer) is not None
 
-    def post(self, path: str, body: Any = None) -> Any:
+    def post(self, path: str, body: Any = None, *, num_tokens: int = 0) -> Any:
         """What POST with a JSON body answers.
+
+        Args:
+            path: of the request.
+            body: of the request.
+            num_tokens: that the answer may have; longer answers than these need are refused.
 
         Raises:
             BackendError: with the server's own words, if it refuses.
         """
-        return self._accept(path, *self._request("POST", path, body))
+        return self._accept(path, *self._request("POST", path, body, num_tokens=num_tokens))
 
     def _accept(self, path: str, status: int, answer: Any) -> Any:
         if status != http.HTTPStatus.OK:
             raise BackendError(f"the server at {self.url} refused {path} (status {status}): {_reason(answer)}")
         return answer
 
-    def _request(self, method: str, path: str, body: Any, knob: str = "timeout_s") -> tuple[int, Any]:
+    def _request(
+        self, method: str, path: str, body: Any, knob: str = "timeout_s", *, num_tokens: int = 0
+    ) -> tuple[int, Any]:
         seconds = self._timeout_s if knob == "timeout_s" else self._connect_timeout_s
         stop = time.monotonic() + seconds
         connection = self._connect()
@@ -117,7 +134,7 @@ class Connection:
                 connection.request(method, self._path + path, data, self._headers)
                 connection.response_class = partial(_Response, stop)  # type: ignore[assignment]
                 response = connection.getresponse()
-                received = response.read()
+                received = self._read(response, path, _LEAST_BYTES + num_tokens * _TOKEN_BYTES)
             except TimeoutError as error:
                 raise BackendError(
                     f"the server at {self.url} did not finish {path} in {seconds:g} s: raise "
@@ -129,6 +146,20 @@ class Connection:
                     "why; start it again and build the backend again"
                 ) from error
         return response.status, _decode(received)
+
+    def _read(self, response: http.client.HTTPResponse, path: str, most_bytes: int) -> bytes:
+        """The whole answer, in pieces: its stated length may be anything."""
+        received = bytearray()
+        while piece := response.read(_PIECE_BYTES):
+            received += piece
+            if len(received) > most_bytes:
+                raise BackendError(
+                    f"the server at {self.url} sent more than {most_bytes} bytes in answer to {path}, which no "
+                    "supported server does. Correct rollout.options.urls"
+                )
+        if response.length:
+            raise http.client.IncompleteRead(bytes(received), response.length)
+        return bytes(received)
 
     def _connect(self) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection

@@ -76,7 +76,9 @@ class SglangServer:
             "sampling_params": [shared | {"sampling_seed": seed} for seed in seeds],
             "return_logprob": True,
         }
-        return [self._read(answer["meta_info"]) for answer in self._connection.post("/generate", body)]
+        num_tokens = sum(map(len, prompts)) + len(prompts) * sampling.max_new_tokens
+        answers = self._connection.post("/generate", body, num_tokens=num_tokens)
+        return [self._read(answer["meta_info"]) for answer in answers]
 
     def load_weights(self, directory: Path, stamp: str) -> None:
         """See `Dialect`."""
