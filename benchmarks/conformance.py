@@ -87,6 +87,8 @@ class _Roles:
             return record
 
         class Group:
+            spec = SimpleNamespace(worker=SimpleNamespace(compute_reward=lambda self, batch: batch))
+
             def __getattr__(self, method: str) -> Callable[..., _Batch]:
                 return call(method)
 

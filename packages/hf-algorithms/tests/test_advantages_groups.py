@@ -124,7 +124,8 @@ def group_reference(batch: dict[str, torch.Tensor], options: dict[str, Any]) -> 
         compared = compare_reference(
             [scores[row] for row in rows], [int(mask[row].sum()) for row in rows], options, scored
         )
-        for row, advantage in zip(rows, compared, strict=True):
+        limit = options.get("score_clip", math.inf)
+        for row, advantage in zip(rows, (min(max(each, -limit), limit) for each in compared), strict=True):
             found[row, mask[row]] = spread_reference(
                 advantage, penalties[row], options.get("gamma", 1.0), "token" if kl_return == "token" else "cumulative"
             )
@@ -154,6 +155,8 @@ GROUP_OPTIONS: list[dict[str, Any]] = [
     {"kl_coefficient": 0.3, "gamma": 0.9},
     {"kl_coefficient": 0.3, "kl_estimator": "k3", "kl_return": "token", "scale": "none"},
     {"kl_coefficient": 0.3, "kl_estimator": "k2", "kl_return": "sequence", "baseline": "leave_one_out"},
+    {"score_clip": 0.5},
+    {"score_clip": 0.75, "scale": "none", "kl_coefficient": 0.3, "gamma": 0.9, "baseline": "leave_one_out"},
 ]
 
 

@@ -164,7 +164,8 @@ def check_scorers(config: Config, inputs: RunInputs) -> None:
                 lengths, least = list(data.prompt_lengths), new
             else:
                 encoder = SequenceEncoder(load_tokenizer(model.own_tokenizer_path, needs_end=False), label=label)
-                lengths, least = [encoder.count_prompt_tokens(row.prompt) for row in data.rows], 1
+                prompts = [inputs.turns.as_chat(row.prompt) or row.prompt for row in data.rows]
+                lengths, least = [encoder.count_prompt_tokens(each) for each in prompts], 1
             longest = max(lengths)
             if longest + least > limit:
                 problems.append(

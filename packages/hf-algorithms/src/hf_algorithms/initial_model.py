@@ -58,8 +58,9 @@ class InitialModel:
         label: beginning of messages: the key of the tokenizer and its value.
         end_ids: `eos_token_id` of the generation configuration.
         num_spare_logits: logits beyond the tokenizer's ids.
-        own_tokenizer_path: of a model that scores texts and has another tokenizer than the run's; None where they are
-            alike.
+        own_tokenizer_path: of a model that scores texts and has another tokenizer or chat template than the run;
+            None where they are alike.
+        shares_ids: the own tokenizer has the run's vocabulary: what is not a chat is read as token ids.
     """
 
     path: str
@@ -71,6 +72,7 @@ class InitialModel:
     end_ids: frozenset[int]
     num_spare_logits: int
     own_tokenizer_path: str | None = None
+    shares_ids: bool = False
 
 
 def build_initial_model(
@@ -128,7 +130,14 @@ def build_initial_model(
 
 
 def read_role_model(
-    path: str, main: InitialModel, *, label: str, backends: Mapping[str, str], on_cpu: bool, head: Head = "lm"
+    path: str,
+    main: InitialModel,
+    *,
+    label: str,
+    backends: Mapping[str, str],
+    on_cpu: bool,
+    head: Head = "lm",
+    template: str | None = None,
 ) -> InitialModel:
     """Checks a directory that one role starts from, for the tokenizer of `main`.
 
@@ -139,6 +148,7 @@ def read_role_model(
         backends: names by key, as for `build_initial_model`.
         on_cpu: whether ranks run on host processors.
         head: of the role's model. One that scores may have another tokenizer, and must have a head.
+        template: of the run's chats; by default that of the tokenizer of `main`.
 
     Raises:
         ConfigError: for a model that cannot be used, or whose embedding has too few rows for the tokenizer.
@@ -153,7 +163,8 @@ def read_role_model(
         num_spare_logits=0,
     )
     if head == "score":
-        return replace(model, own_tokenizer_path=_find_own_tokenizer(files, main, label))
+        own, shares_ids = _find_own_tokenizer(files, main, label, template)
+        return replace(model, own_tokenizer_path=own, shares_ids=shares_ids)
     check_vocabulary(main.tokenizer, files, label=label)
     if any((files.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         own = load_tokenizer(str(files.path), label=label)
@@ -165,8 +176,13 @@ def read_role_model(
     return replace(model, num_spare_logits=count_spare_logits(main.tokenizer, files.vocab_size))
 
 
-def _find_own_tokenizer(files: ModelDirectory, main: InitialModel, label: str) -> str | None:
-    """The directory of a scoring model with another tokenizer than the run's; None for the same one."""
+def _find_own_tokenizer(
+    files: ModelDirectory, main: InitialModel, label: str, template: str | None
+) -> tuple[str | None, bool]:
+    """The directory of a scoring model with another tokenizer or chat template; None for the same.
+
+    Also returns whether its vocabulary is the run's. A tokenizer without a template reads the run's rendering.
+    """
     if files.tensors and find_score_head(files) is None:
         raise ModelError(
             f"{label}: is a language model without a head that scores. Train one with hybridflow reward-model and "
@@ -174,10 +190,12 @@ def _find_own_tokenizer(files: ModelDirectory, main: InitialModel, label: str) -
         )
     if not any((files.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         check_vocabulary(main.tokenizer, files, label=label)
-        return None
+        return None, True
     own = load_tokenizer(str(files.path), label=label, needs_end=False)
     check_vocabulary(own, files, label=label)
-    return None if own.get_vocab() == main.tokenizer.get_vocab() else str(files.path)
+    shares_ids = own.get_vocab() == main.tokenizer.get_vocab()
+    has_template = own.chat_template is not None and own.chat_template != (template or main.tokenizer.chat_template)
+    return (str(files.path) if has_template or not shares_ids else None), shares_ids
 
 
 def _read_given(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from hf_algorithms.data import read_template
 from hf_algorithms.initial_model import Head, InitialModel, read_role_model
 from hf_protocols import ConfigError
 from hf_protocols.arguments import show
@@ -82,4 +83,7 @@ def _read(config: Config, name: str, path: str, model: InitialModel, label: str)
     if hasattr(worker, "generate_sequences"):
         backends["rollout.backend"] = config.rollout.backend
     head: Head = getattr(worker, "head", "lm")
-    return read_role_model(path, model, label=label, backends=backends, on_cpu=config.cluster.gpu == "cpu", head=head)
+    template = None if config.data.chat_template is None else read_template(config.data.chat_template)
+    return read_role_model(
+        path, model, label=label, backends=backends, on_cpu=config.cluster.gpu == "cpu", head=head, template=template
+    )

@@ -17,6 +17,7 @@ from hf_algorithms.advantages._columns import (
     split_groups,
 )
 from hf_algorithms.advantages._returns import KLEstimator, compute_penalty, spread_scores
+from hf_algorithms.advantages.shaping import clip_scores
 from hf_protocols.arguments import show
 from hf_protocols.errors import BatchError, ConfigError
 
@@ -74,6 +75,8 @@ class GroupAdvantage:
 
     The last is TRL's RLOO. All act on token rewards, never on the loss.
     """
+    score_clip: float | None = None
+    """Cuts A_i at plus and minus this size, before the KL (OpenRLHF)."""
 
     writes: ClassVar[tuple[str, ...]] = ("advantages",)
 
@@ -89,6 +92,7 @@ class GroupAdvantage:
         check_bound("std_eps", self.std_eps)
         check_bound("kl_coefficient", self.kl_coefficient)
         check_share("gamma", self.gamma)
+        check_bound("score_clip", self.score_clip, may_be_zero=False, may_be_none=True)
         if self.scale == "std" and self.std_on != "positive" and (self.baseline == "none" or self.std_over == "others"):
             cause = 'baseline="none"' if self.baseline == "none" else 'std_over="others"'
             rule = f"divides by {self.std_eps} where the std is 0, and with {cause} the dividend is not 0 there"
@@ -123,6 +127,7 @@ class GroupAdvantage:
                 refuse_group_of_one("GroupAdvantage", given["group_id"][rows[0]])
             known = rows[scored[rows]]
             compared[known] = self._compare(scores[known].double(), lengths[known], of_batch).to(scores.dtype)
+        compared = clip_scores(compared, self.score_clip)
         cumulates = self.kl_return != "token"
         tokens = spread_scores(
             compared, penalty, mask, gamma=self.gamma, kl_return="cumulative" if cumulates else "token"

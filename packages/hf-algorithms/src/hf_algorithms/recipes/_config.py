@@ -21,6 +21,7 @@ __all__ = [
     "PolicyConfig",
     "Range",
     "RewardKeys",
+    "ScoreClipKeys",
     "Share",
     "StdKeys",
     "WhitenKeys",
@@ -233,6 +234,13 @@ class ClipKeys(AlgorithmConfig):
     """Where the advantage is negative, the largest ratio that counts."""
 
 
+class ScoreClipKeys(AlgorithmConfig):
+    """Key of algorithms that may cut what is left of a score."""
+
+    score_clip: Range | None = None
+    """The score less its baseline, divided as the algorithm divides it, is cut at plus and minus this size."""
+
+
 class GroupKeys(AlgorithmConfig):
     """Keys of algorithms that compare the responses to one prompt."""
 
@@ -242,7 +250,7 @@ class GroupKeys(AlgorithmConfig):
     """For a prompt with one response: refuse it, pass its score as it is, or give it advantage 0."""
 
 
-class StdKeys(GroupKeys):
+class StdKeys(ScoreClipKeys, GroupKeys):
     """Keys of algorithms that divide by the standard deviation of a group's scores."""
 
     std_ddof: Degrees = 1
@@ -298,7 +306,7 @@ class RewardKeys(AlgorithmConfig):
     """Keys that change scores before advantages are computed."""
 
     reward_clip: Range | None = None
-    """Scores are cut at plus and minus this size."""
+    """Scores are cut at plus and minus this size, before anything is subtracted from them."""
     missing_eos_penalty: Coefficient | None = None
     """Is subtracted from the score of a response that was cut by its length."""
 

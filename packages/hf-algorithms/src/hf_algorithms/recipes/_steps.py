@@ -136,6 +136,7 @@ def build_group_advantage(config: Any) -> GroupAdvantage:
         group_of_one=config.group_of_one,
         kl_coefficient=config.reward_kl_coefficient,
         kl_estimator=config.kl_estimator,
+        score_clip=config.score_clip,
     )
 
 

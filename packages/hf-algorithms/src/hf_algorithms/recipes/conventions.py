@@ -154,6 +154,8 @@ _OPENRLHF: Switches = {
 }
 _OPENRLHF_WHITE: Switches = {"whiten": True, "std_ddof": 0, "std_eps": 1e-8}
 _OPENRLHF_STD: Switches = {"std_ddof": 1, "std_eps": 1e-9, "std_on": "s+eps", "std_over": "group", "baseline": "mean"}
+# Its `reward_clip_range`, after the baseline and before the KL; GAE has no baseline, so there it cuts the score.
+_OPENRLHF_CUT: Switches = {"score_clip": 10.0}
 _OPENRLHF_TABLE: Mapping[str, Switches] = {
     "ppo": {
         **_OPENRLHF,
@@ -163,14 +165,16 @@ _OPENRLHF_TABLE: Mapping[str, Switches] = {
         "value_clip": 0.5,
         "bootstrap": "zero",
         "reward_position": "last",
+        "reward_clip": 10.0,
     },
-    "grpo": {**_OPENRLHF, **_OPENRLHF_STD},
-    "rloo": {**_OPENRLHF, "ratio": "token", "kl_return": "cumulative"},
-    "reinforce_pp": {**_OPENRLHF, **_OPENRLHF_WHITE, "gamma": 1.0, "kl_return": "cumulative"},
-    "reinforce_pp_baseline": {**_OPENRLHF, **_OPENRLHF_WHITE, "kl_return": "cumulative"},
+    "grpo": {**_OPENRLHF, **_OPENRLHF_STD, **_OPENRLHF_CUT},
+    "rloo": {**_OPENRLHF, **_OPENRLHF_CUT, "ratio": "token", "kl_return": "cumulative"},
+    "reinforce_pp": {**_OPENRLHF, **_OPENRLHF_WHITE, **_OPENRLHF_CUT, "gamma": 1.0, "kl_return": "cumulative"},
+    "reinforce_pp_baseline": {**_OPENRLHF, **_OPENRLHF_WHITE, **_OPENRLHF_CUT, "kl_return": "cumulative"},
     "gspo": {
         **{key: value for key, value in _OPENRLHF.items() if key != "dual_clip"},
         **_OPENRLHF_STD,
+        **_OPENRLHF_CUT,
         "aggregation": "seq-mean-token-mean",
     },
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from hf_algorithms.recipes._config import ClipKeys, Coefficient, PolicyConfig, Share, WhitenKeys
+from hf_algorithms.recipes._config import ClipKeys, Coefficient, PolicyConfig, ScoreClipKeys, Share, WhitenKeys
 from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import POLICY_ROLES
 from hf_algorithms.recipes._steps import build_clip, generate_scored, train_by_scores
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["REINFORCE_PP", "ReinforcePPConfig", "step"]
 
 
-class ReinforcePPConfig(WhitenKeys, ClipKeys, PolicyConfig):
+class ReinforcePPConfig(ScoreClipKeys, WhitenKeys, ClipKeys, PolicyConfig):
     """`[algorithm]` with `name = "reinforce_pp"`."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
@@ -48,6 +48,7 @@ def step(
         kl_coefficient=config.reward_kl_coefficient,
         kl_estimator=config.kl_estimator,
         kl_return=config.kl_return,
+        score_clip=config.score_clip,
     )
     return train_by_scores(roles, batch, config, context, estimator, build_clip(config))
 

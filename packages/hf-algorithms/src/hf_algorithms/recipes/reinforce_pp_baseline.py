@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from hf_algorithms.recipes._config import ClipKeys, Coefficient, GroupKeys, PolicyConfig, WhitenKeys
+from hf_algorithms.recipes._config import ClipKeys, Coefficient, GroupKeys, PolicyConfig, ScoreClipKeys, WhitenKeys
 from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import POLICY_ROLES
 from hf_algorithms.recipes._steps import build_clip, generate_scored, train_by_scores
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["REINFORCE_PP_BASELINE", "ReinforcePPBaselineConfig", "step"]
 
 
-class ReinforcePPBaselineConfig(GroupKeys, WhitenKeys, ClipKeys, PolicyConfig):
+class ReinforcePPBaselineConfig(ScoreClipKeys, GroupKeys, WhitenKeys, ClipKeys, PolicyConfig):
     """`[algorithm]` with `name = "reinforce_pp_baseline"`."""
 
     name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
@@ -49,6 +49,7 @@ def step(
         kl_coefficient=config.reward_kl_coefficient,
         kl_estimator=config.kl_estimator,
         kl_return=config.kl_return,
+        score_clip=config.score_clip,
     )
     return train_by_scores(roles, batch, config, context, estimator, build_clip(config))
 

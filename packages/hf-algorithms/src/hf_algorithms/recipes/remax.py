@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from hf_algorithms.recipes._config import ClipKeys, Coefficient, PolicyConfig, Range, Share
+from hf_algorithms.recipes._config import ClipKeys, Coefficient, PolicyConfig, ScoreClipKeys, Share
 from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import POLICY_ROLES
 from hf_algorithms.recipes._steps import build_clip, generate_scored, score_uncounted, train_by_scores
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["REMAX", "ReMaxConfig", "step"]
 
 
-class ReMaxConfig(ClipKeys, PolicyConfig):
+class ReMaxConfig(ScoreClipKeys, ClipKeys, PolicyConfig):
     """`[algorithm]` with `name = "remax"`."""
 
     name: Literal["remax"] = "remax"
@@ -36,8 +36,6 @@ class ReMaxConfig(ClipKeys, PolicyConfig):
     """Discount per token."""
     discounts_last: bool = False
     """Multiplies the score at the last token by `gamma` too."""
-    score_clip: Range | None = None
-    """The difference of the two scores is cut at plus and minus this size."""
     kl_coefficient: Coefficient = 0.05
     kl_place: Literal["reward", "loss", "none"] = "reward"
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from hf_algorithms.recipes._config import AggregationMode, ClipKeys, Coefficient, GroupKeys, PolicyConfig
+from hf_algorithms.recipes._config import AggregationMode, ClipKeys, Coefficient, GroupKeys, PolicyConfig, ScoreClipKeys
 from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import POLICY_ROLES
 from hf_algorithms.recipes._steps import build_clip, generate_scored, train_by_scores
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["RLOO", "RLOOConfig", "step"]
 
 
-class RLOOConfig(GroupKeys, ClipKeys, PolicyConfig):
+class RLOOConfig(ScoreClipKeys, GroupKeys, ClipKeys, PolicyConfig):
     """`[algorithm]` with `name = "rloo"`."""
 
     name: Literal["rloo"] = "rloo"
@@ -61,6 +61,7 @@ def step(roles: Roles, prompts: BatchFuture, config: RLOOConfig, context: StepCo
         kl_coefficient=config.reward_kl_coefficient,
         kl_estimator=config.kl_estimator,
         kl_return=config.kl_return,
+        score_clip=config.score_clip,
     )
     whole = SequenceProductClip(low=config.clip_low, high=config.clip_high)
     surrogate = build_clip(config) if config.ratio == "token" else whole

@@ -53,11 +53,13 @@ class PairScorer(ModelWorker):
 class RewardModelWorker(ModelWorker):
     """One rank of a reward model or cost model that scores the actor's responses; it is never trained.
 
-    A model with another tokenizer than the actor's reads the texts: its own tokenizer encodes them, by its chat
-    template where the prompt is a chat. What is longer than the model's context loses its start.
+    A model with another tokenizer than the actor's reads the texts: its own tokenizer encodes them. Where the prompt is
+    a chat, its messages are rendered by the model's own chat template, also if the vocabulary is the actor's. What is
+    longer than the model's context loses its start.
 
     Args:
-        encodes: directories of the actor's and of the model's tokenizer; None if they are alike.
+        encodes: directories of the actor's and of the model's tokenizer; None if they and their templates are alike.
+        shares_ids: the two tokenizers have one vocabulary: what is not a chat is read as token ids.
         max_tokens: of a prompt and its response together.
         stop_ids: tokens of the actor at which responses end.
     """
@@ -72,6 +74,7 @@ class RewardModelWorker(ModelWorker):
         return {
             **super().configure(setup),
             "encodes": None if own is None else (setup.model.tokenizer_path, own),
+            "shares_ids": setup.model.shares_ids,
             "max_tokens": min(setup.model.shape.max_positions, setup.placed.micro_batch_tokens),
             "stop_ids": setup.stop_ids,
         }
@@ -81,12 +84,14 @@ class RewardModelWorker(ModelWorker):
         context: WorkerContext,
         *,
         encodes: tuple[str, str] | None,
+        shares_ids: bool = False,
         max_tokens: int,
         stop_ids: Collection[int] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(context, **kwargs)
         self._max_tokens = max_tokens
+        self._shares_ids = shares_ids
         self._stop_ids = frozenset(stop_ids)
         self._actors: PreTrainedTokenizerBase | None = None
         if encodes is not None:
@@ -128,6 +133,8 @@ class RewardModelWorker(ModelWorker):
                 answer = [{"role": "assistant", "content": response}]
                 encoded = self._encoder.encode_chat(chats[place], [answer], has_ended=has_ended)
                 found.append((encoded[0], encoded[1]))
+            elif self._shares_ids:
+                found.append(ids[place])
             else:
                 found.append(self._encoder.encode_text(prompt, response, has_ended=has_ended))
         return found
