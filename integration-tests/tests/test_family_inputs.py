@@ -173,11 +173,11 @@ def get_error(outcome: Outcome, code: int) -> str:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        ("too_long", "family_rewards:too_long answered 2 scores for 1 responses: one score per response"),
-        ("two_columns", "answered [1.0, 1.0] (list), which is not a number, for response "),
-        ("one_number", "answered something else than a list (Tensor) for 1 responses"),
-        ("texts", "answered 'good' (str), which is not a number, for response "),
-        ("complex_numbers", "answered 1j (complex), which is not a number, for response "),
+        ("too_long", "family_rewards:too_long returned 2 scores for 1 responses. Return one for each"),
+        ("two_columns", "returned [1.0, 1.0] (list), which is not a number, for response "),
+        ("one_number", "(Tensor), which is not a list, for 1 responses"),
+        ("texts", "returned 'good' (str), which is not a number, for response "),
+        ("complex_numbers", "returned 1j (complex), which is not a number, for response "),
     ],
 )
 def test_a_reward_of_the_wrong_form_is_one_error(config: Path, hybridflow: Run, function: str, says: str) -> None:

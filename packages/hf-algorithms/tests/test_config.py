@@ -504,7 +504,9 @@ def test_a_variable_in_a_url_is_stored_by_its_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("SCORER_PASSWORD", "covert")
     function = "http://me:${SCORER_PASSWORD}@127.0.0.1/v1/score?key=${SCORER_PASSWORD}&max_tokens=5"
     prompt = "Answer like https://example.com/?key=value"
-    config = parse_config({**MINIMAL, "reward": {"function": function}, "data": {"train": "a", "system_prompt": prompt}})
+    config = parse_config(
+        {**MINIMAL, "reward": {"function": function}, "data": {"train": "a", "system_prompt": prompt}}
+    )
     assert [each.name for each in config.reward.list_functions()] == ["score"]
     text = format_toml(config)
     assert function in text and "covert" not in text

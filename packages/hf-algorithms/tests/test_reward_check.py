@@ -123,6 +123,22 @@ def test_a_callable_that_takes_three_lists_is_accepted(monkeypatch: pytest.Monke
     check(monkeypatch, function)
 
 
+@pytest.mark.parametrize("section", ["reward", "cost"])
+def test_another_machine_needs_the_key_of_its_section(section: str) -> None:
+    """Where a section names the host, the other one still refuses it."""
+    url, other = "http://scorer.example/score", "cost" if section == "reward" else "reward"
+    body: dict[str, Any] = {"data": {"train": "train.jsonl"}, "algorithm": {"name": "safe_rlhf"}}
+    body |= {"reward": {"function": url}, "cost": {"function": url}}
+    body[other]["allowed_hosts"] = ["scorer.example"]
+    says = (
+        rf"^{section}\.function = '{url}': the host 'scorer.example' is not this machine, .* {section}\.allowed_hosts$"
+    )
+    with pytest.raises(ConfigError, match=says):
+        check_rewards(parse_config(body), {})
+    body[section]["allowed_hosts"] = ["scorer.example"]
+    check_rewards(parse_config(body), {})
+
+
 def test_logs_that_are_not_kept_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"mine:logs": logs, "mine:any": plain}
     monkeypatch.setattr(_check, "load_function", lambda name, *, search_path: found[name])
@@ -140,8 +156,11 @@ def test_logs_that_are_not_kept_are_said(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (needs_four, "has the parameter weight: the convention hybridflow does not have it, and the columns of the"),
-        (needs_a_keyword, "has the parameter weight: "),
+        (
+            needs_four,
+            "parameter weight, for which there is no value: the convention hybridflow does not offer it, and",
+        ),
+        (needs_a_keyword, "has the parameter weight, for which"),
         (
             of_two_conventions,
             r"names of two conventions, completions \(trl\) and solution_str \(verl\): .*Set style of",

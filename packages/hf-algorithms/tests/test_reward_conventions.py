@@ -138,6 +138,7 @@ REST = """
 - `truncated` is True for a response that was cut by its length: its text does not show a missing end.
 - For chats `prompts`, `completions`, `prompt` and `completion` are lists of messages in TRL's and verifiers'
   conventions. Texts are decoded without special tokens. `queries` are prompt and response in one text.
+- A text of a chat is rendered by the actor's template. What has a template of its own reads `messages`.
 - `trainer_state` has `global_step`, `max_steps` (updates of the policy), `epoch`, `iteration` (iterations that are
   done), `is_local_process_zero` and `is_world_process_zero`. Any other attribute is an error.
 - `ground_truth` of verl is `reward_model.ground_truth` as the data has it, where it has that column.

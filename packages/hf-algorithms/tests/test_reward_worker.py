@@ -181,7 +181,7 @@ def test_a_models_scores_are_added_and_counted(folder: Path) -> None:
 
 
 def test_trl_functions_log_and_read_the_state(folder: Path) -> None:
-    """Numbers are means over what was logged in the whole batch, whichever call logged it; other calls count nothing."""
+    """Numbers are means over what was logged in the whole batch, by any call; calls that failed count nothing."""
     batch, functions = batch_of(folder), (spec("logs"), spec("logs_async"))
     lengths = [len(response) for response in RESPONSES]
     with worker(folder, *functions) as group:
@@ -219,7 +219,7 @@ def test_logged_columns_are_in_the_samples(folder: Path, processes: int) -> None
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("logs_too_few", r"1 values of log_extra's column 'rest' for 2 responses"),
+        ("logs_too_few", r"logged 1 values in the column 'rest' for 2 responses\. Log one for each response"),
         ("logs_text", r"TypeError: log_metric\('size', \.\.\.\): the value 'large' is not a number"),
         ("asks", "trainer_state has no attribute 'log_history': it has global_step, max_steps, epoch"),
     ],
@@ -247,7 +247,7 @@ def test_a_metric_counts_a_failed_call_as_zero_and_refuses_none(folder: Path) ->
     assert samples[1] == {"prompt": "1+1=", "response": "22", "answer": "2", "score": 1.0}
     with (
         worker(folder, spec("length"), metric="worker_rewards:unsure") as group,
-        pytest.raises(RewardError, match=r"worker_rewards:unsure answered None or NaN, .* for response 0 to row 0"),
+        pytest.raises(RewardError, match=r"worker_rewards:unsure returned None or NaN for response 0 to row 0"),
     ):
         group.compute_metric(batch_of(folder)).result()
 
@@ -268,7 +268,7 @@ def test_rows_without_an_answer_have_no_score_and_are_counted(folder: Path) -> N
 
 def test_a_wrong_score_names_the_sample(folder: Path) -> None:
     with worker(folder, spec("broken")) as group:
-        says = r"broken answered 'good' \(str\), which is not a number, for response 0 to row 0 \(epoch 0\): prompt"
+        says = r"broken returned 'good' \(str\), which is not a number, for response 0 to row 0 \(epoch 0\): prompt"
         with pytest.raises(RewardError, match=says):
             group.compute_reward(batch_of(folder)).result()
 

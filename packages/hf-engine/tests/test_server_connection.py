@@ -213,7 +213,10 @@ def test_an_answer_of_gigabytes_is_left(states_length):
                 handler.wfile.write(b" " * (1 << 20))
                 sent.append(1)
 
-    with listening(flood) as url, pytest.raises(BackendError, match=rf"{url} sent more than 16781312 bytes .* /generate"):
+    with (
+        listening(flood) as url,
+        pytest.raises(BackendError, match=rf"{url} sent more than 16781312 bytes .* /generate"),
+    ):
         connect(url, timeout_s=60).post("/generate", {}, num_tokens=4)
     assert len(sent) < 64, "a few MiB may be under way"
 

@@ -163,8 +163,8 @@ def read_role_model(
         num_spare_logits=0,
     )
     if head == "score":
-        own, shares_ids = _find_own_tokenizer(files, main, label, template)
-        return replace(model, own_tokenizer_path=own, shares_ids=shares_ids)
+        own_path, shares_ids = _find_own_tokenizer(files, main, label, template)
+        return replace(model, own_tokenizer_path=own_path, shares_ids=shares_ids)
     check_vocabulary(main.tokenizer, files, label=label)
     if any((files.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         own = load_tokenizer(str(files.path), label=label)

@@ -231,7 +231,7 @@ def _find_problems_of_rewards(config: Config) -> Iterator[str]:
 
 
 def _find_wrong_filters(config: Config) -> Iterator[str]:
-    """A reward that `filter_metric` names and that is absent. A worker of one's own knows its names in a traced step."""
+    """A reward that `filter_metric` names and that is absent; names of a worker of one's own are known when traced."""
     metric, names = getattr(config.algorithm, "filter_metric", ""), _list_rewards(config)
     if not metric.startswith("reward/") or metric in names:
         return

@@ -318,8 +318,8 @@ class LengthKeys(AlgorithmConfig):
     """Tokens before `rollout.max_new_tokens` over which the length term falls to -1; 0: no term."""
     filter_metric: str = "scores"
     """Number of a response by which dynamic sampling compares a group: `scores`, `metric_scores` (of `reward.metric`),
-    `reward/NAME` (of one of `[[reward.functions]]`), `reward/model` (of `[reward.model]`), `response_tokens`, or another
-    column with one number a response.
+    `reward/NAME` (of one of `[[reward.functions]]`), `reward/model` (of `[reward.model]`), `response_tokens`, or
+    another column with one number a response.
     """
     max_refills: Annotated[int, Field(ge=0)] = 3
     """Largest number of times that an iteration draws prompts again because groups with equal scores were dropped."""

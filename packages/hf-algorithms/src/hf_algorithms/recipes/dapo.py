@@ -168,7 +168,8 @@ def _add_named(roles: Roles, batch: BatchFuture, config: DAPOConfig) -> tuple[Ba
     from hf_algorithms.roles import is_scored
 
     name, methods = config.filter_metric.removeprefix(_NAMED), roles.reward.methods
-    written = [each for each in methods["compute_reward"].writes or () if each != "scores"]
+    writes = methods["compute_reward"].writes
+    written = [each for each in writes if each != "scores"] if isinstance(writes, tuple) else []
     if name in written:
         return batch, name
     if config.filter_metric == _OF_MODEL and is_scored(roles.reward, "compute_reward"):

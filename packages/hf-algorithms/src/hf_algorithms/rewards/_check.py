@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -14,7 +14,7 @@ from hf_algorithms.rewards._http import check_address, is_url
 from hf_algorithms.rewards._load import get_users_function, imports_from, load_function
 from hf_algorithms.url_secrets import hide_secrets
 from hf_controller import Terminated
-from hf_protocols.arguments import shorten, show
+from hf_protocols.arguments import shorten, shorten_list, show
 from hf_protocols.errors import ConfigError, DataError, HybridFlowError
 
 if TYPE_CHECKING:
@@ -188,10 +188,16 @@ def _check_parameters(named: _Named, binding: Binding, config: Config, rows: Map
     columns = {name for part in rows.values() for row in part for name in row.columns}
     if unknown := binding.find_unknown({*columns, str(config.data.answer_field)}):
         raise ConfigError(
-            f"{named.label} has the parameter {unknown[0]}: the convention {binding.style} does not have it, and "
-            f"the columns of the data are {', '.join(sorted(columns)) or 'none'}. Rename it, or set style of "
-            "[[reward.functions]]"
+            f"{named.label} has the parameter {unknown[0]}, for which there is no value: the convention "
+            f"{binding.style} does not offer it, and the data {_describe_columns(columns)}. Remove it, make it a "
+            "column of the data, or set style of [[reward.functions]]"
         )
+
+
+def _describe_columns(columns: Collection[str]) -> str:
+    if not columns:
+        return "has no columns but prompts and answers"
+    return f"has the further columns {', '.join(shorten_list(sorted(columns)))}"
 
 
 def _refuse_generators(what: str, function: object) -> None:

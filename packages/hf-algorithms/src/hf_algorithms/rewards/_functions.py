@@ -95,7 +95,7 @@ class _Bound:
             raise RewardError(f"{self.label} raised {outcome.text}")
         if isinstance(outcome, WrongResult):
             which = "" if outcome.row is None else f" for {samples.describe(rows[outcome.row])}"
-            raise RewardError(f"{self.label} answered {outcome.problem}{which}")
+            raise RewardError(f"{self.label} {outcome.problem}{which}. {outcome.advice}")
 
     def call_here(self, calls: Calls) -> list[Outcome | None]:
         """Makes calls in this process; ends at the first that goes wrong."""
@@ -187,9 +187,7 @@ class ScoringFunctions:
 
     def find_naming(self, parameter: str) -> set[int]:
         """Returns the numbers of the functions that have a parameter of this name."""
-        return {
-            number for number, each in enumerate(self._functions) if parameter in (each.binding.keywords or ())
-        }
+        return {number for number, each in enumerate(self._functions) if parameter in (each.binding.keywords or ())}
 
     def describe(self, number: int) -> str:
         """Names a function in a message."""

@@ -57,8 +57,8 @@ def check_address(url: str, allowed_hosts: Sequence[str], *, key: str) -> None:
     except ValueError:
         scheme = url.partition("://")[0]
         raise ConfigError(
-            f"'{scheme}://***' is not the address of a server: its host or port is malformed. Correct it; / ? # @ and : "
-            "in a password are written as %XX"
+            f"'{scheme}://***' is not the address of a server: its host or port is malformed. Correct it; / ? # @ and "
+            ": in a password are written as %XX"
         ) from None
     if not host:
         raise ConfigError(f"{shown} is not the address of a server: it has no host")
@@ -122,7 +122,7 @@ class HTTPScorer:
                 return self._ask(request, left_s, _LEAST_ANSWER_BYTES + num_rows * _ROW_BYTES)
             except (OSError, HTTPException) as error:
                 if isinstance(error, HTTPError) and error.code != 429 and error.code < 500:
-                    raise RewardError(f"{self._shown()} answered status {error.code} {error.reason}") from None
+                    raise RewardError(f"{self._shown()} returned status {error.code} {shorten(error.reason)}") from None
             time.sleep(min(wait_s, max(end_s - time.monotonic(), 0.0)))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
@@ -132,12 +132,16 @@ class HTTPScorer:
         with opener.open(request, timeout=timeout_s) as answer:
             body = answer.read(most_bytes + 1)
         if len(body) > most_bytes:
-            raise RewardError(f"{self._shown()} answered more than {most_bytes} bytes")
+            raise RewardError(
+                f"{self._shown()} returned more than {most_bytes} bytes. Let it return one number for each response"
+            )
         try:
             return json.loads(body)
         except ValueError:
             text = body.decode("utf-8", errors="replace")
-            raise RewardError(f"{self._shown()} answered something else than JSON: {shorten(text)!r}") from None
+            raise RewardError(
+                f"{self._shown()} returned {show(text)}, which is not JSON. Let it return a list of numbers"
+            ) from None
 
     def _build_request(self, body: bytes) -> Request:
         parts = urlsplit(fill_variables(self.url))

@@ -41,7 +41,7 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
     is_file = module_name.endswith(".py")
     if not (colon and function_name.isidentifier() and (is_file or _is_dotted(module_name))):
         raise ConfigError(
-            f"{show(name)} is not the name of a function: write module:function, such as "
+            f"{show(name)} does not name a function. Write module:function, such as "
             "hf_algorithms.rewards:exact_match, or file.py:function"
         )
     if is_file:
@@ -220,4 +220,4 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(set(known))
     if close := find_similar(name, names):
         return f"Did you mean {close[0]}?"
-    return f"There are {', '.join(names)}" if names else "There are none"
+    return f"Use one of {', '.join(names)}" if names else "It defines no functions"

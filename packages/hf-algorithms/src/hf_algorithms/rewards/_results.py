@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["CallScores", "WrongResult", "read_number_or_none", "read_result"]
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
+
+
+_ADVICE = "Return a number, or None for a response that it does not apply to"
+_ONE_EACH = "Return one for each response"
 
 
 class CallScores(NamedTuple):
@@ -35,14 +40,19 @@ class WrongResult(Exception):  # noqa: N818 - it never leaves the package
     """A function returned something else than scores.
 
     Attributes:
-        problem: what it returned.
+        problem: what it did, which begins with a verb.
         row: of the call; None for the whole.
+        advice: what to do.
     """
 
-    def __init__(self, problem: str, row: int | None = None) -> None:
+    def __init__(self, problem: str, row: int | None = None, *, advice: str = _ADVICE) -> None:
         super().__init__(problem, row)
         self.problem = problem
         self.row = row
+        self.advice = advice
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(WrongResult, advice=self.advice), (self.problem, self.row)
 
 
 def read_result(result: Any, num_rows: int, *, per_sample: bool) -> CallScores:
@@ -69,13 +79,13 @@ def read_result(result: Any, num_rows: int, *, per_sample: bool) -> CallScores:
         result, metrics = _open_mapping(result, num_rows)
     values = _as_list(result)
     if values is None or len(values) != num_rows:
-        given = f"something else than a list ({_kind(result)})" if values is None else f"{len(values)} scores"
-        raise WrongResult(f"{given} for {num_rows} responses: one score per response")
+        given = f"{show(result)} ({_kind(result)}), which is not a list," if values is None else f"{len(values)} scores"
+        raise WrongResult(f"returned {given} for {num_rows} responses", advice=_ONE_EACH)
     scores = []
     for row, value in enumerate(values):
         if isinstance(value, Mapping):
             if "score" not in value:
-                raise WrongResult(f"a mapping without 'score', {show(dict(value))},", row)
+                raise WrongResult(f"returned {show(dict(value))}", row, advice="Name its number 'score'")
             for name, each in value.items():
                 if name != "score" and (number := _as_number(each)) is not None:
                     metrics.setdefault(str(name), [math.nan] * num_rows)[row] = number
@@ -87,7 +97,8 @@ def read_result(result: Any, num_rows: int, *, per_sample: bool) -> CallScores:
 def _open_mapping(result: Mapping[Any, Any], num_rows: int) -> tuple[Any, dict[str, list[float]]]:
     key = next((name for name in ("rewards", "scores") if name in result), None)
     if key is None:
-        raise WrongResult(f"a mapping of {show([*result])} for {num_rows} responses: name its numbers 'rewards'")
+        given = f"returned a mapping of {show([*result])} for {num_rows} responses"
+        raise WrongResult(given, advice="Name its list of scores 'rewards'")
     logs = result.get("extra_logs")
     found = dict(logs) if isinstance(logs, Mapping) else {}
     if key == "rewards" and "scores" in result:
@@ -98,7 +109,8 @@ def _open_mapping(result: Mapping[Any, Any], num_rows: int) -> tuple[Any, dict[s
         if values is None:
             values = [each] * num_rows
         if len(values) != num_rows:
-            raise WrongResult(f"{len(values)} numbers of {show(name)} for {num_rows} responses")
+            given = f"returned {len(values)} numbers of {show(name)} for {num_rows} responses"
+            raise WrongResult(given, advice=_ONE_EACH)
         numbers = [math.nan if (number := _as_number(value)) is None else number for value in values]
         metrics[str(name)] = numbers
     return result[key], metrics
@@ -148,11 +160,11 @@ def _checked(value: Any, row: int) -> float:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return math.nan
     if not isinstance(value, Real):
-        raise WrongResult(f"{show(value)} ({_kind(value)}), which is not a number,", row)
+        raise WrongResult(f"returned {show(value)} ({_kind(value)}), which is not a number,", row)
     if not _is_finite(value):
-        raise WrongResult(f"{show(value)}, not a finite number,", row)
+        raise WrongResult(f"returned {show(value)}, which is not a finite number,", row)
     if abs(float(value)) > _LARGEST_FLOAT32:
-        raise WrongResult(f"{show(value)}, a number beyond the range of float32,", row)
+        raise WrongResult(f"returned {show(value)}, which is beyond the range of float32,", row)
     return float(value)
 
 

@@ -86,7 +86,8 @@ class CallLog:
         """
         for name, values in self.columns.items():
             if len(values) != num_rows:
-                raise WrongResult(f"{len(values)} values of log_extra's column {name!r} for {num_rows} responses")
+                given = f"logged {len(values)} values in the column {name!r} for {num_rows} responses"
+                raise WrongResult(given, advice="Log one for each response")
 
 
 def _as_json(value: Any) -> Any:

@@ -199,7 +199,7 @@ class RewardWorker(_FunctionWorker):
     def compute_reward(self, batch: TensorDict, *, is_counted: bool = True) -> TensorDict:
         """`scores` float32 [B]: the weighted sum of the functions' scores; NaN where a response has none.
 
-        A function that answers None or NaN for a response has no part in its sum; where no function of a weight other
+        A function that returns None or NaN for a response has no part in its sum; where no function of a weight other
         than 0 scores it, and where a call met its deadline or ended its process, the response has no score. A reward
         model's score times its weight is added to the sum.
 
@@ -270,7 +270,9 @@ class RewardWorker(_FunctionWorker):
         scores = [None if math.isnan(score) else score for score in measured]
         columns = self._collect_columns(samples, logged)
         rows = zip(samples.prompts, samples.responses, samples.answers, scores, strict=True)
-        found = [dict(zip(("prompt", "response", "answer", "score"), row, strict=True)) for row in rows]
+        found: list[dict[str, Any]] = [
+            dict(zip(("prompt", "response", "answer", "score"), row, strict=True)) for row in rows
+        ]
         for row, sample in enumerate(found if columns else ()):
             sample["extra"] = {name: values[row] for name, values in columns.items()}
         return found
@@ -299,8 +301,8 @@ class RewardWorker(_FunctionWorker):
         for row, (score, failed) in enumerate(zip(scored.scores, scored.failed, strict=True)):
             if math.isnan(score) and not failed and samples.answers[row] is not None:
                 raise RewardError(
-                    f"{functions.describe(self._num_functions)} answered None or NaN, which is not a number, for "
-                    f"{samples.describe(row)}"
+                    f"{functions.describe(self._num_functions)} returned None or NaN for {samples.describe(row)}. "
+                    "Return a number: a metric counts every response"
                 )
         scores = [0.0 if failed else score for score, failed in zip(scored.scores, scored.failed, strict=True)]
         return scores, scored.columns

@@ -194,7 +194,7 @@ async def _wait(result: Any) -> Any:
 
 def _describe(error: BaseException, deadline_s: float) -> Outcome:
     if isinstance(error, WrongResult):
-        return WrongResult(error.problem, error.row)
+        return WrongResult(error.problem, error.row, advice=error.advice)
     if isinstance(error, CallExpired):
         return ExpiredCall(deadline_s)
     return RaisedCall(describe_raised(error))
