@@ -501,7 +501,7 @@ def test_secrets_are_found_in_lists_and_overrides(tmp_path: Path) -> None:
 
 
 def test_a_variable_in_a_url_is_stored_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SCORER_PASSWORD", "covert")
+    monkeypatch.setenv("SCORER_PASSWORD", "classified")
     function = "http://me:${SCORER_PASSWORD}@127.0.0.1/v1/score?key=${SCORER_PASSWORD}&max_tokens=5"
     prompt = "Answer like https://example.com/?key=value"
     config = parse_config(
@@ -509,7 +509,7 @@ def test_a_variable_in_a_url_is_stored_by_its_name(monkeypatch: pytest.MonkeyPat
     )
     assert [each.name for each in config.reward.list_functions()] == ["score"]
     text = format_toml(config)
-    assert function in text and "covert" not in text
+    assert function in text and "classified" not in text
     assert parse_config(tomllib.loads(text)) == config
     alone = parse_config({**MINIMAL, "reward": {"function": "http://me:${SCORER_PASSWORD}@127.0.0.1:80"}})
     assert [each.name for each in alone.reward.list_functions()] == ["127.0.0.1_80"]

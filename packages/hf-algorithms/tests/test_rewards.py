@@ -216,17 +216,17 @@ def test_a_function_is_found_by_its_file(folder):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("my_rewards", "write module:function"),
-        ("my_rewards.py", "write module:function"),
+        ("my_rewards", "Write module:function"),
+        ("my_rewards.py", "Write module:function"),
         ("other.py:brevity", r"no file 'other.py' in "),
         ("my-rewards.py:brevity", "is not the name of a module. Rename the file"),
-        ("my_rewards:", "write module:function"),
-        ("my-rewards:brevity", "write module:function"),
+        ("my_rewards:", "Write module:function"),
+        ("my-rewards:brevity", "Write module:function"),
         ("my_reward:brevity", "no module 'my_reward' in .*Did you mean my_rewards"),
         ("nowhere:brevity", "Use one of hf_algorithms.rewards, my_rewards, my_sibling"),
         ("my_rewards:brevty", r"brevty does not exist in .*my_rewards.py. Did you mean brevity\?"),
         ("my_rewards:LIMIT", "LIMIT is not a function"),
-        ("hf_algorithms.rewards:gsm8k", "Did you mean gsm8k_reward|There are"),
+        ("hf_algorithms.rewards:gsm8k", "Did you mean gsm8k_reward|Use one of"),
         ("my_rewards.inner:brevity", "my_rewards.inner"),
     ],
 )
