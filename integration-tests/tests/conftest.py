@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,11 @@ from small_runs import SMALL_RUN, Outcome
 
 NUM_TRAIN = 512
 """Rows of `addition_data` to train on: two of the largest batches of a test."""
+
+
+def pytest_collection_finish() -> None:
+    """Freezes what was imported: a run that ends collects garbage, and would look at all of it for every model."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

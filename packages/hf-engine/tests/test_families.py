@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 
 import pytest
@@ -20,7 +19,6 @@ CONFIG = TrainConfig(learning_rate=1e-2, eps=1e-3)
 
 
 def check(family, directory, config):
-    gc.freeze()  # backends collect what they leave behind, and the libraries are large
     check_family(family, directory, **config)
 
 

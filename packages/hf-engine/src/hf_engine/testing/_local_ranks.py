@@ -156,10 +156,13 @@ def _serve(
     rank: int, world_size: int, store: str, timeout_s: float, connection: Connection, environment: dict[str, str]
 ) -> None:
     import faulthandler
+    import gc
 
     import torch
     import torch.distributed as dist
 
+    # What was imported never becomes garbage: a backend that is closed collects it, 0.2 s each time.
+    gc.freeze()
     faulthandler.enable()  # a crash in native code leaves no other trace
     os.environ.clear()
     os.environ.update(environment)
