@@ -33,8 +33,8 @@ def nest_on(num_ranks):
     ]
 
 
-NESTED = [sizes for num_ranks in range(1, 65) for sizes in nest_on(num_ranks)[:: 1 if num_ranks <= 32 else 7]]
-"""All sizes on up to 32 ranks, and a seventh of those on 33 to 64."""
+NESTED = [sizes for num_ranks in range(1, 65) for sizes in nest_on(num_ranks)[:: 1 if num_ranks <= 16 else 7]]
+"""All sizes on up to 16 ranks, and a seventh of those on 17 to 64."""
 SOME_NESTED = [sizes for sizes in NESTED if max(sizes[:3]) <= 16 and sizes[2] in (1, 3, 4)]
 
 
