@@ -89,6 +89,14 @@ def test_only_the_call_that_hangs_or_crashes_has_no_score(functions: ScoringFunc
     assert again.scores == [1.0, 2.0]
 
 
+def test_processes_that_all_end_are_noticed_at_once(folder: Path) -> None:
+    spec = FunctionSpec(name="by_text", function="pooled_rewards:by_text", deadline_s=3600.0)
+    scoring = ScoringFunctions([spec], search_path=[str(folder)], num_processes=2)
+    (scored,) = scoring.score(samples(*["exit"] * 30), [0])  # one that was missed would wait for an hour
+    scoring.close()
+    assert scored.failed == [True] * 30
+
+
 def test_a_group_is_one_call_wherever_its_rows_stand(functions: ScoringFunctions) -> None:
     groups = [3, 1, 3, 2, 1, 3]
     batch = samples("a", "b", "slow", "c", "d", "e", groups=groups, columns=[{"group": group} for group in groups])

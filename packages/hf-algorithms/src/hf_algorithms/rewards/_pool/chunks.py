@@ -21,6 +21,7 @@ from hf_algorithms.rewards._pool.process import (
     ChunkResult,
     clear_progress,
     initialize,
+    is_gone,
     read_progress,
     run_chunk,
 )
@@ -40,6 +41,8 @@ _MOST_AT_ONCE = 64
 """Calls of an async function that one process waits for."""
 _MOST_LOSSES = 3
 """Times that a call may lose its process before it began."""
+_LOOK_S = 0.5
+"""Without a result for so long, chunks are looked for whose process is gone."""
 _LATE_S = 1.0
 """An async function cancels its calls itself; it is killed when it does not."""
 
@@ -71,7 +74,7 @@ class ChunkScheduler:
         self._loaders = list(loaders)
         self._num_processes = num_processes
         self._closes = tuple(closes)
-        self._progress = mmap.mmap(-1, 8 * num_processes * _AHEAD)
+        self._progress = mmap.mmap(-1, 16 * num_processes * _AHEAD)
         self._call_s: dict[int, float] = {}
         self._pool = self._start_pool()
 
@@ -97,6 +100,10 @@ class ChunkScheduler:
     def read_progress(self, slot: int) -> int:
         """Returns where the chunk of a slot was."""
         return read_progress(self._progress, slot)
+
+    def is_gone(self, slot: int) -> bool:
+        """True where the process that made the calls of a slot has ended."""
+        return is_gone(self._progress, slot)
 
     def choose_size(self, calls: Calls, left: int) -> int:
         """Returns how many of the calls that are left make the next chunk.
@@ -144,6 +151,7 @@ class _Round:
         self._alone: list[deque[int]] = [deque() for _ in batches]
         self._losses: Counter[tuple[int, int]] = Counter()
         self._running: dict[Any, _Chunk] = {}
+        self._gone: set[Any] = set()
         self._free_slots = list(range(scheduler.num_slots))
 
     def run(self) -> list[Settled]:
@@ -152,8 +160,11 @@ class _Round:
                 self._send(*chosen)
             if not self._running:
                 break
-            for future in wait(self._running, return_when=FIRST_COMPLETED).done:
+            done = wait(self._running, timeout=_LOOK_S, return_when=FIRST_COMPLETED).done
+            for future in done:
                 self._settle(future)
+            if not done:
+                self._settle_gone()
         for future in self._running:
             future.cancel()
         return self._settled
@@ -197,6 +208,20 @@ class _Round:
                 call_s = result.elapsed_s / result.num_calls
                 self._scheduler.note_time(self._batches[chunk.batch].function, call_s)
             self._put_back(chunk.batch, chunk.indices[result.num_calls :])
+
+    def _settle_gone(self) -> None:
+        """Settles chunks whose process was gone at this look and at the one before.
+
+        Pebble looks for ended processes and reads what they began in two threads. A process that ends just after it
+        began is missed where the first is the quicker one, and its chunk would wait for its deadline.
+        """
+        gone = {future for future, chunk in self._running.items() if self._scheduler.is_gone(chunk.slot)}
+        for future in gone & self._gone:
+            if future.cancel():
+                chunk = self._running.pop(future)
+                self._free_slots.append(chunk.slot)
+                self._settle_lost(chunk, lambda _: CrashedCall(-1))
+        self._gone = gone
 
     def _settle_lost(self, chunk: _Chunk, describe: _Describe) -> None:
         """The call that a process ended in has its outcome; the others of its chunk are made again."""

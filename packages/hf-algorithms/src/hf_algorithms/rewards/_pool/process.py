@@ -31,6 +31,7 @@ __all__ = [
     "clear_progress",
     "initialize",
     "is_async",
+    "is_gone",
     "read_progress",
     "run_chunk",
 ]
@@ -38,7 +39,8 @@ __all__ = [
 ALL_AT_ONCE = -1
 """Progress of a chunk whose calls wait for one another."""
 
-_PROGRESS = struct.Struct("<q")
+_PROGRESS = struct.Struct("<qq")
+"""Of one slot: the process, and the number of its call."""
 _PR_SET_PDEATHSIG = 1
 
 _functions: list[Callable[..., Any] | RaisedCall] = []
@@ -148,18 +150,30 @@ def is_async(function: Any) -> bool:
 
 def read_progress(memory: mmap.mmap, slot: int) -> int:
     """Returns the number of the call that a chunk was in, from 1; 0 before the first, or `ALL_AT_ONCE`."""
-    number: int = _PROGRESS.unpack_from(memory, slot * _PROGRESS.size)[0]
+    number: int = _PROGRESS.unpack_from(memory, slot * _PROGRESS.size)[1]
     return number
+
+
+def is_gone(memory: mmap.mmap, slot: int) -> bool:
+    """True where the process that makes the calls of a chunk has ended and was waited for."""
+    pid = _PROGRESS.unpack_from(memory, slot * _PROGRESS.size)[0]
+    if pid == 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def clear_progress(memory: mmap.mmap, slot: int) -> None:
     """Begins a chunk."""
-    _PROGRESS.pack_into(memory, slot * _PROGRESS.size, 0)
+    _PROGRESS.pack_into(memory, slot * _PROGRESS.size, 0, 0)
 
 
 def _write_progress(slot: int, number: int) -> None:
     assert _progress is not None
-    _PROGRESS.pack_into(_progress, slot * _PROGRESS.size, number)
+    _PROGRESS.pack_into(_progress, slot * _PROGRESS.size, os.getpid(), number)
 
 
 async def _gather(function: Callable[..., Any], calls: Calls) -> list[Outcome]:
