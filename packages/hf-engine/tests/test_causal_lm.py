@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, T5Config
 
 from hf_engine import TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.backends._causal_lm import build_without_memory, load_causal_lm, save_causal_lm
@@ -95,9 +95,9 @@ def test_a_damaged_generation_config_is_an_error(ranks1, tmp_path, text):
     """transformers goes on without it: responses would not end where the model's end."""
     model = write_tiny_model(tmp_path)
     (model / "generation_config.json").write_text(text, encoding="utf-16")
-    ranks1.run(refuse_both, model, "generation_config.json is no JSON: it is not UTF-8")
+    ranks1.run(refuse_both, model, "generation_config.json is not valid JSON: it is not UTF-8")
     (model / "generation_config.json").write_text(text)
-    ranks1.run(refuse_both, model, "generation_config.json is no JSON: ")
+    ranks1.run(refuse_both, model, "generation_config.json is not valid JSON: ")
 
 
 def test_layers_of_full_attention_are_a_model_like_any(ranks1, tmp_path):
@@ -157,3 +157,32 @@ def test_a_model_has_layers(ranks1, tmp_path, num_layers):
     (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
     with pytest.raises(RuntimeError, match=f"num_hidden_layers={num_layers} in its config.json; it must be at least 1"):
         ranks1.run(build, model)
+
+
+def write_gemma(path):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Gemma2Config(vocab_size=40, num_key_value_heads=1, head_dim=8, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+def test_a_family_without_a_table_is_compared_with_its_modules(tmp_path):
+    model = write_gemma(tmp_path / "model")
+    build_without_memory(read_model_directory(model))
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    removed = weights.pop(name)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BackendError, match=rf"lacks the parameters {name}\. Give a whole directory of one model"):
+        build_without_memory(read_model_directory(model))
+    weights[name] = removed[:4].contiguous()
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BackendError, match=rf"1 parameters differ, such as '{name}', which is \(4, 16\) and must be"):
+        build_without_memory(read_model_directory(model))
+
+
+def test_another_kind_of_model_is_one_short_line(tmp_path):
+    T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(BackendError, match="'t5' in its config.json, which is not a causal language model") as refused:
+        build_without_memory(read_model_directory(tmp_path, needs_weights=False))
+    assert len(str(refused.value)) < 300 + len(str(tmp_path))

@@ -298,7 +298,7 @@ SHARDS = {
         lambda model, index: index.write_text("version https://git-lfs.github.com/spec/v1\n"),
         "Git LFS pointer",
     ),
-    "a list": (lambda model, index: index.write_text("[]"), "holds no JSON object, but a list"),
+    "a list": (lambda model, index: index.write_text("[]"), "is not a JSON object but a list"),
     "no index": (lambda model, index: index.unlink(), "but model-00001-of-00002.safetensors. Save the model anew with"),
     "no metadata": (
         lambda model, index: index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]})),

@@ -293,7 +293,7 @@ def refuse_on_rank_1(model):
 
 def refuse_a_damaged_file(models):
     """Each rank reads a directory of its own, as on two machines."""
-    with pytest.raises(BackendError, match=r"generation_config.json is no JSON: "):
+    with pytest.raises(BackendError, match=r"generation_config.json is not valid JSON: "):
         build(models[dist.get_rank()])
 
 

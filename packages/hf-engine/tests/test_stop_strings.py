@@ -121,7 +121,7 @@ def test_a_model_of_the_hub_has_its_tokenizer_there(hub):
 
 def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(BackendError, match=r"tokenizer.json is no JSON: "):
+    with pytest.raises(BackendError, match=r"tokenizer.json is not valid JSON: "):
         load_stop_strings(tmp_path, SAMPLING)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(BackendUnavailableError, match=r'need tokenizers.*: pip install "tokenizers>=0.22"'):

@@ -236,7 +236,7 @@ def test_what_is_no_configuration_and_no_name_is_refused() -> None:
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xf8\x00\x80")
-    with pytest.raises(ConfigError, match="is no JSON"):
+    with pytest.raises(ConfigError, match="is not valid JSON"):
         ModelShape.from_config(tmp_path / "model.safetensors")
 
 
@@ -245,10 +245,10 @@ def test_files_that_hold_no_configuration_are_refused(tmp_path: Path) -> None:
         ModelShape.from_config(tmp_path)
     file = tmp_path / "config.json"
     file.write_text("{")
-    with pytest.raises(ConfigError, match="is no JSON"):
+    with pytest.raises(ConfigError, match="is not valid JSON"):
         ModelShape.from_config(tmp_path)
     file.write_text("[]")
-    with pytest.raises(ConfigError, match="holds no JSON object"):
+    with pytest.raises(ConfigError, match="is not a JSON object but a list"):
         ModelShape.from_config(str(file))
 
 
@@ -287,7 +287,7 @@ def test_paths_that_cannot_be_read_are_refused(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize("text", ["[" * 200_000, '{"vocab_size": ' + "1" * 5000 + "}"], ids=["deep", "integer"])
 def test_json_that_cannot_be_held_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"config\.json is no JSON: (it nests too deeply|.*integer)"):
+    with pytest.raises(ConfigError, match=r"config\.json is not valid JSON: (it nests too deeply|.*integer)"):
         ModelShape.from_config(tmp_path)
 
 

@@ -253,9 +253,9 @@ def _load(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path} nests too deeply for the trace of a run") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(body, dict):
-        raise ConfigError(f"{path} is no JSON object: give the trace.json of a run's directory")
+        raise ConfigError(f"{path} is not a JSON object. Give the trace.json of a run's directory")
     return body
 
 

@@ -70,14 +70,14 @@ def read_json_object(error: type[HybridFlowError], file: Path, *, name: str | No
     """
     shown = name or str(file)
     text = _read(error, file, shown)
-    wrong = f"{shown} is no JSON"
+    wrong = f"{shown} is not valid JSON"
     try:
         decoded = text.decode("utf-8")
     except UnicodeDecodeError as reason:
         raise error(f"{wrong}: it is not UTF-8 ({reason.reason} at byte {reason.start}). Save it as UTF-8") from None
     body = parse_json(error, wrong, decoded)
     if not isinstance(body, dict):
-        raise error(f"{shown} holds no JSON object, but {_KINDS.get(type(body), 'a number')}")
+        raise error(f"{shown} is not a JSON object but {_KINDS.get(type(body), 'a number')}")
     return body
 
 

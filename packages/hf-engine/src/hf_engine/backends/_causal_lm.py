@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_engine.backends._base import Head
@@ -107,14 +113,21 @@ def build_without_memory(files: ModelDirectory) -> Any:
             f"has model_type={show(family)} in its config.json, which transformers does not build without code of the "
             "model's own. Choose a model that it builds"
         )
-    with errors_of("transformers", f"{files.label}: its config.json describes no causal language model"):
+    with errors_of("transformers", f"{files.label}: its config.json cannot be used"):
         config = AutoConfig.from_pretrained(files.path, trust_remote_code=False, **_OUTPUTS)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise files.refusal(
+            f"has model_type={show(family)} in its config.json, which is not a causal language model in transformers. "
+            "Choose a model that predicts the next token"
+        )
+    with errors_of("transformers", f"{files.label}: its config.json cannot be used"):
         with torch.device("meta"):
             built: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     if files.generation_config:
         with errors_of("transformers", f"{files.label}: its generation_config.json cannot be used"):
             GenerationConfig.from_pretrained(files.path)
     _refuse_unfit(files, built, "lm")
+    _compare_headers(files, built)
     return built
 
 
@@ -196,6 +209,23 @@ def save_causal_lm(
         ties_embeddings=head not in weights if head else bool(model.config.get_text_config().tie_word_embeddings),
     )
     path.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _compare_headers(files: ModelDirectory, built: Any) -> None:
+    """Refuses parameters of another size or that are missing, before ranks load them.
+
+    Some families have other names in files than in modules, which loading converts. Sizes are compared where names are
+    equal, and what is missing only where all names are those of modules.
+    """
+    held = files.tensors
+    wanted = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    sizes = ((name, held[name].shape, shape) for name, shape in wanted.items() if name in held)
+    _refuse_other_sizes(files, [each for each in sizes if each[1] != each[2]])
+    tied = built.get_expanded_tied_weights_keys(all_submodels=True)
+    optional = {*tied, *tied.values(), find_head_name(built)}
+    known = {*wanted, *optional, *persistent_buffers(built), *SCORE_HEADS}
+    if all(name in known or is_buffer(name) for name in held):
+        refuse_lacking(files, sorted(name for name in wanted if name not in held and name not in optional) if held else [])
 
 
 def _refuse_other_sizes(files: ModelDirectory, differing: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:

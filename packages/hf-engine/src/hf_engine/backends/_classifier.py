@@ -85,7 +85,7 @@ def build_by_architecture(files: ModelDirectory) -> Any:
     if not files.is_classifier:
         return build_without_memory(files)
     _has_classifier(files)
-    with errors_of("transformers", f"{files.label}: its config.json describes no sequence classifier"):
+    with errors_of("transformers", f"{files.label}: its config.json cannot be used"):
         config = _read_config(files)
         with torch.device("meta"):
             return AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
