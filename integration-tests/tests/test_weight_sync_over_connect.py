@@ -132,7 +132,7 @@ def test_a_failure_on_the_way_ends_the_joint_group_alone(
             call.result()
         reason = rf"rank {rank}(: | failed: RuntimeError: )no room for this bucket; the weights did not arrive"
         assert re.search(reason, str(failed.value))
-        assert "The group that joins them cannot be used again: join the ranks anew" in str(failed.value)
+        assert "The group that joins them cannot be used again: join the ranks again" in str(failed.value)
     sides[failing].fail_on(None, part).result()
     for side in sides:
         assert side.sum_ranks().result() == [1.0] * 2

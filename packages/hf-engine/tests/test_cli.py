@@ -74,7 +74,7 @@ def test_a_layout_for_which_no_method_is_defined_is_an_error(capsys):
         main(["plan", "--model", "llama-2-7b", "--train", "1-7-2", "--gen", "1-7"])
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert "32 heads do not share out over gen_tp_size=7 in generation" in error
+    assert "32 heads do not divide evenly by gen_tp_size=7 in generation" in error
     assert error.count("heads") == 1, "one reason for all methods"
 
 
@@ -111,7 +111,7 @@ def test_fsdp_under_tensor_parallelism_is_refused(tmp_path, command, capsys):
             ["plan", "--model", "llama-2-7b", "--train", "64-1-1", "--gen", "1-1"],
             "pp_size=64 pipeline stages in training",
         ),
-        (["plan", "--model", "llama-2-7b", "--train", "1-1-3", "--gen", "1-3"], "over gen_tp_size=3 in generation"),
+        (["plan", "--model", "llama-2-7b", "--train", "1-1-3", "--gen", "1-3"], "by gen_tp_size=3 in generation"),
         (["plan", "--model", "llama-2-7b", "--train", "1-1-3", "--gen", "1-3"], "; hybridflow-v: hybridflow-v gathers"),
         (["plan", "--model", "llama-2-7b", "--train", "1-1-1000000", "--gen", "1-1"], "up to 16384"),
         (["check", "--model", "nowhere", "--train", "1-2-1", "--gen", "1-1"], "nowhere"),
@@ -122,8 +122,8 @@ def test_fsdp_under_tensor_parallelism_is_refused(tmp_path, command, capsys):
         (["plan", "--model", "llama-2-7b", "--train", "1-2-1", "--gen", "two"], "pp-tp, such as"),
         ([*LLAMA, "--method", "magic"], "invalid choice: 'magic'"),
         ([*LLAMA, "--dtype-bytes", "3"], "invalid choice: 3"),
-        ([*LLAMA, "--ep-size", "2", "--method", "hybridflow"], "num_experts=0 do not share out over ep_size=2"),
-        ([*LLAMA, "--ep-size", "2"], "llama-2-7b: num_experts=0 do not share out over ep_size=2"),
+        ([*LLAMA, "--ep-size", "2", "--method", "hybridflow"], "num_experts=0 do not divide evenly by ep_size=2"),
+        ([*LLAMA, "--ep-size", "2"], "llama-2-7b: num_experts=0 do not divide evenly by ep_size=2"),
         ([*LLAMA, "--ep-size", "2", "--method", "ds-chat"], "1 for a dense model"),
         ([*LLAMA, "--ep-size", "0"], "ep_size=0"),
         ([*LLAMA, "--cp-size", "-1"], "cp_size=-1"),

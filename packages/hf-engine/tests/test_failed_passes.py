@@ -77,7 +77,7 @@ def fail_in_a_pass(model, backend_name, sizes, shard, method, failing):
     }
     reason = r"MemoryError: no more memory"
     outcome = {"train_step": "no rank took optimizer step 2", "scoring": "no rank has its outputs"}[method]
-    ended = f"rank {dist.get_rank()}: rank 1 failed: {reason}; {outcome}(.|\n)*start the ranks anew"
+    ended = f"rank {dist.get_rank()}: rank 1 failed: {reason}; {outcome}(.|\n)*start the ranks again"
     fail_on_rank_1(failing, calls[method], f"{method} ended on {ended}")
     assert backend.optimizer_steps == 1
     for name, parts in as_parts(backend.local_weights()).items():

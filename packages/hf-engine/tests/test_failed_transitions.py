@@ -166,7 +166,7 @@ def test_a_failure_on_the_way_ends_all_at_once_with_its_reason(tmp_path, place):
     for rank, text in enumerate(told):
         assert text.startswith(
             f"the transfer of weights ended on rank {rank}: rank 3 failed: RuntimeError: no room for this bucket; the "
-            "weights did not arrive. The process groups cannot be used again: start the ranks anew"
+            "weights did not arrive. The process groups cannot be used again: start the ranks again"
         )
 
 

@@ -1,4 +1,4 @@
-"""The fsdp backend with architectures that are no Llama, against transformers in one process."""
+"""The fsdp backend with architectures that are not Llama, against transformers in one process."""
 
 from __future__ import annotations
 

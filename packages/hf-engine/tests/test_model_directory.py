@@ -299,7 +299,10 @@ SHARDS = {
         "Git LFS pointer",
     ),
     "a list": (lambda model, index: index.write_text("[]"), "is not a JSON object but a list"),
-    "no index": (lambda model, index: index.unlink(), "but model-00001-of-00002.safetensors. Save the model anew with"),
+    "no index": (
+        lambda model, index: index.unlink(),
+        "but model-00001-of-00002.safetensors. Save the model again with",
+    ),
     "no metadata": (
         lambda model, index: index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]})),
         'has no object "metadata", which transformers needs. Add "metadata": {} to it',

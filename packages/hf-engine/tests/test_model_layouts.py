@@ -192,8 +192,8 @@ def test_vocabularies_are_padded_alike_on_both_sides(vocab, tp, expected):
 @pytest.mark.parametrize(
     ("change", "sizes", "message"),
     [
-        ({}, {"tp_size": 3}, "num_kv_heads=4 do not share out over tp_size=3 in training"),
-        ({}, {"tp_size": 6}, "num_kv_heads=4 do not share out over tp_size=6 in training"),
+        ({}, {"tp_size": 3}, "num_kv_heads=4 do not divide evenly by tp_size=3 in training"),
+        ({}, {"tp_size": 6}, "num_kv_heads=4 do not divide evenly by tp_size=6 in training"),
         ({"num_heads": 4}, {"tp_size": 8}, "or a multiple of them that divides num_heads=4 and the 72 rows"),
         (
             {"num_kv_heads": 1, "head_dim": 1},
@@ -203,14 +203,14 @@ def test_vocabularies_are_padded_alike_on_both_sides(vocab, tp, expected):
         (
             {"intermediate_size": 25},
             {"tp_size": 2},
-            "25 elements do not share out over tp_size=2 in training; choose a tp_size",
+            "25 elements do not divide evenly by tp_size=2 in training; choose a tp_size",
         ),
         (
             {},
             {"pp_size": 64},
             "^4 layers cannot fill pp_size=64 pipeline stages in training: choose a pp_size of at most 4$",
         ),
-        ({}, {"dp_size": 2, "ep_size": 2}, "num_experts=0 do not share out over ep_size=2"),
+        ({}, {"dp_size": 2, "ep_size": 2}, "num_experts=0 do not divide evenly by ep_size=2"),
         (
             {"num_experts": 3, "num_experts_per_token": 2, "family": "mixtral"},
             {"dp_size": 2, "ep_size": 2},
@@ -229,11 +229,11 @@ def test_generation_needs_a_generation_topology_and_heads_that_share_out():
         generation_layout(FAMILIES["llama"], Topology(ParallelSpec()))
     odd = ModelShape(name="odd", **{**BASE, "num_heads": 12, "num_kv_heads": 3})
     with pytest.raises(
-        ReshardError, match="3 heads do not share out over gen_tp_size=2 in generation; choose a gen_tp"
+        ReshardError, match="3 heads do not divide evenly by gen_tp_size=2 in generation; choose a gen_tp"
     ):
         generation_layout(odd, Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2)))
     with pytest.raises(
-        ReshardError, match="gen_tp_size=4 is no multiple of num_kv_heads=3 in generation; choose a gen_tp"
+        ReshardError, match="gen_tp_size=4 is not a multiple of num_kv_heads=3 in generation; choose a gen_tp"
     ):
         generation_layout(odd, Topology(ParallelSpec(dp_size=4), GenerationSpec(gen_tp_size=4)))
     with pytest.raises(ReshardError, match="4 layers cannot fill gen_pp_size=5 pipeline stages in generation"):

@@ -33,7 +33,7 @@ FAMILIES = {
 
 
 def random_model(rng, family):
-    """Sizes that share out over up to four tensor-parallel ranks, and an embedding that does not."""
+    """Sizes that divide evenly by up to four tensor-parallel ranks, and an embedding that does not."""
     kv_heads = rng.choice([1, 2, 4])
     return ModelShape(
         name=family,

@@ -165,7 +165,7 @@ def use_wrongly(engine, model, url):
     other.generate(prompts, GREEDY)
     send(other, model, 1)
     with pytest.raises(
-        BackendError, match=r"from weights that it calls .*, not '.*': it was started anew, or somebody"
+        BackendError, match=r"from weights that it calls .*, not '.*': it was started again, or somebody"
     ):
         backend.generate(prompts, GREEDY)
     with pytest.raises(BackendError, match=r"did not finish /.* in 0.001 s: raise rollout.options.timeout_s"):

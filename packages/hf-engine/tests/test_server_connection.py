@@ -66,7 +66,9 @@ def free_url():
     "url", ["127.0.0.1:30000", "ftp://host:1", "http://", "http://host:port", "http://[::1", "http://a b", ""]
 )
 def test_what_is_no_url_is_refused(url):
-    with pytest.raises(BackendError, match=r"rollout.options.urls: '.*' is no URL; give one such as 'http://127.0.0.1"):
+    with pytest.raises(
+        BackendError, match=r"rollout.options.urls: '.*' is not a URL; set it to one such as 'http://127.0.0.1"
+    ):
         connect(url)
 
 
@@ -294,7 +296,7 @@ def refuse_tensor_parallel(model):
 
 
 def refuse_on_both(model, foreign):
-    """The second rank's server is no server of an engine; nobody listens for the first one."""
+    """The second rank's server is not a server of an engine; nobody listens for the first one."""
     topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
     with pytest.raises(BackendError, match="nothing answers at"):
         build(model, ["http://127.0.0.1:1", foreign], topology)

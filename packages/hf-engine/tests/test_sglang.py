@@ -33,7 +33,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
     return {
-        # More rows than a multiple of the padding, so that the last rank holds fewer; heads share out.
+        # More rows than a multiple of the padding, so that the last rank holds fewer; heads divide evenly.
         "untied": write_tiny_model(folder / "untied", tie_embeddings=False, vocab_size=70, **heads),
         "two heads": write_tiny_model(folder / "two heads", num_key_value_heads=2, seed=1),
         "tied": write_tiny_model(folder / "tied"),
@@ -138,7 +138,7 @@ def refuse_on_two(model):
         build(model, Topology(ParallelSpec(pp_size=2), GenerationSpec(gen_pp_size=2)))
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96}
     uneven = write_tiny_model(model.parent / f"uneven-{dist.get_rank()}", **heads)
-    with pytest.raises(ReshardError, match="3 heads do not share out over gen_tp_size=2 in generation"):
+    with pytest.raises(ReshardError, match="3 heads do not divide evenly by gen_tp_size=2 in generation"):
         build(uneven, TWO)
 
 

@@ -212,7 +212,7 @@ def test_ranks_of_a_megatron_replica_are_given_the_same_rows(ranks2, tmp_path, s
 
 
 def use_batches_without_rows(model, backend_name):
-    """Nothing to score is no error; nothing to learn from is one, on every rank, and the next step is taken."""
+    """Nothing to score is not an error; nothing to learn from is one, on every rank, and the next step is taken."""
     backend = load_train_backend(backend_name).build(
         model, topology=topology_of_all_ranks(), config=TrainConfig(learning_rate=1e-2)
     )

@@ -132,7 +132,7 @@ def test_memory_is_given_back_and_taken_again(models):
     shapes = dict(backend.weight_layout().shapes)
     assert {name: tuple(tensor.shape) for name, tensor in backend.weight_buffers().items()} == shapes
     backend.release()
-    with pytest.raises(BackendError, match="were released; resume and send them anew before commit_weights"):
+    with pytest.raises(BackendError, match="were released; resume and send them again before commit_weights"):
         backend.commit_weights(1)
     assert {tensor.untyped_storage().size() for tensor in backend.weight_buffers().values()} == {0}
     assert dict(backend.weight_layout().shapes) == shapes

@@ -121,7 +121,7 @@ def refuse_stages(model):
         build(model, Topology(ParallelSpec(pp_size=2), GenerationSpec(gen_pp_size=2)))
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96}
     uneven = write_tiny_model(model.parent / f"uneven-{dist.get_rank()}", **heads)
-    with pytest.raises(ReshardError, match="3 heads do not share out over gen_tp_size=2 in generation"):
+    with pytest.raises(ReshardError, match="3 heads do not divide evenly by gen_tp_size=2 in generation"):
         build(uneven, Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2)))
 
 

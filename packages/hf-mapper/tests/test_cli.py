@@ -227,7 +227,7 @@ def test_all_is_sorted_and_importable() -> None:
         (["plan", "absent", "--html", "."], "--html = '.' is a directory. Give the path of a file"),
         (["explain", "absent", "--html", "no/x"], "--html = 'no/x' cannot be written: no is not a directory"),
         (["calibrate", "--trace", "x", "--output", "no/x"], "--output = 'no/x' cannot be written: no is not a dir"),
-        (["calibrate", "--data", "~/tables"], "/ada/tables is no folder"),
+        (["calibrate", "--data", "~/tables"], "/ada/tables is not a folder"),
         (["validate", "--trace", "a\0b"], "--trace = 'a\\x00b': the path contains a NUL"),
         (["validate", "--trace", "x", "--constants", "."], "--constants . cannot be read: Is a directory"),
     ],

@@ -159,7 +159,11 @@ def test_backends_are_read(tmp_path: Path) -> None:
             "models.actor: give params_b alone, or layers, hidden and heads",
         ),
         ('actor = "llama-2-13b"', "actor = { params_b = -7 }", "models.actor: params_b=-7 must be above 0"),
-        ('actor = "llama-2-13b"', "actor = { params_b = 1e300 }", "inf parameters are no model's: give a number below"),
+        (
+            'actor = "llama-2-13b"',
+            "actor = { params_b = 1e300 }",
+            "inf parameters are beyond any model: choose a number below",
+        ),
         ('actor = "llama-2-13b"', "actor = { params_b = inf }", "models.actor: params_b=inf must be above 0"),
         ('actor = "llama-2-13b"', 'actor = { params_b = "7B" }', "models.actor: params_b='7B' must be a number"),
         ('actor = "llama-2-13b"', "actor = { params_b = 7, layers = 3 }", "models.actor: give params_b alone"),

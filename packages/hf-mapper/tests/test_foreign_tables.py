@@ -109,10 +109,10 @@ def test_times_of_generation_go_by_quantity_and_unit(columns: str, found: dict[s
         ({"seq_len": 1e12}, "above a billion"),
         ({"step_time_s": 1e-308}, "beyond what can be measured"),
         ({"micro_batch": 3}, "micro_batch does not divide the sequences of a data-parallel rank"),
-        ({"layers": 30, "hidden": 4096, "heads": 32, "pp": 4, "dp": 2}, "30 layers do not share out over pp_size=4"),
+        ({"layers": 30, "hidden": 4096, "heads": 32, "pp": 4, "dp": 2}, "30 layers do not divide evenly by pp_size=4"),
         (
             {"layers": 32, "hidden": 4096, "heads": 4, "tp": 8, "dp": 1},
-            "4 attention heads do not share out",
+            "4 attention heads do not divide evenly",
         ),
         ({"gpu": "H100 PCIe"}, "whose boards have NVLink"),
     ],

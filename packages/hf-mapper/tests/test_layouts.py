@@ -160,7 +160,7 @@ def test_as_many_backends_waves_and_generations_as_layouts_are_wanted() -> None:
     ("preset", "ep", "backend", "message"),
     [
         ("llama-2-7b", 2, "megatron", "llama-2-7b has no experts to spread over ep_size=2: give ep_size=1"),
-        ("mixtral-8x7b", 3, "megatron", "num_experts=8 do not share out over ep_size=3"),
+        ("mixtral-8x7b", 3, "megatron", "num_experts=8 do not divide evenly by ep_size=3"),
         ("mixtral-8x7b", 2, "fsdp", "ep_size=2 with FSDP"),
     ],
     ids=["dense", "uneven", "fsdp"],
@@ -180,8 +180,8 @@ def test_experts_that_cannot_be_spread_are_refused(
     ("layout", "message"),
     [
         (ParallelSpec(dp_size=4096), "4096 ranks .* do not fit a cluster of 8 devices"),
-        (ParallelSpec(tp_size=3), "32 attention heads do not share out over tp_size=3"),
-        (ParallelSpec(pp_size=5), "32 layers do not share out over pp_size=5"),
+        (ParallelSpec(tp_size=3), "32 attention heads do not divide evenly by tp_size=3"),
+        (ParallelSpec(pp_size=5), "32 layers do not divide evenly by pp_size=5"),
         (ParallelSpec(cp_size=2), "context parallelism is not simulated"),
     ],
 )
@@ -197,7 +197,7 @@ def test_layouts_that_no_program_could_run_are_refused(layout: ParallelSpec, mes
 def test_sequences_that_do_not_share_out_are_refused() -> None:
     given = (PROBLEMS["one machine"].model, PROBLEMS["one machine"].cluster, ParallelSpec(dp_size=5), WORKLOAD)
     for simulate, count in ((simulate_training, 128), (simulate_inference, 1024)):
-        with pytest.raises(TopologyError, match=f"{count} sequences at a time do not share out over dp_size=5"):
+        with pytest.raises(TopologyError, match=f"{count} sequences at a time do not divide evenly by dp_size=5"):
             simulate(*given)
 
 

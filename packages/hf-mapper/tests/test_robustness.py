@@ -1,4 +1,4 @@
-"""Tolerances against brute force: at factors around the ends found, every placement is priced anew."""
+"""Tolerances against brute force: at factors around the ends found, every placement is priced again."""
 
 from __future__ import annotations
 

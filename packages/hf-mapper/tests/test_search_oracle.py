@@ -1,7 +1,7 @@
 """The search against brute force: every partition, allocation and combination of layouts, written out again here.
 
 Shared with the search are only ``pack`` and the simulators. What is enumerated, what is valid, how memory adds up and
-what an iteration costs is stated anew, without bounds, frontiers or memoisation.
+what an iteration costs is stated again, without bounds, frontiers or memoisation.
 """
 
 from __future__ import annotations

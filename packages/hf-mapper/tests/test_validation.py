@@ -88,8 +88,8 @@ def test_a_table_goes_by_its_columns(write: Write) -> None:
         ({"step_time_s": ""}, "step_time_s is blank"),
         ({"step_time_s": "-3"}, "step_time_s is not above 0"),
         ({"step_time_s": "nan"}, "step_time_s is not above 0"),
-        ({"n_gpus": "eight"}, "n_gpus is no number"),
-        ({"global_batch": "16.5"}, "global_batch is no whole number"),
+        ({"n_gpus": "eight"}, "n_gpus is not a number"),
+        ({"global_batch": "16.5"}, "global_batch is not a whole number"),
         ({"dp": 3}, "pp x tp x dp is not n_gpus"),
         ({"global_batch": 15}, "dp does not divide global_batch"),
         ({"gpu": "TPU v5"}, "gpu TPU v5 is not in the catalogue"),
@@ -340,7 +340,7 @@ def test_a_table_without_needed_columns_is_one_line_and_exit_code_2(write: Write
     assert len(result.output.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("name", "message"), [("absent", "is no folder"), ("empty", "holds no measured table")])
+@pytest.mark.parametrize(("name", "message"), [("absent", "is not a folder"), ("empty", "holds no measured table")])
 def test_a_folder_without_tables_is_one_line_and_exit_code_2(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
     for command in ("validate", "calibrate"):

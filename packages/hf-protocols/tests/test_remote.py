@@ -89,7 +89,7 @@ def test_an_overriding_method_registers_itself() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"protocol": "DP_PROTO"}, "protocol='DP_PROTO' is no TransferProtocol"),
+        ({"protocol": "DP_PROTO"}, "protocol='DP_PROTO' is not a TransferProtocol"),
         ({"protocol": DP, "rows": "twice"}, "rows='twice': give one of same, times, unknown"),
         ({"protocol": DP, "returns": "list"}, "returns='list': give one of batch, metrics, object"),
         ({"protocol": DP, "reads": "values"}, r"reads='values' is one string: give a list .*\['values'\]"),

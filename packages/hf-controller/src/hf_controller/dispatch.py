@@ -137,7 +137,7 @@ def _build_call(call: Call, spec: MethodSpec, what: str, put: Callable[[Any], Ba
 
 def _replace(value: Any, columns: CallColumns, what: str, put: Callable[[Any], BatchFuture], *, whole: bool) -> Any:
     if isinstance(value, MetricsFuture):
-        raise ProtocolError("metrics are no argument of a call: give their .result()")
+        raise ProtocolError("metrics are not an argument of a call: pass their .result()")
     if isinstance(value, ObjectFuture):
         return StoredArgument(value.handle)
     if isinstance(value, BatchFuture):
@@ -260,8 +260,8 @@ def check_rows(call: Call, spec: MethodSpec, topology: Topology, function: Calla
 
     Raises:
         BatchError: for fewer rows than chunks, or columns that do not exist.
-        ProtocolError: for rows that are no batch, where batches are split: every rank would get all of them. Without a
-            batch among the arguments these are also texts, records and columns in plain lists and dicts.
+        ProtocolError: for rows that are not a batch, where batches are split: every rank would get all of them. Without
+            a batch among the arguments these are also texts, records and columns in plain lists and dicts.
     """
     _refuse_unsplit(call, spec, topology, function)
     for value in (*call.args, *call.kwargs.values()):

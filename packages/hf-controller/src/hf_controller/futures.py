@@ -315,7 +315,7 @@ def as_selection(index: Iterable[int] | slice | RowSelection) -> RowSelection:
     """Row numbers as a RowSelection.
 
     Raises:
-        BatchError: for a slice without an end to count from, a negative number, or what is no row number (a mask, say).
+        BatchError: for a slice without an end to count from, a negative number, or other things than row numbers.
     """
     if isinstance(index, RowSelection):
         return index

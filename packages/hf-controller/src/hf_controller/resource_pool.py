@@ -27,8 +27,8 @@ class ResourcePool:
         name: the pool's name in traces and errors.
 
     Raises:
-        PoolError: for what is no list of whole numbers, without machines, for a machine without slots, an unknown
-            device, or what is no name.
+        PoolError: for what is not a list of whole numbers, without machines, for a machine without slots, an unknown
+            device, or what is not a name.
     """
 
     def __init__(self, slots: Sequence[int], *, device: Device = "cuda", name: str = "pool") -> None:
@@ -67,7 +67,7 @@ def build_pools(plan: MappingPlan) -> dict[str, ResourcePool]:
     """The pools of a mapping plan by name; a machine of gpu_kind ``"cpu"`` has host slots.
 
     Raises:
-        PoolError: for what is no plan; if a pool mixes host slots and GPUs.
+        PoolError: for what is not a plan; if a pool mixes host slots and GPUs.
     """
     check_kind(PoolError, "build_pools: plan", plan, MappingPlan, "a MappingPlan, such as MappingPlan.from_json(text)")
     pools = {}

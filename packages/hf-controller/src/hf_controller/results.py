@@ -93,7 +93,7 @@ def _check_metrics(returned: Any, what: str) -> dict[str, tuple[float, float]]:
 
 def _as_number(value: Any) -> float:
     if isinstance(value, str | bytes):
-        raise TypeError(f"{show(value)} is no number")
+        raise TypeError(f"{show(value)} is not a number")
     return float(value)
 
 

@@ -135,8 +135,8 @@ def encode_batch(
     """Put the columns of ``batch`` (batch_size [B]) into ``store``.
 
     Raises:
-        BatchError: for a batch_size that is not one number, a column that is no tensor or no jagged nested tensor, or
-            a column's name that ends in ``?``.
+        BatchError: for a batch_size that is not one number, a column that is no dense or jagged tensor, or a
+            column's name that ends in ``?``.
     """
     from tensordict import TensorDictBase
 
@@ -250,7 +250,7 @@ def _split_jagged(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 def _check_storable(name: str, value: torch.Tensor) -> None:
-    """Refuse what are no values of a type in one piece of memory."""
+    """Refuse what are not values of a type in one piece of memory."""
     import torch
 
     if value.is_meta:

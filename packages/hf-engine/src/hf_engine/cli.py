@@ -232,7 +232,7 @@ def _model_shape(name: str) -> ModelShape:
     try:
         return ModelShape.preset(name)
     except ConfigError as error:
-        raise ConfigError(f"--model {show(name)} is no file or directory, and as a preset: {error}") from None
+        raise ConfigError(f"--model {show(name)} is not a file or directory, and as a preset: {error}") from None
 
 
 def _size(num_bytes: float) -> str:

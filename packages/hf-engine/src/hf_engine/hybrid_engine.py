@@ -246,7 +246,7 @@ class HybridEngine:
             self._proof.check()
 
     def _enter(self) -> None:
-        """All ranks enter, or none: then the training weights are back, and all send anew under the same version."""
+        """All ranks enter, or none: then the training weights are back, and all send again under the same version."""
         start = time.perf_counter()
         before = _, changes, digest, _ = self._weight_version, self._weight_changes, self._digest, self._last_transition
         changed = self._train.weight_changes != changes

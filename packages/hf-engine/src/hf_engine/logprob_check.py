@@ -68,7 +68,7 @@ def check_logprobs(
         bounds: largest mean and largest single difference in nats, instead of `LOGPROB_BOUNDS`.
 
     Raises:
-        ReshardError: with both figures and their bounds; for bounds that are no two numbers of at least 0.
+        ReshardError: with both figures and their bounds; for bounds that are not two numbers of at least 0.
     """
     mean, largest = _bounds(dtype, bounds)
     gap = measure_logprob_gap(rollout, recomputed)

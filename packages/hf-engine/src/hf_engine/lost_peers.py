@@ -25,9 +25,9 @@ _FAILURE = "hf_engine/failure"
 """Key of a store: which rank failed first in the middle of something, and why."""
 _NEVER_SENT = 2**30 + 7
 """Tag of a message that nobody sends."""
-_ANEW = "The process groups cannot be used again: start the ranks anew from a checkpoint"
-_JOIN_ANEW = (
-    "The group that joins them cannot be used again: join the ranks anew; a side of which a rank died starts anew first"
+_START_AGAIN = "The process groups cannot be used again: start the ranks again from a checkpoint"
+_JOIN_AGAIN = (
+    "The group that joins them cannot be used again: join the ranks again, after a new start of a side that lost a rank"
 )
 
 
@@ -135,9 +135,9 @@ class _Ended:
         known = dist.distributed_c10d._world.pg_map
         joint = {each: _Place(store, each.rank()) for each, (_, store) in known.items() if _joins_worlds(each)}
         if group in joint:
-            return _Ended([group], [joint[group]], _JOIN_ANEW, "deadline of its groups, such as collective_timeout_s")
+            return _Ended([group], [joint[group]], _JOIN_AGAIN, "deadline of its groups, such as collective_timeout_s")
         own = _Place(dist.distributed_c10d._get_default_store(), dist.get_rank())
-        return _Ended([*known], [own, *joint.values()], _ANEW, "timeout of init_process_group")
+        return _Ended([*known], [own, *joint.values()], _START_AGAIN, "timeout of init_process_group")
 
     def tell(self, reason: str) -> None:
         """Leaves it for the others, where nothing was left before."""

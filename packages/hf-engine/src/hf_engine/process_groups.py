@@ -44,7 +44,7 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
         timeout_s: how long a collective of the new groups may wait; None: as long as one of the default group.
 
     Raises:
-        TopologyError: if the default group has another number of ranks; for what is no topology or no deadline.
+        TopologyError: if the default group has another number of ranks; for what is not a topology or no deadline.
     """
     check_kind(TopologyError, "topology", topology, Topology, "a Topology, such as Topology(ParallelSpec(dp_size=2))")
     if timeout_s is not None:

@@ -107,7 +107,9 @@ def guess_model(name: str, parameters: float) -> ModelShape:
         ConfigError: for a number that no model has.
     """
     if not 0 < parameters < _MOST_PARAMETERS:
-        raise ConfigError(f"{name}: {parameters:g} parameters are no model's: give a number below {_MOST_PARAMETERS:g}")
+        raise ConfigError(
+            f"{name}: {parameters:g} parameters are beyond any model: choose a number below {_MOST_PARAMETERS:g}"
+        )
     nearest = min(_PUBLISHED_GPTS, key=lambda size: abs(math.log(parameters / size)))
     layers, head_dim = _PUBLISHED_GPTS[nearest]
     # The root of 12 l h^2 + v h = parameters.

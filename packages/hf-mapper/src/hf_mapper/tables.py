@@ -44,7 +44,7 @@ _MOST = 10**9
 """Nothing that is counted here is more."""
 
 
-class SkipRow(Exception):  # noqa: N818 - it is no error: it carries the reason for which a row is not used
+class SkipRow(Exception):  # noqa: N818 - it is not an error: it carries the reason for which a row is not used
     """A row that cannot be compared; its text is the reason."""
 
 
@@ -64,7 +64,7 @@ def read_tables(folder: Path) -> list[MeasuredTable]:
         ConfigError: for a folder that cannot be read or holds no table, or a table without the columns it needs.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder: give the one that holds the measured tables (*.csv)")
+        raise ConfigError(f"{folder} is not a folder: give the one that holds the measured tables (*.csv)")
     try:
         paths = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".csv")
     except OSError as error:
@@ -132,7 +132,7 @@ def number(row: Row, column: str, default: float | None = None) -> float:
     """A cell above zero; ``default`` where it is blank or there is no such column.
 
     Raises:
-        SkipRow: for a blank cell without default, or one that is no number above zero, or out of all proportion.
+        SkipRow: for a blank cell without default, or one that is not a number above zero, or out of all proportion.
     """
     text = (row.get(column) or "").strip()
     if not text:
@@ -142,7 +142,7 @@ def number(row: Row, column: str, default: float | None = None) -> float:
     try:
         found = float(text)
     except ValueError:
-        raise SkipRow(f"{column} is no number") from None
+        raise SkipRow(f"{column} is not a number") from None
     if math.isnan(found) or found <= 0:
         raise SkipRow(f"{column} is not above 0")
     if not 1e-12 <= found <= 1e18:
@@ -158,7 +158,7 @@ def whole_number(row: Row, column: str, default: int | None = None) -> int:
     """
     found = number(row, column, default)
     if found != int(found):
-        raise SkipRow(f"{column} is no whole number")
+        raise SkipRow(f"{column} is not a whole number")
     if found > _MOST:
         raise SkipRow(f"{column} is above a billion")
     return int(found)

@@ -66,7 +66,7 @@ class TraceConstants:
         except HybridFlowError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"these are no constants of calibrate --trace --output: {error}") from error
+            raise ConfigError(f"these are not constants of calibrate --trace --output: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +193,7 @@ def read_stages(path: Path | str, constants: TraceConstants | None = None) -> li
     events = _load(path).get("traceEvents", [])
     workload = _load(run / "summary.json").get("workload")
     if not isinstance(workload, dict):
-        raise ConfigError(f"{run / 'summary.json'} has no workload: run it anew with this release")
+        raise ConfigError(f"{run / 'summary.json'} has no workload: run it again with this release")
     plan = MappingPlan.from_json(_read(run / "plan.json"))
     model = ModelShape.from_config(run / "model" / "config.json")
     try:

@@ -145,7 +145,7 @@ def compute_sweeps(cases: Sequence[Case], predicted: Sequence[float]) -> tuple[S
 
 
 def _layout(case: Case) -> tuple[object, ...]:
-    """What a sweep varies; repeats of one layout are no sweep."""
+    """What a sweep varies; repeats of one layout are not a sweep."""
     if isinstance(case, GenerationCase):
         return (case.generation,)
     assert isinstance(case, TrainingCase), "collectives have no sweeps"

@@ -91,13 +91,13 @@ def check_all(error: Error, name: str, values: object, kind: type[Kind], wanted:
 
 
 def check_name(error: Error, name: str, value: object) -> None:
-    """Refuse what is no text, or an empty one."""
+    """Refuse what is not text, or an empty one."""
     if not isinstance(value, str) or not value:
         raise error(f"{name}={show(value)}: give a name")
 
 
 def check_count(error: Error, name: str, value: object, *, least: int = 1) -> None:
-    """Refuse what is no whole number of at least ``least``: True and 1.0 are none."""
+    """Refuse what is not a whole number of at least ``least``: True and 1.0 are none."""
     if type(value) is not int or value < least:
         raise error(f"{name}={show(value)} must be a whole number of at least {least}")
 
@@ -117,14 +117,14 @@ def check_columns(error: Error, name: str, columns: object, *, may_lack: bool) -
 
 
 def check_number(error: Error, name: str, value: object, *, may_be_zero: bool = False) -> None:
-    """Refuse what is no finite number above 0; 0 itself is one where it ``may_be_zero``."""
+    """Refuse what is not a finite number above 0; 0 itself is one where it ``may_be_zero``."""
     number: float = value if isinstance(value, int | float) and not isinstance(value, bool) else nan
     if not 0 <= number <= sys.float_info.max or (number == 0 and not may_be_zero):
         raise error(f"{name}={show(value)} must be a finite number {'of at least' if may_be_zero else 'above'} 0")
 
 
 def check_seconds(error: Error, name: str, value: object) -> None:
-    """Refuse what is no number of seconds: a wait without an end is none."""
+    """Refuse what is not a number of seconds: every wait ends."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST_SECONDS:
         raise error(
             f"{name}={show(value)} must be a finite number of seconds of at least 0 and at most {_MOST_SECONDS}"

@@ -52,7 +52,7 @@ class Dataflow:
     """The calls of one iteration, in program order.
 
     Raises:
-        ConfigError: if a column is written twice, or read before the call that writes it; for what are no calls.
+        ConfigError: if a column is written twice, or read before the call that writes it; for what are not calls.
     """
 
     name: str

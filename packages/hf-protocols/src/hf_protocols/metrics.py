@@ -11,7 +11,7 @@ def merge_metrics(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[st
     """Pairs of (sum, count) by name, to be divided once all have come.
 
     Sums are added and counts are; of a name that ends in ``_max`` the pair with the largest quotient is kept. A pair
-    whose count is zero says nothing of a largest; one that is no number stays, as it would in a sum.
+    whose count is zero says nothing of a largest; one that is not a number stays, as it would in a sum.
     """
     merged: dict[str, tuple[float, float]] = {}
     for part in parts:

@@ -60,8 +60,8 @@ class ModelShape:
     ``listed_parameters`` is empty where names and shapes follow from the sizes; see ``from_parameters``.
 
     Raises:
-        ConfigError: for a size that is no whole number or below 1, heads that do not share out, more experts per token
-            than there are or none of them, or values of other kinds.
+        ConfigError: for a size that is not a whole number or below 1, heads that do not divide evenly, more experts per
+            token than there are or none of them, or values of other kinds.
     """
 
     name: str

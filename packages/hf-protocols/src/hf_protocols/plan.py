@@ -167,8 +167,8 @@ class MappingPlan:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            PlanError: for text that is no plan, another schema version (naming both), an unknown key, or a value that
-                is refused, with its place.
+            PlanError: for text that is not a plan, another schema version (naming both), an unknown key, or a value
+                that is refused, with its place.
         """
         check_kind(PlanError, f"{_NO_PLAN}: text", text, str | bytes, "what to_json wrote")
         body = parse_json(PlanError, _NO_PLAN, text, **_HOOKS)

@@ -91,7 +91,7 @@ def register(
             takes no argument.
     """
     if not isinstance(protocol, TransferProtocol):
-        raise ProtocolError(f"protocol={show(protocol)} is no TransferProtocol: give one of hf_protocols, or your own")
+        raise ProtocolError(f"protocol={show(protocol)} is not a TransferProtocol: use one of hf_protocols or your own")
     if rows not in get_args(Rows):
         raise ProtocolError(f"rows={show(rows)}: give one of {', '.join(get_args(Rows))}")
     if returns not in get_args(Returns):

@@ -29,7 +29,7 @@ class RowSelection:
 
     Raises:
         BatchError: for an interval that is empty, reversed, starts below zero or ends above 2**63 - 1; for more rows
-            than that; for what are no intervals.
+            than that; for what are not intervals.
     """
 
     intervals: tuple[tuple[int, int], ...] = ()

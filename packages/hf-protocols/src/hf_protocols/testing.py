@@ -90,8 +90,8 @@ class _Laws:
 
     def check_identity_worker(self, collection: Collection, selections: Sequence[RowSelection], copies: int) -> None:
         collected = Counter(row for rank in collection.ranks for row in selections[rank])
-        wrong = [row for row in range(self._num_rows) if collected[row] != copies]
-        self.require(not wrong, f"row {wrong[:1]} is not collected {copies} times")
+        for row in range(self._num_rows):
+            self.require(collected[row] == copies, f"row {row} is collected by {collected[row]} ranks, not by {copies}")
         if copies > 1:
             return
         held = compute_held_rows(collection, selections, self._num_rows)

@@ -134,7 +134,7 @@ class Topology:
 
     Raises:
         TopologyError: if gen_pp * gen_tp does not divide the number of ranks, order or grouping is unknown, or the
-            layouts are no specs.
+            layouts are not specs.
     """
 
     train: ParallelSpec
@@ -230,7 +230,7 @@ class Topology:
         return next(group for group in self.groups(axis) if rank in group)
 
     def __reduce__(self) -> tuple[type[Topology], tuple[ParallelSpec, GenerationSpec | None, Order, Grouping]]:
-        """Pickle the sizes alone: what was computed from them is computed anew, not sent to every rank."""
+        """Pickle the sizes alone: what was computed from them is computed again, not sent to every rank."""
         return type(self), (self.train, self.generation, self.order, self.grouping)
 
     @property

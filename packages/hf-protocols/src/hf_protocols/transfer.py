@@ -67,7 +67,7 @@ class TransferProtocol:
 
     Raises:
         ProtocolError: for what cannot be called; later, naming the protocol, for an answer of another kind, or when a
-            function raises what is no error of this project.
+            function raises what is not an error of this project.
     """
 
     name: str
@@ -168,7 +168,7 @@ class PerRank(Generic[Item]):
     """One item for each rank: what ``ALL_TO_ALL`` takes in place of a batch.
 
     Raises:
-        ProtocolError: for what is no list of items.
+        ProtocolError: for what is not a list of items.
     """
 
     items: Sequence[Item]

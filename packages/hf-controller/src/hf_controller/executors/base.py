@@ -242,7 +242,7 @@ class _Part:
 
 
 def check_pool(pool: object) -> None:
-    """Refuse what is no pool.
+    """Refuse what is not a pool.
 
     Raises:
         PoolError: saying what it is.

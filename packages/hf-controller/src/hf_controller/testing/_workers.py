@@ -256,7 +256,7 @@ class ProbeWorker(DeclaringWorker):
 
     @register(protocol=DP, returns="metrics")
     def count_in_words(self, batch: TensorDict) -> dict[str, str]:
-        """A mistake: two characters are no sum and count."""
+        """A mistake: two characters are not a sum and a count."""
         return {"rows": "12"}
 
     @register(protocol=DP)

@@ -92,7 +92,7 @@ class SupportsShardLoading(Protocol):
                 nobody else writes to them, and the engine lets go of them when the update is committed at the latest.
 
         Raises:
-            ReshardError: for a name that is no parameter of this rank or came before, or tensors that are not the
+            ReshardError: for a name that is not a parameter of this rank or came before, or tensors that are not the
                 layout's boxes.
             BackendError: outside an update.
         """

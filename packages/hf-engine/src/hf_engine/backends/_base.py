@@ -231,7 +231,7 @@ class TrainBackend(Protocol):
         ...
 
     def load_hf(self, directory: str | Path) -> None:
-        """Replaces the weights by those of a Hugging Face directory; optimizer and learning rate start anew.
+        """Replaces the weights by those of a Hugging Face directory; optimizer and learning rate start again.
 
         A value head takes its own weights where the directory has them, and stays as it is where not.
 
@@ -336,7 +336,7 @@ class RolloutBackend(Protocol):
         ...
 
     def resume(self) -> None:
-        """Takes the memory again. Weights that can be written in place must be sent anew before the next generation;
+        """Takes the memory again. Weights that can be written in place must be sent again before the next generation;
         an engine that loads shards has kept its own.
         """
         ...

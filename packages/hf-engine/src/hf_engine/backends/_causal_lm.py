@@ -225,7 +225,9 @@ def _compare_headers(files: ModelDirectory, built: Any) -> None:
     optional = {*tied, *tied.values(), find_head_name(built)}
     known = {*wanted, *optional, *persistent_buffers(built), *SCORE_HEADS}
     if all(name in known or is_buffer(name) for name in held):
-        refuse_lacking(files, sorted(name for name in wanted if name not in held and name not in optional) if held else [])
+        refuse_lacking(
+            files, sorted(name for name in wanted if name not in held and name not in optional) if held else []
+        )
 
 
 def _refuse_other_sizes(files: ModelDirectory, differing: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:

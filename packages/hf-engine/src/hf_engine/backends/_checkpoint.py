@@ -44,7 +44,7 @@ def save_sharded(
 
 
 def check_sharded(directory: str | Path, group: dist.ProcessGroup) -> None:
-    """Refuses what is no whole checkpoint, before a weight is touched. Collective.
+    """Refuses what is not a whole checkpoint, before a weight is touched. Collective.
 
     Raises:
         BackendError: on every rank, if the directory holds none or a part of one, or is another one on some ranks.

@@ -96,7 +96,7 @@ def require_columns(batch: TensorDict, names: Sequence[str]) -> None:
     """Refuses a batch without these columns.
 
     Raises:
-        BatchError: naming what is missing and what is there; for what is no batch.
+        BatchError: naming what is missing and what is there; for what is not a batch.
     """
     from tensordict import TensorDictBase
 

@@ -18,7 +18,7 @@ _MOST_VERSIONS = 2**31 - 1
 
 
 def check_version(version: int) -> None:
-    """Refuses what is no version of weights: a whole number that every sample carries."""
+    """Refuses what is not a version of weights: a whole number that every sample carries."""
     check_count(BackendError, "version", version, least=0)
     if version >= _MOST_VERSIONS:
         raise BackendError(f"version={version} must be below {_MOST_VERSIONS}: count the changes of the weights")
@@ -51,7 +51,7 @@ def check_shards(
     if not isinstance(shards, Mapping):
         raise ReshardError(f"shards={show(shards)}: give a mapping from names to lists of one tensor per box")
     if loose := [name for name, parts in shards.items() if not isinstance(parts, list | tuple)]:
-        raise ReshardError(f"the shards of {loose} are no lists: give a list of one tensor per box")
+        raise ReshardError(f"the shards of {loose} are not lists: give a list of one tensor per box")
     tensors = [(name, part) for name, parts in shards.items() for part in parts]
     if empty := sorted({name for name, part in tensors if getattr(part, "is_meta", False)}):
         raise ReshardError(f"the shards of {empty} are on the device 'meta', without contents: give tensors with some")

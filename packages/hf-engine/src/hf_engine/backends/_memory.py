@@ -29,7 +29,7 @@ def check_sizes(options: Mapping[str, Any]) -> None:
         options: by name; None is as good as left out.
 
     Raises:
-        BackendError: for a number that is no size or no share, or both sizes of the cache.
+        BackendError: for a number that is neither a size nor a share, or both sizes of the cache.
     """
     cache_bytes, fraction = options.get("cache_bytes"), options.get("cache_fraction")
     if cache_bytes is not None and fraction is not None:
@@ -50,7 +50,7 @@ def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
     Without either: 0.3 of a device, and 256 MiB of a host, whose memory is not the engine's alone.
 
     Raises:
-        BackendError: for both, or a number that is no size or no share, or more than there is.
+        BackendError: for both, or a number that is neither a size nor a share, or more than there is.
     """
     check_sizes({"cache_bytes": cache_bytes, "cache_fraction": fraction})
     if cache_bytes is not None:

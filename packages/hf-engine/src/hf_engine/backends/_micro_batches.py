@@ -115,7 +115,7 @@ class SequenceBatch:
         `response_mask` is True on the response tokens that count: the batch's own mask, or all of them.
 
         Raises:
-            BatchError: for a column that is no tensor, or nested in another layout than the jagged one.
+            BatchError: for a column that is not a tensor, or nested in another layout than the jagged one.
         """
         columns: dict[str, torch.Tensor] = {}
         for name, column in self._batch.items():

@@ -187,7 +187,7 @@ class TransformersBackend:
         """
         check_version(version)
         if any(not parameter.untyped_storage().nbytes() for parameter in self._model.parameters() if parameter.nbytes):
-            raise BackendError("the weights were released; resume and send them anew before commit_weights")
+            raise BackendError("the weights were released; resume and send them again before commit_weights")
         self._weight_version = version
         self._has_weights = True
 
@@ -209,7 +209,7 @@ class TransformersBackend:
         return freed
 
     def resume(self) -> None:
-        """Takes the weights' memory again; the contents must be sent anew."""
+        """Takes the weights' memory again; the contents must be sent again."""
         for parameter in self._model.parameters():
             parameter.untyped_storage().resize_(parameter.nbytes)
 
@@ -224,7 +224,7 @@ class TransformersBackend:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
         vocab_size = self._model.get_input_embeddings().weight.shape[0]
         if not self._has_weights:
-            raise BackendError("the weights were released; resume, send them anew and commit before generating")
+            raise BackendError("the weights were released; resume, send them again and commit before generating")
         limits = {"vocab_size": vocab_size, "positions": self._positions}
         prompts = read_prompts(batch, sampling, **limits, ends=self._stop_token_ids)
         strings = load_stop_strings(self._model.name_or_path, sampling)

@@ -19,7 +19,7 @@ def read_end_of_sequence_ids(model: ModelDirectory) -> frozenset[int]:
     those that its vocabulary lacks, which are never drawn.
 
     Raises:
-        ModelError: for ends that are no token ids.
+        ModelError: for ends that are not token ids.
     """
     _, ids = end_tokens_of(model.generation_config, model.config, model.text_config)
     return frozenset() if ids is None else check_end_of_sequence_ids(ids, model.vocab_size)

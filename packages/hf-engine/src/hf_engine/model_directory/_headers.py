@@ -114,7 +114,7 @@ def _parse(name: str, text: bytes) -> dict[str, Mapping[str, Any]]:
     if not isinstance(notes, dict) or not all(isinstance(note, str) for note in notes.values()):
         raise ModelError(
             f"{name} cannot be read: its header has __metadata__={show(notes)}, which is not an object of strings. "
-            "Save the model anew with save_pretrained()"
+            "Save the model again with save_pretrained()"
         )
     return {key: entry for key, entry in body.items() if key != "__metadata__"}
 

@@ -71,7 +71,7 @@ def read_index(directory: Path) -> dict[str, str]:
     body = read_json_object(ModelError, index, name=INDEX)
     files = body.get("weight_map")
     if not isinstance(files, dict) or not files or not all(isinstance(each, str) for each in files.values()):
-        raise ModelError(f"{INDEX} is no index of safetensors files: its weight_map maps no names to files")
+        raise ModelError(f"{INDEX} is not an index of safetensors files: its weight_map maps no names to files")
     names = sorted({*files.values()})
     if outside := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
         raise ModelError(f"{INDEX} names {show(outside[0])}, which is not a safetensors file beside it")
@@ -121,7 +121,7 @@ def _describe_lack(directory: Path) -> str:
     suffixes: Mapping[str, str] = {path.suffix: path.name for path in sorted(directory.iterdir(), reverse=True)}
     lack = f"holds no safetensors files, neither {WHOLE} nor {INDEX}"
     if ".safetensors" in suffixes:
-        return f"{lack}, but {suffixes['.safetensors']}. Save the model anew with save_pretrained(), or add the index"
+        return f"{lack}, but {suffixes['.safetensors']}. Save the model again with save_pretrained(), or add the index"
     if pickled := next((suffixes[each] for each in _PICKLED if each in suffixes), None):
         return (
             f"{lack}, but {pickled}, which runs code of others when it is read. Convert it: load it with transformers "

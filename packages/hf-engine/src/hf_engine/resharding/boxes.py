@@ -24,7 +24,7 @@ class Box:
     A box with a zero in its shape is empty; a box with no dimensions is one scalar.
 
     Raises:
-        ValueError: if offset and shape are no tuples of whole numbers, have different lengths or hold a negative one.
+        ValueError: if offset and shape are not tuples of whole numbers, have different lengths or hold a negative one.
     """
 
     offset: tuple[int, ...]

@@ -356,7 +356,7 @@ def check_bucket_bytes(bucket_bytes: int, layout: WeightLayout) -> None:
 
 
 def check_version(version: int | None) -> None:
-    """Refuses what is no version; None is one that is not known."""
+    """Refuses what is not a version; None is one that is not known."""
     if version is not None:
         check_count(ReshardError, "version", version, least=0)
         if version >= HIGHEST:

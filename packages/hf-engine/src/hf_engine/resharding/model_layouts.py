@@ -103,7 +103,7 @@ def megatron_layout(
         head: a language model's head, or a value head: one row, whole on every rank of the last stage.
 
     Raises:
-        ReshardError: for sizes that do not share out: heads, key-value heads, experts, layers; for `vocab_rows` below
+        ReshardError: for sizes that do not divide evenly: heads, key-value heads, experts, layers; for `vocab_rows` below
             the vocabulary, which would leave tokens on no rank.
     """
     check_model_and_topology(model, topology)
@@ -151,7 +151,7 @@ def generation_layout(
         vocab_rows: rows of the padded embeddings; `padded_vocab_size` by default.
 
     Raises:
-        ReshardError: for heads or layers that do not share out, or `vocab_rows` below the vocabulary.
+        ReshardError: for heads or layers that do not divide evenly, or `vocab_rows` below the vocabulary.
         TopologyError: for a topology without generation.
     """
     check_model_and_topology(model, topology)
@@ -244,10 +244,10 @@ def _cut_for_megatron(
 
 
 def check_experts(model: ModelShape, ep_size: int) -> None:
-    """Refuses expert parallelism of a dense model, or one over which the experts do not share out."""
+    """Refuses expert parallelism of a dense model, or one that does not divide the experts evenly."""
     if ep_size > 1 and (not model.num_experts or model.num_experts % ep_size):
         raise ReshardError(
-            f"{model.name}: num_experts={model.num_experts} do not share out over ep_size={ep_size} in training; "
+            f"{model.name}: num_experts={model.num_experts} do not divide evenly by ep_size={ep_size} in training; "
             "choose an ep_size that divides them (1 for a dense model)"
         )
 

@@ -113,7 +113,7 @@ class ShardMover:
     @property
     def host_bytes(self) -> int:
         """Bytes that wait on the host during generation: storages that do not lie inside the generation shard, and of
-        the others what is no parameter's, padding say.
+        the others what is not a parameter's, padding say.
 
         Their copies are allocated in the first transition and kept.
         """

@@ -67,7 +67,7 @@ def layer_of(name: str) -> int | None:
 
 
 def expert_of(name: str) -> int | None:
-    """Number of the expert that the parameter belongs to; None for what is no expert's."""
+    """Number of the expert that the parameter belongs to; None for what is not an expert's."""
     found = _EXPERT.search(name)
     return int(found[1]) if found else None
 
@@ -128,7 +128,7 @@ def fused_qkv_rows(model: ModelShape, index: int, size: int) -> list[tuple[str, 
         In the order of the fused rows: `q_proj`, `k_proj` or `v_proj`, and which rows of it.
 
     Raises:
-        ReshardError: for heads that do not share out.
+        ReshardError: for heads that do not divide evenly.
     """
     _check_groups(model, size)
     widths = {"q_proj": model.num_heads // model.num_kv_heads * model.head_dim}
@@ -150,7 +150,7 @@ def _check_groups(model: ModelShape, size: int) -> None:
     groups, rows = model.num_kv_heads, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     if groups % size and (size % groups or model.num_heads % size or rows % size):
         raise ReshardError(
-            f"{model.name}: num_kv_heads={groups} do not share out over {_over('tp_size', size)}, or a multiple of "
+            f"{model.name}: num_kv_heads={groups} do not divide evenly by {_over('tp_size', size)}, or a multiple of "
             f"them that divides num_heads={model.num_heads} and the {rows} rows of queries, keys and values"
         )
 
@@ -178,7 +178,7 @@ def cut_box(
         return (whole,)
     if cut == "vocabulary":
         if vocab_rows % size:
-            raise ReshardError(f"vocab_rows={vocab_rows} do not share out over {_over(knob, size)}")
+            raise ReshardError(f"vocab_rows={vocab_rows} do not divide evenly by {_over(knob, size)}")
         step = vocab_rows // size
         start = min(index * step, shape[0])
         return (_narrow(whole, 0, start, min(step, shape[0] - start)),)
@@ -187,7 +187,7 @@ def cut_box(
         parts = min(size, model.num_kv_heads)
         if parts != size and size % parts:
             raise ReshardError(
-                f"{name}: {knob}={size} is no multiple of num_kv_heads={model.num_kv_heads} in {_side(knob)}; "
+                f"{name}: {knob}={size} is not a multiple of num_kv_heads={model.num_kv_heads} in {_side(knob)}; "
                 f"choose a {knob} that is one, or that divides them"
             )
         return (_part(name, whole, 0, index * parts // size, parts, model.num_kv_heads, knob),)
@@ -198,7 +198,7 @@ def cut_box(
 def _part(name: str, whole: Box, dim: int, index: int, size: int, units: int, knob: str) -> Box:
     if units % size:
         unit = "elements" if units == whole.shape[dim] else "heads"
-        raise ReshardError(f"{name}: {units} {unit} do not share out over {_over(knob, size)}")
+        raise ReshardError(f"{name}: {units} {unit} do not divide evenly by {_over(knob, size)}")
     step = whole.shape[dim] // size
     return _narrow(whole, dim, index * step, step)
 

@@ -156,7 +156,7 @@ def plan_transition(
         ranks_per_machine: senders on the receiver's machine are preferred.
 
     Raises:
-        ReshardError: for a method that is not defined for the layout, or sizes that do not share out.
+        ReshardError: for a method that is not defined for the layout, or sizes that do not divide evenly.
         TopologyError: for a topology without generation.
     """
     check_model_and_topology(model, topology)
@@ -190,7 +190,7 @@ def training_layout(
     """Which boxes every rank holds in training.
 
     Raises:
-        ReshardError: for FSDP under any parallelism but data parallelism, or sizes that do not share out.
+        ReshardError: for FSDP under any parallelism but data parallelism, or sizes that do not divide evenly.
     """
     check_model_and_topology(model, topology)
     _check_sharding(topology, sharding)

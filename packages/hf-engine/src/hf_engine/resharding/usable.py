@@ -30,7 +30,7 @@ def check_resizable(tensors: Mapping[str, Sequence[torch.Tensor]], where: str) -
     """Refuses tensors whose memory cannot be freed and taken again.
 
     Raises:
-        ReshardError: naming what is no tensor, and those whose memory is another library's, a file's or shared.
+        ReshardError: naming what is not a tensor, and those whose memory is another library's, a file's or shared.
     """
     for name, parts in tensors.items():
         if not isinstance(parts, Sequence):

@@ -37,7 +37,7 @@ def uniform_shape(num_layers: int = 16, size: int = 64) -> UniformShape:
 
 
 def tiny_shape(**sizes: int | bool | str) -> ModelShape:
-    """A Llama of two layers with two key-value heads, whose vocabulary is no multiple of the padding."""
+    """A Llama of two layers with two key-value heads, whose vocabulary is not a multiple of the padding."""
     tiny = {
         "num_layers": 2,
         "hidden_size": 16,

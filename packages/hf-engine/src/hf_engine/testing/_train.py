@@ -239,7 +239,7 @@ class _Laws:
         self._score(backend)
         backend.set_learning_rate(10 * self._config.learning_rate)
         backend.load_hf(directory / "export")
-        assert backend.optimizer_steps == 0, "load_hf starts the optimizer anew"
+        assert backend.optimizer_steps == 0, "load_hf starts the optimizer again"
         self.check_scores(backend, "from the export", trained)
         metrics = self._step(backend)
         _close(metrics["learning_rate"], self._rates[0], 1e-12, "learning rate of the first step after load_hf")

@@ -111,7 +111,7 @@ def check_layouts(
         uneven = np.atleast_1d(sizes)[count % np.atleast_1d(sizes) > 0]
         if uneven.size:
             raise TopologyError(
-                f"{model.name}: {count} {what} do not share out over {name}={uneven[0]}: choose one that divides them"
+                f"{model.name}: {count} {what} do not divide evenly by {name}={uneven[0]}: choose one that divides them"
             )
 
 
@@ -140,15 +140,15 @@ def _read_sizes(parallel: ParallelSpec | Sequence[ParallelSpec], backend: str | 
 
 
 def _check_experts(model: ModelShape, layouts: Layouts) -> None:
-    """Experts share out over ep_size, and only Megatron spreads them."""
+    """Experts divide evenly by ep_size, and only Megatron spreads them."""
     spread = np.asarray(layouts.ep_size)
     if np.any(spread > 1) and not model.num_experts:
         raise TopologyError(f"{model.name} has no experts to spread over ep_size={spread.max()}: give ep_size=1")
     uneven = spread[max(1, model.num_experts) % spread > 0]
     if uneven.size:
         raise TopologyError(
-            f"{model.name}: num_experts={model.num_experts} do not share out over ep_size={uneven.flat[0]}: choose one "
-            "that divides them"
+            f"{model.name}: num_experts={model.num_experts} do not divide evenly by ep_size={uneven.flat[0]}: choose "
+            "one that divides them"
         )
     if np.any((spread > 1) & layouts.fsdp):
         raise TopologyError(

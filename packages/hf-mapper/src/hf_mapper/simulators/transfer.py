@@ -32,7 +32,7 @@ class CallRows:
 
 
 def count_call_rows(call: ModelCall, workload: WorkloadSpec) -> CallRows:
-    """What ``call`` reads and writes; nothing for a function, whose host slot is no part of the search.
+    """What ``call`` reads and writes; nothing for a function, whose host slot is not part of the search.
 
     Token ids take 8 bytes and masks 1; columns of one figure per row (scores, row numbers) 8 per row; every other
     column 4 for each response token, as log-probs and values do. Where lengths vary, the mean ones. Generation reads

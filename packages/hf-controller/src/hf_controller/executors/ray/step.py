@@ -38,7 +38,7 @@ class Progress(NamedTuple):
 
 
 def describe_progress(thread: int | None) -> Progress:
-    """Where a thread is that runs a method. What torch.distributed calls, such as a model's forward, is no waiting."""
+    """Where a thread is that runs a method. What torch.distributed calls, such as a model's forward, is not waiting."""
     frame = sys._current_frames().get(thread or -1)
     while frame is not None and frame.f_code.co_filename.endswith(_DISPATCHER):
         frame = frame.f_back

@@ -53,7 +53,7 @@ class Sealed:
         self._packed = b""
 
     def __reduce__(self) -> tuple[Callable[[bytes], Sealed], tuple[bytes]]:
-        # Packed anew inside the object that will contain it, so that Ray sees it there.
+        # Packed again inside the object that will contain it, so that Ray sees it there.
         return _reseal, (cloudpickle.dumps(self.open()),)  # type: ignore[no-untyped-call]
 
     def open(self) -> Any:

@@ -129,7 +129,7 @@ class Stage:
 
     @torch.no_grad()
     def load_hf(self, files: HuggingFaceFiles) -> None:
-        """Reads this rank's boxes; the optimizer starts anew. Collective over all ranks.
+        """Reads this rank's boxes; the optimizer starts again. Collective over all ranks.
 
         Raises:
             BackendError: on every rank, if files fail on the way.

@@ -326,7 +326,7 @@ class ServerBackend:
 
     def _require_ready(self, sampling: SamplingParams) -> None:
         if not self._is_complete:
-            raise BackendError("an update of the weights was begun and not committed; send them anew and commit")
+            raise BackendError("an update of the weights was begun and not committed; send them again and commit")
         if self._is_released:
             raise BackendError("the KV cache was released; resume before generating")
         if problem := self.find_unsupported(sampling):
@@ -336,7 +336,7 @@ class ServerBackend:
         if foreign := {sample.stamp for sample in samples} - {self._stamp}:
             raise BackendError(
                 f"{self._server.facts.name} generated from weights that it calls {sorted(foreign)}, not "
-                f"{show(self._stamp)}: it was started anew, or somebody else updates it; give the run "
+                f"{show(self._stamp)}: it was started again, or somebody else updates it; give the run "
                 f"servers of its own "
                 "and build the backend again"
             )

@@ -37,7 +37,7 @@ class Connection:
         timeout_s: deadline of one request, from its first byte to the last one of the answer.
 
     Raises:
-        BackendError: for something that is no URL of a server, or no deadline.
+        BackendError: for something that is not a URL of a server, or no deadline.
     """
 
     def __init__(self, url: str, *, key: str | None = None, connect_timeout_s: float, timeout_s: float) -> None:
@@ -57,7 +57,7 @@ class Connection:
             )
         if not parts.hostname or not url.isprintable() or " " in url:
             raise BackendError(
-                f"rollout.options.urls: {show(url)} is no URL; give one such as 'http://127.0.0.1:30000'"
+                f"rollout.options.urls: {show(url)} is not a URL; set it to one such as 'http://127.0.0.1:30000'"
             )
         self.url = url
         self._address = parts.hostname, port

@@ -38,7 +38,7 @@ def check_ranks(topology: Topology, urls: Sequence[str]) -> None:
 
 
 def check_urls(urls: Sequence[str], *, num_ranks: int | None = None) -> None:
-    """Refuses what is no list of texts, one for every rank at most; None: their number is not known yet.
+    """Refuses what is not a list of texts, one for every rank at most; None: their number is not known yet.
 
     Raises:
         BackendError: with an example.

@@ -352,7 +352,7 @@ class SglangBackend:
     def _check_ready(self) -> None:
         self._check_open()
         if not self._is_complete:
-            raise BackendError("an update of the weights was begun and not committed; send them anew and commit")
+            raise BackendError("an update of the weights was begun and not committed; send them again and commit")
         if self._is_released:
             raise BackendError("the KV cache was released; resume before generating")
 

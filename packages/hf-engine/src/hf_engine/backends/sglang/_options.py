@@ -73,7 +73,7 @@ class EngineModel:
 
 
 def check_more(more: object) -> None:
-    """Refuses what is no table of SGLang's server arguments, and those that are set here.
+    """Refuses what is not a table of SGLang's server arguments, and those that are set here.
 
     Raises:
         BackendError: naming them.

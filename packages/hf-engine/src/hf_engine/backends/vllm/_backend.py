@@ -191,7 +191,7 @@ class VllmBackend:
         with self._replica.together("generate") as given:
             engine = self._open()
             if self._loaded is not None:
-                raise BackendError("an update of the weights was begun and not committed; send them anew and commit")
+                raise BackendError("an update of the weights was begun and not committed; send them again and commit")
             if self._is_released:
                 raise BackendError("the KV cache was released; resume before generating")
             ends = engine.stop_token_ids
