@@ -126,8 +126,6 @@ def check_train_backends(config: Config, plan: MappingPlan | None) -> None:
         try:
             load_train_backend(name)
         except BackendError as error:
-            if key == "training.backend":
-                raise
             raise type(error)(f"{key} = {show(name)}: {error}") from None
 
 
@@ -139,7 +137,10 @@ def check_rollout_options(rollout: RolloutConfig) -> None:
     Raises:
         ConfigError: naming the nearest option that there is, or the kind or the value that is wanted.
     """
-    backend = load_rollout_backend(rollout.backend)
+    try:
+        backend = load_rollout_backend(rollout.backend)
+    except BackendError as error:
+        raise type(error)(f"rollout.backend = {show(rollout.backend)}: {error}") from None
     build = backend.build
     kinds: dict[str, Any] = {}
     with suppress(NameError):  # a backend elsewhere may name types that it imports for checkers only

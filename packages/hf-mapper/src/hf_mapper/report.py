@@ -165,7 +165,7 @@ def _build_summary(plan: MappingPlan) -> Text:
     summary = Text(f"iteration {format_seconds(estimates['iteration_s'])} s{idle}{proven}", style="bold")
     tokens = sorted({model.micro_batch_tokens for model in plan.models.values() if model.train is not None})
     bounds = " or ".join(f"{count:,}" for count in tokens)
-    summary.append(f"\nmicro-batches of at most {bounds} tokens: micro_batch_tokens is given, not searched", "none")
+    summary.append(f"\nassumes micro_batch_tokens = {bounds} (from the configuration; not tuned by the mapper)", "none")
     if (limit := describe_generation_limit(plan)) is not None:
         summary.append(f"\n{limit}", "none")
     return summary
@@ -177,7 +177,7 @@ def describe_generation_limit(plan: MappingPlan) -> str | None:
     if not isinstance(largest, str) or all(model.generation is None for model in plan.models.values()):
         return None
     shipped = ", what the shipped engines run" if largest == format_layout(SHIPPED_GENERATION) else ""
-    return f"generation layouts of at most {largest}{shipped}: largest_generation in the workload allows more"
+    return f"generation layouts of at most {largest}{shipped} (largest_generation of the workload)"
 
 
 def describe_devices(plan: MappingPlan, pool: PoolPlan) -> str:

@@ -34,7 +34,16 @@ def read_toml(path: Path, what: str = "the configuration") -> dict[str, Any]:
     try:
         return parse_toml(read_text(path, what, "a TOML file"), str(path))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {shorten(str(error))}") from None
+        raise ConfigError(_describe(error, path)) from None
+
+
+def _describe(error: tomllib.TOMLDecodeError, path: Path) -> str:
+    if (line := re.search(r"at line (\d+)", str(error))) and "Cannot overwrite a value" in str(error):
+        return f"{path}, line {line[1]}: its key stands twice in one table. Remove one of the two"
+    if line and (table := re.search(r"Cannot declare \((.+?),?\) twice", str(error))):
+        name = ".".join(re.findall(r"'([^']*)'", table[1]))
+        return f"{path}, line {line[1]}: the table [{name}] stands twice. Join the two"
+    return f"{path} is not valid TOML: {shorten(str(error))}"
 
 
 def parse_toml(text: str, where: str) -> dict[str, Any]:

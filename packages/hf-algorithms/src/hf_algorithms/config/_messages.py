@@ -40,13 +40,20 @@ _RULES = {
 """By pydantic's name of the error; what is in braces stands in the error's context."""
 
 
+_MISSING = {"data": "data.train"}
+"""Of sections that must be written, the key for which they must."""
+
+
 def describe_problem(problem: Mapping[str, Any]) -> str:
     """Returns one line: the key, the value given and the rule that it breaks."""
     key, kind = shorten(".".join(str(part) for part in problem["loc"])), problem["type"]
     if kind == "missing":
-        return f"{key} is missing: give it in the configuration"
+        return f"{_MISSING.get(key, key)} is missing. Set it in the configuration"
     if kind == "extra_forbidden":
         return f"unknown key {show(key)}"
+    if kind == "value_error" and isinstance(problem["input"], list | tuple | dict):
+        return f"{key}: {problem['msg'].removeprefix('Value error, ')}"
     message = problem["msg"].removeprefix("Value error, ").replace("Input should", "must")
     rule = _RULES[kind].format_map(problem.get("ctx", {})) if kind in _RULES else message
-    return f"{key} = {show(problem['input'])}: {rule}"
+    value = problem["input"]
+    return f"{key} = {str(value).lower() if isinstance(value, bool) else show(value)}: {rule}"

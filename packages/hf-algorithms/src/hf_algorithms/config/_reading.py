@@ -24,6 +24,8 @@ from hf_protocols.toml import find_unwritable, format_toml_value, parse_toml, re
 
 __all__ = ["config_keys", "find_switched_off", "format_toml", "load_config", "parse_config"]
 
+_MOST_HINTS = 3
+
 
 def load_config(
     path: Path, overrides: Sequence[str] = (), *, search_path: Sequence[str] = (), command: str | None = "train"
@@ -335,12 +337,15 @@ def _flatten(body: Mapping[str, Any]) -> Iterator[str]:
 def _hint(key: str, known_keys: Sequence[str]) -> str:
     """Suggests a similar key of the section, else of another section; lists the known names if none is similar."""
     section, dot, name = key.rpartition(".")
-    near: dict[str, str] = {}
-    elsewhere: dict[str, str] = {}
+    if owners := [other for other, recipe in RECIPES.items() if key in config_keys(recipe)]:
+        shown = ", ".join(owners[:_MOST_HINTS]) + (" and others" if len(owners) > _MOST_HINTS else "")
+        return f": a key of {shown}, not of this algorithm. Remove it or change algorithm.name"
+    near: dict[str, list[str]] = {}
+    elsewhere: dict[str, list[str]] = {}
     for known in (*Config.model_fields, *known_keys):
         table = near if known.startswith(f"{section}.") or not (dot or "." in known) else elsewhere
-        table.setdefault(known.rpartition(".")[2], known)
+        table.setdefault(known.rpartition(".")[2], []).append(known)
     for names in (near, elsewhere):
         if similar := find_similar(name, names):
-            return f": did you mean {show(names[similar[0]])}?"
+            return f": did you mean {' or '.join(map(show, names[similar[0]][:_MOST_HINTS]))}?"
     return f". {f'[{section}] has' if dot else 'The sections are'} {', '.join(near)}"

@@ -111,6 +111,8 @@ def read_template(value: str) -> str:
     Raises:
         ConfigError: for a file that is absent or cannot be read.
     """
+    if not value.strip():
+        raise ConfigError("data.chat_template is empty. Remove the key, or set it to a file or a template's text")
     if any(mark in value for mark in _JINJA):
         return value
     try:
