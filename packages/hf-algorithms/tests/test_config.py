@@ -101,11 +101,13 @@ def test_no_number_of_a_configuration_is_infinite(key: str) -> None:
         (b"\xff\xfe[\x00d\x00]\x00", "is not UTF-8 text: it looks like UTF-16. Save a TOML file as UTF-8$"),
         (b'[data]\ntrain = "\xe9"', "is not UTF-8 text: byte 17 is 0xe9"),
         (b"[data]\ntrain = \x00", "is not valid TOML: "),
+        (b"[run]\nseed = 1\nseed = 2\n", "line 3: its key stands twice in one table. Remove one of the two$"),
+        (b"[run]\n[data]\n[run]\n", r"line 3: the table \[run\] stands twice. Join the two$"),
         (b"a = " + b"[" * 5000, "is not usable TOML: its tables or lists nest too deeply"),
         (b"a = " + b"9" * 5000, "is not usable TOML: a number has thousands of digits"),
         (b"a = " + b"9" * 5000 + b".x", "is not (valid|usable) TOML: "),
     ],
-    ids=["utf-16", "latin-1", "nul", "nested", "digits", "malformed"],
+    ids=["utf-16", "latin-1", "nul", "key twice", "table twice", "nested", "digits", "malformed"],
 )
 def test_a_file_that_is_no_toml_is_one_line(tmp_path: Path, body: bytes, message: str) -> None:
     path = tmp_path / "config.toml"
@@ -289,6 +291,11 @@ def test_an_unknown_key_names_the_nearest_known_one(key: str, nearest: str) -> N
             "algorithm.lr",
             r"unknown key 'algorithm.lr'. \[algorithm\] has name, recipe, conventions, epochs, mini_batches, ",
         ),
+        (
+            "algorithm.baseline",
+            r"'algorithm.baseline': a key of grpo, .* and others, not of this algorithm. Remove it or change algorithm.name$",
+        ),
+        ("run.batch_size", r"did you mean 'warm_start.batch_size' or 'rollout.batch_size'\?$"),
         ("wandb", r"unknown key 'wandb'. The sections are run, data, model, "),
     ],
 )
@@ -301,8 +308,9 @@ def test_a_key_far_from_all_gets_no_misleading_hint(key: str, says: str) -> None
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({}, r"data is missing"),
-        ({"data": {}}, r"data\.train is missing"),
+        ({}, r"^data\.train is missing\. Set it in the configuration$"),
+        ({"data": {}}, r"^data\.train is missing\. Set it in the configuration$"),
+        ({**MINIMAL, "run": {"iterations": True}}, r"^run\.iterations = true: must be a whole number$"),
         ({**MINIMAL, "run": {"iterations": 0}}, r"run\.iterations = 0: must be at least 1$"),
         ({**MINIMAL, "run": {"executor": "slurm"}}, r"run\.executor = 'slurm': must be 'ray' or 'in_process'$"),
         ({**MINIMAL, "rollout": {"temperature": float("nan")}}, r"rollout\.temperature"),
@@ -375,7 +383,7 @@ def test_written_config_with_a_model_path_reads_back() -> None:
     ("override", "message"),
     [
         ("run.seed=-1", "run.seed = -1: must be at least 0"),
-        ("run.seed=true", "run.seed = True: must be a whole number"),
+        ("run.seed=true", "run.seed = true: must be a whole number"),
         ('run.seed="1"', "run.seed = '1': must be a whole number"),
         ("run.iterations=1.0", "run.iterations = 1.0: must be a whole number"),
         ("optimizer.betas=[0.9, 1]", "optimizer.betas.1 = 1: must be below 1.0"),

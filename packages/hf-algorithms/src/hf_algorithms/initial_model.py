@@ -241,7 +241,10 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, files: ModelDirectory, 
 
 def _check_backends(files: ModelDirectory, backends: Mapping[str, str], *, on_cpu: bool, head: Head) -> None:
     for key, name in backends.items():
-        backend = _LOADERS.get(key, load_train_backend)(name)
+        try:
+            backend = _LOADERS.get(key, load_train_backend)(name)
+        except BackendError as error:
+            raise type(error)(f"{key} = {show(name)}: {error}") from None
         if head == "score" and not issubclass(backend, SupportsScores):
             raise ConfigError(f"{key} = {show(name)}: it has no sequence classifiers. Set it to 'fsdp'")
         if issubclass(backend, SupportsModelCheck):

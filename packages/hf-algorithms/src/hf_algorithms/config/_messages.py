@@ -51,7 +51,7 @@ def describe_problem(problem: Mapping[str, Any]) -> str:
         return f"{_MISSING.get(key, key)} is missing. Set it in the configuration"
     if kind == "extra_forbidden":
         return f"unknown key {show(key)}"
-    if kind == "value_error" and isinstance(problem["input"], list | tuple | dict):
+    if kind == "value_error" and problem["input"] and isinstance(problem["input"], list | tuple):
         return f"{key}: {problem['msg'].removeprefix('Value error, ')}"
     message = problem["msg"].removeprefix("Value error, ").replace("Input should", "must")
     rule = _RULES[kind].format_map(problem.get("ctx", {})) if kind in _RULES else message
