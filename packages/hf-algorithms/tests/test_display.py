@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import re
+import time
 
 import pytest
 from rich.console import Console
@@ -43,6 +45,16 @@ def test_plain_output_is_one_line_per_event():
         "iteration   2/120  reward 0.500  exact_match 0.360  KL 0.031  tokens/s 3,214  ETA 5:54",
         "iteration   3/120  reward 0.500  exact_match 0.360  KL 0.031  tokens/s 3,214  ETA 3:54",
     ]
+
+
+def test_a_long_phase_is_printed_again():
+    console = _console(terminal=False)
+    with RunDisplay(3, console, quiet_s=0.01) as display:
+        display.phase("starting workers")
+        give_up_s = time.monotonic() + 60
+        while "so far" not in console.file.getvalue() and time.monotonic() < give_up_s:
+            time.sleep(0.01)
+    assert re.match(r"starting workers\nstarting workers, \d+ s so far\n", console.file.getvalue())
 
 
 def test_the_remaining_time_follows_the_last_iterations():

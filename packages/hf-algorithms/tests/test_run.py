@@ -32,6 +32,14 @@ def test_workers_may_start_and_wait_for_each_other_as_long_as_a_call_may_take(
     }
 
 
+def test_a_reward_without_scores_names_its_functions() -> None:
+    ended = run.describe_unscorable(
+        3, {"reward/slow/failed": 8.0, "reward/quick/failed": 0.0, "reward/unscorable": 8.0}
+    )
+    assert ended.endswith("could be scored: calls of slow (8 responses) met deadline_s or ended their process")
+    assert run.describe_unscorable(3, {"reward/unscorable": 8.0}).endswith(": its functions returned None or NaN")
+
+
 def pair(*values: float) -> tuple[float, float]:
     return sum(values), float(len(values))
 

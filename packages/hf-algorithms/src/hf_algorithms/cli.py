@@ -21,6 +21,7 @@ from hf_protocols import ConfigError, DataError, HybridFlowError, PlanError
 from hf_protocols.paths import read_path, read_text
 
 if TYPE_CHECKING:
+    from hf_algorithms.config import Config
     from hf_algorithms.run_directory import RunDirectory
     from hf_protocols import MappingPlan
 
@@ -61,8 +62,9 @@ def quickstart(output: Path, seed: int, iterations: int, ranks: int, rollout: st
     prepare = partial(prepare_quickstart, seed=seed, iterations=iterations, ranks=ranks, rollout=rollout)
     with _exit_codes(directory):
         check_quickstart(prepare)
-        summary = run_training(prepare(directory), directory)
-    _print_summary(summary, directory.path)
+        settings = prepare(directory)
+        summary = run_training(settings, directory)
+    _print_summary(summary, directory.path, settings)
 
 
 @cli.command()
@@ -81,7 +83,7 @@ def train(config: Path, overrides: tuple[str, ...], plan_file: Path | None, over
     directory = RunDirectory(Path(settings.run.output_dir), overwrite=overwrite)
     with _exit_codes(directory):
         summary = run_training(settings, directory, plan=plan, search_path=_search_path(config))
-    _print_summary(summary, directory.path)
+    _print_summary(summary, directory.path, settings)
 
 
 @cli.command("reward-model")
@@ -100,7 +102,7 @@ def reward_model(config: Path, overrides: tuple[str, ...], plan_file: Path | Non
     directory = RunDirectory(Path(settings.run.output_dir), overwrite=overwrite)
     with _exit_codes(directory):
         summary = run_supervised(settings, directory, plan=plan, search_path=_search_path(config))
-    _print_summary(summary, directory.path)
+    _print_summary(summary, directory.path, settings)
 
 
 @cli.command()
@@ -287,8 +289,9 @@ def _read_plan(path: Path) -> MappingPlan:
         raise PlanError(f"{path}: {error}") from None
 
 
-def _print_summary(summary: dict[str, Any], directory: Path) -> None:
-    parts = [f"{summary['metric']} on held-out rows: {summary['score_before']:.3f} -> {summary['score_after']:.3f}"]
+def _print_summary(summary: dict[str, Any], directory: Path, config: Config) -> None:
+    rows = "rows of data.train" if config.data.key_of("test") == "train" else "held-out rows"
+    parts = [f"{summary['metric']} on {rows}: {summary['score_before']:.3f} -> {summary['score_after']:.3f}"]
     if interval := summary.get("interval_after"):
         parts[0] += f" (95 % interval {interval[0]:.3f} to {interval[1]:.3f}, {summary['rows']} rows)"
     if divergence := summary.get("kl_to_reference"):

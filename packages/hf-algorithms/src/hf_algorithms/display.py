@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,8 @@ _SHOWN = (
 _HISTORY = 40
 # Iterations whose mean duration predicts the rest: enough to be steady, few enough to follow a change.
 _WINDOW = 20
+_QUIET_S = 15.0
+"""Without a line for so long, and then for twice as long each time, the phase is printed again."""
 
 
 def build_console() -> Console:
@@ -41,10 +44,16 @@ class RunDisplay:
         total_iterations: the iterations that the run will make, for the bar and the remaining time.
         console: where to; None is standard output. A console that is no interactive terminal gets plain lines.
         clock: seconds that only grow.
+        quiet_s: after so long without a line, plain output says what still runs.
     """
 
     def __init__(
-        self, total_iterations: int, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        total_iterations: int,
+        console: Console | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        quiet_s: float = _QUIET_S,
     ) -> None:
         self._total = total_iterations
         self._console = console or Console()
@@ -54,6 +63,9 @@ class RunDisplay:
         self._known: Mapping[str, float] = {}
         self._rewards: tuple[float, ...] = ()
         self._exit = ExitStack()
+        self._quiet_s = quiet_s
+        self._doing = ""
+        self._last_line_s = clock()
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
@@ -68,6 +80,12 @@ class RunDisplay:
     def __enter__(self) -> RunDisplay:
         if self._is_live:
             self._exit.enter_context(Live(console=self._console, get_renderable=self._render, refresh_per_second=8))
+        else:
+            ended = threading.Event()
+            reminder = threading.Thread(target=self._remind, args=(ended,), daemon=True)
+            self._exit.callback(reminder.join)
+            self._exit.callback(ended.set)
+            reminder.start()
         return self
 
     def __exit__(
@@ -79,12 +97,14 @@ class RunDisplay:
         """Name what happens from now on; the remaining time counts from here."""
         self._ends_s.clear()
         self._ends_s.append(self._clock())
+        self._doing = text
         self._progress.update(self._task, description=text, eta="")
         if not self._is_live:
             self._print(text)
 
     def iteration(self, number: int, metrics: Mapping[str, float]) -> None:
         """Show iteration ``number`` (from 1); a metric that is absent keeps its last known value."""
+        self._doing = f"iteration {number + 1}" if number < self._total else self._doing
         self._ends_s.append(self._clock())
         self._known = {**self._known, **metrics}
         if "reward/mean" in metrics:
@@ -104,7 +124,19 @@ class RunDisplay:
     def _is_live(self) -> bool:
         return self._console.is_interactive
 
+    def _remind(self, ended: threading.Event) -> None:
+        """Prints what still runs where nothing was printed for long, so that a slow start does not look like a hang."""
+        wait_s, seen_s = self._quiet_s, self._last_line_s
+        while not ended.wait(self._quiet_s / 4):
+            if seen_s != self._last_line_s:
+                wait_s, seen_s = self._quiet_s, self._last_line_s
+            quiet_s = self._clock() - seen_s
+            if self._doing and quiet_s >= wait_s:
+                self._console.print(Text(f"{self._doing}, {quiet_s:.0f} s so far"), soft_wrap=True)
+                wait_s *= 2
+
     def _print(self, text: str) -> None:
+        self._last_line_s = self._clock()
         self._console.print(Text(text), soft_wrap=True)
 
     def _remaining_s(self, number: int) -> float:

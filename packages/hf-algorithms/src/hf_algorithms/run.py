@@ -37,7 +37,16 @@ if TYPE_CHECKING:
     from hf_controller import BatchFuture
     from hf_engine import SamplingParams
 
-__all__ = ["average_metrics", "begin_run", "build_executor", "check_inputs", "count_once", "run_training", "versions"]
+__all__ = [
+    "average_metrics",
+    "begin_run",
+    "build_executor",
+    "check_inputs",
+    "count_once",
+    "describe_unscorable",
+    "run_training",
+    "versions",
+]
 
 Inputs = TypeVar("Inputs", bound=ModelInputs)
 
@@ -89,6 +98,21 @@ def run_training(
             summary = run.execute()
     write_report(directory.path)
     return summary
+
+
+def describe_unscorable(iteration: int, metrics: Mapping[str, float]) -> str:
+    """A warning of an iteration in which no response has a score, with the functions whose calls were ended."""
+    failed = [
+        f"{name.split('/')[1]} ({count:g} responses)" for name, count in metrics.items() if _is_failure(name, count)
+    ]
+    reason = "its functions returned None or NaN"
+    if failed:
+        reason = f"calls of {', '.join(failed)} met deadline_s or ended their process"
+    return f"warning: in iteration {iteration} no response could be scored: {reason}"
+
+
+def _is_failure(name: str, count: float) -> bool:
+    return name.startswith("reward/") and name.endswith("/failed") and count > 0
 
 
 def versions() -> dict[str, str]:
@@ -265,7 +289,7 @@ class _Run:
                     f"were on {unchanged:g} ranks: look at its learning rate and at the training backend"
                 )
         if "reward/unscorable" in metrics and "reward/mean" not in metrics:
-            self._display.note(f"warning: in iteration {iteration} no response could be scored: look at the reward")
+            self._display.note(describe_unscorable(iteration, metrics))
         self._directory.append_metrics({"iteration": iteration, **metrics})
         self._display.iteration(iteration, metrics)
 

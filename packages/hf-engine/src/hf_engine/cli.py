@@ -57,7 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--method", choices=get_args(Method), help="one method only; all three by default")
     plan.add_argument("--dtype-bytes", type=int, default=2, choices=(2, 4, 8), help="bytes of one weight (default 2)")
     plan.add_argument(
-        "--ranks-per-machine", type=int, default=8, help="who receives prefers senders on its machine (default 8)"
+        "--ranks-per-machine",
+        type=int,
+        default=8,
+        help="ranks per machine; receivers prefer senders on their own (default 8)",
     )
     plan.set_defaults(run=_plan)
     check = commands.add_parser("check", help="prove a conversion on real weights, there and back, bit by bit")

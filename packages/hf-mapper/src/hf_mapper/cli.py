@@ -85,7 +85,7 @@ _time_limit = click.option(
     type=float,
     callback=_read_time_limit,
     metavar="SECONDS",
-    help="Stop then with what was found, and the plan's proven gap. One plan is always found first.",
+    help="Return the best plan found within SECONDS and its optimality gap; at least one plan is evaluated.",
 )
 
 
@@ -127,7 +127,7 @@ def plan(config: Path, as_json: bool, html: Path | None, should_stop: StopSign) 
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; the plan is its key `plan`.")
 @_time_limit
 @click.option("--html", type=_UserPath(is_written=True), help="Write plan and reasons as one page to this file.")
-@click.option("--quick", is_flag=True, help="Leave out how wrong the simulators may be: hundreds of searches less.")
+@click.option("--quick", is_flag=True, help="Skip the sensitivity analysis (much faster).")
 def explain(config: Path, as_json: bool, html: Path | None, quick: bool, should_stop: StopSign) -> None:
     """Say why the plan of CONFIG is the best: other placements, what bounds it, how sure it is."""
     _keep_inputs("--html", html, config)
@@ -168,7 +168,7 @@ def _write_page(path: Path, page: str) -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the plan of the placement and every call as JSON.")
 def simulate(config: Path, placement: str, as_json: bool) -> None:
-    """Say what a given placement of CONFIG's models takes: seconds and bytes of every call, stage by stage."""
+    """Estimate time and memory of every call under a given placement."""
     problem = read_config(config)
     if placement.endswith(".json"):
         file = Path(read_path("--placement", placement))

@@ -171,7 +171,7 @@ def _draw_memory(plan: MappingPlan) -> Iterable[str]:
             continue
         roles = [role for role in plan.roles_of(pool.name) if role in plan.estimates["models"]]
         states = {role: plan.estimates["models"][role]["state_bytes"] for role in roles}
-        parts = [(f"{role}: what stays", states[role]) for role in roles]
+        parts = [(f"{role}: resident memory", states[role]) for role in roles]
         parts.append(("the largest call", max(0.0, estimate["memory_bytes"] - sum(states.values()))))
         used, usable = estimate["memory_bytes"], estimate["usable_bytes"]
         yield f"<h3>{escape(pool.name)}</h3>"
@@ -258,13 +258,13 @@ def _tell_reasons(explanation: Explanation) -> Iterable[str]:
         for entry in explanation.alternatives
     ]
     yield _tabulate(("pools", "devices", "s", "why"), rows, numbers={2}, chosen=0)
-    yield "<h2>What more would buy</h2>"
+    yield "<h2>Bottlenecks</h2>"
     saved = sorted(explanation.bottleneck.saved_s.items(), key=lambda item: -item[1])
-    twice = [(f"twice as fast: {resource}", format_seconds(saved_s)) for resource, saved_s in saved]
+    twice = [(f"2x throughput of {resource}", format_seconds(saved_s)) for resource, saved_s in saved]
     yield _tabulate(("resource", "s saved"), twice, numbers={1})
     yield from (f"<p>{escape(describe_extension(entry))}.</p>" for entry in explanation.extensions)
     if explanation.tolerances:
-        yield "<h2>How wrong a simulator may be</h2>"
+        yield "<h2>Sensitivity</h2>"
         yield "<p>Factors on the seconds of one simulator between which no other plan is better.</p>"
         headings = ("simulator", "factors", "below wins", "above wins", "loss at 0.8", "loss at 1.25")
         tolerances = [

@@ -109,7 +109,7 @@ def _build_alternative_table(alternatives: tuple[Alternative, ...]) -> Table:
 
 
 def _build_saving_table(found: Bottleneck) -> Table:
-    table = build_table("What more would buy", "twice as fast")
+    table = build_table("Bottlenecks", "2x throughput of")
     table.add_column("s saved", justify="right", no_wrap=True)
     for resource, saved_s in sorted(found.saved_s.items(), key=lambda item: -item[1]):
         table.add_row(resource, format_seconds(saved_s))
@@ -117,7 +117,7 @@ def _build_saving_table(found: Bottleneck) -> Table:
 
 
 def _build_tolerance_table(plan: MappingPlan, tolerances: tuple[Tolerance, ...]) -> Table:
-    table = build_table("How wrong a simulator may be: the plan stays optimal for factors on its seconds")
+    table = build_table("Sensitivity: error factors of each cost model within which this plan stays optimal")
     table.add_column("simulator", no_wrap=True)
     for heading in ("factors", "error"):
         table.add_column(heading, no_wrap=True, justify="right")

@@ -20,9 +20,9 @@ def render_breakdown(breakdown: Breakdown, console: Console) -> None:
     num_calls = sum(usage.num_calls for usage in breakdown.roles)
     console.print(
         f"{num_calls} calls in {format_duration(breakdown.wall_s)}. Seconds and bytes are sums over ranks; "
-        "busy: share of that time in which a rank was at it."
+        "busy: share of that time in which at least one rank was running this."
     )
-    print_table(console, _build_role_table(breakdown), drop=("afar", "read", "fetch", "queue", "calls", "busy"))
+    print_table(console, _build_role_table(breakdown), drop=("remote", "read", "fetch", "queue", "calls", "busy"))
     print_table(console, _build_pool_table(breakdown), drop=("busy", "slots"))
 
 
@@ -34,7 +34,7 @@ def _build_table(*headings: str) -> Table:
 
 
 def _build_role_table(breakdown: Breakdown) -> Table:
-    table = _build_table("role, method", "calls", "compute", "fetch", "queue", "read", "afar", "busy")
+    table = _build_table("role, method", "calls", "compute", "fetch", "queue", "read", "remote", "busy")
     for role in breakdown.roles:
         table.add_row(Text(role.role), *_cells(role), style="bold")
         for usage in breakdown.methods:

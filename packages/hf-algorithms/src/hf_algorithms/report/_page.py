@@ -180,8 +180,8 @@ def _iteration(run: RunFiles) -> str:
     if timeline is None:
         return ""
     length = format_duration((timeline.end_us - timeline.start_us) / 1e6)
-    which = f"Iteration {timeline.iteration}, of median length among {len(timelines)}: {length}."
-    how = "A row is a rank, a bar a call, a thin bar a part of a call; the numbers are those of the table."
+    which = f"Iteration {timeline.iteration} ({length}, the median of {len(timelines)})."
+    how = "One row per rank, one bar per call; thin bars are phases within a call; numbers refer to the table below."
     return _section("One iteration", f"{which} {how}", render_gantt(timeline))
 
 
