@@ -28,7 +28,7 @@ def compare(comparison: Comparison, seed: int) -> None:
             batch["scores"] = torch.randn(
                 2 * PROMPTS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
             )
-        # Rows of a pair see each other's log-probs, computed anew before every update.
+        # Rows of a pair see each other's log-probs, computed again before every update.
         batch["old_logprobs"] = batch["logprobs"]
         parts = build_parts("online_dpo", "trl", **keys)
         columns = {**batch, **parts.estimator(batch)}

@@ -1,6 +1,6 @@
 """Write docs/reference/line-counts.md: the lines that GRPO and Safe-RLHF take here and in public trainers.
 
-With a folder of installed wheels as argument, those of the trainers are counted anew into line_counts.json, which lies
+With a folder of installed wheels as argument, those of the trainers are counted again into line_counts.json, which lies
 next to this script. Ours are counted each time.
 """
 

@@ -116,5 +116,5 @@ def test_every_target_has_a_line_of_help() -> None:
     makefile = (ROOT / "Makefile").read_text()
     phony = " ".join(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE))
     shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    # The parts of `make test` are no lines of their own: CONTRIBUTING.md says how to test one.
+    # The parts of `make test` are not lines of their own: CONTRIBUTING.md says how to test one.
     assert re.sub(r"\$\(.*?\) ", "", phony).split() == re.findall(r"^  make ([a-z-]+) +\S", shown, re.MULTILINE)

@@ -20,7 +20,7 @@ WEIGHTS = torch.arange(14.0).view(7, 2)
 
 
 class Side(Worker):
-    """Makes its sync anew where the groups were connected anew."""
+    """Makes its sync again where the groups were connected again."""
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def use(self, name: str) -> None:
@@ -122,7 +122,7 @@ def test_weights_reach_the_ranks_of_another_group(sides: tuple[WorkerGroup, Work
 def test_a_failure_on_the_way_ends_the_joint_group_alone(
     sides: tuple[WorkerGroup, WorkerGroup], failing: int, rank: int, part: str
 ) -> None:
-    """All ranks of both sides say who failed, as the joint group counts them, and why; then they are joined anew."""
+    """All ranks of both sides say who failed, as the joint group counts them, and why; then they are joined again."""
     join(sides, f"broken by {part}")
     trainers, samplers = sides
     check_that_weights_move(sides, 1)
@@ -141,7 +141,7 @@ def test_a_failure_on_the_way_ends_the_joint_group_alone(
 
 
 def test_a_failure_in_the_own_groups_ends_the_joint_one_too(sides: tuple[WorkerGroup, WorkerGroup]) -> None:
-    """The own side starts anew, whichever group its ranks were in; the other hears who failed. This ends the sides."""
+    """The own side starts again, whichever group its ranks were in; the other hears who failed. This ends the sides."""
     join(sides, "last")
     trainers, samplers = sides
     sent, met = trainers.send(9), samplers.meet(failing=1)

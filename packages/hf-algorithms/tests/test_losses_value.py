@@ -69,7 +69,7 @@ def test_explained_variance_of_known_critics() -> None:
         return compute_explained_variance({name: total / count for name, (total, count) in metrics.items()})
 
     assert explained(returns, batch) == 1.0
-    assert explained(returns - 7, batch) == pytest.approx(1.0)  # an offset is no error of the shape
+    assert explained(returns - 7, batch) == pytest.approx(1.0)  # an offset is not an error of the shape
     assert explained(torch.full((1, 3), 7 / 3), batch) == pytest.approx(0.0)
     assert explained(-returns, batch) == pytest.approx(-3.0)
     assert explained(returns, {**batch, "returns": torch.full((1, 3), 0.1)}) is None

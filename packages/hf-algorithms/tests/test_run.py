@@ -16,7 +16,7 @@ from hf_algorithms import run
 def test_workers_may_start_and_wait_for_each_other_as_long_as_a_call_may_take(
     call_timeout_s: float, longest_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their constructors load models and engines; a short deadline of calls is no deadline for that."""
+    """Their constructors load models and engines; a short deadline of calls is not a deadline for that."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(run, "RayExecutor", lambda **options: given.update(options))
     cluster = SimpleNamespace(address="local", call_timeout_s=call_timeout_s)

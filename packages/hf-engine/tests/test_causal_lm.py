@@ -183,6 +183,6 @@ def test_a_family_without_a_table_is_compared_with_its_modules(tmp_path):
 
 def test_another_kind_of_model_is_one_short_line(tmp_path):
     T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
-    with pytest.raises(BackendError, match="'t5' in its config.json, which is not a causal language model") as refused:
+    with pytest.raises(BackendError, match=r"'t5' in its config.json, which is not a causal language model") as refused:
         build_without_memory(read_model_directory(tmp_path, needs_weights=False))
     assert len(str(refused.value)) < 300 + len(str(tmp_path))

@@ -42,7 +42,7 @@ class RunDisplay:
 
     Args:
         total_iterations: the iterations that the run will make, for the bar and the remaining time.
-        console: where to; None is standard output. A console that is no interactive terminal gets plain lines.
+        console: where to; None is standard output. A console that is not an interactive terminal gets plain lines.
         clock: seconds that only grow.
         quiet_s: after so long without a line, plain output says what still runs.
     """

@@ -240,7 +240,7 @@ def check_plan(config: Config, plan: MappingPlan, shapes: Mapping[str, ModelShap
     if set(plan.models) != set(roles):
         raise PlanError(
             f"the plan places {', '.join(plan.models)}; {config.algorithm.name} has the roles {', '.join(roles)}: "
-            "make the plan anew with hybridflow plan --json"
+            "make the plan again with hybridflow plan --json"
         )
     for role in _models_of(config, plan):
         _check_backend(config, role, plan.models[role].backend)
@@ -260,7 +260,7 @@ def _check_backend(config: Config, role: str, planned: str) -> None:
     key, given = config.train_backend(role)
     if key != "training.backend" and planned != given:
         raise PlanError(
-            f"{key} = {show(given)}: the plan runs {role} on {show(planned)}. Remove the key, or make the plan anew "
+            f"{key} = {show(given)}: the plan runs {role} on {show(planned)}. Remove the key, or make the plan again "
             "with hybridflow plan --json"
         )
 
@@ -282,7 +282,7 @@ def _check_generation(role: str, rollout: RolloutConfig, sizes: GenerationSpec) 
         raise PlanError(
             f"the plan's {role} generates with gen_pp_size={sizes.gen_pp_size}, gen_tp_size={sizes.gen_tp_size}; "
             f"rollout.backend = {show(rollout.backend)} runs at most {largest.gen_pp_size} and {largest.gen_tp_size}. "
-            "Choose another backend, or make the plan anew with hybridflow plan --json"
+            "Choose another backend, or make the plan again with hybridflow plan --json"
         )
 
 
@@ -321,13 +321,13 @@ def _check_machines(config: Config, plan: MappingPlan) -> None:
                 raise PlanError(
                     f"pool {show(pool.name)} of the plan wants {machine.slots} slots of {machine.gpu_kind} on a "
                     "machine, "
-                    f"the cluster has {given}: change cluster.gpu or cluster.gpus_per_machine, or make the plan anew"
+                    f"the cluster has {given}: change cluster.gpu or cluster.gpus_per_machine, or make the plan again"
                 )
     wanted, available = sum(pool.num_slots for pool in pools), machines * slots
     if wanted > available and config.run.executor == "ray":
         raise PlanError(
             f"the plan's models want {' + '.join(str(pool.num_slots) for pool in pools)} = {wanted} slots, the cluster "
-            f"has {given} = {available}: raise cluster.machines or cluster.gpus_per_machine, or make the plan anew"
+            f"has {given} = {available}: raise cluster.machines or cluster.gpus_per_machine, or make the plan again"
         )
 
 

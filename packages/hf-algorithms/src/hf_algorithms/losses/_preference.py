@@ -26,7 +26,7 @@ class PreferenceLoss:
     No two rows need to be in one micro-batch. A pair's gradient is the sum of its rows' own, and of its partner a row
     needs the log-ratio alone, as a number: the column `partner_logratio` of `label_pairs`. The gradient is that of the
     pair exactly, if that column is of the weights that the step updates, and both rows are in that step. So compute
-    log-probs anew before every mini-batch, and draw mini-batches of whole pairs. Each row has half the pair's value.
+    log-probs again before every mini-batch, and draw mini-batches of whole pairs. Each row has half the pair's value.
 
     Raises:
         ConfigError: for an unknown kind, or a beta of at most 0.

@@ -1,7 +1,7 @@
 """Online DPO: two responses to a prompt, of which the better scored one is preferred (Guo et al. 2024).
 
 Deviations from the paper: scores come from the reward, not from a judge; a pair whose scores are equal is skipped and
-counted in `preference/skipped`; log-probs of a response are summed, not averaged. Log-probs are computed anew before
+counted in `preference/skipped`; log-probs of a response are summed, not averaged. Log-probs are computed again before
 every update, for a pair's rows see each other's.
 """
 

@@ -72,7 +72,7 @@ def read_trace(directory: Path) -> Sequence[Mapping[str, Any]]:
     """The events of ``trace.json``.
 
     Raises:
-        DataError: when the file is absent, cannot be read or is no Chrome trace.
+        DataError: when the file is absent, cannot be read or is not a Chrome trace.
     """
     name = "trace.json"
     unreadable: list[str] = []
@@ -81,7 +81,7 @@ def read_trace(directory: Path) -> Sequence[Mapping[str, Any]]:
         raise DataError(f"{directory} holds no {name}: a run writes it when it ends")
     body = _parse_json(name, {name: text}, unreadable)
     if not unreadable and not isinstance(body.get("traceEvents"), list):
-        unreadable.append(f"{name} is no Chrome trace: it has no list 'traceEvents'")
+        unreadable.append(f"{name} is not a Chrome trace: it has no list 'traceEvents'")
     if unreadable:
         raise DataError(f"in {directory}: {unreadable[0]}")
     return _mappings(body["traceEvents"])

@@ -105,7 +105,7 @@ class ModelWorker(Worker):
     @register(protocol=ONE_TO_ALL, returns="object")
     @on_device
     def load_model(self, directory: str) -> None:
-        """Replace the weights by those of a Hugging Face directory; optimizer and learning rate start anew."""
+        """Replace the weights by those of a Hugging Face directory; optimizer and learning rate start again."""
         self._train.load_hf(directory)
 
     @register(protocol=ONE_TO_ALL, returns="object")

@@ -171,7 +171,7 @@ class ActorWorker(ModelWorker):
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def load_model(self, directory: str) -> None:
-        """Replace the weights by those of a Hugging Face directory; optimizer and learning rate start anew."""
+        """Replace the weights by those of a Hugging Face directory; optimizer and learning rate start again."""
         super().load_model(directory)
         self._has_stepped = False  # they may be the weights that generation has seen
 

@@ -120,9 +120,8 @@ def build_without_memory(files: ModelDirectory) -> Any:
             f"has model_type={show(family)} in its config.json, which is not a causal language model in transformers. "
             "Choose a model that predicts the next token"
         )
-    with errors_of("transformers", f"{files.label}: its config.json cannot be used"):
-        with torch.device("meta"):
-            built: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    with errors_of("transformers", f"{files.label}: its config.json cannot be used"), torch.device("meta"):
+        built: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     if files.generation_config:
         with errors_of("transformers", f"{files.label}: its generation_config.json cannot be used"):
             GenerationConfig.from_pretrained(files.path)

@@ -103,8 +103,8 @@ def megatron_layout(
         head: a language model's head, or a value head: one row, whole on every rank of the last stage.
 
     Raises:
-        ReshardError: for sizes that do not divide evenly: heads, key-value heads, experts, layers; for `vocab_rows` below
-            the vocabulary, which would leave tokens on no rank.
+        ReshardError: for sizes that do not divide evenly: heads, key-value heads, experts, layers; for `vocab_rows`
+            below the vocabulary, which would leave tokens on no rank.
     """
     check_model_and_topology(model, topology)
     train = topology.train

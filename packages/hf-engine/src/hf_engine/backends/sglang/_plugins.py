@@ -46,7 +46,7 @@ def register() -> None:
             "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id", lambda _: set(), HookType.REPLACE
         )
         if os.environ.get("SGLANG_PLATFORM") == PLATFORM:
-            # On a CPU SGLang would pad heads that do not divide evenly, where its loaders for other devices replicate them.
+            # On a CPU SGLang would pad heads that do not divide evenly, where loaders for other devices replicate them.
             HookRegistry.register(
                 "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
                 lambda config, *_: config,
