@@ -302,7 +302,7 @@ def test_weights_that_are_damaged(small_config: Path, hybridflow: Callable[..., 
     ("function", "parts"),
     [
         ("raises", ("ZeroDivisionError", "my_rewards.py")),
-        ("not_a_number", ("inf, not a finite number",)),
+        ("not_a_number", ("inf, which is not a finite number",)),
         ("too_few", ("0 scores for 1 responses",)),
         ("exits", ("SystemExit", "my_rewards.py")),
     ],
