@@ -293,7 +293,7 @@ def test_an_unknown_key_names_the_nearest_known_one(key: str, nearest: str) -> N
         ),
         (
             "algorithm.baseline",
-            r"'algorithm.baseline': a key of grpo, .* and others, not of this algorithm. Remove it or change algorithm.name$",
+            r"'algorithm.baseline': a key of grpo, .* and others, not of this .*change algorithm.name$",
         ),
         ("run.batch_size", r"did you mean 'warm_start.batch_size' or 'rollout.batch_size'\?$"),
         ("wandb", r"unknown key 'wandb'. The sections are run, data, model, "),
