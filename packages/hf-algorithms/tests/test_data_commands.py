@@ -85,7 +85,10 @@ def test_a_report_with_a_tokenizer_has_ids_and_what_is_left_out(rows: str, tmp_p
     [
         ({"text": "1+1=2"}, "rows: texts; prompt = none, text = 'text'"),
         ({"chosen": "a", "rejected": "b"}, "rows: preferences; prompt = none, answer = none"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "rows: chats; prompt = 'messages', answer = none"),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            "rows: chats; prompt = 'messages', answer = the last message, where it is the assistant's",
+        ),
     ],
 )
 def test_every_kind_of_row_has_a_report(tmp_path: Path, record: dict[str, Any], says: str) -> None:

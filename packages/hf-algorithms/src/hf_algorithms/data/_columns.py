@@ -9,7 +9,17 @@ from typing import Any, Literal
 from hf_protocols.arguments import shorten_list, show
 from hf_protocols.errors import DataError
 
-__all__ = ["ANSWER_COLUMNS", "PROMPT_COLUMNS", "ColumnMapping", "Kind", "find_columns", "get_field", "is_chat"]
+__all__ = [
+    "ANSWER_COLUMNS",
+    "PROMPT_COLUMNS",
+    "ColumnMapping",
+    "Kind",
+    "describe_answer",
+    "find_columns",
+    "get_field",
+    "has_answers_in_chats",
+    "is_chat",
+]
 
 PROMPT_COLUMNS = (("prompt", "messages"), ("question", "problem", "query", "instruction", "input"))
 """Names of a prompt's column. Those of a later line count where none of an earlier line is there."""
@@ -43,10 +53,22 @@ class ColumnMapping:
 
     def describe(self) -> str:
         """One line, such as `prompts; prompt = 'question', answer = 'answer'`."""
-        fields = [("prompt", self.prompt), ("text" if self.kind == "texts" else "answer", self.answer)]
-        found = [f"{name} = {show(field) if field else 'none'}" for name, field in fields if field or name != "prompt"]
+        found = [f"prompt = {show(self.prompt)}"] if self.prompt else []
+        found.append(describe_answer(self.kind, self.prompt, self.answer))
         others = f"; other columns: {', '.join(map(show, self.others))}" if self.others else ""
         return f"{self.kind}; {', '.join(found)}{others}"
+
+
+def has_answers_in_chats(prompt: str | None) -> bool:
+    """True for a column of whole chats: an assistant's last message is the answer."""
+    return prompt is not None and prompt.rpartition(".")[2] == "messages"
+
+
+def describe_answer(kind: Kind, prompt: str | None, answer: str | None) -> str:
+    """Where rows of this kind have their answers, such as `answer = 'label'`."""
+    if answer is None and kind == "chats" and has_answers_in_chats(prompt):
+        return "answer = the last message, where it is the assistant's"
+    return f"{'text' if kind == 'texts' else 'answer'} = {show(answer) if answer else 'none'}"
 
 
 def find_columns(

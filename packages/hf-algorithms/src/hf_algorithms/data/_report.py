@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from hf_algorithms.data._batches import PromptDataset, TooLong
+from hf_algorithms.data._columns import Kind, describe_answer
 from hf_algorithms.data._rows import Row, RowFile, Rows
 from hf_algorithms.data._text_blocks import TextBlocks
 from hf_algorithms.data._turn_tokens import TurnTokens, describe_turns
@@ -44,7 +45,7 @@ class FileReport:
     format: str
     rows: int
     weight: float | None = None
-    kind: str
+    kind: Kind
     prompt: str | None
     answer: str | None
     columns: tuple[str, ...]
@@ -132,10 +133,11 @@ class DataReport:
             found.append(f"the first {self.rows:,} rows are used (data.max_eval_rows)")
         one = self.files[0]
         text = "text" if one.kind == "texts" else "answer"
+        has_some = one.answer is not None or self.without_answer < self.rows
         found += [
-            f"rows: {one.kind}; prompt = {_name(one.prompt)}, {text} = {_name(one.answer)}",
+            f"rows: {one.kind}; prompt = {_name(one.prompt)}, {describe_answer(one.kind, one.prompt, one.answer)}",
             f"other columns: {', '.join(one.columns) or 'none'}",
-            *([f"rows without an answer: {self.without_answer:,}"] if self.without_answer and one.answer else []),
+            *([f"rows without an answer: {self.without_answer:,}"] if has_some and self.without_answer else []),
             f"first row ({self.first.where})",
             f"  prompt: {_shorten(self.first.prompt)}",
             f"  {text}: {_shorten(self.first.answer)}",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from hf_algorithms.atomic_files import write_text
-from hf_algorithms.data._columns import ColumnMapping, Kind, find_columns, get_field, is_chat
+from hf_algorithms.data._columns import ColumnMapping, Kind, find_columns, get_field, has_answers_in_chats, is_chat
 from hf_algorithms.data._json_records import SpelledNumber, describe_json_kind
 from hf_algorithms.data._tables import FORMATS, Table, open_table
 from hf_protocols.arguments import show
@@ -244,7 +244,7 @@ def _read_prompt(record: Mapping[str, Any], name: str) -> tuple[str | tuple[Mess
     for message in messages:
         _check_characters(str(message.get("content", "")), name)
     written = None
-    if name.rpartition(".")[2] == "messages" and messages[-1]["role"] == "assistant":
+    if has_answers_in_chats(name) and messages[-1]["role"] == "assistant":
         content = messages.pop().get("content")
         written = content if isinstance(content, str) else None
     if not messages:
