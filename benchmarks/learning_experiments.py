@@ -202,12 +202,12 @@ def _measured(name: str, recipe: str, task: str, iterations: int, curves: Sequen
     )
 
 
-def _complete(name: str, *curves: str, **keys: Any) -> Experiment:
+def _complete(name: str, *curves: str) -> Experiment:
     return Experiment(
         name=f"completion_{name}",
-        algorithm={"name": name, "kl_coefficient": 0.0, **keys},
+        algorithm={"name": name, "kl_coefficient": 0.0, "mini_batches": 4},
         task="completion",
-        iterations=120,
+        iterations=80,
         curves=("reward/mean", *curves),
     )
 
@@ -279,15 +279,15 @@ SEPARATIONS = (
     ),
     Separation(
         task="completion",
-        title="credit within a long response",
+        title="long responses to unequal prompts",
         experiments=(
-            _complete("ppo", "critic/explained_variance", critic_warmup=20),
+            _complete("ppo", "critic/explained_variance"),
             _complete("reinforce_pp"),
         ),
         metric="reward/mean",
-        rule="at least 0.9 under `ppo`",
+        rule="at least 0.9 under `ppo`, and at least 0.05 more than under `reinforce_pp`",
         measure=lambda result: end_of(result, "reward/mean"),
-        passes=lambda ppo, reinforce_pp: ppo >= 0.9,
+        passes=lambda ppo, reinforce_pp: ppo >= max(0.9, reinforce_pp + 0.05),
     ),
     Separation(
         task="constrained",

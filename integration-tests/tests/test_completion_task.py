@@ -1,4 +1,4 @@
-"""Sequences of digits to go on with: rows have the promised share of slips, and digits are paid up to the first one."""
+"""Sequences of digits to go on with: rows have the promised shares of right digits, and each is paid at its place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import completion_task
 import pytest
-from completion_task import RIGHT_SHARE, share_of_digits
+from completion_task import RIGHT_SHARES, share_of_digits
 
 from hf_algorithms.data import Row, load_rows
 
@@ -29,16 +29,16 @@ def test_every_prompt_is_tested_once_with_its_sequence(rows: Path) -> None:
     assert score(found) == [1.0] * 30
 
 
-def test_rows_end_after_a_slip_as_often_as_promised(rows: Path) -> None:
+def test_rows_have_right_digits_as_often_as_promised(rows: Path) -> None:
     found = load_rows(rows / "train.jsonl")
-    right = [round(8 * each) for each in score(found)]
-    slips = sum(row.answer.endswith("?") for row in found)
-    share = sum(right) / (sum(right) + slips)  # of all digits that were drawn
-    assert share == pytest.approx(RIGHT_SHARE, abs=4 * (0.16 / (sum(right) + slips)) ** 0.5)
-    assert all(len(row.answer) == (count if count == 8 else count + 2) for row, count in zip(found, right, strict=True))
+    assert {len(row.answer) for row in found} == {8}
+    for step, wanted in RIGHT_SHARES.items():
+        scores = score([row for row in found if (int(row.prompt[1]) - int(row.prompt[0])) % 10 == step])
+        error = (wanted * (1 - wanted) / (8 * len(scores))) ** 0.5
+        assert sum(scores) / len(scores) == pytest.approx(wanted, abs=4 * error), step
 
 
-def test_digits_are_paid_up_to_the_first_wrong_one() -> None:
-    responses = ["03692581", "03", "9369", "0379", "036925819", ""]
-    scores = share_of_digits(["147="] * 6, responses, [""] * 6)
-    assert [round(8 * each) for each in scores] == [8, 2, 0, 2, 8, 0]
+def test_digits_are_paid_at_their_places() -> None:
+    responses = ["03692581", "03", "9369", "93692581", "036925819", "3692581", ""]
+    scores = share_of_digits(["147="] * 7, responses, [""] * 7)
+    assert [round(8 * each) for each in scores] == [8, 2, 3, 7, 8, 0, 0]
