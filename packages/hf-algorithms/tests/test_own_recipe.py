@@ -126,7 +126,8 @@ def test_a_recipe_of_ones_own_has_its_own_keys(module: Path, form: str) -> None:
     ("algorithm", "message"),
     [
         ({"recipe": "{stem}:MINE", "name": "ppo"}, r"algorithm\.name = 'ppo': algorithm\.recipe = .* is named 'mine'"),
-        ({"recipe": "{stem}:MINE", "gamma": 1.0}, r"unknown key 'algorithm\.gamma'\. \[algorithm\] has name, recipe"),
+        ({"recipe": "{stem}:MINE", "gamma": 1.0}, r"'algorithm\.gamma': a key of ppo, .* and others, not of this algo"),
+        ({"recipe": "{stem}:MINE", "wobble": 1.0}, r"unknown key 'algorithm\.wobble'\. \[algorithm\] has name, recipe"),
         ({"recipe": "{stem}:MINE", "sharpness": "a"}, r"algorithm\.sharpness = 'a': must be a number"),
         ({"recipe": "{stem}:YOURS"}, r"YOURS does not exist in .*\.py\. Define one|did you mean MINE"),
         ({"recipe": "{stem}:step"}, r"step is not a Recipe in .*\.py\. did you mean MINE"),

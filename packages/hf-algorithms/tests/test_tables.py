@@ -251,6 +251,8 @@ def test_a_hub_that_does_not_answer_is_one_line(
     """Its client would print each of its attempts."""
     for name in ("huggingface_hub.constants.ENDPOINT", "datasets.config.HF_ENDPOINT"):
         monkeypatch.setattr(name, "http://127.0.0.1:9")
+    for name in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
+        monkeypatch.setattr(name, False)
     with pytest.raises(DataError, match=r"^nobody/nothing-here: no such file or directory, and no dataset of the hub"):
         load_rows("nobody/nothing-here")
     assert not [each for each in caplog.records if "Retrying" in each.getMessage()]
