@@ -478,4 +478,4 @@ def test_the_page_on_reward_models_runs_as_written(
     assert re.search(
         r"accuracy on held-out rows: 0\.500 -> [01]\.\d+ \(95 % interval [\d.]+ to [\d.]+, 4 rows\)", outputs[0]
     )
-    assert "model on held-out rows" in outputs[1]
+    assert "model on rows of data.train" in outputs[1]
