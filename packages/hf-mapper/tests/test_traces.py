@@ -185,7 +185,7 @@ def test_a_stage_counts_as_often_as_the_recipe_calls_it(tmp_path: Path, preset: 
 def test_constants_travel_as_json() -> None:
     assert TraceConstants.from_json(truth().to_json()) == truth()
     for text in ("{}", "[]", "x", '{"gpu": {"efficiency": {}}}'):
-        with pytest.raises(ConfigError, match="no constants of calibrate --trace"):
+        with pytest.raises(ConfigError, match="not constants of calibrate --trace"):
             TraceConstants.from_json(text)
 
 
@@ -245,7 +245,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         (("validate", "--trace", unmeasured), "is not as a run wrote it: ValueError('a call took nan us')"),
         (("validate", "--trace", other_release), "is not as a run wrote it: TypeError"),
         (("validate", "--trace", trace, "--constants", tmp_path / "absent"), "absent cannot be read"),
-        (("validate", "--trace", trace, "--constants", trace), "no constants of calibrate"),
+        (("validate", "--trace", trace, "--constants", trace), "not constants of calibrate"),
         (("validate", "--trace", trace, "--constants", other_kind), "constants are of h100, the run was on cpu"),
     ]
     for arguments, message in cases:
