@@ -164,7 +164,7 @@ def test_a_whole_run_is_one_page_that_loads_nothing(tmp_path):
     page = Page(html)
     text = " ".join("".join(page.texts).split())
     assert "36.2% \u2192 68.8%" in text
-    assert "+32.6 points on held-out rows" in text
+    assert "+32.6 points on rows of the evaluation" in text
     assert "0.412" in text
     assert "3.0 GiB" in text
     assert "2:11 min" in text

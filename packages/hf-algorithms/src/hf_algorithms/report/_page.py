@@ -66,9 +66,9 @@ def _score_tile(run: RunFiles) -> str:
     is_share = all(0 <= value <= 1 for value in known)
     first, *rest = [f"{value:.1%}" if is_share else format_number(value) for value in known]
     if before is None or after is None:
-        return _tile(escape(name), first, "held-out rows")
+        return _tile(escape(name), first, "rows of the evaluation")
     change = f"{100 * (after - before):+.1f} points" if is_share else f"{after - before:+.3g}"
-    return _tile(escape(name), f"<s>{first}</s> &rarr; {rest[0]}", f"{change} on held-out rows")
+    return _tile(escape(name), f"<s>{first}</s> &rarr; {rest[0]}", f"{change} on rows of the evaluation")
 
 
 def _metric(run: RunFiles) -> str:
