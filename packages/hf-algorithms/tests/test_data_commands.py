@@ -101,7 +101,10 @@ def test_the_context_of_the_model_bounds_prompts(rows: str, tmp_path: Path) -> N
     config = ModelConfig.model_validate({"tokenizer": "characters", **sizes})
     build_initial_model(config, load_rows(rows), directory=tmp_path / "model", seed=0)
     words = ("check", rows, "--model", str(tmp_path / "model"), "--max-new-tokens")
-    assert json.loads(run(*words, "4", "--json"))["too_long"] == {"limit": 5, "rows": 1, "action": "error"}
+    found = CliRunner().invoke(cli, ["data", *words, "4", "--json"], standalone_mode=False)
+    assert json.loads(found.stdout)["too_long"] == {"limit": 5, "rows": 1, "action": "error"}
+    assert isinstance(found.exception, DataError), "and then fails as a run does"
+    assert str(found.exception).startswith(f"{rows}: 1 of 2 prompts have more than 5 tokens, so a run refuses the rows")
     with pytest.raises(ConfigError, match=r"^--max-new-tokens 9: the model's context of 9 tokens has no room"):
         run(*words, "9")
     report = run(*words[:-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hf_algorithms.data import (
     build_character_tokenizer,
     cut_to,
     load_preferences,
+    open_preferences,
 )
 from hf_protocols.errors import DataError
 
@@ -189,6 +191,33 @@ def test_cutting_never_exceeds_the_limit() -> None:
             assert kept
             assert all(len(kept) + len(side) <= limit for side in cut)
             assert all(len(side) == min(len(whole), limit - len(kept)) for side, whole in zip(cut, sides, strict=True))
+
+
+def test_pairs_of_several_files_are_read_by_row(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Batches are those of pairs in memory; 1.2 MB of texts never are."""
+    num_rows, text = 200, "abcd" * 250
+    for part in range(2):
+        records = [{"prompt": text, "chosen": "x" * (n % 7 + 1), "rejected": text + "y"} for n in range(num_rows)]
+        write(tmp_path / f"pairs{part}.jsonl", *records)
+    sources = [(f"{tmp_path}/pairs*.jsonl", 2.0), (f"{tmp_path}/pairs1.jsonl", 1.0)]
+    rows = [row for path, _ in sources for row in load_preferences(path)]
+    wanted = PreferenceDataset(rows[-20:], tokenizer, max_tokens=100, source="data.train")
+    del rows
+    tracemalloc.start()
+    try:
+        opened = open_preferences(sources)
+        data = PreferenceDataset(opened, tokenizer, max_tokens=100, source="data.train")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 600_000, peak
+    assert (opened.source_sizes, opened.weights, len(data)) == ([400, 200], (2.0, 1.0), 600)
+    for name, column in data.batch(range(580, 600)).items():
+        if name != "row_id":
+            for found, expected in zip(column.unbind(), wanted.batch(range(20))[name].unbind(), strict=True):
+                assert found.tolist() == expected.tolist()
+    assert data.num_cut == 600
+    assert data.longest == (2 * 99 + 2, f"{tmp_path}/pairs0.jsonl, line 1")
 
 
 def test_sides_of_the_same_tokens_are_refused(tokenizer: PreTrainedTokenizerFast) -> None:

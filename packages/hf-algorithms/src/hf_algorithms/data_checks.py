@@ -44,6 +44,10 @@ class PairsReport:
     cut: int
     first: dict[str, str]
 
+    @property
+    def refusal(self) -> None:
+        """None: a run takes every pair that can be read."""
+
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON has it."""
         return asdict(self)

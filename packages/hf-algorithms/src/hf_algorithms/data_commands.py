@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hf_protocols.arguments import show
-from hf_protocols.errors import ConfigError
+from hf_protocols.errors import ConfigError, DataError
 from hf_protocols.paths import read_path
 from hf_protocols.toml import parse_toml
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from transformers import PreTrainedTokenizerBase
 
@@ -67,14 +67,13 @@ def check(file: tuple[str, ...], config: str | None, overrides: tuple[str, ...],
 
     FILE is a path, a pattern, a directory that `datasets` saved, or a hub name. Exit code 2: a run refuses it.
     """
-    import json
 
     if config is None:
         if not file or overrides:
             wrong = "--set is an option of --config" if overrides else "no FILE is named"
             raise ConfigError(f"hybridflow data check: {wrong}. Name a FILE, or a CONFIG with --config")
         report = _check_files(file, options)
-        click.echo(json.dumps(report.to_dict(), indent=2) if as_json else "\n".join(report.lines()))
+        _print_report(report.to_dict() if as_json else report.lines(), [report])
         return
     if (given := _list_given(options)) or file:
         raise ConfigError(
@@ -82,11 +81,18 @@ def check(file: tuple[str, ...], config: str | None, overrides: tuple[str, ...],
             f"{config}, or with --set"
         )
     reports = _check_config(config, overrides)
-    if as_json:
-        click.echo(json.dumps({key: each.to_dict() for key, each in reports.items()}, indent=2))
-        return
-    for key, each in reports.items():
-        click.echo("\n".join([f"data.{key}", *(f"  {line}" for line in each.lines())]))
+    found: dict[str, Any] = {key: each.to_dict() for key, each in reports.items()}
+    lines = [line for key, each in reports.items() for line in (f"data.{key}", *(f"  {part}" for part in each.lines()))]
+    _print_report(found if as_json else lines, reports.values())
+
+
+def _print_report(content: dict[str, Any] | list[str], reports: Iterable[DataReport | PairsReport]) -> None:
+    """Prints JSON or lines, then fails if a run would refuse what they report."""
+    import json
+
+    click.echo("\n".join(content) if isinstance(content, list) else json.dumps(content, indent=2))
+    if refused := [each.refusal for each in reports if each.refusal]:
+        raise DataError("\n".join(refused))
 
 
 def _list_given(options: Mapping[str, Any]) -> list[str]:

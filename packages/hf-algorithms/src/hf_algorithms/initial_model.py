@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -77,7 +77,7 @@ class InitialModel:
 
 def build_initial_model(
     config: ModelConfig,
-    rows: Sequence[Row],
+    rows: Iterable[Row],
     *,
     directory: Path,
     seed: int,
@@ -254,7 +254,7 @@ def _check_backends(files: ModelDirectory, backends: Mapping[str, str], *, on_cp
                 raise ConfigError(f"{key} = {show(name)}: {error}") from error
 
 
-def _build_tokenizer(config: ModelConfig, rows: Sequence[Row], directory: Path) -> str:
+def _build_tokenizer(config: ModelConfig, rows: Iterable[Row], directory: Path) -> str:
     texts = map(_join_texts, rows)
     if config.tokenizer == "characters":
         build_character_tokenizer("".join(sorted(set(chain.from_iterable(texts)))), directory)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.atomic_files import write_text
 from hf_algorithms.data import Row, RowOrder
@@ -32,6 +32,7 @@ from hf_protocols.errors import DataError
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
+    from hf_algorithms.data import FileRows
     from hf_algorithms.roles import Roles
     from hf_algorithms.run_directory import RunDirectory
     from hf_controller import BatchFuture, Executor
@@ -128,13 +129,14 @@ def load_supervised(config: Config, folder: Path) -> SupervisedInputs:
         DataError, ConfigError: for a file that is missing or malformed.
     """
     recipe = _recipe_of(config)
-    loaded = {key: _load_sources(config, key) for key in map(config.data.key_of, DATA_SETS)}
-    rows = {name: loaded[config.data.key_of(name)].rows for name in DATA_SETS}
-    rows = {name: part if name == "train" else part[: config.data.max_eval_rows] for name, part in rows.items()}
+    opened = {key: _open_rows(config, key) for key in dict.fromkeys(map(config.data.key_of, DATA_SETS))}
+    train = opened["train"]
+    rows = {name: opened[config.data.key_of(name)] for name in DATA_SETS}
+    rows = {name: part if name == "train" else part.first(config.data.max_eval_rows) for name, part in rows.items()}
     trained = recipe.roles[0]
     model = build_initial_model(
         config.model,
-        [text for row in rows["train"] for text in _list_texts(row)],
+        (text for row in train for text in _list_texts(row)),
         directory=folder,
         seed=config.run.seed,
         backends=list_main_backends(config),
@@ -148,7 +150,8 @@ def load_supervised(config: Config, folder: Path) -> SupervisedInputs:
         )
         for name, part in rows.items()
     }
-    models, order = find_role_models(config, model), loaded["train"].order
+    order = RowOrder(train.source_sizes, train.weights)
+    models = find_role_models(config, model)
     return SupervisedInputs(model=model, models=models, turns=turns, stop_ids=(), order=order, **sets)
 
 
@@ -157,25 +160,15 @@ def _recipe_of(config: Config) -> SupervisedRecipe:
     return config.recipe
 
 
-class _Loaded(NamedTuple):
-    """Rows of all sources of a key, one source after the other, and the order by their weights."""
-
-    rows: list[Any]
-    order: RowOrder
-
-
-def _load_sources(config: Config, key: str) -> _Loaded:
-    rows: list[Any] = []
-    sizes, weights = [], []
-    for path, weight in config.data.sources_of(key):
-        try:
-            found = _recipe_of(config).load(path, config)
-        except DataError as error:
-            raise DataError(f"data.{key}: {error}") from error
-        rows += found
-        sizes.append(len(found))
-        weights += [] if weight is None else [weight]
-    return _Loaded(rows, RowOrder(sizes, weights or None))
+def _open_rows(config: Config, key: str) -> FileRows[Any]:
+    """Opens a data set and reads its rows once, to find what is wrong with any."""
+    try:
+        rows = _recipe_of(config).open_rows(config.data.sources_of(key), config)
+        for _ in rows if key == "train" else rows.first(config.data.max_eval_rows):
+            pass
+    except DataError as error:
+        raise DataError(f"data.{key}: {error}") from error
+    return rows
 
 
 def _list_texts(row: Any) -> Sequence[Row]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from hf_algorithms.data._addition import ExampleFiles, write_addition_data
 from hf_algorithms.data._batches import PromptDataset, TooLong
 from hf_algorithms.data._columns import ColumnMapping, Kind
+from hf_algorithms.data._file_rows import FileRows
 from hf_algorithms.data._gsm8k import write_gsm8k_data, write_gsm8k_preferences
 from hf_algorithms.data._order import RowOrder, select_rows
-from hf_algorithms.data._preferences import PreferenceDataset, PreferenceRow, load_preferences
+from hf_algorithms.data._preferences import PreferenceDataset, PreferenceRow, load_preferences, open_preferences
 from hf_algorithms.data._report import (
     BlocksReport,
     DataReport,
@@ -55,6 +56,7 @@ __all__ = [
     "DataReport",
     "ExampleFiles",
     "FileReport",
+    "FileRows",
     "FirstRow",
     "Kind",
     "LengthReport",
@@ -84,6 +86,7 @@ __all__ = [
     "load_rows",
     "load_tokenizer",
     "locate_row",
+    "open_preferences",
     "open_rows",
     "read_records",
     "read_template",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hf_algorithms.data._file_rows import FileRows
 from hf_algorithms.data._jagged_columns import build_jagged, check_rows
-from hf_algorithms.data._rows import Message, Row, read_records
+from hf_algorithms.data._rows import Message, Row
 from hf_algorithms.data._sequences import SequenceEncoder, cut_to
+from hf_algorithms.data._tables import Table, open_tables
 from hf_algorithms.data._turns import TurnFormat
 from hf_protocols.arguments import shorten_list, show
 from hf_protocols.errors import DataError
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PreferenceDataset", "PreferenceRow", "load_preferences"]
+__all__ = ["PairFile", "PreferenceDataset", "PreferenceRow", "load_preferences", "open_preferences"]
 
 Labels = Literal["reward", "cost"]
 Text = str | tuple[Message, ...]
@@ -57,38 +60,70 @@ class PreferenceRow:
         return first, second
 
 
-def load_preferences(
-    path: str | Path, *, labels: Labels = "reward", prompt_field: str = "prompt"
-) -> list[PreferenceRow]:
-    """Reads pairs: `prompt, chosen, rejected`, or the columns of safe-rlhf.
+@dataclass(frozen=True, kw_only=True)
+class PairFile:
+    """A file of pairs: its records, what they must say, and the number of its source."""
+
+    table: Table
+    labels: Labels
+    prompt_field: str
+    source: int = 0
+
+    def build_row(self, record: Mapping[str, Any], number: int) -> PreferenceRow:
+        """Returns the pair of a record.
+
+        Raises:
+            DataError: for a record of another form, or whose sides are equal.
+        """
+        read = _read_cost if self.labels == "cost" else _read_pair
+        return read(record, self.table.where(number), self.prompt_field)
+
+
+def open_preferences(
+    sources: Iterable[tuple[str, float | None]], *, labels: Labels = "reward", prompt_field: str = "prompt"
+) -> FileRows[PreferenceRow]:
+    """Opens files of pairs: `prompt, chosen, rejected`, or the columns of safe-rlhf. Rows are read one by one.
 
     Sides are texts, or messages of a chat; without a prompt, the messages that both sides begin with are the prompt.
     safe-rlhf's rows have `prompt, response_0, response_1`, with `better_response_id` for a reward model, and
     `safer_response_id, is_response_0_safe, is_response_1_safe` for a cost model.
 
     Args:
-        path: of the file.
+        sources: a path, a pattern such as `data/*.jsonl`, or a hub name, and its weight or None.
         labels: what a row must say: which response is better, or which is safer and whether each is safe.
         prompt_field: name of the prompt's column.
 
     Raises:
-        DataError: for a file that cannot be read or has no rows, and with the line for a row of another form or one
-            whose sides are equal.
+        DataError: for a file that cannot be opened or is empty; when rows are read, with the line for a row of another
+            form and for one whose sides are equal.
     """
-    rows = [
-        _read_cost(record, where, prompt_field) if labels == "cost" else _read_pair(record, where, prompt_field)
-        for where, record in read_records(path)
-    ]
-    if not rows:
-        raise DataError(f"{path} has no rows. Add at least one pair")
-    return rows
+    files, weights = [], []
+    for number, (path, weight) in enumerate(sources):
+        weights.append(weight)
+        for each, table in open_tables(path):
+            if not len(table):
+                raise DataError(f"{each} has no rows. Add at least one pair")
+            files.append(PairFile(table=table, labels=labels, prompt_field=prompt_field, source=number))
+    given = [each for each in weights if each is not None]
+    return FileRows(files, given or None)
+
+
+def load_preferences(
+    path: str | Path, *, labels: Labels = "reward", prompt_field: str = "prompt"
+) -> list[PreferenceRow]:
+    """Reads every pair of what `open_preferences` opens.
+
+    Raises:
+        DataError: as `open_preferences` does.
+    """
+    return list(open_preferences([(str(path), None)], labels=labels, prompt_field=prompt_field))
 
 
 class PreferenceDataset:
-    """Pairs as token ids of one tokenizer.
+    """Pairs as token ids of one tokenizer: checked and counted once, and encoded again for each batch.
 
     Args:
-        rows: what `load_preferences` read.
+        rows: what `open_preferences` opened, or `load_preferences` read.
         tokenizer: of the model that is trained.
         max_tokens: of a prompt and a response together; see `cut_to`.
         source: where the rows are from, for messages: key and value.
@@ -111,34 +146,30 @@ class PreferenceDataset:
         self.source = source
         self.num_cut = 0
         """Rows that lost their start."""
-        self._rows = tuple(rows)
-        turns = turns or TurnFormat(tokenizer, label=source)
-        chat = next((row for row in rows if not isinstance(row.prompt, str)), None)
-        if chat is not None and not turns.has_template:
-            raise DataError(
-                f"{chat.where}: is a chat, and the tokenizer has no chat template. Set data.chat_template to a file or "
-                "a text"
-            )
-        encoder = SequenceEncoder(tokenizer, label=source, turns=turns)
-        self._ids = [self._encode(encoder, row, max_tokens) for row in rows]
+        self._rows = rows
+        self._turns = turns or TurnFormat(tokenizer, label=source)
+        self._encoder = SequenceEncoder(tokenizer, label=source, turns=self._turns)
+        self._max_tokens = max_tokens
+        self._lengths = {"prompt": array("q"), "chosen": array("q"), "rejected": array("q")}
+        self._count_tokens()
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._lengths["prompt"])
 
     @property
     def max_prompt_tokens(self) -> int:
         """Tokens of the longest prompt."""
-        return max(len(prompt) for prompt, *_ in self._ids)
+        return max(self._lengths["prompt"])
 
     @property
     def max_response_tokens(self) -> int:
         """Tokens of the longest response."""
-        return max(len(side) for _, *sides in self._ids for side in sides)
+        return max(max(self._lengths[side]) for side in _PAIR)
 
     @property
     def longest(self) -> tuple[int, str]:
         """Tokens of the two sides of the largest row, both as long as the longer one, and its place."""
-        totals = [2 * (len(prompt) + max(map(len, sides))) for prompt, *sides in self._ids]
+        totals = [2 * (prompt + max(sides)) for prompt, *sides in zip(*self._lengths.values(), strict=True)]
         return max(totals), self._rows[totals.index(max(totals))].where
 
     def batch(self, indices: Iterable[int]) -> TensorDict:
@@ -154,30 +185,51 @@ class PreferenceDataset:
         from tensordict import TensorDict
 
         chosen = check_rows(indices, len(self))
+        rows = [self._rows[row] for row in chosen]
+        ids = [self._encode_cut(row) for row in rows]
         columns = {"row_id": torch.tensor(chosen, dtype=torch.int64)}
         for place, name in enumerate(("prompt_ids", "response_ids", "rejected_ids")):
-            columns[name] = build_jagged([self._ids[row][place] for row in chosen], torch.int64)
-        signs = [self._rows[row].unsafe for row in chosen]
+            columns[name] = build_jagged([parts[place] for parts in ids], torch.int64)
+        signs = [row.unsafe for row in rows]
         if all(each is not None for each in signs):
             columns["signs"] = torch.tensor([[1.0 if side else -1.0 for side in each or ()] for each in signs])
         return TensorDict(columns, batch_size=[len(chosen)])
 
-    def _encode(self, encoder: SequenceEncoder, row: PreferenceRow, max_tokens: int) -> list[list[int]]:
-        if isinstance(row.prompt, str):
-            pairs = [encoder.encode_text(row.prompt, str(side)) for side in (row.chosen, row.rejected)]
-            ids = [pairs[0][0], pairs[0][1], pairs[1][1]]
-        else:
-            ids = encoder.encode_chat(row.prompt, [_messages(row.chosen), _messages(row.rejected)])
-        cut = cut_to(max_tokens, ids[0], ids[1:])
-        self.num_cut += cut != ids
-        if not cut[0]:
-            raise DataError(f"{row.where}: its prompt has no tokens. Add one, or remove the row")
-        if cut[1] == cut[2]:
-            reason = f"the last {max_tokens} tokens of both sides are" if ids[1] != ids[2] else "both sides are"
-            raise DataError(
-                f"{row.where}: {reason} the same to this tokenizer, so nothing can be learned. Remove the row"
-            )
-        return cut
+    def _count_tokens(self) -> None:
+        for row in self._rows:
+            if not isinstance(row.prompt, str) and not self._turns.has_template:
+                raise DataError(
+                    f"{row.where}: is a chat, and the tokenizer has no chat template. Set data.chat_template to a file "
+                    "or a text"
+                )
+            ids = self._encode(row)
+            cut = self._cut(ids)
+            self.num_cut += cut != ids
+            _check_pair(row, ids, cut, self._max_tokens)
+            for lengths, part in zip(self._lengths.values(), cut, strict=True):
+                lengths.append(len(part))
+
+    def _encode(self, row: PreferenceRow) -> list[list[int]]:
+        """The ids of the prompt and of both responses."""
+        if not isinstance(row.prompt, str):
+            return self._encoder.encode_chat(row.prompt, [_messages(row.chosen), _messages(row.rejected)])
+        pairs = [self._encoder.encode_text(row.prompt, str(side)) for side in (row.chosen, row.rejected)]
+        return [pairs[0][0], pairs[0][1], pairs[1][1]]
+
+    def _cut(self, ids: list[list[int]]) -> list[list[int]]:
+        return cut_to(self._max_tokens, ids[0], ids[1:])
+
+    def _encode_cut(self, row: PreferenceRow) -> list[list[int]]:
+        return self._cut(self._encode(row))
+
+
+def _check_pair(row: PreferenceRow, ids: list[list[int]], cut: list[list[int]], max_tokens: int) -> None:
+    """Refuses a pair of which nothing can be learned."""
+    if not cut[0]:
+        raise DataError(f"{row.where}: its prompt has no tokens. Add one, or remove the row")
+    if cut[1] == cut[2]:
+        reason = f"the last {max_tokens} tokens of both sides are" if ids[1] != ids[2] else "both sides are"
+        raise DataError(f"{row.where}: {reason} the same to this tokenizer, so nothing can be learned. Remove the row")
 
 
 def _messages(side: Text) -> tuple[Message, ...]:

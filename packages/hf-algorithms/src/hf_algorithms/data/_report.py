@@ -123,6 +123,18 @@ class DataReport:
         """The report as JSON has it."""
         return asdict(self)
 
+    @property
+    def refusal(self) -> str | None:
+        """The reason for which a run refuses these rows; None if it takes them."""
+        bound = self.too_long
+        if bound is None or bound.action != "error" or not bound.rows:
+            return None
+        return (
+            f"{self.files[0].path}: {bound.rows:,} of {self.rows:,} prompts have more than {bound.limit:,} tokens, so "
+            "a run refuses the rows. Shorten them, lower rollout.max_new_tokens, or set data.too_long to drop or cut "
+            "such prompts"
+        )
+
     def lines(self) -> list[str]:
         """The report to read."""
         found = [

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import glob
 import json
-import os
-from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from hf_algorithms.atomic_files import write_text
 from hf_algorithms.data._columns import ColumnMapping, Kind, find_columns, get_field, has_answers_in_chats, is_chat
+from hf_algorithms.data._file_rows import FileRows
 from hf_algorithms.data._json_records import SpelledNumber, describe_json_kind
-from hf_algorithms.data._tables import FORMATS, Table, open_table
+from hf_algorithms.data._tables import FORMATS, Table, open_tables
 from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
 
@@ -57,8 +55,16 @@ class RowFile:
         """One line, such as `train.csv is CSV of 7,473 rows: prompts; prompt = 'question', answer = 'answer'`."""
         return f"{self.path} is {self.table.format} of {len(self.table):,} rows: {self.columns.describe()}"
 
+    def build_row(self, record: Mapping[str, Any], number: int) -> Row:
+        """Returns the row of a record.
 
-class Rows(Sequence[Row]):
+        Raises:
+            DataError: for a record that lacks a prompt or has a field of another kind.
+        """
+        return _build_row(record, self.columns, self.table, number)
+
+
+class Rows(FileRows[Row]):
     """Rows of one or more files, read when they are asked for.
 
     Args:
@@ -70,55 +76,8 @@ class Rows(Sequence[Row]):
     def __init__(
         self, files: Sequence[RowFile], weights: Sequence[float] | None = None, *, first: int | None = None
     ) -> None:
+        super().__init__(files, weights, first=first)
         self.files = tuple(files)
-        self.weights = None if weights is None else tuple(weights)
-        self._starts = list(accumulate((len(each.table) for each in files), initial=0))
-        self._length = self._starts[-1] if first is None else min(first, self._starts[-1])
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(self._length))]
-        file, row = self._find(index)
-        return _build_row(file.table.record(row), file.columns, file.table, row)
-
-    def __iter__(self) -> Iterator[Row]:
-        return islice(self._all(), self._length)
-
-    def first(self, num_rows: int) -> Rows:
-        """The first rows, as one set."""
-        return Rows(self.files, first=min(num_rows, self._length))
-
-    def where(self, index: int) -> str:
-        """Place of a row, such as `train.jsonl, line 3`."""
-        file, row = self._find(index)
-        return file.table.where(row)
-
-    @property
-    def source_sizes(self) -> list[int]:
-        """Rows of each source."""
-        sizes = dict.fromkeys((each.source for each in self.files), 0)
-        for each in self.files:
-            sizes[each.source] += len(each.table)
-        return list(sizes.values())
-
-    def _all(self) -> Iterator[Row]:
-        for file in self.files:
-            for row, record in enumerate(file.table.records()):
-                yield _build_row(record, file.columns, file.table, row)
-
-    def _find(self, index: int) -> tuple[RowFile, int]:
-        row = index + self._length if index < 0 else index
-        if not 0 <= row < self._length:
-            raise IndexError(f"row {index} of {self._length}")
-        file = bisect_right(self._starts, row) - 1
-        return self.files[file], row - self._starts[file]
 
 
 def open_rows(
@@ -142,8 +101,7 @@ def open_rows(
     files, weights = [], []
     for number, (path, weight) in enumerate(sources):
         weights.append(weight)
-        for each in _expand(path):
-            table = open_table(each)
+        for each, table in open_tables(path):
             if not len(table):
                 raise DataError(f"{each} has no rows. Data is {FORMATS}")
             columns = find_columns(
@@ -176,8 +134,7 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     Raises:
         DataError: as `load_rows` does, but for the fields.
     """
-    for each in _expand(str(path)):
-        table = open_table(each)
+    for _, table in open_tables(path):
         for row, record in enumerate(table.records()):
             yield table.where(row), record
 
@@ -204,15 +161,6 @@ def write_rows(
         return write_text(path, "".join(lines))
     except OSError as error:
         raise DataError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from error
-
-
-def _expand(path: str) -> list[str]:
-    """The files that a pattern matches, in the order of their names; a path as it is."""
-    if not glob.has_magic(path) or os.path.exists(path):
-        return [path]
-    if found := sorted(glob.glob(path, recursive=True)):
-        return found
-    raise DataError(f"{path}: no file matches this pattern. Data is {FORMATS}")
 
 
 def _build_row(record: Mapping[str, Any], columns: ColumnMapping, table: Table, row: int) -> Row:

@@ -5,6 +5,7 @@ A table holds an index of its rows, never their text, so that a file may be larg
 
 from __future__ import annotations
 
+import glob
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from hf_algorithms.data._text_tables import CsvTable, JsonLinesTable, JsonTable
 from hf_protocols.errors import DataError
 from hf_protocols.outer_files import HEAD_BYTES, describe_stand_in
 
-__all__ = ["FORMATS", "Table", "open_table"]
+__all__ = ["FORMATS", "Table", "open_table", "open_tables"]
 
 FORMATS = "JSONL, JSON, CSV, Parquet, or a directory that `datasets` saved"
 """Formats that are read, for messages."""
@@ -68,6 +69,25 @@ def open_table(path: str | Path) -> Table:
         return _open_file(place, shown)
     except OSError as error:
         raise DataError(f"{shown}: {(error.strerror or str(error)).lower()}. Data is {FORMATS}") from error
+
+
+def open_tables(path: str | Path) -> Iterator[tuple[str, Table]]:
+    """Opens what a path is, or all files that match a pattern such as `data/*.jsonl`, in the order of their names.
+
+    Yields:
+        The path of each, and its table.
+
+    Raises:
+        DataError: as `open_table` does, and for a pattern that no file matches.
+    """
+    shown = str(path)
+    found = [shown]
+    if glob.has_magic(shown) and not os.path.exists(shown):
+        found = sorted(glob.glob(shown, recursive=True))
+    if not found:
+        raise DataError(f"{shown}: no file matches this pattern. Data is {FORMATS}")
+    for each in found:
+        yield each, open_table(each)
 
 
 def _open_directory(place: Path, shown: str) -> Table:

@@ -22,6 +22,7 @@ from hf_protocols.similar_names import find_similar
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
+    from hf_algorithms.data import FileRows
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture, MetricsFuture, ObjectFuture, Worker
     from hf_engine import SamplingParams
@@ -304,7 +305,8 @@ class SupervisedRecipe(Recipe):
 
     Attributes:
         columns: of the batch that its step is given.
-        load: returns the rows of a file; called as `load(path, config)` with the run's configuration.
+        open_rows: returns the rows of a data set; called as `open_rows(sources, config)` with the paths and weights
+            of its sources, or None in place of a weight, and the run's configuration.
         build_dataset: returns rows as token ids; called as
             `build_dataset(rows, tokenizer, max_tokens=, source=, turns=)`.
         evaluate: returns numbers by name; called as `evaluate(roles, batch, num_rows, config)` with `[algorithm]`.
@@ -314,7 +316,7 @@ class SupervisedRecipe(Recipe):
     """
 
     columns: tuple[str, ...]
-    load: Callable[[str, Any], Sequence[Any]]
+    open_rows: Callable[[Sequence[tuple[str, float | None]], Any], FileRows[Any]]
     build_dataset: Callable[..., SupervisedDataset]
     evaluate: Callable[[Roles, BatchFuture, int, Any], Mapping[str, float]]
     metric: str

@@ -13,7 +13,7 @@ Deviations from Stiennon et al. (2020) and from the code of Safe-RLHF:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hf_algorithms.config import Config
-    from hf_algorithms.data import PreferenceDataset, PreferenceRow
+    from hf_algorithms.data import FileRows, PreferenceDataset, PreferenceRow
     from hf_algorithms.losses import CostRankingLoss, RankingLoss
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture, MetricsFuture
 
-__all__ = ["REWARD_MODEL_TRAINING", "RewardModelConfig", "build_dataset", "evaluate", "load", "step"]
+__all__ = ["REWARD_MODEL_TRAINING", "RewardModelConfig", "build_dataset", "evaluate", "open_pairs", "step"]
 
 
 class RewardModelConfig(AlgorithmConfig):
@@ -71,20 +71,20 @@ _UNREAD = ("answer_field", "block_tokens", "max_prompt_tokens", "pretraining", "
 """Keys of `[data]` that mean nothing for pairs."""
 
 
-def load(path: str, config: Config) -> list[PreferenceRow]:
-    """Reads the pairs of a file.
+def open_pairs(sources: Iterable[tuple[str, float | None]], config: Config) -> FileRows[PreferenceRow]:
+    """Opens the pairs of a data set.
 
     Raises:
         ConfigError: for a key of `[data]` that would have no effect.
-        DataError: as `load_preferences` does.
+        DataError: as `open_preferences` does.
     """
-    from hf_algorithms.data import load_preferences
+    from hf_algorithms.data import open_preferences
 
     for key in _UNREAD:
         if (value := getattr(config.data, key)) != type(config.data).model_fields[key].default:
             raise ConfigError(f"data.{key} = {show(value)}: `hybridflow reward-model` does not read it. Remove it")
     algorithm: Any = config.algorithm
-    return load_preferences(path, labels=algorithm.labels, prompt_field=config.data.prompt_field or "prompt")
+    return open_preferences(sources, labels=algorithm.labels, prompt_field=config.data.prompt_field or "prompt")
 
 
 def build_dataset(
@@ -128,7 +128,7 @@ REWARD_MODEL_TRAINING = SupervisedRecipe(
     roles=(Role(name="reward_model", worker="hf_algorithms.workers:PairScorer", has_model=True),),
     step=step,
     columns=("row_id", "prompt_ids", "response_ids", "rejected_ids", "signs"),
-    load=load,
+    open_rows=open_pairs,
     build_dataset=build_dataset,
     evaluate=evaluate,
     metric="accuracy",
