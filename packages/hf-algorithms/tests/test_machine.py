@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import socket
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from hf_algorithms import machine
 from hf_algorithms.config import parse_config
 from hf_algorithms.machine import check_machine
+from hf_algorithms.rewards import _http
 from hf_protocols import ConfigError, MachinePlan, MappingPlan, PoolPlan
 
 
@@ -57,3 +61,21 @@ def test_a_cache_above_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(ConfigError, match=r"rollout.options.cache_bytes = 10+: this machine has \d+ bytes"):
             check(monkeypatch, plan_of("cpu", 1), gib=4, run={"executor": executor}, rollout=rollout)
     check(monkeypatch, plan_of("cpu", 1), gib=4, rollout={"options": {"cache_bytes": 1 << 30}})
+
+
+def test_a_server_must_listen_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks would wait out the deadline of every response. A cluster elsewhere has other servers on its machines."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+        sections: dict[str, Any] = {"reward": {"function": f"http://127.0.0.1:{port}/score"}}
+        monkeypatch.setattr(_http, "_CONNECT_S", 0.2)
+        words = f"reward.function = 'http://127.0.0.1:{port}/score': cannot connect to 127.0.0.1 at port {port}: "
+        with pytest.raises(ConfigError, match="^" + re.escape(words) + "connection refused"):
+            check(monkeypatch, plan_of("cpu", 1), gib=4, **sections)
+        check(monkeypatch, plan_of("cpu", 1), gib=4, cluster={"address": "10.0.0.1:6379"}, **sections)
+        monkeypatch.setattr(_http, "_CONNECT_S", 60.0)
+        starts = threading.Timer(0.3, server.listen)
+        starts.start()
+        check(monkeypatch, plan_of("cpu", 1), gib=4, **sections)
+        starts.join()

@@ -67,7 +67,6 @@ def check(file: tuple[str, ...], config: str | None, overrides: tuple[str, ...],
 
     FILE is a path, a pattern, a directory that `datasets` saved, or a hub name. Exit code 2: a run refuses it.
     """
-
     if config is None:
         if not file or overrides:
             wrong = "--set is an option of --config" if overrides else "no FILE is named"

@@ -1,9 +1,10 @@
-"""Checks that this machine has the devices, the memory and the limits that a run needs."""
+"""Checks that this machine has the devices, the memory, the limits and the servers that a run needs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hf_algorithms.rewards import check_servers
 from hf_controller import check_local_start
 from hf_protocols import ConfigError, read_machine_limits
 from hf_protocols.arguments import show
@@ -19,10 +20,9 @@ _RANK_BYTES = 512 << 20
 
 
 def check_machine(config: Config, plan: MappingPlan) -> None:
-    """Refuse a run on this machine that has no device of the plan's kind, no memory for its processes, or no room for
-    a cluster of its own.
+    """Refuses a run that this machine cannot hold: devices, memory, room for a cluster, servers that score.
 
-    What another cluster has is its own business: a run on ``cluster.address`` elsewhere is not looked at.
+    A run on another cluster (`cluster.address`) is not checked.
 
     Raises:
         ConfigError: naming the key and the arithmetic.
@@ -37,6 +37,7 @@ def check_machine(config: Config, plan: MappingPlan) -> None:
             f"rollout.options.cache_bytes = {show(cache_bytes)}: this machine has {memory_bytes} bytes of memory. "
             "Lower it"
         )
+    check_servers(config)
     if config.run.executor == "ray":
         _check_memory(plan, memory_bytes)
         check_local_start(sum(pool.num_slots for pool in plan.pools))

@@ -6,7 +6,13 @@ results mean, and verifiers. Workers, which read batches, and the configuration 
 
 from __future__ import annotations
 
-from hf_algorithms.rewards._check import SupportsAnswerCheck, answers_checked_by, check_rewards, describe_logs
+from hf_algorithms.rewards._check import (
+    SupportsAnswerCheck,
+    answers_checked_by,
+    check_rewards,
+    check_servers,
+    describe_logs,
+)
 from hf_algorithms.rewards._combine import combine_scores
 from hf_algorithms.rewards._conventions import CONVENTIONS, Binding, Convention, Style, bind_function
 from hf_algorithms.rewards._exact_match import exact_match
@@ -36,6 +42,7 @@ __all__ = [
     "answers_checked_by",
     "bind_function",
     "check_rewards",
+    "check_servers",
     "combine_scores",
     "describe_logs",
     "exact_match",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from hf_algorithms.data import locate_row
 from hf_algorithms.rewards._conventions import Binding, Style, bind_function
-from hf_algorithms.rewards._http import check_address, is_url
+from hf_algorithms.rewards._http import check_address, check_connection, is_url
 from hf_algorithms.rewards._load import get_users_function, imports_from, load_function
 from hf_algorithms.url_secrets import hide_secrets
 from hf_controller import Terminated
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_algorithms.data import Row
 
-__all__ = ["SupportsAnswerCheck", "answers_checked_by", "check_rewards", "describe_logs"]
+__all__ = ["SupportsAnswerCheck", "answers_checked_by", "check_rewards", "check_servers", "describe_logs"]
 
 _MOST_REASON = 300
 _EVALUATED = ("validation", "test")
@@ -112,6 +112,23 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
             with imports_from(search_path):
                 for path, longest in _rows_by_path(config, rows).items():
                     _check_answers(named, check_answer, path, longest, skips_absent=needs_answers)
+
+
+def check_servers(config: Config) -> None:
+    """Connects to every server of `[reward]` and `[cost]` once.
+
+    Args:
+        config: whose functions `check_rewards` has accepted.
+
+    Raises:
+        ConfigError: naming the key, for a server that cannot be reached.
+    """
+    for named in _list_functions(config):
+        if is_url(named.function):
+            try:
+                check_connection(named.function)
+            except ConfigError as error:
+                raise ConfigError(f"{named.key} = {error}") from None
 
 
 def describe_logs(config: Config, *, search_path: Sequence[str] = ()) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import ipaddress
 import json
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ from hf_algorithms.url_secrets import fill_variables, hide_secrets
 from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError, RewardError
 
-__all__ = ["HTTPScorer", "check_address", "is_url"]
+__all__ = ["HTTPScorer", "check_address", "check_connection", "is_url"]
 
 _SCHEMES = ("http://", "https://")
+_CONNECT_S = 5.0
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 5.0
 _LEAST_ANSWER_BYTES = 1 << 20
@@ -67,6 +69,32 @@ def check_address(url: str, allowed_hosts: Sequence[str], *, key: str) -> None:
             f"{shown}: the host {show(host)} is not this machine, and prompts and responses would leave it. "
             f"Add it to {key}"
         )
+
+
+def check_connection(url: str) -> None:
+    """Refuses a server to which no connection can be made within some seconds.
+
+    Args:
+        url: that `check_address` accepted.
+
+    Raises:
+        ConfigError: with the system's reason.
+    """
+    parts = urlsplit(fill_variables(url))
+    host, port = str(parts.hostname), parts.port or (443 if parts.scheme.lower() == "https" else 80)
+    end_s = time.monotonic() + _CONNECT_S
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(end_s - time.monotonic(), _FIRST_WAIT_S)).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= end_s:
+                reason = (error.strerror or str(error)).lower()
+                raise ConfigError(
+                    f"{show(hide_secrets(url))}: cannot connect to {shorten(host)} at port {port}: {reason}. Start the "
+                    "server first, or correct the address"
+                ) from error
+        time.sleep(_FIRST_WAIT_S)
 
 
 @dataclass(frozen=True, repr=False)
