@@ -337,7 +337,7 @@ def test_a_key_far_from_all_gets_no_misleading_hint(key: str, says: str) -> None
         ({**MINIMAL, "model": {"path": 3}}, r"^model\.path = 3: must be a string, in quotes$"),
         (
             {**MINIMAL, "algorithm": {"name": "ppoo"}},
-            r"^algorithm\.name = 'ppoo': there is no such algorithm\. Did you mean 'ppo'",
+            r"^algorithm\.name = 'ppoo': is not an algorithm\. Did you mean 'ppo'",
         ),
         ({**MINIMAL, "x" * 10_000: 1}, r"^unknown key 'x{76}\.\.\."),
     ],

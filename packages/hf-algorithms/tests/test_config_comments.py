@@ -152,7 +152,7 @@ def test_an_algorithm_of_ones_own_is_shown_with_its_docstrings(hybridflow: Comma
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--algorithm", "grpoo"], "algorithm.name = 'grpoo': there is no such algorithm. Did you mean 'grpo'?"),
+        (["--algorithm", "grpoo"], "algorithm.name = 'grpoo': is not an algorithm. Did you mean 'grpo'?"),
         (["--algorithm", "absent.py:MINE"], "algorithm.recipe = 'absent.py:MINE': there is no file"),
         (["--set", "run.sead=1"], "unknown key 'run.sead': did you mean 'run.seed'?"),
         (["--set", "run.seed"], "--set 'run.seed': write it as section.key=value"),

@@ -138,8 +138,8 @@ def test_a_recipe_of_ones_own_has_its_own_keys(module: Path, form: str) -> None:
         ({"recipe": "{folder}/math.py:MINE"}, r"another module is named 'math'"),
         ({"recipe": "{stem}:OTHER"}, r"it is named 'other', and its Config has the name 'mine'\. Write name: Literal"),
         ({"recipe": 3}, r"algorithm\.recipe = 3: must be a text"),
-        ({"name": 3}, r"algorithm\.name = 3: there is no such algorithm"),
-        ({"name": "pppo"}, r"algorithm\.name = 'pppo': there is no such algorithm\. Did you mean 'ppo'\?"),
+        ({"name": 3}, r"algorithm\.name = 3: is not an algorithm"),
+        ({"name": "pppo"}, r"algorithm\.name = 'pppo': is not an algorithm\. Did you mean 'ppo'\?"),
     ],
 )
 def test_a_recipe_that_cannot_be_had_is_one_line(module: Path, algorithm: dict[str, Any], message: str) -> None:

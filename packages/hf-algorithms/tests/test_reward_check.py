@@ -158,9 +158,9 @@ def test_logs_that_are_not_kept_are_said(monkeypatch: pytest.MonkeyPatch) -> Non
     [
         (
             needs_four,
-            "parameter weight, for which there is no value: the convention hybridflow does not offer it, and",
+            "parameter weight, which nothing fills: the convention hybridflow does not offer it, and",
         ),
-        (needs_a_keyword, "has the parameter weight, for which"),
+        (needs_a_keyword, "has the parameter weight, which nothing fills"),
         (
             of_two_conventions,
             r"names of two conventions, completions \(trl\) and solution_str \(verl\): .*Set style of",

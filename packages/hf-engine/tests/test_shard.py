@@ -48,3 +48,19 @@ def test_a_whole_parameter_can_be_copied_and_a_part_cannot():
 def test_a_rank_without_rows_is_given_none():
     part = shard(Box((6, 0), (0, 4)))
     assert part.narrow(0, 6, 0).shape == (0, 4)
+
+
+def test_a_part_that_is_stacked_alone_is_the_same_part():
+    """As vLLM loads an expert; of several matrices in one stack nothing is known."""
+    part = shard(Box((3, 0), (3, 4)))
+    (again,) = part.unsqueeze(0).unbind()
+    assert part.unsqueeze(0).shape == (1, 6, 4) and again.shape == (6, 4)
+    with pytest.raises(ReshardError, match="takes Box"):
+        again.narrow(0, 0, 3)
+    assert not part.is_used
+    assert torch.equal(part.unsqueeze(0).narrow(1, 3, 3), WHOLE[None, 3:])
+    assert torch.equal(again.narrow(0, 3, 3), WHOLE[3:])
+    assert part.is_used and again.is_used
+    for read in (lambda: part.unsqueeze(1), part.unbind):
+        with pytest.raises(ReshardError, match="on the whole of 'w', of which this rank holds a part"):
+            read()

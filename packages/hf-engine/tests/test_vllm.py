@@ -42,6 +42,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "qwen2": write_tiny_model(folder / "qwen2", family="qwen2", **heads),
         "qwen3": write_tiny_model(folder / "qwen3", family="qwen3", **heads),
         "mistral": write_tiny_model(folder / "mistral", family="mistral", tie_embeddings=False),
+        "mixtral": write_tiny_model(folder / "mixtral", family="mixtral"),
+        "qwen3_moe": write_tiny_model(folder / "qwen3_moe", family="qwen3_moe"),
         "scaled": write_tiny_model(folder / "scaled", rope_scaling={"rope_type": "linear", "factor": 2.0}),
         "two heads": write_tiny_model(folder / "first", num_key_value_heads=2),
         "two others": write_tiny_model(folder / "second", num_key_value_heads=2, seed=1),
@@ -152,9 +154,10 @@ def peak_of_updates(model):
 
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
-def test_the_memory_of_an_update_is_stated(alone, models):
+@pytest.mark.parametrize("model", ["tied", "mixtral"])
+def test_the_memory_of_an_update_is_stated(alone, models, model):
     """vLLM keeps the shards of a module until it is complete: a bound, and not an idle one."""
-    (found,) = alone.run(peak_of_updates, models["tied"], deadline_s=200)
+    (found,) = alone.run(peak_of_updates, models[model], deadline_s=200)
     assert all(0 < peak <= stated for peak, stated in found.values()), found
     assert found[1][0] > found[1][1] / 2, found
 
@@ -218,7 +221,7 @@ def ends_of(backend, model):
 class TestEngines:
     pytestmark = with_vllm
 
-    @pytest.mark.parametrize("model", ["tied", "untied", "qwen2", "qwen3", "mistral", "scaled"])
+    @pytest.mark.parametrize("model", ["tied", "untied", "qwen2", "qwen3", "mistral", "scaled", "qwen3_moe"])
     def test_one_rank_conforms(self, alone, models, model):
         alone.run(conform, models[model], Topology(ParallelSpec(), GenerationSpec()), deadline_s=300)
 
@@ -273,8 +276,8 @@ class TestEngines:
         wait_for_memory(before)
 
 
-FAMILIES = {"granite": 1, "phi3": 2, "gemma2": 1}
-"""Families whose parameters are not known by name, and gen_tp_size: vLLM's own loaders cut them."""
+FAMILIES = {"granite": 1, "phi3": 2, "gemma2": 1, "mixtral": 2}
+"""gen_tp_size of families; of those whose parameters are not known by name vLLM's own loaders cut whole ones."""
 
 
 @pytest.mark.vllm

@@ -44,7 +44,6 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "tied": write_tiny_model(folder / "tied"),
         "stopping": write_tiny_model(folder / "stopping", eos_token_id=[7, 30]),
         "heads": write_tiny_model(folder / "heads", head_dim=48),
-        "experts": write_tiny_model(folder / "experts", family="mixtral"),
         "derived": write_tiny_model(folder / "derived", family="qwen2", num_attention_heads=4),
     }
 
@@ -73,8 +72,6 @@ def refuse(models, directory):
         build(models["tied"], Topology(ParallelSpec(dp_size=2), GenerationSpec()))
     with pytest.raises(BackendError, match=r"has head_dim=48; vLLM on a CPU runs \[32, 64, .* 'transformers'"):
         build(models["heads"], one)
-    with pytest.raises(BackendError, match="has 4 experts; backend 'vllm' updates weights of dense models only"):
-        build(models["experts"], one)
     with pytest.raises(BackendError, match=r"heads of \[16\], its config says 32: .* 'transformers'"):
         build(models["derived"], one)
     with pytest.raises(BackendError, match=r"absent': no such directory"):

@@ -146,7 +146,7 @@ def find_recipe(section: object, search_path: Sequence[str], command: str | None
         hint = (
             f"Did you mean {show(near[0])}?" if near else f"Choose one of {', '.join(recipes)}, or set algorithm.recipe"
         )
-        raise ConfigError(f"algorithm.name = {show(name)}: there is no such algorithm. {hint}")
+        raise ConfigError(f"algorithm.name = {show(name)}: is not an algorithm. {hint}")
     return recipes[name]
 
 

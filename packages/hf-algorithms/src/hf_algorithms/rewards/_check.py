@@ -205,7 +205,7 @@ def _check_parameters(named: _Named, binding: Binding, config: Config, rows: Map
     columns = {name for part in rows.values() for row in part for name in row.columns}
     if unknown := binding.find_unknown({*columns, str(config.data.answer_field)}):
         raise ConfigError(
-            f"{named.label} has the parameter {unknown[0]}, for which there is no value: the convention "
+            f"{named.label} has the parameter {unknown[0]}, which nothing fills: the convention "
             f"{binding.style} does not offer it, and the data {_describe_columns(columns)}. Remove it, make it a "
             "column of the data, or set style of [[reward.functions]]"
         )

@@ -31,7 +31,8 @@ def require_known_layout(model: ModelDirectory) -> ModelShape:
     the engine's own loader takes a part.
 
     Raises:
-        BackendError: for a family whose parameters are merged or renamed in memory, or with tensors beside them.
+        BackendError: for a family whose parameters are merged or renamed in memory, other mixtures of experts included,
+            and for tensors that are not parameters.
     """
     try:
         shape = derive_shape(model)
@@ -44,6 +45,8 @@ def require_known_layout(model: ModelDirectory) -> ModelShape:
         tied = {"lm_head.weight"} if shape.tie_embeddings else set()
         if others := sorted(held - names - tied):
             raise model.refusal(f"its files hold {others[0]!r}, a tensor that is not trained. {_OTHER}")
+    if shape.is_generic and any(".experts." in name for name in shape.parameters()):
+        raise model.refusal(f"is a mixture of experts whose parts are not known here. {_OTHER}")
     return shape
 
 
@@ -51,15 +54,9 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
     """The model's shape, if vLLM runs it and takes its weights.
 
     Raises:
-        BackendError: for a family, experts, a head size or rotary embeddings that do not run.
+        BackendError: for a family, a head size or rotary embeddings that do not run.
     """
     shape = require_known_layout(model)
-    if shape.num_experts or any(".experts." in name for name in shape.parameters()):
-        # vLLM's reload of packed experts is refused for some sizes and wrong, without an error, for others.
-        raise model.refusal(
-            f"has {shape.num_experts or 'a mixture of'} experts; backend 'vllm' updates weights of dense models only. "
-            "Choose one, or rollout backend 'transformers'"
-        )
     if model.config.get("model_type") in _WRAPPED:
         refuse_wrapped(model)
     if on_cpu and shape.head_dim not in _CPU_HEAD_SIZES:
@@ -102,8 +99,6 @@ def check_sglang_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
         BackendError: for a family whose parameters are not known here, or experts on a CPU.
     """
     shape = require_known_layout(model)
-    if shape.is_generic and any(".experts." in name for name in shape.parameters()):
-        raise model.refusal(f"is a mixture of experts whose parts are not known here. {_OTHER}")
     if shape.num_experts and on_cpu:
         # Seen with 0.5.23: every token was 0, and nothing was said.
         raise model.refusal(

@@ -21,29 +21,38 @@ class Shard(torch.Tensor):
     already cut, and a loader that wants any other part is refused: the layouts of both sides cannot differ unnoticed.
     """
 
-    is_used: bool
-    """Whether a loader has taken the part."""
     _name: str
     _whole: Box
     _box: Box
     _part: torch.Tensor
+    _origin: Shard | None
+    _is_used: bool
 
     @staticmethod
     def __new__(cls: type[Shard], name: str, shape: Sequence[int], box: Box, part: torch.Tensor) -> Shard:
         """A whole parameter `name` of `shape`, of which `part` is at `box`."""
         shard: Shard = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)
         shard._name, shard._whole, shard._box, shard._part = name, Box.whole(shape), box, part
-        shard.is_used = False
+        shard._origin, shard._is_used = None, False
         return shard
+
+    @property
+    def is_used(self) -> bool:
+        """True once a loader has taken the part."""
+        return self._is_used
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answers `narrow` with the part, and a copy of the whole parameter where that is the part."""
+        """Answers `narrow` with the part; an expert's matrix may be stacked alone and unstacked before."""
         kwargs = kwargs or {}
         if func is torch.Tensor.narrow:
             return args[0]._cut(*args[1:], **kwargs)
+        if func is torch.Tensor.unsqueeze and args[1:] == (0,):
+            return args[0]._stack_alone()
+        if func is torch.Tensor.unbind and len(args) == 1 and args[0]._whole.shape[0] == 1:
+            return (args[0]._unstack(),)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -59,7 +68,7 @@ class Shard(torch.Tensor):
         whole = self._whole
         dim %= len(whole.shape)
         if self._box == whole:  # all of it is here: the loader may take what its rank needs
-            self.is_used = True
+            self._mark_used()
             return self._part.narrow(dim, int(start), int(length))
         wanted = Box(
             (*whole.offset[:dim], int(start), *whole.offset[dim + 1 :]),
@@ -71,8 +80,27 @@ class Shard(torch.Tensor):
                 "model is not "
                 "laid out here as the engine lays it out"
             )
-        self.is_used = True
+        self._mark_used()
         return self._part
+
+    def _stack_alone(self) -> Shard:
+        """The same with a leading dim of 1."""
+        box = Box((0, *self._box.offset), (1, *self._box.shape))
+        return self._derive((1, *self._whole.shape), box, self._part.unsqueeze(0))
+
+    def _unstack(self) -> Shard:
+        """The same without its leading dim, which is 1."""
+        return self._derive(self._whole.shape[1:], Box(self._box.offset[1:], self._box.shape[1:]), self._part[0])
+
+    def _derive(self, shape: Sequence[int], box: Box, part: torch.Tensor) -> Shard:
+        derived = Shard(self._name, shape, box, part)
+        derived._origin = self
+        return derived
+
+    def _mark_used(self) -> None:
+        self._is_used = True
+        if self._origin is not None:
+            self._origin._mark_used()
 
 
 def _read(value: Any, func: Any) -> Any:
@@ -82,5 +110,5 @@ def _read(value: Any, func: Any) -> Any:
         raise ReshardError(
             f"the engine's loader uses {func} on the whole of {show(value._name)}, of which this rank holds a part"
         )
-    value.is_used = True
+    value._mark_used()
     return value._part

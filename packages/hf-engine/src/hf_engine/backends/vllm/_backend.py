@@ -139,11 +139,14 @@ class VllmBackend:
 
     @property
     def staging_bytes(self) -> int:
-        """What vLLM's largest module takes twice: it keeps a module's shards until all are there, then packs them."""
+        """Most that an update takes: vLLM keeps a module's shards until all are there, then packs them.
+
+        That is twice a module; experts are packed into a third copy.
+        """
         sizes: dict[str, int] = defaultdict(int)
         for name, (box,) in self._layout.boxes_of(dist.get_rank()).items():
             sizes[_module_of(name)] += box.numel * self._layout.element_bytes
-        return 2 * max(sizes.values())
+        return max((3 if module.endswith(".experts") else 2) * size for module, size in sizes.items())
 
     def replica_ranks(self) -> tuple[int, ...]:
         """The ranks of vLLM's tensor-parallel group."""
@@ -242,6 +245,6 @@ class VllmBackend:
 
 
 def _module_of(name: str) -> str:
-    """The module of vLLM's that a parameter is packed into: its own, or that of q, k and v, or of gate and up."""
-    module = name.rpartition(".")[0]
+    """Name of the module of vLLM that a parameter is packed into, alone or with q, k and v, gate and up, or experts."""
+    module = re.sub(r"\.experts\.\d+\..*", ".experts", name.rpartition(".")[0])
     return re.sub(r"\.[qkv]_proj$", ".qkv_proj", re.sub(r"\.(gate|up)_proj$", ".gate_up_proj", module))

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
 
 from hf_protocols.errors import ReshardError
 
@@ -45,6 +47,7 @@ class ShardTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Prepares every layer; what an update that never finished left behind is dropped."""
         self._drop_unfinished()
         initialize_layerwise_reload(self.model)
+        self._forget_kernels()
         self._loaded: set[str] = set()
 
     @torch.no_grad()
@@ -71,6 +74,13 @@ class ShardTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Nothing is held."""
+
+    def _forget_kernels(self) -> None:
+        """On a CPU vLLM packs experts only where it also makes their kernel: it then leaves a reload unpacked."""
+        for module in self.model.modules() if current_platform.is_cpu() else ():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, UnquantizedFusedMoEMethod):
+                method.moe_kernel = None
 
     def _pack_tied(self) -> None:
         """Packs output layers whose weight is the embedding's: vLLM's reload packs only the module that it loads."""
