@@ -149,7 +149,8 @@ def describe_curve(name: str) -> list[str]:
 def describe_needs(recipe: Recipe) -> list[str]:
     """Keys that other sections must have."""
     config = recipe.config
-    needs = [f"- `{key}` must be given." for key in config.needs_keys]
+    others = {"cost.function": " or `[cost.model]`"}
+    needs = [f"- `{key}`{others.get(key, '')} must be given." for key in config.needs_keys]
     if config.most_samples is not None:
         needs.append(f"- `rollout.samples_per_prompt` is {config.most_samples}.")
     elif config.least_samples > 1:

@@ -57,6 +57,9 @@ def test_metrics_count_trained_tokens_only() -> None:
         "reward/std": 0.5**0.5,
         "reward/unscorable": 0.0,
         "rollout/logprob_gap": 0.25,
+        "rollout/mismatch_k3": (np.exp(-0.5) - 1 + 0.5) / 2,
+        "rollout/weight_mean": (1 + np.exp(-0.5)) / 2,
+        "rollout/weight_max": 1.0,
         "rollout/logprob_gap_max": 0.5,
         "rollout/logprob_gap_share": 0.5,
     }
@@ -145,6 +148,21 @@ class Given:
 def test_an_estimator_that_goes_wrong_is_named(found: Any, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         run_worker("compute_advantages", batch_with_observations(), Given(found))
+
+
+def test_an_advantage_for_each_row_is_that_of_its_tokens() -> None:
+    """As many rows as tokens: nothing else shows which of the two a value is for."""
+
+    class PerRow(GAE):
+        def __call__(self, columns: Any) -> Any:
+            return {"advantages": torch.tensor([1.0, 2.0]), "returns": torch.zeros_like(columns["values"])}
+
+    batch = TensorDict(
+        {"response_mask": jagged([1, 1], [1, 0]), "scores": torch.zeros(2), "values": jagged([0.0, 0.0], [0.0, 0.0])},
+        batch_size=[2],
+    )
+    found = run_worker("compute_advantages", batch, PerRow())
+    assert [row.tolist() for row in found["advantages"].unbind()] == [[1.0, 1.0], [2.0, 0.0]]
 
 
 def test_values_of_untrained_tokens_may_be_anything() -> None:

@@ -159,7 +159,7 @@ def test_an_algorithm_of_ones_own_is_shown_with_its_docstrings(hybridflow: Comma
         (["--algorithm", "grpo", "--set", "algorithm.gamma=1"], "unknown key 'algorithm.gamma'"),
         (["absent.toml"], "absent.toml"),
         (["broken.toml"], "broken.toml is not valid TOML"),
-        (["other.toml", "--algorithm", "safe_rlhf"], "cost.function is missing"),
+        (["other.toml", "--algorithm", "safe_rlhf"], "cost.function or [cost.model] is missing"),
     ],
 )
 def test_what_train_refuses_is_refused_alike(

@@ -1,12 +1,10 @@
-"""Settings that a run passes to its executor, and the averages of its metrics."""
+"""Settings that a run passes to its executor, and its warnings."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from hf_algorithms import run
@@ -38,33 +36,3 @@ def test_a_reward_without_scores_names_its_functions() -> None:
     )
     assert ended.endswith("could be scored: calls of slow (8 responses) met deadline_s or ended their process")
     assert run.describe_unscorable(3, {"reward/unscorable": 8.0}).endswith(": its functions returned None or NaN")
-
-
-def pair(*values: float) -> tuple[float, float]:
-    return sum(values), float(len(values))
-
-
-def test_unequal_mini_batches_average_over_all_of_their_tokens() -> None:
-    parts = [
-        {"actor/entropy": pair(1.0), "gap_max": (3.0, 1.0)},
-        {"actor/entropy": pair(4.0, 4.0, 4.0), "gap_max": (2.0, 1.0)},
-    ]
-    found = run.average_metrics([*parts, {"group/refills": (2.0, 1.0), "nothing": (0.0, 0.0)}])
-    assert found == {"actor/entropy": 13 / 4, "gap_max": 3.0, "group/refills": 2.0}
-
-
-@pytest.mark.parametrize("sizes", [(6,), (1, 5), (2, 1, 3)])
-def test_explained_variance_is_that_of_all_tokens(sizes: tuple[int, ...]) -> None:
-    returns, values = np.random.default_rng(0).normal(size=(2, 6))
-    bounds = np.cumsum([0, *sizes])
-    parts = [
-        {
-            "critic/returns_mean": pair(*returns[start:end]),
-            "critic/returns_square": pair(*returns[start:end] ** 2),
-            "critic/error_mean": pair(*(returns - values)[start:end]),
-            "critic/squared_error": pair(*((returns - values)[start:end] ** 2)),
-        }
-        for start, end in pairwise(bounds)
-    ]
-    wanted = 1 - (returns - values).var() / returns.var()
-    assert run.average_metrics(parts) == pytest.approx({"critic/explained_variance": wanted}, rel=1e-12)

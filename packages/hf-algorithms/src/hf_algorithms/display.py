@@ -97,14 +97,13 @@ class RunDisplay:
         """Name what happens from now on; the remaining time counts from here."""
         self._ends_s.clear()
         self._ends_s.append(self._clock())
-        self._doing = text
         self._progress.update(self._task, description=text, eta="")
         if not self._is_live:
             self._print(text)
+        self._doing = text  # the reminder repeats only what was printed
 
     def iteration(self, number: int, metrics: Mapping[str, float]) -> None:
         """Show iteration ``number`` (from 1); a metric that is absent keeps its last known value."""
-        self._doing = f"iteration {number + 1}" if number < self._total else self._doing
         self._ends_s.append(self._clock())
         self._known = {**self._known, **metrics}
         if "reward/mean" in metrics:
@@ -115,6 +114,7 @@ class RunDisplay:
             width = len(str(self._total))
             numbers = [f"{label} {value}" for label, value in self._numbers()]
             self._print("  ".join([f"iteration {number:>{width}}/{self._total}", *numbers, eta]))
+        self._doing = f"iteration {number + 1}" if number < self._total else self._doing
 
     def note(self, text: str) -> None:
         """Leave a line above the panel."""

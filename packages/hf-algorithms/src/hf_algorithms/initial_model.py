@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hf_algorithms.data import (
     build_character_tokenizer,
@@ -302,4 +303,20 @@ def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     with torch.random.fork_rng(devices=[]), errors_of("transformers", "the fresh model cannot be written"):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(llama)  # type: ignore[no-untyped-call]
-        model.save_pretrained(directory)
+        with _without_progress():
+            model.save_pretrained(directory)
+
+
+@contextmanager
+def _without_progress() -> Iterator[None]:
+    """Keeps the progress bars of transformers off the terminal, which would stand before an error's one line."""
+    from transformers.utils import logging
+
+    bars: Any = logging
+    is_shown = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if is_shown:
+            bars.enable_progress_bar()

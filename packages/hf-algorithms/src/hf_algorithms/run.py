@@ -29,20 +29,19 @@ from hf_algorithms.rewards import TrainerState, describe_logs
 from hf_algorithms.role_models import describe_generic_shapes
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
+from hf_algorithms.step_metrics import average_metrics
 from hf_algorithms.wiring import build_roles, build_sampling
 from hf_controller import Executor, InProcessExecutor, RayExecutor
-from hf_protocols import MappingPlan, merge_metrics
+from hf_protocols import MappingPlan
 
 if TYPE_CHECKING:
     from hf_controller import BatchFuture
     from hf_engine import SamplingParams
 
 __all__ = [
-    "average_metrics",
     "begin_run",
     "build_executor",
     "check_inputs",
-    "count_once",
     "describe_unscorable",
     "run_training",
     "versions",
@@ -262,9 +261,7 @@ class _Run:
                 *config.recipe.run_step(self._roles, prompts, config.algorithm, context),
                 *(group.drain_metrics() for group in self._roles.groups.values() if "drain_metrics" in group.methods),
             ]
-            metrics = average_metrics(
-                [count_once(each) if isinstance(each, Mapping) else each.sums() for each in futures]
-            )
+            metrics = average_metrics(config.recipe.name, futures)
         self._state[_NUM_LEARNED] = draws.num_learned
         self._note_progress(iteration)
         elapsed_s = time.perf_counter() - start_s
@@ -364,29 +361,3 @@ def build_executor(config: Config, plan: MappingPlan) -> Executor:
         start_timeout_s=longest_s,
         collective_timeout_s=longest_s,  # ranks whose responses are short wait for those that generate for longer
     )
-
-
-def count_once(metrics: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """Returns numbers as metrics that were counted once."""
-    return {name: (value, 1.0) for name, value in metrics.items()}
-
-
-def average_metrics(parts: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
-    """Mean of every metric over what its calls counted, of a `_max` the largest; names sorted.
-
-    An update with more tokens counts for more. A metric of which nothing was counted is left out.
-    """
-    means = {name: value / count for name, (value, count) in merge_metrics(parts).items() if count}
-    return dict(sorted(_explain_variance(means).items()))
-
-
-def _explain_variance(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics with the explained variance of every critic in place of the moments that it is formed of."""
-    from hf_algorithms.losses import VALUE_MOMENTS, compute_explained_variance
-
-    roles = [name.removesuffix(f"/{VALUE_MOMENTS[0]}") for name in metrics if name.endswith(f"/{VALUE_MOMENTS[0]}")]
-    for role in roles:
-        found = compute_explained_variance({moment: metrics.pop(f"{role}/{moment}") for moment in VALUE_MOMENTS})
-        if found is not None:
-            metrics[f"{role}/explained_variance"] = found
-    return metrics

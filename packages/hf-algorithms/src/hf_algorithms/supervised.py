@@ -23,7 +23,8 @@ from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.recipes import StepContext, SupervisedDataset, SupervisedRecipe
 from hf_algorithms.report import write_report
 from hf_algorithms.role_models import find_role_models, list_main_backends
-from hf_algorithms.run import average_metrics, begin_run, build_executor, check_inputs, count_once, versions
+from hf_algorithms.run import begin_run, build_executor, check_inputs, versions
+from hf_algorithms.step_metrics import average_metrics
 from hf_algorithms.wiring import build_roles
 from hf_engine import SamplingParams
 from hf_protocols import ConfigError
@@ -268,8 +269,7 @@ class _SupervisedRun:
         )
         with self._executor.trace.label(iteration=iteration):
             futures = self._recipe.run_step(self._roles, batch, config.algorithm, context)
-            parts = [count_once(each) if isinstance(each, Mapping) else each.sums() for each in futures]
-            metrics = average_metrics(parts)
+            metrics = average_metrics(self._recipe.name, futures)
         elapsed_s = time.perf_counter() - start_s
         if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
             found = self._evaluate("validation")

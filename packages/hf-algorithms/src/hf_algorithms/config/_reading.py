@@ -166,7 +166,7 @@ def _check_meaning(config: Config) -> None:
         *_find_overrides_without_model(config),
         *_find_problems_of_rewards(config),
         *(
-            f"{key} is missing: algorithm.name = {name} needs it"
+            f"{_describe_missing(key)} is missing: algorithm.name = {name} needs it"
             for key in config.algorithm.needs_keys
             if _is_missing(config, key)
         ),
@@ -217,6 +217,11 @@ def _is_missing(config: Config, key: str) -> bool:
         part = getattr(config, section)
         return not part.list_functions() and part.model is None
     return _value_of(config, key) is None
+
+
+def _describe_missing(key: str) -> str:
+    section, _, name = key.rpartition(".")
+    return f"{key} or [{section}.model]" if name == "function" else key
 
 
 def _find_problems_of_rewards(config: Config) -> Iterator[str]:

@@ -64,8 +64,8 @@ class AlgorithmConfig(BaseModel):
     recipe: str | None = None
     """Your own recipe, as `module:RECIPE` or `file.py:RECIPE`."""
     conventions: Literal["ours", "trl", "verl", "openrlhf", "nemo"] = "ours"
-    """Whose defaults the keys below take where they are left out; what is written wins."""
-    epochs: Annotated[int, Field(ge=1)] = 1
+    """Library whose conventions set the keys below that are left out; see the page on conventions."""
+    epochs: Annotated[int, Field(ge=1, le=1000)] = 1
     """Passes over the batch of one iteration."""
     mini_batches: Annotated[int, Field(ge=1)] = 1
     """Updates per pass; each takes a global, seeded share of the rows. Where responses to one prompt are compared, or
@@ -95,11 +95,11 @@ class PolicyConfig(AlgorithmConfig):
 
     old_logprobs: Literal["auto", "current", "recomputed", "sampled"] = "auto"
     """`current`: from the update itself, exact for one update per iteration. `recomputed`: one more forward pass.
-    `sampled`: those of the rollout backend; the clip of PPO's kind then cuts ratios at 2. `auto`: `current` where it is
+    `sampled`: those of the rollout backend; a clipped ratio is then at most 2. `auto`: `current` where it is
     exact and nothing before the update reads them, else `recomputed`.
     """
     log_ratio_clamp: Range | None = 20.0
-    """Largest size of the logarithm of a ratio."""
+    """Largest absolute value of the logarithm of a ratio."""
     kl_coefficient: Coefficient = 0.0
     """Weight of the divergence from the reference model. With 0 no reference model is loaded."""
     kl_place: Literal["reward", "loss", "none"] = "loss"
@@ -235,7 +235,7 @@ class ClipKeys(AlgorithmConfig):
 
 
 class ScoreClipKeys(AlgorithmConfig):
-    """Key of algorithms that may cut what is left of a score."""
+    """Key of algorithms that may clip a score after its baseline."""
 
     score_clip: Range | None = None
     """The score less its baseline, divided as the algorithm divides it, is cut at plus and minus this size."""
@@ -282,7 +282,7 @@ class WhitenKeys(AlgorithmConfig):
     std_ddof: Degrees = 0
     """Divisor of the variance: the number of tokens - std_ddof."""
     std_eps: Coefficient = 1e-8
-    """Is added to the variance, inside the root."""
+    """Number added to the variance, inside the root."""
 
 
 class CriticKeys(AlgorithmConfig):
@@ -295,9 +295,9 @@ class CriticKeys(AlgorithmConfig):
     bootstrap: Literal["zero", "value"] = "zero"
     """Value after a response that was cut by its length: 0, or the critic's last value."""
     value_clip: Range | None = 0.2
-    """Values are clipped to this distance from the old ones; with `normalize_values`, in deviations of the returns."""
+    """Largest distance of values from the old ones; with `normalize_values`, in standard deviations of the returns."""
     normalize_values: bool = False
-    """The critic learns returns less their running mean, divided by their running deviation, over the whole batch."""
+    """The critic learns returns less their running mean, divided by their running standard deviation."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """First iterations in which the critic alone is trained."""
 
@@ -308,7 +308,7 @@ class RewardKeys(AlgorithmConfig):
     reward_clip: Range | None = None
     """Scores are cut at plus and minus this size, before anything is subtracted from them."""
     missing_eos_penalty: Coefficient | None = None
-    """Is subtracted from the score of a response that was cut by its length."""
+    """Number subtracted from the score of a response that was cut by its length."""
 
 
 class LengthKeys(AlgorithmConfig):

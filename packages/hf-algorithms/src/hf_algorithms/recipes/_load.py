@@ -11,7 +11,7 @@ from typing import Any
 from hf_algorithms.recipes._recipe import Recipe
 from hf_algorithms.users_code import describe_raised
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
+from hf_protocols.arguments import shorten_list, show
 from hf_protocols.similar_names import find_similar
 
 __all__ = ["load_recipe"]
@@ -54,7 +54,7 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
         what = "is not a Recipe" if hasattr(module, name) else "does not exist"
         where = origin or f"the folder {place}, which is not a module"
         near = find_similar(name, recipes) or recipes
-        hint = f"did you mean {', '.join(near)}?" if near else "Define one with Recipe(...)"
+        hint = f"Did you mean {', '.join(shorten_list(near))}?" if near else "Define one with Recipe(...)"
         raise ConfigError(f"{label}: {name} {what} in {where}. {hint}")
     usual = found.config.model_fields["name"].default
     if usual != found.name:

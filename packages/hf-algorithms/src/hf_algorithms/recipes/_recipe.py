@@ -32,8 +32,8 @@ __all__ = ["Recipe", "Role", "StepContext", "StepError", "SupervisedDataset", "S
 
 _TAKEN = frozenset({"find", "groups", "having"})
 """Names that `Roles` has for itself."""
-_COLUMNS = frozenset({"iteration"})
-"""Names in metrics.jsonl that are not metrics."""
+_OF_RUN = frozenset({"checkpoint", "eval", "iteration", "memory", "perf", "time"})
+"""First parts of names in metrics.jsonl that the run itself writes."""
 
 
 class StepError(HybridFlowError):
@@ -196,7 +196,7 @@ class Recipe:
     def run_step(
         self, roles: Roles, prompts: BatchFuture, config: Any, context: StepContext
     ) -> list[MetricsFuture | Mapping[str, float]]:
-        """Runs `step`, which may be anybody's code, and checks what it returns.
+        """Runs `step`, which may be a user's code, and checks what it returns.
 
         Raises:
             StepError: if the step raises, with the place in its code, or returns something else than metrics.
@@ -220,7 +220,7 @@ class Recipe:
                     f"{label} returned {show(each)}, which is not metrics. Return a list of what calls to update_actor "
                     "and its like return, and of mappings of a name to a number"
                 )
-            if isinstance(each, Mapping) and (taken := [name for name in each if name in _COLUMNS]):
+            if isinstance(each, Mapping) and (taken := [name for name in each if _is_of_run(name)]):
                 raise fails(f"{label} returned a metric named {show(taken[0])}, which the run writes. Rename it")
         return [
             {name: float(value) for name, value in each.items()} if isinstance(each, Mapping) else each
@@ -324,6 +324,10 @@ class SupervisedRecipe(Recipe):
     unused: tuple[str, ...] = ("warm_start", "rollout", "reward", "cost")
 
 
+def _is_of_run(name: str) -> bool:
+    return name.partition("/")[0] in _OF_RUN
+
+
 def _are_numbers(metrics: object) -> bool:
     return isinstance(metrics, Mapping) and all(
         isinstance(name, str) and isinstance(value, Real) for name, value in metrics.items()
@@ -355,8 +359,8 @@ def mini_batch_rows(
         )
     if num_groups < num_mini_batches:
         raise BatchError(
-            f"a batch of {num_groups} {'rows' if group_size == 1 else 'groups'} makes no {num_mini_batches} "
-            "mini-batches. Lower algorithm.mini_batches"
+            f"algorithm.mini_batches = {num_mini_batches}: a batch of {num_groups} "
+            f"{'rows' if group_size == 1 else 'groups'} has fewer. Lower it"
         )
     order = random.Random(seed)
     for _ in range(epochs):

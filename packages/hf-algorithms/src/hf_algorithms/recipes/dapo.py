@@ -1,9 +1,9 @@
-"""DAPO: GRPO with a higher upper clip, dynamic sampling, token-mean and a length term (Yu et al. 2025).
+"""DAPO: GRPO with a higher upper clip, dynamic sampling, token-mean and an optional length term (Yu et al. 2025).
 
 An iteration drops the groups whose scores are all equal and draws as many prompts again, at most `max_refills` times
 and while the data set has as many rows that the iteration has not drawn. Surplus groups are dropped and counted. After
-the last refill it trains on what there is. Without any group it trains on nothing, as with fewer responses than there
-are ranks to share them. Metrics: `group/filtered`, `group/refills`, and `actor/skipped_steps` for an iteration without
+the last refill it trains on what there is. Without any group, or with fewer responses than ranks, it makes no update.
+Metrics: `group/filtered`, `group/refills`, and `actor/skipped_steps` for an iteration without
 an update. The metrics of scores and responses are of all that were drawn, before the length term.
 
 Deviations from the paper:
@@ -11,6 +11,8 @@ Deviations from the paper:
 - `aggregation = "token-mean"` is what its code does; its equation 8 divides by the tokens of each prompt's group, which
   `prompt-mean` does;
 - the standard deviation divides by n - 1, and 1e-6 is added to it;
+- the length term is left out by default; `overlong_buffer` adds it;
+- the logarithm of the ratio is cut at -20 and 20;
 - the metric of dynamic sampling is the score itself, before the length term, unless `filter_metric` names another.
 """
 
@@ -71,7 +73,7 @@ class DAPOConfig(LengthKeys, StdKeys, ClipKeys, PolicyConfig):
 def step(
     roles: Roles, prompts: BatchFuture, config: DAPOConfig, context: StepContext
 ) -> Sequence[MetricsFuture | Mapping[str, float]]:
-    """One iteration: it asks for the groups that are worth training on, and refills."""
+    """Trains on the groups whose scores differ, after refills."""
     from hf_algorithms.advantages import LengthTerm
     from hf_algorithms.roles import least_rows
 

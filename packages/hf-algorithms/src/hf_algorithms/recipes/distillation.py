@@ -9,9 +9,11 @@ train nothing.
 
 Deviations from the paper:
 
-- with `"sampled"` the loss is a policy gradient on the sampled token, not a divergence over the vocabulary;
+- with `"sampled"` the loss is a policy gradient on the sampled token, not a divergence over the vocabulary; the
+  logarithm of its ratio is cut at -20 and 20;
 - with `"top_k"` all tokens but the teacher's `top_k` likeliest count as one outcome. The divergence is taken at the
-  student's own responses, and its gradient does not reach back to the tokens that led there.
+  student's own responses, and its gradient does not reach back to the tokens that led there. It has no ratio, so
+  corrections of the sampler's mismatch do not apply.
 
 `"top_k"` adds two columns to the batch, 8 `top_k` bytes for each response token: 256 with 32.
 """

@@ -36,7 +36,7 @@ class DPPOConfig(StdKeys, PolicyConfig):
     ratio_cap: Range = 20.0
     """Largest weight of a token."""
     anchor: Literal["sampler", "old"] = "sampler"
-    """Owner of the probability q: the sampler (paper), or the policy at the start of the update (verl)."""
+    """Source of the probability q: the sampler (paper), or the policy at the start of the update (verl)."""
 
 
 def step(roles: Roles, prompts: BatchFuture, config: DPPOConfig, context: StepContext) -> Sequence[MetricsFuture]:

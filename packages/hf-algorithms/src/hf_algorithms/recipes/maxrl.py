@@ -1,7 +1,12 @@
 """MaxRL: advantages relative to the group's mean score, (r - m) / m.
 
 For scores of 0 and 1 the expected gradient is that of the log-likelihood of success, expanded to order n - 1. A group
-whose mean is 0 or less has advantages 0.
+whose mean is 0 or less has advantages 0, as in prime-rl.
+
+Deviations from that:
+
+- the loss has a clipped ratio, which is 1 in the first update of an iteration;
+- the logarithm of the ratio is cut at -20 and 20.
 """
 
 from __future__ import annotations

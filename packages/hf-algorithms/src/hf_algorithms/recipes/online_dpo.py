@@ -1,8 +1,13 @@
 """Online DPO: two responses to a prompt, of which the better scored one is preferred (Guo et al. 2024).
 
-Deviations from the paper: scores come from the reward, not from a judge; a pair whose scores are equal is skipped and
-counted in `preference/skipped`; log-probs of a response are summed, not averaged. Log-probs are computed again before
-every update, for a pair's rows see each other's.
+Deviations from the paper:
+
+- scores come from the reward, not from a judge;
+- a pair whose scores are equal is skipped and counted in `preference/skipped`;
+- log-probs of a response are summed, not averaged;
+- the loss has no ratio to the sampler, so corrections of the sampler's mismatch do not apply.
+
+Each update computes the log-probs of both responses of a pair again: the loss of one response depends on the other's.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The baseline has the least variance if all tokens have gradients of equal size. It is meant for one update per
 iteration.
 
-Deviation from the paper: the loss has a clipped ratio, which is 1 in the first update.
+Deviations from the paper: the loss has a clipped ratio, which is 1 in the first update; its logarithm is cut at -20 and
+20.
 """
 
 from __future__ import annotations

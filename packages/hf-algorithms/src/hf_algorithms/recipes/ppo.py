@@ -65,9 +65,10 @@ class PPOConfig(CriticKeys, RewardKeys, WhitenKeys, ClipKeys, PolicyConfig):
     value_lambda: Share | None = None
     """The lambda of the critic's returns; by default `gae_lambda`."""
     reward_position: Literal["last", "after"] = "last"
-    """Place where the score is paid: the last token, or the position after it, whose value the critic then learns too.
-    A response of `rollout.max_new_tokens` has no room for that and is paid at its last token. Of PPO alone: without a
-    critic there is no value after the response, and the authors of Safe-RLHF pay at the last token.
+    """Position that gets the score: the last token, or the one after it, whose value the critic then learns as well.
+
+    A response of `rollout.max_new_tokens` has no position after its last token, which then gets the score. Only PPO has
+    this key: without a critic no value follows the response, and Safe-RLHF's authors pay at the last token.
     """
 
     def find_contradictions(self) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """REINFORCE++: discounted returns with a KL penalty per token, whitened over the batch (Hu 2025).
 
-Deviation from the paper: the variance divides by the number of tokens; `std_ddof = 1` subtracts one.
+Deviations from the paper: the variance divides by the number of tokens, `std_ddof = 1` subtracts one; the logarithm of
+the ratio is cut at -20 and 20.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The whitening weighs long responses more. The group's standard deviation divides nothing.
 
-Deviation from the paper: the variance divides by the number of tokens; `std_ddof = 1` subtracts one.
+Deviations from the paper: the variance divides by the number of tokens, `std_ddof = 1` subtracts one; the logarithm of
+the ratio is cut at -20 and 20.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Deviations from the paper:
 
 - the KL penalty is a token reward, accumulated over what follows the token; the paper subtracts it from the score;
-- a clipped token ratio allows several updates per batch; with one update it is plain REINFORCE.
+- a clipped token ratio allows several updates per batch; with one update it is plain REINFORCE;
+- the logarithm of the ratio is cut at -20 and 20.
 """
 
 from __future__ import annotations

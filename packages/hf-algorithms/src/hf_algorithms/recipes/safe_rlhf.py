@@ -11,7 +11,8 @@ Deviations from the authors' code:
 - lambda is updated once an iteration by the costs of the whole batch, not once a micro-batch and rank;
 - both critics start from the actor; `[roles.critic] path` and `[roles.cost_critic] path` name the reward model and the
   cost model, from which the authors start;
-- the values' clip is PPO's; the authors clip values to a distance of 5, which is `value_clip = 5.0`;
+- the logarithm of the policy's ratio is cut at -20 and 20;
+- values are clipped as in PPO; the authors clip values to a distance of 5, which is `value_clip = 5.0`;
 - the critics' loss is a mean over all tokens of a mini-batch, not over responses, and ignores `overlong_filter`;
 - the gradient of PTX enters the optimizer step of the policy's loss; the authors pass backwards twice.
 

@@ -1,6 +1,7 @@
 """SAPO: a soft gate in place of the clip (Gao et al. 2025).
 
-Deviations from the paper: the standard deviation divides by n - 1, and 1e-6 is added to it.
+Deviations from the paper: the standard deviation divides by n - 1, and 1e-6 is added to it; the logarithm of the ratio
+is cut at -20 and 20.
 """
 
 from __future__ import annotations

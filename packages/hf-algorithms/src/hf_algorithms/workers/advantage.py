@@ -156,14 +156,18 @@ class AdvantageWorker(Worker):
         `distillation/kl` is the mean over trained tokens of the policy's log-prob less the teacher's.
 
         ``rollout/logprob_gap`` is the mean over trained tokens of |sampler's log-prob - trainer's|, ``..._max`` the
-        largest, ``..._share`` the share of tokens above `GAP_BOUND`. They are left out where the sampler's log-probs
-        were taken as old ones: then there is nothing to compare before the update. Means over tokens are left out where
+        largest, ``..._share`` the share of tokens above `GAP_BOUND`; for ``rollout/mismatch_k3`` and
+        ``rollout/weight_*`` see `measure_mismatch`. They are left out where the sampler's log-probs were taken as old
+        ones: then there is nothing to compare before the update. Means over tokens are left out where
         there is no trained token.
         """
+        import torch
+
         from hf_algorithms.advantages import compute_score_metrics
         from hf_algorithms.advantages.shaping import TRUNCATED
         from hf_algorithms.kl import estimate_kl
         from hf_algorithms.losses import GAP_BOUND
+        from hf_algorithms.losses._correction import measure_mismatch
 
         rows = float(len(batch))
         mask = pad_rows(batch["response_mask"]).bool()
@@ -186,6 +190,8 @@ class AdvantageWorker(Worker):
             metrics["distillation/kl"] = (float((old - teacher).sum()), tokens)
         if compares_sampler and tokens and old is not None and sampled is not None:
             gaps = (sampled - old).abs()
+            of_tokens = measure_mismatch(old, sampled, torch.ones_like(old, dtype=torch.bool), None)
+            metrics |= {name: part for name, part in of_tokens.items() if name != "rollout/masked"}
             metrics["rollout/logprob_gap"] = (float(gaps.sum()), tokens)
             metrics["rollout/logprob_gap_max"] = (float(gaps.max()), 1.0)
             metrics["rollout/logprob_gap_share"] = (float((gaps > GAP_BOUND).sum()), tokens)
@@ -227,12 +233,15 @@ def _estimate(estimator: Estimator, columns: Mapping[str, torch.Tensor]) -> dict
         if value.is_complex() or value.dtype == torch.bool:
             raise BatchError(f"{label}: {name} has dtype {value.dtype}. Return real numbers")
         trained = value if value.dim() == 1 else value.masked_fill(~mask, 0)
+        of_rows = value.dim() == 1
         # NaN is the value of a row that has none.
-        wrong = trained.isinf() if value.dim() == 1 else ~trained.isfinite()
+        wrong = trained.isinf() if of_rows and name != "advantages" else ~trained.isfinite()
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0, 0])
             raise BatchError(
                 f"{label}: {name} of row {row} is infinite or not a number. Look at the columns that it reads there"
             )
+        if of_rows and name == "advantages":
+            trained = trained[:, None].expand_as(mask).masked_fill(~mask, 0)  # losses weigh tokens
         checked[name] = trained
     return checked

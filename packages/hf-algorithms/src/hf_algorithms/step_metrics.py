@@ -1,0 +1,54 @@
+"""Metrics of one pass of a recipe's step: those of its calls, and numbers of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hf_algorithms.recipes import StepError
+from hf_protocols.arguments import show
+from hf_protocols.metrics import merge_metrics
+
+if TYPE_CHECKING:
+    from hf_controller import MetricsFuture
+
+__all__ = ["average_metrics"]
+
+
+def average_metrics(recipe: str, found: Sequence[MetricsFuture | Mapping[str, float]]) -> dict[str, float]:
+    """Mean of every metric over what its calls counted, of a `_max` the largest; names sorted.
+
+    An update with more tokens counts for more. A metric of which nothing was counted is left out.
+
+    Args:
+        recipe: name, for messages.
+        found: what the step returned: metrics of calls, and numbers by name.
+
+    Raises:
+        StepError: for a number with the name of another metric: their mean would be neither.
+    """
+    own = [each for each in found if isinstance(each, Mapping)]
+    parts = [each.sums() for each in found if not isinstance(each, Mapping)]
+    taken: set[str] = set().union(*parts)
+    for numbers in own:
+        if double := sorted(taken & numbers.keys()):
+            raise StepError(
+                f"the step of {show(recipe)} returned a metric named {show(double[0])}, which another call reports. "
+                "Rename it"
+            )
+        taken |= numbers.keys()
+        parts.append({name: (value, 1.0) for name, value in numbers.items()})
+    means = {name: value / count for name, (value, count) in merge_metrics(parts).items() if count}
+    return dict(sorted(_explain_variance(means).items()))
+
+
+def _explain_variance(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics with the explained variance of every critic in place of the moments that it is formed of."""
+    from hf_algorithms.losses import VALUE_MOMENTS, compute_explained_variance
+
+    roles = [name.removesuffix(f"/{VALUE_MOMENTS[0]}") for name in metrics if name.endswith(f"/{VALUE_MOMENTS[0]}")]
+    for role in roles:
+        found = compute_explained_variance({moment: metrics.pop(f"{role}/{moment}") for moment in VALUE_MOMENTS})
+        if found is not None:
+            metrics[f"{role}/explained_variance"] = found
+    return metrics
