@@ -104,7 +104,11 @@ def test_a_resolved_file_takes_other_conventions_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "keys", "message"),
     [
-        ("grpo", {"baseline": "leave_one_out"}, r"^algorithm\.std_on = 's\+eps': with algorithm\.baseline"),
+        (
+            "grpo",
+            {"baseline": "leave_one_out"},
+            r"^algorithm\.std_on = 's\+eps' \(the default\): with algorithm\.baseline",
+        ),
         ("rloo", {"ratio": "sequence", "dual_clip": 3.0}, r"^algorithm\.dual_clip: algorithm\.ratio = 'sequence'"),
         ("rloo", {"ratio": "sequence", "aggregation": "token-mean"}, r"^algorithm\.ratio = 'sequence': with"),
         ("grpo", {"kl_estimator": "k2", "kl_gradient": "ratio"}, r"^algorithm\.kl_gradient = 'ratio': "),
@@ -113,6 +117,24 @@ def test_a_resolved_file_takes_other_conventions_for_nothing() -> None:
 def test_switches_that_cannot_go_together(algorithm: str, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(algorithm, "ours", **keys)
+
+
+@pytest.mark.parametrize(
+    ("section", "begin"),
+    [
+        ({"name": "grpo", "kl_place": "reward"}, "algorithm.kl_estimator = 'k3' (the default): with algorithm.kl_pl"),
+        ({"name": "grpo", "kl_place": "reward", "kl_estimator": "k3"}, "algorithm.kl_estimator = 'k3': with algorithm"),
+        (
+            {"name": "ppo", "conventions": "verl", "kl_place": "loss", "kl_coefficient": 0.01},
+            "algorithm.kl_gradient = 'value' (by conventions = 'verl'): in the loss",
+        ),
+    ],
+)
+def test_a_contradiction_says_where_a_value_is_from(section: dict[str, Any], begin: str) -> None:
+    body = {"data": {"train": "rows.jsonl"}, "algorithm": section, "rollout": {"samples_per_prompt": 4}}
+    with pytest.raises(ConfigError) as refused:
+        parse_config(body)
+    assert str(refused.value).startswith(begin)
 
 
 # ------------------------------------------------------------------- the projects that are not run, in numpy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -184,7 +185,23 @@ def _ask_for_contradictions(algorithm: AlgorithmConfig) -> list[str]:
         raise ConfigError(f"{label} raised {describe_raised(error)}") from error
     if not all(isinstance(line, str) for line in found):
         raise ConfigError(f"{label} gave {show(found)}. Let it yield texts")
-    return found
+    usual = expand_conventions(algorithm.conventions, algorithm.name)
+    return [_name_origin(line, algorithm, usual) for line in found]
+
+
+def _name_origin(line: str, algorithm: AlgorithmConfig, usual: Mapping[str, Any]) -> str:
+    """Says of a value that begins a message where it is from, if nobody wrote it."""
+    begin = re.match(r"algorithm\.(\w+) = [^:]*", line)
+    if begin is None:
+        return line
+    key = begin[1]
+    if key in usual and getattr(algorithm, key) == usual[key]:
+        origin = f"by conventions = {show(algorithm.conventions)}"
+    elif key in algorithm.model_fields_set:
+        return line
+    else:
+        origin = "the default"
+    return f"{begin[0]} ({origin}){line[begin.end() :]}"
 
 
 def _find_overrides_without_model(config: Config) -> Iterator[str]:
