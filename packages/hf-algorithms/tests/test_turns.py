@@ -235,6 +235,9 @@ def test_templates_and_options_that_cannot_be_used_are_refused(tokenizers, tmp_p
     tokenizer = tokenizers["chatml"]
     with pytest.raises(ConfigError, match=r"^data.chat_template is not valid Jinja: .*endfor"):
         TurnFormat(tokenizer, template="{% for turn in messages %}")
+    for template in ("constant", "{{ messages[0]['role'] }}:"):
+        with pytest.raises(ConfigError, match=r"^data.chat_template leaves out a user's message: every chat becomes '"):
+            TurnFormat(tokenizer, template=template)
     with pytest.raises(ConfigError, match=r"data.template_options has add_generation_prompt, which is not a variable"):
         TurnFormat(tokenizer, options={"add_generation_prompt": False})
     with pytest.raises(ConfigError, match=r"data.chat_template = 'absent.jinja': cannot be read as a file \(No such"):

@@ -12,6 +12,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_algorithms.data._rows import Message
+from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError, ModelError
 
 if TYPE_CHECKING:
@@ -298,13 +299,19 @@ class TurnFormat:
 
         if not self.has_template:
             return
+        name = "data.chat_template" if self._template else f"the chat template of {self._label}"
+        chats = [({"role": "user", "content": content},) for content in ("1", _MARK)]
         try:
-            self._render(({"role": "user", "content": "1"},), add_generation_prompt=True)
+            texts = {self._render(chat, add_generation_prompt=True) for chat in chats}
         except Exception as error:  # a template is the user's code; only what no row can mend is refused here
             if type(error).__name__ != "TemplateSyntaxError":
                 return
-            name = "data.chat_template" if self._template else f"the chat template of {self._label}"
             raise ConfigError(f"{name} is not valid Jinja: {one_line(error).rstrip('.')}. Correct it") from error
+        if len(texts) == 1:
+            raise ConfigError(
+                f"{name} leaves out a user's message: every chat becomes {show(texts.pop())}. Write the content of "
+                "messages in it"
+            )
 
 
 def decode_responses(
