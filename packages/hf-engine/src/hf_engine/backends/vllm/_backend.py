@@ -44,7 +44,7 @@ class VllmBackend:
     Every rank runs an engine of its own; the ranks of a replica go through the same requests in the same order.
     Tokens are drawn with the numbers of every other backend, so a swap of backends keeps the samples up to rounding.
 
-    Supports `gen_pp_size = 1`, and dense models whose parameters `ModelShape` knows. vLLM is imported by `build`.
+    Supports `gen_pp_size = 1`, and the models that `check_model` takes. vLLM is imported by `build`.
     """
 
     vllm_version: ClassVar[str] = VLLM.check()
