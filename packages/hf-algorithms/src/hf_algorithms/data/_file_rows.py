@@ -50,7 +50,7 @@ class FileRows(Sequence[R]):
         self, files: Sequence[RecordFile[R]], weights: Sequence[float] | None = None, *, first: int | None = None
     ) -> None:
         self.weights = None if weights is None else tuple(weights)
-        self._files = tuple(files)
+        self.files: tuple[RecordFile[R], ...] = tuple(files)
         self._starts = list(accumulate((len(each.table) for each in files), initial=0))
         self._length = self._starts[-1] if first is None else min(first, self._starts[-1])
 
@@ -72,7 +72,7 @@ class FileRows(Sequence[R]):
 
     def first(self, num_rows: int) -> Self:
         """The first rows, as one set."""
-        return type(self)(self._files, first=min(num_rows, self._length))
+        return type(self)(self.files, first=min(num_rows, self._length))
 
     def where(self, index: int) -> str:
         """Place of a row, such as `train.jsonl, line 3`."""
@@ -82,13 +82,13 @@ class FileRows(Sequence[R]):
     @property
     def source_sizes(self) -> list[int]:
         """Rows of each source."""
-        sizes = dict.fromkeys((each.source for each in self._files), 0)
-        for each in self._files:
+        sizes = dict.fromkeys((each.source for each in self.files), 0)
+        for each in self.files:
             sizes[each.source] += len(each.table)
         return list(sizes.values())
 
     def _all(self) -> Iterator[R]:
-        for file in self._files:
+        for file in self.files:
             for row, record in enumerate(file.table.records()):
                 yield file.build_row(record, row)
 
@@ -97,4 +97,4 @@ class FileRows(Sequence[R]):
         if not 0 <= row < self._length:
             raise IndexError(f"row {index} of {self._length}")
         file = bisect_right(self._starts, row) - 1
-        return self._files[file], row - self._starts[file]
+        return self.files[file], row - self._starts[file]

@@ -186,7 +186,7 @@ class PreferenceDataset:
 
         chosen = check_rows(indices, len(self))
         rows = [self._rows[row] for row in chosen]
-        ids = [self._encode_cut(row) for row in rows]
+        ids = [self._cut(self._encode(row)) for row in rows]
         columns = {"row_id": torch.tensor(chosen, dtype=torch.int64)}
         for place, name in enumerate(("prompt_ids", "response_ids", "rejected_ids")):
             columns[name] = build_jagged([parts[place] for parts in ids], torch.int64)
@@ -218,9 +218,6 @@ class PreferenceDataset:
 
     def _cut(self, ids: list[list[int]]) -> list[list[int]]:
         return cut_to(self._max_tokens, ids[0], ids[1:])
-
-    def _encode_cut(self, row: PreferenceRow) -> list[list[int]]:
-        return self._cut(self._encode(row))
 
 
 def _check_pair(row: PreferenceRow, ids: list[list[int]], cut: list[list[int]], max_tokens: int) -> None:

@@ -65,19 +65,9 @@ class RowFile:
 
 
 class Rows(FileRows[Row]):
-    """Rows of one or more files, read when they are asked for.
+    """Prompts, or texts to pretrain on, of one or more files."""
 
-    Args:
-        files: at least one.
-        weights: of the sources, for the share of their rows in a batch; None: they are one set.
-        first: uses that many rows; None: all.
-    """
-
-    def __init__(
-        self, files: Sequence[RowFile], weights: Sequence[float] | None = None, *, first: int | None = None
-    ) -> None:
-        super().__init__(files, weights, first=first)
-        self.files = tuple(files)
+    files: tuple[RowFile, ...]
 
 
 def open_rows(
