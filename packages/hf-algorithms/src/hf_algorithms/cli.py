@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from hf_algorithms.data_commands import data
+from hf_algorithms.serve_command import serve
 from hf_controller.signals import after_imports
 from hf_protocols import ConfigError, DataError, HybridFlowError, PlanError
 from hf_protocols.paths import read_path, read_text
@@ -40,7 +41,7 @@ class _UserPath(click.Path):
         return super().convert(read_path(name, os.fspath(value)), param, ctx)
 
 
-@click.group(commands=[data], context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(commands=[data, serve], context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="hf-algorithms", prog_name="hybridflow")
 def cli() -> None:
     """Train language models with reinforcement learning: one program, many ranks."""

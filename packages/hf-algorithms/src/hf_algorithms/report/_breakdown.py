@@ -11,7 +11,7 @@ from hf_algorithms.report._timeline import Call
 from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
 
-__all__ = ["Breakdown", "PoolUsage", "Usage", "compute_breakdown"]
+__all__ = ["Breakdown", "PoolUsage", "Usage", "compute_breakdown", "measure_union"]
 
 Key = TypeVar("Key")
 
@@ -121,14 +121,14 @@ def _measure(role: str, method: str | None, calls: Sequence[Call], wall_us: floa
         store_s=total["store_ms"] / 1e3,
         bytes_read=int(total["bytes_read"]),
         bytes_from_afar=int(total["bytes_from_afar"]),
-        wall_share=_share(_measure_union(calls), wall_us),
+        wall_share=_share(measure_union(calls), wall_us),
     )
 
 
 def _measure_pool(pool: str, calls: Sequence[Call], wall_us: float) -> PoolUsage:
     # Roles of one pool that have processes of their own share its slots: rank i of each is on slot i.
     slots = [group for _, group in _group(calls, lambda call: call.row[1])]
-    busy_us = sum(map(_measure_union, slots))
+    busy_us = sum(map(measure_union, slots))
     return PoolUsage(
         pool=pool,
         num_slots=len(slots),
@@ -137,7 +137,7 @@ def _measure_pool(pool: str, calls: Sequence[Call], wall_us: float) -> PoolUsage
     )
 
 
-def _measure_union(calls: Iterable[Call]) -> float:
+def measure_union(calls: Iterable[Call]) -> float:
     """Microseconds in which at least one of the calls runs."""
     total_us, until_us = 0.0, -math.inf
     for call in sorted(calls, key=lambda call: call.start_us):

@@ -1,4 +1,4 @@
-"""Line charts over iterations, as SVG."""
+"""Line charts over iterations, tokens or seconds, as SVG."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 
 from hf_algorithms.report._numbers import format_number, round_ticks
 
-__all__ = ["Curve", "render_curve"]
+__all__ = ["Curve", "Line", "Point", "render_curve", "render_spark"]
 
 Point = tuple[float, float]
 
@@ -21,53 +21,123 @@ _DOTTED_UP_TO = 40
 
 
 @dataclass(frozen=True, kw_only=True)
+class Line:
+    """One run's values of a metric.
+
+    Attributes:
+        points: finite values only.
+        means: of stretches of a longer curve whose extremes `points` are; empty where `points` are all there is.
+        colour: number of the palette.
+        name: of the run, where a chart has several.
+    """
+
+    points: Sequence[Point]
+    means: Sequence[Point] = ()
+    colour: int = 0
+    name: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One metric over iterations.
+    """One metric over iterations, or over another measure of progress.
 
     Attributes:
         title: what the reader sees.
-        metric: its name in ``metrics.jsonl``.
-        points: (iteration, value), finite values only.
-        iterations: first and last of the run, so that all charts have one scale.
+        metric: its name in `metrics.jsonl`.
+        lines: one a run, each with at least one point.
+        span: first and last value of the horizontal axis, so that all charts have one scale.
         guides: named horizontal lines.
-        colour: number of the palette.
+        band: values between which the metric is expected, or None.
+        axis: what the horizontal axis counts.
     """
 
     title: str
     metric: str
-    points: Sequence[Point]
-    iterations: tuple[float, float]
+    lines: Sequence[Line]
+    span: tuple[float, float]
     guides: Mapping[str, float] = field(default_factory=dict)
-    colour: int = 0
+    band: tuple[float, float] | None = None
+    axis: str = "iteration"
 
 
 def render_curve(curve: Curve) -> str:
-    """A ``<figure>`` with the chart; its last value stands in the caption."""
+    """Returns a `<figure>` with the chart; the last values are in the caption."""
     frame = _Frame(curve)
-    last_x, last_y = curve.points[-1]
-    first_x, first_y = curve.points[0]
-    label = (
-        f"{curve.title}: {format_number(first_y)} at iteration {format_number(first_x)}, "
-        f"{format_number(last_y)} at iteration {format_number(last_x)}"
-    )
-    values = [y for _, y in curve.points]
-    smooth = _smooth(values)
-    window = _window(len(values)) if smooth else 1
-    note = f"mean of last {window}" if smooth else "last"
-    shown = math.fsum(values[-window:]) / window
-    parts = [_axes(frame), *(_guide(frame, name, value) for name, value in curve.guides.items())]
-    if smooth:
-        averaged = [(x, y) for (x, _), y in zip(curve.points, smooth, strict=True)]
-        parts += [_path(frame, curve.points, "raw"), _path(frame, averaged, "line")]
-    else:
-        parts.append(_path(frame, curve.points, "line"))
-    if len(curve.points) <= _DOTTED_UP_TO:
-        parts += [_dot(frame, point) for point in curve.points]
+    parts = [_band(frame, curve.band), _axes(frame)]
+    parts += [_guide(frame, name, value) for name, value in curve.guides.items()]
+    parts += [_draw_line(frame, line, curve.axis) for line in curve.lines]
+    label = f"{curve.title}: " + "; ".join(_describe(line, curve.axis) for line in curve.lines)
+    size = f'data-low="{frame.x_low:g}" data-high="{frame.x_high:g}"'
     return (
-        f'<figure class="curve c{curve.colour}"><figcaption><b>{escape(curve.title)}</b>'
-        f"<span>{format_number(shown)}</span><code>{escape(curve.metric)}</code><small>{note}</small></figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
-        "</figure>"
+        f'<figure class="curve c{curve.lines[0].colour}">{_caption(curve)}'
+        f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" {size} role="img" aria-label="{escape(label)}">'
+        f"{''.join(parts)}</svg></figure>"
+    )
+
+
+def _caption(curve: Curve) -> str:
+    shown = [_last_value(line) for line in curve.lines]
+    if len(shown) == 1:
+        value, note = shown[0]
+    else:
+        value = " ".join(
+            f'<i class="c{line.colour}" title="{escape(line.name)}">{text}</i>'
+            for line, (text, _) in zip(curve.lines, shown, strict=True)
+        )
+        note = "last"
+    return (
+        f"<figcaption><b>{escape(curve.title)}</b><span>{value}</span><code>{escape(curve.metric)}</code>"
+        f"<small>{note}</small></figcaption>"
+    )
+
+
+def _last_value(line: Line) -> tuple[str, str]:
+    """The value of the caption, and how it was formed."""
+    if len(line.points) < _SMOOTHED_FROM:
+        return format_number(line.points[-1][1]), "last"
+    values = [y for _, y in (line.means or line.points)]
+    window = _window(len(values))
+    mean = format_number(math.fsum(values[-window:]) / window)
+    return mean, "mean of the last part" if line.means else f"mean of last {window}"
+
+
+def _describe(line: Line, axis: str) -> str:
+    (first_x, first_y), (last_x, last_y) = line.points[0], line.points[-1]
+    ends = (
+        f"{format_number(first_y)} at {axis} {format_number(first_x)}, "
+        f"{format_number(last_y)} at {axis} {format_number(last_x)}"
+    )
+    return f"{line.name}, {ends}" if line.name else ends
+
+
+def _draw_line(frame: _Frame, line: Line, axis: str) -> str:
+    parts = []
+    if len(line.points) >= _SMOOTHED_FROM:
+        parts += [_path(frame, line.points, "raw"), _path(frame, _smooth(line.means or line.points), "line")]
+    else:
+        parts.append(_path(frame, line.points, "line"))
+    if len(line.points) <= _DOTTED_UP_TO:
+        parts += [_dot(frame, point, axis) for point in line.points]
+    return f'<g class="c{line.colour}">{"".join(parts)}</g>'
+
+
+def render_spark(points: Sequence[Point], band: tuple[float, float] | None, label: str) -> str:
+    """Returns a small chart without axes, as wide as its place; the band is drawn behind the line."""
+    ys = [y for _, y in points] + list(band or ())
+    low, high = min(ys), max(ys)
+    span, (first, last) = high - low or 1.0, (points[0][0], points[-1][0])
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return 100 * (x - first) / ((last - first) or 1.0), 2 + 26 * (1 - (y - low) / span)
+
+    line = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in points)
+    area = ""
+    if band is not None:
+        top, bottom = place(first, band[1])[1], place(first, band[0])[1]
+        area = f'<rect class="band" width="100" y="{top:.1f}" height="{max(bottom - top, 0.5):.1f}"/>'
+    return (
+        f'<svg class="spark" viewBox="0 0 100 30" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">'
+        f'{area}<polyline points="{line}"/></svg>'
     )
 
 
@@ -75,8 +145,8 @@ class _Frame:
     """From values to pixels."""
 
     def __init__(self, curve: Curve) -> None:
-        ys = [y for _, y in curve.points] + list(curve.guides.values())
-        self.x_low, self.x_high = curve.iterations
+        ys = [y for line in curve.lines for _, y in line.points] + list(curve.guides.values())
+        self.x_low, self.x_high = curve.span
         low, high = min(ys), max(ys)
         margin = 0.06 * (high - low) or 0.5 * max(abs(high), 1e-9)
         # Zero is part of the picture where the values come near it.
@@ -118,19 +188,25 @@ def _path(frame: _Frame, points: Sequence[Point], style: str) -> str:
     return f'<polyline class="{style}" points="{pixels}"/>'
 
 
-def _dot(frame: _Frame, point: Point) -> str:
+def _band(frame: _Frame, band: tuple[float, float] | None) -> str:
+    if band is None:
+        return ""
+    top, bottom = (frame.y(min(max(value, frame.y_low), frame.y_high)) for value in (band[1], band[0]))
+    width = _WIDTH - _LEFT - _RIGHT
+    return f'<rect class="band" x="{_LEFT:g}" y="{top:.1f}" width="{width:g}" height="{max(bottom - top, 1):.1f}"/>'
+
+
+def _dot(frame: _Frame, point: Point, axis: str) -> str:
     x, y = point
-    title = f"iteration {format_number(x)}: {format_number(y)}"
-    return f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3"><title>{title}</title></circle>'
+    title = f"{axis} {format_number(x)}: {format_number(y)}"
+    return f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3"><title>{escape(title)}</title></circle>'
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
-    """The mean around each point; empty where there are too few points to need it."""
-    if len(values) < _SMOOTHED_FROM:
-        return []
-    half = _window(len(values)) // 2
-    parts = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
-    return [math.fsum(part) / len(part) for part in parts]
+def _smooth(points: Sequence[Point]) -> list[Point]:
+    """The mean around each point."""
+    half = _window(len(points)) // 2
+    parts = (points[max(0, i - half) : i + half + 1] for i in range(len(points)))
+    return [(x, math.fsum(y for _, y in part) / len(part)) for (x, _), part in zip(points, parts, strict=True)]
 
 
 def _window(num_points: int) -> int:

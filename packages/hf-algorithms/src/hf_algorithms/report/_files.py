@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_algorithms.report._metrics_file import MetricsFile
 from hf_protocols.errors import DataError
 
-__all__ = ["RunFiles", "read_run", "read_trace"]
+__all__ = ["RunFiles", "parse_settings", "read_run", "read_trace"]
 
 _NAMES = ("config.toml", "metrics.jsonl", "summary.json", "trace.json", "samples.json")
 
@@ -23,7 +24,8 @@ class RunFiles:
     Attributes:
         name: of the directory.
         config_text: ``config.toml`` as it is.
-        metrics: one mapping per iteration, numbers only.
+        iterations: one per line of `metrics.jsonl`.
+        columns: values of every metric at each; NaN where a line has none.
         events: of the Chrome trace.
         samples: by moment (``before``, ``after``), each a list of prompt, response, answer and score.
         unreadable: one sentence for each file, or line, that could not be read.
@@ -31,7 +33,8 @@ class RunFiles:
 
     name: str
     config_text: str
-    metrics: Sequence[Mapping[str, float]]
+    iterations: Sequence[float]
+    columns: Mapping[str, Sequence[float]]
     summary: Mapping[str, Any]
     events: Sequence[Mapping[str, Any]]
     samples: Mapping[str, Sequence[Mapping[str, Any]]]
@@ -40,7 +43,7 @@ class RunFiles:
     @property
     def algorithm(self) -> str:
         """Name of the algorithm, or an empty string."""
-        section = _parse_toml(self.config_text).get("algorithm", {})
+        section = parse_settings(self.config_text).get("algorithm", {})
         return str(section.get("name", "")) if isinstance(section, dict) else ""
 
 
@@ -51,20 +54,24 @@ def read_run(directory: Path) -> RunFiles:
         DataError: when nothing is.
     """
     unreadable: list[str] = []
-    texts = {name: _read_text(directory / name, unreadable) for name in _NAMES}
-    if not any(text is not None for text in texts.values()):
+    texts = {name: _read_text(directory / name, unreadable) for name in _NAMES if name != "metrics.jsonl"}
+    metrics = MetricsFile(directory / "metrics.jsonl")
+    metrics.refresh(has_ended=True)
+    if not metrics.exists and not any(text is not None for text in texts.values()):
         raise DataError(f"{directory} holds no run: it has none of {', '.join(_NAMES)}")
     summary = _parse_json("summary.json", texts, unreadable)
     trace = _parse_json("trace.json", texts, unreadable)
     samples = _parse_json("samples.json", texts, unreadable)
+    iterations, columns = metrics.columns()
     return RunFiles(
         name=directory.resolve().name,
         config_text=texts["config.toml"] or "",
-        metrics=_parse_metrics(texts["metrics.jsonl"] or "", unreadable),
+        iterations=iterations,
+        columns=columns,
         summary=summary,
         events=_mappings(trace.get("traceEvents")),
         samples={moment: _mappings(samples.get(moment)) for moment in ("before", "after")},
-        unreadable=unreadable,
+        unreadable=[*metrics.notes, *unreadable],
     )
 
 
@@ -112,22 +119,8 @@ def _parse_json(name: str, texts: Mapping[str, str | None], unreadable: list[str
     return body
 
 
-def _parse_metrics(text: str, unreadable: list[str]) -> list[Mapping[str, float]]:
-    """Every line that is an object; the last one may have been cut off."""
-    rows: list[Mapping[str, float]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            body = json.loads(line)
-        except ValueError:
-            body = None
-        if not isinstance(body, dict):
-            unreadable.append(f"metrics.jsonl, line {number}, is not a JSON object")
-            continue
-        rows.append({name: float(value) for name, value in body.items() if _is_number(value)})
-    return rows
-
-
-def _parse_toml(text: str) -> Mapping[str, Any]:
+def parse_settings(text: str) -> Mapping[str, Any]:
+    """Returns what a TOML text holds; empty where it cannot be read."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
@@ -136,7 +129,3 @@ def _parse_toml(text: str) -> Mapping[str, Any]:
 
 def _mappings(value: object) -> list[Mapping[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

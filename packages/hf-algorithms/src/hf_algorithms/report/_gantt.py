@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from hf_algorithms.report._breakdown import measure_union
 from hf_algorithms.report._numbers import format_bytes, format_milliseconds, round_ticks
 from hf_algorithms.report._timeline import Call, Part, Row, Timeline
 
@@ -57,8 +58,9 @@ def _lane(
     own = [call for call in calls if call.row == row.key]
     bars = "".join(_bar(call, scale, numbers[call.key], colours[call.role]) for call in own)
     label = f"{row.label}: " + ", ".join(call.name for call in own)
+    idle = f"idle {max(0.0, 1 - measure_union(own) / scale.span_us):.0%}"
     return (
-        f'<div class="lane-name">{escape(row.label)}</div>'
+        f'<div class="lane-name">{escape(row.label)} <small>{idle}</small></div>'
         f'<svg class="lane" width="100%" height="{_ROW_PX}" role="img" aria-label="{escape(label)}">'
         f"{_grid(scale)}{bars}</svg>"
     )

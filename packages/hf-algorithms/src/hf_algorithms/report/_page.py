@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
 
-from hf_algorithms.report._curves import Curve, Point, render_curve
+from hf_algorithms.report._curves import Curve, Line, render_curve
+from hf_algorithms.report._decimation import decimate
 from hf_algorithms.report._files import RunFiles
 from hf_algorithms.report._gantt import choose_colours, render_gantt
+from hf_algorithms.report._metric_names import choose_first, format_title
 from hf_algorithms.report._numbers import format_bytes, format_duration, format_number
 from hf_algorithms.report._samples import render_samples
 from hf_algorithms.report._timeline import choose_iteration, read_timeline
 
 __all__ = ["render_page"]
 
-# Below the evaluations; losses follow, everything else is folded away.
-_TITLES = {"reward/mean": "Reward", "kl_sequence/k3": "KL to the reference"}
-_EVALUATION = "eval/"
+_MOST_POINTS = 400
+"""Of a curve: a chart is as many pixels wide."""
 
 
 def render_page(run: RunFiles) -> str:
@@ -117,9 +118,7 @@ def _number(value: object) -> float | None:
 
 def _curves(run: RunFiles) -> str:
     curves = _read_curves(run)
-    shown = [metric for metric in curves if metric.startswith(_EVALUATION)]
-    shown += [metric for metric in _TITLES if metric in curves]
-    shown += [metric for metric in curves if metric.endswith("loss")]
+    shown = choose_first(curves)
     folded = [metric for metric in curves if metric not in shown]
     if not curves:
         return ""
@@ -133,42 +132,25 @@ def _curves(run: RunFiles) -> str:
 
 
 def _read_curves(run: RunFiles) -> dict[str, Curve]:
-    series = _series(run.metrics)
-    colours = choose_colours(metric.partition("/")[0] for metric in series)
-    iterations = [x for points in series.values() for x, _ in points]
+    """Finite values of every metric by iteration, in the order of the names."""
+    found = {name: decimate(run.iterations, run.columns[name], _MOST_POINTS) for name in sorted(run.columns)}
+    found = {metric: each for metric, each in found.items() if each.points}
+    colours = choose_colours(metric.partition("/")[0] for metric in found)
+    xs = [x for each in found.values() for x, _ in each.points]
     return {
         metric: Curve(
-            title=_title(metric),
+            title=format_title(metric),
             metric=metric,
-            points=points,
-            iterations=(min(iterations), max(iterations)),
+            lines=[Line(points=points, means=means, colour=colours[metric.partition("/")[0]])],
+            span=(min(xs), max(xs)),
             guides=_guides(run, metric),
-            colour=colours[metric.partition("/")[0]],
         )
-        for metric, points in series.items()
+        for metric, (points, means) in found.items()
     }
 
 
-def _title(metric: str) -> str:
-    if metric.startswith(_EVALUATION):
-        rows, _, name = metric.removeprefix(_EVALUATION).partition("/")
-        return f"{name}, {rows}"
-    return _TITLES.get(metric) or metric.replace("/", " ").replace("_", " ").capitalize()
-
-
-def _series(metrics: Sequence[Mapping[str, float]]) -> dict[str, list[Point]]:
-    """Finite values of every metric by iteration, in the order of the names."""
-    series: dict[str, list[Point]] = {}
-    for number, row in enumerate(metrics, start=1):
-        x = row.get("iteration", float(number))
-        for name in row:
-            if name != "iteration" and math.isfinite(row[name]):
-                series.setdefault(name, []).append((x, row[name]))
-    return dict(sorted(series.items()))
-
-
 def _guides(run: RunFiles, metric: str) -> dict[str, float]:
-    if metric != f"{_EVALUATION}validation/{_metric(run)}":
+    if metric != f"eval/validation/{_metric(run)}":
         return {}
     values = dict(zip(("held out, before", "after"), _scores(run), strict=True))
     return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,12 @@
+"""Pages about runs while they go on: files in, HTML out, over HTTP on this machine.
+
+What is drawn is drawn by `report/`; here is what reads files again and again, and what answers requests. Nothing here
+writes into a run, and nothing is fetched from a network.
+"""
+
+from __future__ import annotations
+
+from hf_algorithms.report.live._app import build_app
+from hf_algorithms.report.live._server import serve
+
+__all__ = ["build_app", "serve"]
