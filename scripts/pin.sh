@@ -17,7 +17,7 @@ compile() { # $1: the file to write, then uv's options
         --no-annotate --no-header "${@:2}" --output-file "$1"
 }
 
-compile constraints.txt --universal --extra verify "$@"
+compile constraints.txt --universal --extra serve --extra verify "$@"
 for engine in $engines; do
     _engine_settings "$engine"
     # what the file says already is what uv prefers

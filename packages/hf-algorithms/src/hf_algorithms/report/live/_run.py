@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -97,7 +98,7 @@ class LiveRun:
         self.lock = threading.RLock()
         self.samples = SampleFiles(directory)
         self._metrics = MetricsFile(directory / "metrics.jsonl")
-        self._config = _File(directory / "config.toml", str, "")
+        self._config = _File(directory / "config.toml", _check_settings, "")
         self._summary = _File[Mapping[str, Any]](directory / "summary.json", _parse_object, {})
         self._trace = _File[Mapping[int, Timeline]](directory / "trace.json", _parse_trace, {}, _LARGEST_TRACE)
         self._reader: threading.Thread | None = None
@@ -254,6 +255,11 @@ def _measure_progress(
     steps = [after - before for before, after in zip([0.0, *iterations], iterations, strict=False)]
     known = (part if math.isfinite(part) else 0.0 for part in parts)
     return list(accumulate(part * max(step, 0.0) for part, step in zip(known, steps, strict=True)))
+
+
+def _check_settings(text: str) -> str:
+    tomllib.loads(text)
+    return text
 
 
 def _parse_object(text: str) -> Mapping[str, Any]:
