@@ -159,7 +159,7 @@ def _parse(data: bytes, name: str, size: int) -> tuple[list[Sample], list[str]]:
 
 def _to_sample(number: int, body: Mapping[str, Any]) -> Sample:
     prompt = _text(body.get("prompt"))
-    given = next((body[name] for name in ("rewards", "scores") if isinstance(body.get(name), dict)), {})
+    given: dict[str, Any] = next((body[name] for name in ("rewards", "scores") if isinstance(body.get(name), dict)), {})
     rewards = {str(name): value for name, each in given.items() if (value := _number(each)) is not None}
     tokens = _read_tokens(body)
     row = next((body[name] for name in ("group", "row") if body.get(name) is not None), prompt)
