@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import operator
+import re
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -264,7 +266,14 @@ def test_the_addition_set_is_that_of_the_quickstart(tmp_path: Path) -> None:
     assert len(load_rows(files[2])) == 500
 
 
-@pytest.mark.parametrize(("name", "file"), [("gsm8k", "train.jsonl"), ("gsm8k-preferences", "solutions.jsonl")])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("gsm8k", "train.jsonl"),
+        ("gsm8k-steps", "train.jsonl"),
+        ("gsm8k-preferences", "solutions.jsonl"),
+    ],
+)
 def test_without_a_source_the_file_is_named(tmp_path: Path, name: str, file: str) -> None:
     with pytest.raises(ConfigError, match=rf"^`hybridflow data {name}` needs --source DIR, a folder with {file}"):
         run(name, "--output", str(tmp_path / "new"))
@@ -280,6 +289,28 @@ def test_gsm8k_is_split_by_question(tmp_path: Path) -> None:
     parts = [[(row.prompt, row.answer) for row in load_rows(each)] for each in files]
     assert [len(part) for part in parts] == [24, 3, 3]
     assert sorted(chain.from_iterable(parts)) == sorted((each["question"], each["answer"]) for each in records)
+
+
+def test_steps_are_the_distinct_problems_of_one_operation_on_small_whole_numbers(tmp_path: Path) -> None:
+    kept = [(f"{number}+{number}=", str(2 * number)) for number in range(1, 20)] + [("48/2=", "24")]
+    left_out = [
+        "<<100-1=99>>",
+        "<<1+2+3=6>>",
+        "<<3/2=1.5>>",
+        "<<2-3=-1>>",
+        "<<0.5*4=2>>",
+        "<<7=7>>",
+        "<<50*2%=1>>",
+        "9*9=81",
+    ]
+    texts = [f"so <<{prompt}{answer}>>{answer}, and {each}" for prompt, answer in kept for each in left_out]
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"question": f"q{n}", "answer": text}) + "\n" for n, text in enumerate(texts))
+    )
+    files = run("gsm8k-steps", "--output", str(tmp_path / "new"), "--source", str(tmp_path)).split()
+    parts = [[(row.prompt, row.answer) for row in load_rows(each)] for each in files]
+    assert [len(part) for part in parts] == [16, 2, 2]
+    assert sorted(chain.from_iterable(parts)) == sorted(kept)
 
 
 def test_preferences_pair_right_and_wrong_solutions(tmp_path: Path) -> None:
@@ -300,7 +331,16 @@ def test_preferences_pair_right_and_wrong_solutions(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="needs a copy of GSM8K")
-def test_the_real_gsm8k_makes_both_sets(tmp_path: Path) -> None:
-    for name in ("gsm8k", "gsm8k-preferences"):
+def test_the_real_gsm8k_makes_every_set(tmp_path: Path) -> None:
+    for name, least in (("gsm8k", 100_000), ("gsm8k-preferences", 100_000), ("gsm8k-steps", 9_000)):
         files = run(name, "--output", str(tmp_path / name), "--source", str(GSM8K)).split()
-        assert all(Path(each).stat().st_size > 100_000 for each in files)
+        assert all(Path(each).stat().st_size > least for each in files)
+
+
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="needs a copy of GSM8K")
+def test_the_steps_of_the_real_gsm8k_are_right(tmp_path: Path) -> None:
+    operations = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+    files = run("gsm8k-steps", "--output", str(tmp_path), "--source", str(GSM8K)).split()
+    for row in chain.from_iterable(map(load_rows, files)):
+        left, sign, right = re.split(r"([-+*/])", row.prompt.removesuffix("="))
+        assert operations[sign](int(left), int(right)) == int(row.answer)

@@ -192,6 +192,17 @@ def gsm8k(output: str, source: str | None, seed: int) -> None:
     _print(write_gsm8k_data(read_path("--output", output), source=_read_source(source), seed=seed))
 
 
+@data.command("gsm8k-steps")
+@_output
+@_source
+@_seed
+def gsm8k_steps(output: str, source: str | None, seed: int) -> None:
+    """Write calculator steps of GSM8K's answers, such as `16-3=`: needs --source with `train.jsonl`."""
+    from hf_algorithms.data import write_gsm8k_steps
+
+    _print(write_gsm8k_steps(read_path("--output", output), source=_read_source(source), seed=seed))
+
+
 @data.command("gsm8k-preferences")
 @_output
 @_source

@@ -9,7 +9,7 @@ from hf_algorithms.data._addition import ExampleFiles, write_addition_data
 from hf_algorithms.data._batches import PromptDataset, TooLong
 from hf_algorithms.data._columns import ColumnMapping, Kind
 from hf_algorithms.data._file_rows import FileRows
-from hf_algorithms.data._gsm8k import write_gsm8k_data, write_gsm8k_preferences
+from hf_algorithms.data._gsm8k import write_gsm8k_data, write_gsm8k_preferences, write_gsm8k_steps
 from hf_algorithms.data._order import RowOrder, select_rows
 from hf_algorithms.data._preferences import PreferenceDataset, PreferenceRow, load_preferences, open_preferences
 from hf_algorithms.data._report import (
@@ -96,5 +96,6 @@ __all__ = [
     "write_addition_data",
     "write_gsm8k_data",
     "write_gsm8k_preferences",
+    "write_gsm8k_steps",
     "write_rows",
 ]

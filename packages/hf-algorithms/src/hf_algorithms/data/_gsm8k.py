@@ -1,8 +1,9 @@
-"""Example sets made of a copy of GSM8K: questions with answers, and pairs of a right and a wrong solution."""
+"""Example sets made of a copy of GSM8K: questions with answers, calculator steps, and pairs of solutions."""
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,13 +13,15 @@ from hf_algorithms.data._rows import Row, read_records, write_rows
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError
 
-__all__ = ["write_gsm8k_data", "write_gsm8k_preferences"]
+__all__ = ["write_gsm8k_data", "write_gsm8k_preferences", "write_gsm8k_steps"]
 
 Item = TypeVar("Item")
 
 _QUESTIONS = ("train.jsonl", "`question` and `answer`")
 _SOLUTIONS = ("solutions.jsonl", "`question` and, by name of a model, `{is_correct, solution}`")
 _MOST_HELD_OUT = 500
+_STEP = re.compile(r"<<(\d{1,2}[-+*/]\d{1,2}=)(\d+)>>")
+"""A calculator annotation of one operation on whole numbers below 100 whose result is a whole number, too."""
 
 
 def write_gsm8k_data(directory: str | Path, *, source: str | Path | None, seed: int = 0) -> ExampleFiles:
@@ -40,6 +43,31 @@ def write_gsm8k_data(directory: str | Path, *, source: str | Path | None, seed: 
         Row(_text(record, "question", where), _text(record, "answer", where)) for where, record in read_records(path)
     ]
     return _write(directory, _split(rows, seed), prompt_field="question")
+
+
+def write_gsm8k_steps(directory: str | Path, *, source: str | Path | None, seed: int = 0) -> ExampleFiles:
+    """Write the same three files with a `prompt` such as `16-3=` and its `answer`: steps of the worked answers.
+
+    They are the distinct calculator annotations, `<<16-3=13>>`, of one operation on whole numbers below 100 with a
+    whole, non-negative result. A problem is in one file only.
+
+    Args:
+        directory: to write to.
+        source: folder with `train.jsonl` of the grade-school-math repository; this package has no copy.
+        seed: of the draw.
+
+    Raises:
+        ConfigError: without a source, naming the file that is needed.
+        DataError: for a source that cannot be read, or a folder that cannot be written.
+    """
+    path = _find(source, "gsm8k-steps", *_QUESTIONS)
+    steps = {
+        prompt: answer
+        for where, record in read_records(path)
+        for prompt, answer in _STEP.findall(_text(record, "answer", where))
+    }
+    rows = [Row(prompt, answer) for prompt, answer in steps.items()]
+    return _write(directory, _split(rows, seed), prompt_field="prompt")
 
 
 def write_gsm8k_preferences(directory: str | Path, *, source: str | Path | None, seed: int = 0) -> ExampleFiles:
