@@ -15,12 +15,14 @@ SLOW_PARTS := learning integration-tests hf-engine hf-controller hf-mapper
 # Runs that learn compute for minutes: a part of their own in the slow lane, next to those that wait for clusters.
 LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_learning.py
 
-.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-matrix test-families check fmt docs
+.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-trackers test-matrix test-families
+.PHONY: check fmt docs
 .PHONY: bench bench-learning bench-gpu wheels constraints clean
 
 ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test_rollout_dtype.py \
 	packages/hf-engine/tests/test_matrix.py packages/hf-engine/tests/test_replica_failures.py \
 	integration-tests/tests/test_engine_run.py integration-tests/tests/test_server_run.py
+TRACKED := packages/hf-algorithms/tests/test_real_trackers.py integration-tests/tests/test_tracked_runs.py
 DURATIONS := --durations 20 --durations-min 5
 
 # Every line of $(2) begins with its name, $(1); an interrupt ends the command, and the naming of lines when it is through.
@@ -55,6 +57,9 @@ test-vllm: env ## set up .venv-vllm and test the vLLM backend with a real engine
 
 test-sglang: env ## set up .venv-sglang and test the SGLang backend with real engines
 	@$(call named,sglang,$(call engine-tests,sglang))
+
+test-trackers: ## set up .venv-trackers and test runs that TensorBoard, W&B, MLflow and Trackio follow
+	@$(call named,trackers,scripts/env.sh trackers && .venv-trackers/bin/pytest $(TRACKED) -m trackers $(DURATIONS))
 
 test-matrix: env ## test every training layout and the quickstart with every engine, and keep the dated result
 	scripts/env.sh vllm

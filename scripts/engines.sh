@@ -1,18 +1,21 @@
-# Sourced: what the environment of a generation engine is made of, beside the base one's packages.
+# Sourced: what the environment of a generation engine, or of the experiment trackers, has in addition to the base
+# one's packages.
 #
-# engine_extra      extra of hf-engine
+# engine_package    package whose extra that is
+# engine_extra      the extra
 # engine_overrides  versions that replace the engine's own pins
 # engine_excludes   packages of the engine that are left out
 # engine_platform   the oldest platform that it has wheels for
 # engine_flags      more of uv's options
 
-engines="vllm sglang"
+engines="vllm sglang trackers"
 
 # The engine's CUDA package where there is a device for it. Set ENGINE_DEVICE to cpu or cuda to choose.
 engine_device=${ENGINE_DEVICE:-$(nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)}
 
 _engine_settings() { # $1: the engine
     engine_extra="" engine_overrides="" engine_excludes="" engine_platform=x86_64-unknown-linux-gnu engine_flags=""
+    engine_package=hf-engine
     case $1-$engine_device in
     vllm-cuda) engine_extra=vllm ;;
     vllm-cpu)
@@ -26,6 +29,11 @@ _engine_settings() { # $1: the engine
         engine_extra=sglang
         # its torch is newer than the workspace's
         engine_flags=--no-config
+        ;;
+    trackers-*)
+        engine_package=hf-algorithms engine_extra=all
+        # they need no device
+        engine_device=cpu
         ;;
     sglang-cpu)
         engine_extra=sglang

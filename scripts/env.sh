@@ -4,6 +4,7 @@
 #   scripts/env.sh                    does nothing when nothing changed since the last time
 #   scripts/env.sh vllm               the same in .venv-vllm, with a generation engine whose pins need a place of their own
 #   scripts/env.sh sglang             the same in .venv-sglang
+#   scripts/env.sh trackers           the same in .venv-trackers, with the experiment trackers
 #   PYTHON=python3.12 scripts/env.sh  chooses the interpreter of a new environment
 #
 # Needs Python 3.11 or newer, and nothing else: uv comes into .bootstrap where there is none. Versions come from
@@ -63,7 +64,7 @@ engine_arguments() {
     if [ -z "$engine" ]; then
         return
     fi
-    printf '%s\n' ${engine_flags:+"$engine_flags"} -e "packages/hf-engine[$engine_extra]"
+    printf '%s\n' ${engine_flags:+"$engine_flags"} -e "packages/$engine_package[$engine_extra]"
     if [ -n "$engine_overrides" ]; then
         echo "$engine_overrides" | tr ' ' '\n' >"$venv/overrides.txt"
         printf '%s\n' --overrides "$venv/overrides.txt"

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "scripts" / "ci_budget.py"
 MAKEFILE = """
-env check docs wheels test-vllm test-sglang:
+env check docs wheels test-vllm test-sglang test-trackers:
 \t@echo "made $@"
 test:
 \t@echo "a test failed" >&2; exit 1

@@ -22,6 +22,7 @@ from hf_algorithms.inputs import load_row_sets
 from hf_algorithms.run import run_training
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.supervised import check_supervised, run_supervised
+from hf_algorithms.trackers import MetricsHook
 from hf_protocols import ConfigError, HybridFlowError, MappingPlan
 from small_runs import Outcome, read_metrics, without_times
 
@@ -127,16 +128,23 @@ def test_keys_without_effect_on_pairs_are_refused(pairs: Path, tmp_path: Path, k
     check_supervised(written, tmp_path / "model")
 
 
-def train_pairs(body: Mapping[str, Any]) -> dict[str, Any]:
+def train_pairs(body: Mapping[str, Any], on_metrics: MetricsHook | None = None) -> dict[str, Any]:
     config = parse_config(body, command="reward-model")
-    return run_supervised(config, RunDirectory(Path(config.run.output_dir)))
+    return run_supervised(config, RunDirectory(Path(config.run.output_dir)), on_metrics=on_metrics)
 
 
 @pytest.fixture(scope="module")
 def reward_run(pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("reward_run") / "run"
-    train_pairs(pair_body(pairs, output))
+    heard: list[dict[str, float]] = []
+    train_pairs(pair_body(pairs, output), lambda iteration, row: heard.append({"iteration": iteration, **row}))
+    output.with_name("heard.json").write_text(json.dumps(heard))
     return output
+
+
+def test_a_hook_hears_what_is_written(reward_run: Path) -> None:
+    heard = json.loads(reward_run.with_name("heard.json").read_text())
+    assert heard == read_metrics(reward_run) and len(heard) == 4
 
 
 @pytest.fixture(scope="module")

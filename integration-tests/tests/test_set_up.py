@@ -104,6 +104,14 @@ def test_an_engine_has_an_environment_of_its_own(checkout: Checkout) -> None:
     assert checkout.calls() == before
 
 
+def test_the_trackers_have_an_environment_for_any_machine(checkout: Checkout) -> None:
+    assert checkout.set_up("trackers", ENGINE_DEVICE="cuda").returncode == 0
+    install = checkout.calls()[-1]
+    assert " --python .venv-trackers/bin/python --constraints constraints-trackers.txt " in install
+    assert "-e packages/hf-algorithms[all] " in install
+    assert "--overrides" not in install and "--excludes" not in install
+
+
 def test_an_engine_for_devices_brings_its_own_pins(checkout: Checkout) -> None:
     assert checkout.set_up("vllm", ENGINE_DEVICE="cuda").returncode == 0
     install = checkout.calls()[-1]

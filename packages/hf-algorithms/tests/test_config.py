@@ -286,7 +286,7 @@ def test_an_unknown_key_names_the_nearest_known_one(key: str, nearest: str) -> N
 @pytest.mark.parametrize(
     ("key", "says"),
     [
-        ("run.resume", r"unknown key 'run.resume'. \[run\] has output_dir, seed, iterations, eval_every, executor$"),
+        ("run.resume", r"unknown key 'run.resume'. \[run\] has output_dir, seed, iterations, eval_every, executor, "),
         (
             "algorithm.lr",
             r"unknown key 'algorithm.lr'. \[algorithm\] has name, recipe, conventions, epochs, mini_batches, ",

@@ -30,6 +30,7 @@ from hf_algorithms.role_models import describe_generic_shapes
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.step_metrics import average_metrics
+from hf_algorithms.trackers import MetricsHook, prepare_tracking
 from hf_algorithms.wiring import build_roles, build_sampling
 from hf_controller import Executor, InProcessExecutor, RayExecutor
 from hf_protocols import MappingPlan
@@ -56,13 +57,19 @@ _PACKAGES = ("hf-algorithms", "torch", "ray", "transformers", "tensordict")
 
 
 def run_training(
-    config: Config, directory: RunDirectory, *, plan: MappingPlan | None = None, search_path: Sequence[str] = ()
+    config: Config,
+    directory: RunDirectory,
+    *,
+    plan: MappingPlan | None = None,
+    search_path: Sequence[str] = (),
+    on_metrics: MetricsHook | None = None,
 ) -> dict[str, Any]:
     """Warm start, algorithm and evaluations of one run; its files are left in ``directory``.
 
     Args:
         plan: where the models go; None lets the mapper decide.
         search_path: folders where reward functions are looked for first.
+        on_metrics: called with each iteration and its metrics; None takes the function of ``run.on_metrics``.
 
     Returns:
         The contents of ``summary.json``.
@@ -72,6 +79,7 @@ def run_training(
         HybridFlowError: for whatever else a user can cause.
     """
     started_s = time.perf_counter()
+    tracking = prepare_tracking(config, on_metrics=on_metrics, search_path=search_path)
     with TemporaryDirectory() as folder:
         fresh = Path(folder) / "initial_model"
         inputs, plan = check_run(config, fresh, plan=plan, search_path=search_path)
@@ -90,6 +98,7 @@ def run_training(
             display.phase("starting workers")
             executor = stack.enter_context(build_executor(config, plan))
             inputs = begin_run(config, directory, plan, inputs, fresh)
+            stack.enter_context(tracking.follow(directory, display.note))
             roles = build_roles(executor, config, plan, inputs, search_path)
             if spare := inputs.model.num_spare_logits:
                 display.note(f"{inputs.model.label}: {spare} logits are beyond its tokenizer's ids and have no text")

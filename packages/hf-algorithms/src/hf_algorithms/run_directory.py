@@ -10,23 +10,33 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EACCES, ENOTDIR
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from hf_algorithms.atomic_files import write_text
 from hf_protocols import ConfigError, HybridFlowError
 from hf_protocols.arguments import show
 
-__all__ = ["RunDirectory", "RunDirectoryError"]
+__all__ = ["RunDirectory", "RunDirectoryError", "RunListener"]
 
 _MARK = ".hybridflow-run"
 _FILES = (
     "config.toml", "plan.json", "metrics.jsonl", "samples.json", "summary.json", "trace.json", "report.html",
 )  # fmt: skip
-_FOLDERS = ("initial_model", "warm_model", "model")
+_FOLDERS = ("initial_model", "warm_model", "model", "tensorboard", "wandb")
 
 
 class RunDirectoryError(HybridFlowError):
     """A file of the run that could not be written; what was written before is complete."""
+
+
+class RunListener(Protocol):
+    """Hears what a run writes into its directory."""
+
+    def hear_metrics(self, row: Mapping[str, float | int]) -> None:
+        """Called after each object of ``metrics.jsonl``."""
+
+    def hear_summary(self, body: dict[str, Any]) -> None:
+        """Called after each ``summary.json``."""
 
 
 class RunDirectory:
@@ -57,6 +67,7 @@ class RunDirectory:
                 "replace an earlier run"
             )
         self._has_begun = False
+        self._listeners: list[RunListener] = []
 
     @property
     def has_begun(self) -> bool:
@@ -102,6 +113,10 @@ class RunDirectory:
                 shutil.rmtree(self.path / name, ignore_errors=True)
             (self.path / "metrics.jsonl").touch()
 
+    def listen(self, listener: RunListener) -> None:
+        """Lets a listener hear what is written from now on."""
+        self._listeners.append(listener)
+
     def write_text(self, name: str, text: str) -> None:
         """Write a file atomically.
 
@@ -114,12 +129,17 @@ class RunDirectory:
     def write_json(self, name: str, body: Any) -> None:
         """Write JSON atomically, indented."""
         self.write_text(name, json.dumps(body, indent=2) + "\n")
+        if name == "summary.json":
+            for listener in self._listeners:
+                listener.hear_summary(body)
 
     def append_metrics(self, metrics: Mapping[str, float | int]) -> None:
         """Adds one object to ``metrics.jsonl`` at once, NaN and infinity as null."""
         with self._reporting("metrics.jsonl"), (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             file.write(json.dumps(known) + "\n")
+        for listener in self._listeners:
+            listener.hear_metrics(metrics)
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:

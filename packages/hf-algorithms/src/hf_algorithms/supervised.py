@@ -25,6 +25,7 @@ from hf_algorithms.report import write_report
 from hf_algorithms.role_models import find_role_models, list_main_backends
 from hf_algorithms.run import begin_run, build_executor, check_inputs, versions
 from hf_algorithms.step_metrics import average_metrics
+from hf_algorithms.trackers import MetricsHook, prepare_tracking
 from hf_algorithms.wiring import build_roles
 from hf_engine import SamplingParams
 from hf_protocols import ConfigError
@@ -59,7 +60,12 @@ class SupervisedInputs(ModelInputs):
 
 
 def run_supervised(
-    config: Config, directory: RunDirectory, *, plan: MappingPlan | None = None, search_path: Sequence[str] = ()
+    config: Config,
+    directory: RunDirectory,
+    *,
+    plan: MappingPlan | None = None,
+    search_path: Sequence[str] = (),
+    on_metrics: MetricsHook | None = None,
 ) -> dict[str, Any]:
     """Trains by a supervised recipe; the run's files and `model/` are left in `directory`.
 
@@ -68,6 +74,7 @@ def run_supervised(
         directory: of the run.
         plan: where the models go; None lets the mapper decide.
         search_path: folders where users' modules are looked for first.
+        on_metrics: called with each iteration and its metrics; None takes the function of `run.on_metrics`.
 
     Returns:
         The contents of `summary.json`.
@@ -76,6 +83,7 @@ def run_supervised(
         HybridFlowError: for every failure that a user can cause.
     """
     started_s = time.perf_counter()
+    tracking = prepare_tracking(config, on_metrics=on_metrics, search_path=search_path)
     with TemporaryDirectory() as folder:
         fresh = Path(folder) / "initial_model"
         inputs, plan = check_supervised(config, fresh, plan=plan)
@@ -87,6 +95,7 @@ def run_supervised(
             display.phase("starting workers")
             executor = stack.enter_context(build_executor(config, plan))
             inputs = begin_run(config, directory, plan, inputs, fresh)
+            stack.enter_context(tracking.follow(directory, display.note))
             roles = build_roles(executor, config, plan, inputs, search_path)
             summary = _SupervisedRun(config, directory, inputs, executor, roles, display).execute(memory, started_s)
     write_report(directory.path)

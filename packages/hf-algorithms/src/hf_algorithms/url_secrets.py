@@ -9,7 +9,7 @@ from urllib.parse import quote
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
 
-__all__ = ["fill_variables", "has_secret", "hide_secrets"]
+__all__ = ["fill_variables", "has_secret", "hide_secrets", "is_secret_name"]
 
 _HIDDEN = "***"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
@@ -31,6 +31,11 @@ def hide_secrets(text: str) -> str:
 def has_secret(text: str) -> bool:
     """True for a text with a URL that holds what should not be written down."""
     return hide_secrets(text) != text
+
+
+def is_secret_name(name: str) -> bool:
+    """True for the name of a parameter or a key whose value is not for everybody, such as `api_key`."""
+    return bool({word.lower() for word in _WORDS.findall(name)} & _SECRET_WORDS)
 
 
 def fill_variables(url: str) -> str:
@@ -60,6 +65,5 @@ def _hide_user(match: re.Match[str]) -> str:
 
 def _hide_parameter(match: re.Match[str]) -> str:
     separator, name, value = match.groups()
-    words = {word.lower() for word in _WORDS.findall(name)}
-    is_secret = bool(words & _SECRET_WORDS) and not _VARIABLE.fullmatch(value)
+    is_secret = is_secret_name(name) and not _VARIABLE.fullmatch(value)
     return f"{separator}{name}={_HIDDEN}" if is_secret else match[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hf_algorithms.config._comments import describe_keys, format_commented, resolve_config
 from hf_algorithms.config._reading import config_keys, format_toml, load_config, parse_config
+from hf_algorithms.config._run import RunConfig
 from hf_algorithms.config._scoring import CostConfig, FunctionConfig, RewardConfig, ScorerConfig
 from hf_algorithms.config._sections import (
     ClusterConfig,
@@ -14,7 +15,6 @@ from hf_algorithms.config._sections import (
     OptimizerConfig,
     RoleConfig,
     RolloutConfig,
-    RunConfig,
     TrainingConfig,
     WarmStartConfig,
 )

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from hf_algorithms.config._messages import describe_problem
+from hf_algorithms.config._run import RunConfig
 from hf_algorithms.config._scoring import CostConfig, RewardConfig
 from hf_algorithms.config._section import Positive, Section, UserPath
 from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe
@@ -46,28 +47,12 @@ Count = Annotated[int, Field(ge=1, le=1 << 53)]
 """Below what overflows where tensors are counted."""
 Slots = Annotated[int, Field(ge=1, le=1 << 16)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
-Seed = Annotated[int, Field(ge=0, lt=1 << 62)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 _SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "max_positions")
 """Of a fresh model, in `[model]`; a model in `path` has its own."""
-
-
-class RunConfig(Section):
-    """`[run]`: what is run, and where its files go."""
-
-    output_dir: UserPath = "runs/run"
-    """Directory of the run's files; must be new or empty."""
-    seed: Seed = 0
-    """Same seed, same number of ranks: same metrics."""
-    iterations: Count = 100
-    """Iterations of the algorithm."""
-    eval_every: Count = 10
-    """Iterations between two greedy evaluations on the validation rows; each commits `model/`."""
-    executor: Literal["ray", "in_process"] = "ray"
-    """`in_process` runs one rank in the program itself, for debuggers."""
 
 
 class DataSource(Section):

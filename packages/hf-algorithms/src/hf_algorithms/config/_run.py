@@ -1,0 +1,42 @@
+"""Section `[run]`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from hf_algorithms.config._section import Section, UserPath
+from hf_algorithms.trackers import check_names
+
+__all__ = ["RunConfig"]
+
+_Count = Annotated[int, Field(ge=1, le=1 << 53)]
+_Seed = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+
+class RunConfig(Section):
+    """`[run]`: what is run, and where its files go."""
+
+    output_dir: UserPath = "runs/run"
+    """Directory of the run's files; must be new or empty."""
+    seed: _Seed = 0
+    """Same seed, same number of ranks: same metrics."""
+    iterations: _Count = 100
+    """Iterations of the algorithm."""
+    eval_every: _Count = 10
+    """Iterations between two greedy evaluations on the validation rows; each commits `model/`."""
+    executor: Literal["ray", "in_process"] = "ray"
+    """`in_process` runs one rank in the program itself, for debuggers."""
+    trackers: tuple[str, ...] = Field(default=(), strict=False)
+    """Experiment trackers that get configuration, metrics and summary next to `metrics.jsonl`: `tensorboard`, `wandb`,
+    `mlflow`, `trackio`. Each is an extra of hf-algorithms.
+    """
+    on_metrics: str | None = None
+    """`module:function` or `file.py:function` that is called with the iteration and its metrics."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _refuse_wrong_trackers(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        check_names(names)
+        return names
