@@ -135,7 +135,7 @@ CHAT = b'{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
         (
             "a.jsonl",
             b'{"chosen": "1", "rejected": "2"}',
-            "such pairs train a reward model. Use `hybridflow reward-model`",
+            "such pairs train a policy or a reward model. Use `hybridflow dpo` or `hybridflow reward-model`",
         ),
         ("a.jsonl", b'{"text": "1"}', "a text is learned, not answered"),
     ],

@@ -240,7 +240,7 @@ def test_pairs_of_a_configuration_are_checked_as_well(tmp_path: Path) -> None:
     (report,) = json.loads(run("check", "--config", config, "--json")).values()
     assert (report["rows"], report["cut"], report["longest_response"]) == (2, 1, 3)
     assert report["first"] == {"prompt": "1+1=", "response": "2<eos>", "rejected": "11<eos>"}
-    assert "rows longer than the model's context, which lose their start: 1" in run("check", "--config", config)
+    assert "rows are longer than the model's context of" in run("check", "--config", config)
 
 
 def test_a_configuration_takes_no_other_option(rows: str, tmp_path: Path) -> None:

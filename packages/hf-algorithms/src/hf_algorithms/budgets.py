@@ -113,13 +113,13 @@ def find_response_room(config: Config, shape: ModelShape) -> int:
     return bound.tokens
 
 
-def find_block_tokens(config: Config, shape: ModelShape) -> int:
+def find_block_tokens(config: Config, max_positions: int) -> int:
     """Tokens of a block of texts: those of `data.block_tokens`, or by default at most 512 that fit.
 
     Raises:
         ConfigError: for more than the model's context or a forward pass takes.
     """
-    context = _Limit(tokens=shape.max_positions, name=_CONTEXT_NAME.format(shape.max_positions), remedy="")
+    context = _Limit(tokens=max_positions, name=_CONTEXT_NAME.format(max_positions), remedy="")
     most, given = min(context, _find_budget(config), key=lambda each: each.tokens), config.data.block_tokens
     if given is not None and given > most.tokens:
         raise ConfigError(f"data.block_tokens = {given}: exceeds {most.name}. Lower it to at most {most.tokens}")

@@ -6,49 +6,34 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
 import click
 
+from hf_algorithms.command_line import UserPath, describe_error, exit_codes, fail, print_summary, search_path_of
 from hf_algorithms.data_commands import data
 from hf_algorithms.serve_command import serve
+from hf_algorithms.training_commands import dpo, reward_model, sft, train
 from hf_controller.signals import after_imports
 from hf_protocols import ConfigError, DataError, HybridFlowError, PlanError
-from hf_protocols.paths import read_path, read_text
-
-if TYPE_CHECKING:
-    from hf_algorithms.config import Config
-    from hf_algorithms.run_directory import RunDirectory
-    from hf_protocols import MappingPlan
 
 __all__ = ["main"]
 
 
-class _UserPath(click.Path):
-    """A path in which a leading ``~`` is the home directory."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(path_type=Path, **options)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        assert param is not None, "a command's own parameter"
-        name = param.opts[0] if isinstance(param, click.Option) else param.human_readable_name
-        return super().convert(read_path(name, os.fspath(value)), param, ctx)
-
-
-@click.group(commands=[data, serve], context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    commands=[train, sft, dpo, reward_model, data, serve],
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(package_name="hf-algorithms", prog_name="hybridflow")
 def cli() -> None:
     """Train language models with reinforcement learning: one program, many ranks."""
 
 
 @cli.command()
-@click.option("--output", type=_UserPath(), default=Path("runs/quickstart"), show_default=True)
+@click.option("--output", type=UserPath(), default=Path("runs/quickstart"), show_default=True)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--iterations", default=280, show_default=True, type=click.IntRange(min=1), help="PPO iterations.")
 @click.option("--ranks", default=2, show_default=True, type=click.IntRange(min=1), help="1 runs without Ray.")
@@ -61,53 +46,15 @@ def quickstart(output: Path, seed: int, iterations: int, ranks: int, rollout: st
 
     directory = RunDirectory(output, overwrite=True)
     prepare = partial(prepare_quickstart, seed=seed, iterations=iterations, ranks=ranks, rollout=rollout)
-    with _exit_codes(directory):
+    with exit_codes(directory):
         check_quickstart(prepare)
         settings = prepare(directory)
         summary = run_training(settings, directory)
-    _print_summary(summary, directory.path, settings)
+    print_summary(summary, directory.path, settings)
 
 
 @cli.command()
-@click.argument("config", type=_UserPath())
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key; repeatable.")
-@click.option("--plan", "plan_file", type=_UserPath(), help="Use this mapping plan.")
-@click.option("--overwrite", is_flag=True, help="Replace an earlier run in run.output_dir.")
-def train(config: Path, overrides: tuple[str, ...], plan_file: Path | None, overwrite: bool) -> None:
-    """Run the algorithm that CONFIG (TOML) describes on your data."""
-    from hf_algorithms.config import load_config
-    from hf_algorithms.run import run_training
-    from hf_algorithms.run_directory import RunDirectory
-
-    settings = load_config(config, overrides, search_path=_search_path(config))
-    plan = _read_plan(plan_file) if plan_file else None
-    directory = RunDirectory(Path(settings.run.output_dir), overwrite=overwrite)
-    with _exit_codes(directory):
-        summary = run_training(settings, directory, plan=plan, search_path=_search_path(config))
-    _print_summary(summary, directory.path, settings)
-
-
-@cli.command("reward-model")
-@click.argument("config", type=_UserPath())
-@click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key; repeatable.")
-@click.option("--plan", "plan_file", type=_UserPath(), help="Use this mapping plan.")
-@click.option("--overwrite", is_flag=True, help="Replace an earlier run in run.output_dir.")
-def reward_model(config: Path, overrides: tuple[str, ...], plan_file: Path | None, overwrite: bool) -> None:
-    """Train a reward model or a cost model on the preference pairs that CONFIG (TOML) names."""
-    from hf_algorithms.config import load_config
-    from hf_algorithms.run_directory import RunDirectory
-    from hf_algorithms.supervised import run_supervised
-
-    settings = load_config(config, overrides, search_path=_search_path(config), command="reward-model")
-    plan = _read_plan(plan_file) if plan_file else None
-    directory = RunDirectory(Path(settings.run.output_dir), overwrite=overwrite)
-    with _exit_codes(directory):
-        summary = run_supervised(settings, directory, plan=plan, search_path=_search_path(config))
-    _print_summary(summary, directory.path, settings)
-
-
-@cli.command()
-@click.argument("config", type=_UserPath())
+@click.argument("config", type=UserPath())
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key; repeatable.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON, as train --plan reads it.")
 def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
@@ -126,15 +73,15 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     require_mapper()
     from hf_mapper import render_plan
 
-    settings = load_config(config, overrides, search_path=_search_path(config), command=None)
-    with tempfile.TemporaryDirectory() as folder, _exit_codes():
+    settings = load_config(config, overrides, search_path=search_path_of(config), command=None)
+    with tempfile.TemporaryDirectory() as folder, exit_codes():
         if isinstance(settings.recipe, SupervisedRecipe):
             pairs, found = check_supervised(settings, Path(folder))
             models, lines = pairs.models, pairs.describe_data()
         else:
-            inputs, found = check_run(settings, Path(folder), search_path=_search_path(config))
+            inputs, found = check_run(settings, Path(folder), search_path=search_path_of(config))
             models, lines = inputs.models, inputs.describe_data()
-            lines += describe_logs(settings, search_path=_search_path(config))
+            lines += describe_logs(settings, search_path=search_path_of(config))
     for note in describe_generic_shapes(models):
         click.echo(note, err=True)
     if as_json:
@@ -146,7 +93,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
 
 @cli.command()
-@click.argument("config", type=_UserPath(), required=False)
+@click.argument("config", type=UserPath(), required=False)
 @click.option("--algorithm", metavar="NAME", help="A name that `hybridflow algorithms` lists, or file.py:RECIPE.")
 @click.option("--model", metavar="DIR", help="Directory or hub name: model.path.")
 @click.option("--data", metavar="FILE", help="Training rows: data.train.")
@@ -157,7 +104,7 @@ def config(
     """Print CONFIG with every key, its value and what it means; without CONFIG, a file to start from."""
     from hf_algorithms.config import format_commented, resolve_config
 
-    path = _search_path(config) if config else (os.getcwd(),)
+    path = search_path_of(config) if config else (os.getcwd(),)
     settings = resolve_config(
         config, algorithm=algorithm, model=model, data=data, overrides=overrides, search_path=path
     )
@@ -194,7 +141,7 @@ def doctor() -> None:
 
 
 @cli.command()
-@click.argument("run", type=_UserPath(exists=True, file_okay=False))
+@click.argument("run", type=UserPath(exists=True, file_okay=False))
 def report(run: Path) -> None:
     """Write RUN/report.html again from the run's files."""
     from hf_algorithms.report import write_report
@@ -203,7 +150,7 @@ def report(run: Path) -> None:
 
 
 @cli.command()
-@click.argument("run", type=_UserPath(exists=True, file_okay=False))
+@click.argument("run", type=UserPath(exists=True, file_okay=False))
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 def trace(run: Path, as_json: bool) -> None:
     """Show where the time of RUN went: by role and method, and how idle each pool was."""
@@ -237,65 +184,15 @@ def main() -> NoReturn:
         error.show()
         sys.exit(error.exit_code)
     except (ConfigError, DataError, PlanError) as error:
-        _fail(_describe(error), 2)
+        fail(describe_error(error), 2)
     except HybridFlowError as error:
-        _fail(_describe(error), 1)
+        fail(describe_error(error), 1)
     except OSError as error:
-        _fail(f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}", 1)
+        fail(f"{error.filename or 'a file'} cannot be read or written: {error.strerror or error}", 1)
     except (KeyboardInterrupt, click.Abort):
-        _fail("interrupted; the files already written are complete", 130)
+        fail("interrupted; the files already written are complete", 130)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     """SIGTERM unwinds the program like Ctrl-C, so that workers are shut down on the way out."""
     sys.exit(128 + signum)
-
-
-def _describe(error: HybridFlowError) -> str:
-    """The message, and where it was raised; the whole remote traceback where the error is none of ours."""
-    from hf_controller import RemoteCallError
-
-    notes = getattr(error, "__notes__", [])
-    if not isinstance(error, RemoteCallError):
-        notes = [f"({note.partition(', traceback there:')[0]})" for note in notes]
-    return "\n".join([str(error), *notes])
-
-
-@contextmanager
-def _exit_codes(directory: RunDirectory | None = None) -> Iterator[None]:
-    """Exits with 2 for an error before the run's directory is touched, of any class, and with 1 for a later one."""
-    try:
-        yield
-    except HybridFlowError as error:
-        _fail(_describe(error), 1 if directory is not None and directory.has_begun else 2)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    click.echo(f"Error: {message}", err=True)
-    sys.exit(code)
-
-
-def _search_path(config: Path) -> tuple[str, ...]:
-    """Folders where a user's own modules are: the current one and that of the configuration."""
-    return (os.getcwd(), str(config.resolve().parent))
-
-
-def _read_plan(path: Path) -> MappingPlan:
-    from hf_protocols import MappingPlan
-
-    text = read_text(path, "the plan", "a plan, as `hybridflow plan --json` prints it")
-    try:
-        return MappingPlan.from_json(text)
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
-
-
-def _print_summary(summary: dict[str, Any], directory: Path, config: Config) -> None:
-    rows = "rows of data.train" if config.data.key_of("test") == "train" else "held-out rows"
-    parts = [f"{summary['metric']} on {rows}: {summary['score_before']:.3f} -> {summary['score_after']:.3f}"]
-    if interval := summary.get("interval_after"):
-        parts[0] += f" (95 % interval {interval[0]:.3f} to {interval[1]:.3f}, {summary['rows']} rows)"
-    if divergence := summary.get("kl_to_reference"):
-        parts.append(f"KL to the reference: {divergence['value']:.2f} {divergence['unit']} ({divergence['estimator']})")
-    parts.append(f"{summary['wall_s']:.0f} s")
-    click.echo("   ".join(parts) + f"\n{directory}")

@@ -19,22 +19,23 @@ if TYPE_CHECKING:
 
     from hf_algorithms.config import Config
 
-__all__ = ["PairsReport", "describe_run_data"]
+__all__ = ["LearnedReport", "describe_run_data"]
 
 _MOST_TEXT = 400
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairsReport:
-    """Rows that a supervised recipe learns as they are: preference pairs.
+class LearnedReport:
+    """Rows that a supervised recipe learns as they are.
 
     Attributes:
         source: key and value of the data set.
         rows: that the run uses.
         longest_prompt: tokens.
         longest_response: tokens.
-        cut: rows that are longer than the model's context and lose their start.
-        first: the columns of the first row as texts, special tokens included.
+        cut: rows that are too long and lose their start.
+        notes: lines about the rows as a whole.
+        first: parts of the first row as texts, special tokens included.
     """
 
     source: str
@@ -42,11 +43,12 @@ class PairsReport:
     longest_prompt: int
     longest_response: int
     cut: int
+    notes: list[str]
     first: dict[str, str]
 
     @property
     def refusal(self) -> None:
-        """None: a run takes every pair that can be read."""
+        """None: a run takes every row that can be read."""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON has it."""
@@ -55,17 +57,16 @@ class PairsReport:
     def lines(self) -> list[str]:
         """The report to read."""
         return [
-            f"{self.source}: {self.rows:,} rows",
+            *self.notes,
             "first row",
             *(f"  {name}: {text[:_MOST_TEXT]!r}" for name, text in self.first.items()),
             f"tokens: prompts up to {self.longest_prompt:,}, responses up to {self.longest_response:,}",
-            f"rows longer than the model's context, which lose their start: {self.cut:,}",
         ]
 
 
 def describe_run_data(
     config: Config, folder: Path, *, search_path: Sequence[str] = ()
-) -> dict[str, DataReport | PairsReport]:
+) -> dict[str, DataReport | LearnedReport]:
     """Reads the data sets of a run and reports each under its key; one that stands in for another is reported once.
 
     Args:
@@ -79,13 +80,13 @@ def describe_run_data(
     if isinstance(config.recipe, SupervisedRecipe):
         inputs = load_supervised(config, folder)
         sets = {config.data.key_of(name): getattr(inputs, name) for name in reversed(DATA_SETS)}
-        return {key: _describe_pairs(sets[key], inputs.model.tokenizer) for key in reversed(sets)}
+        return {key: _describe_learned(sets[key], inputs.model.tokenizer) for key in reversed(sets)}
     rows = load_row_sets(config.data)
     has_pretraining_texts(config.data, rows)
     model = load_model(config, rows["train"], folder)
     turns = build_turn_format(config.data, model)
     context = find_response_room(config, model.shape)
-    reports: dict[str, DataReport | PairsReport] = {}
+    reports: dict[str, DataReport | LearnedReport] = {}
     for name, part in rows.items():
         key = config.data.key_of(name)
         if key in reports:
@@ -99,20 +100,19 @@ def describe_run_data(
             max_new_tokens=config.rollout.max_new_tokens,
             max_prompt_tokens=config.data.max_prompt_tokens,
             too_long=config.data.too_long,
-            block_tokens=find_block_tokens(config, model.shape),
+            block_tokens=find_block_tokens(config, model.shape.max_positions),
         )
     check_rewards(config, {name: part for name, part in rows.items() if name in DATA_SETS}, search_path=search_path)
     return reports
 
 
-def _describe_pairs(data: SupervisedDataset, tokenizer: PreTrainedTokenizerBase) -> PairsReport:
-    batch = data.batch([0])
-    columns = [str(name) for name, _ in batch.items() if str(name).endswith("_ids")]
-    return PairsReport(
+def _describe_learned(data: SupervisedDataset, tokenizer: PreTrainedTokenizerBase) -> LearnedReport:
+    return LearnedReport(
         source=data.source,
         rows=len(data),
         longest_prompt=data.max_prompt_tokens,
         longest_response=data.max_response_tokens,
         cut=data.num_cut,
-        first={name.removesuffix("_ids"): str(tokenizer.decode(batch[name].unbind()[0].tolist())) for name in columns},
+        notes=data.describe_rows(),
+        first={name: str(tokenizer.decode(ids)) for name, ids in data.preview().items()},
     )

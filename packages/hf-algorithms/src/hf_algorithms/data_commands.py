@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hf_algorithms.data import DataReport, ExampleFiles
-    from hf_algorithms.data_checks import PairsReport
+    from hf_algorithms.data_checks import LearnedReport
 
 __all__ = ["data"]
 
@@ -85,7 +85,7 @@ def check(file: tuple[str, ...], config: str | None, overrides: tuple[str, ...],
     _print_report(found if as_json else lines, reports.values())
 
 
-def _print_report(content: dict[str, Any] | list[str], reports: Iterable[DataReport | PairsReport]) -> None:
+def _print_report(content: dict[str, Any] | list[str], reports: Iterable[DataReport | LearnedReport]) -> None:
     """Prints JSON or lines, then fails if a run would refuse what they report."""
     import json
 
@@ -144,7 +144,7 @@ def _check_files(files: tuple[str, ...], options: dict[str, Any]) -> DataReport:
     )
 
 
-def _check_config(config: str, overrides: tuple[str, ...]) -> dict[str, DataReport | PairsReport]:
+def _check_config(config: str, overrides: tuple[str, ...]) -> dict[str, DataReport | LearnedReport]:
     from tempfile import TemporaryDirectory
 
     from hf_algorithms.config import load_config

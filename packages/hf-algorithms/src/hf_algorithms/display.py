@@ -21,6 +21,8 @@ __all__ = ["RunDisplay", "build_console"]
 _SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),
     ("ranking/loss", "loss", "{:.3f}"),
+    ("supervised/loss", "train loss", "{:.3f}"),
+    ("preference/loss", "loss", "{:.3f}"),
     ("eval/validation/", "", "{:.3f}"),
     ("kl_sequence/k3", "KL", "{:.3f}"),
     ("perf/tokens_per_s", "tokens/s", "{:,.0f}"),

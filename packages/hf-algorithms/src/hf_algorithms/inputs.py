@@ -158,7 +158,7 @@ def tokenize_inputs(config: Config, rows: dict[str, Rows], model: InitialModel) 
         sets["pretraining"] = TextBlocks(
             rows["pretraining"],
             turns,
-            block_tokens=find_block_tokens(config, model.shape),
+            block_tokens=find_block_tokens(config, model.shape.max_positions),
             source=config.data.describe("pretraining"),
         )
     models = find_role_models(config, model)

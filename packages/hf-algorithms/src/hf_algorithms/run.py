@@ -23,7 +23,6 @@ from hf_algorithms.preflight import check_run
 from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.prompt_draws import PromptDraws
 from hf_algorithms.recipes import StepContext
-from hf_algorithms.recipes.sft import warm_start
 from hf_algorithms.report import write_report
 from hf_algorithms.rewards import TrainerState, describe_logs
 from hf_algorithms.role_models import describe_generic_shapes
@@ -31,6 +30,7 @@ from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.step_metrics import average_metrics
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
+from hf_algorithms.warm_start import warm_start
 from hf_algorithms.wiring import build_roles, build_sampling
 from hf_controller import Executor, InProcessExecutor, RayExecutor
 from hf_protocols import MappingPlan

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.atomic_files import write_text
-from hf_algorithms.data import Row, RowOrder
+from hf_algorithms.data import Row
 from hf_algorithms.display import RunDisplay
 from hf_algorithms.initial_model import build_initial_model
 from hf_algorithms.inputs import DATA_SETS, ModelInputs, build_turn_format
@@ -23,7 +23,7 @@ from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.recipes import StepContext, SupervisedDataset, SupervisedRecipe
 from hf_algorithms.report import write_report
 from hf_algorithms.role_models import find_role_models, list_main_backends
-from hf_algorithms.run import begin_run, build_executor, check_inputs, versions
+from hf_algorithms.run import begin_run, build_executor, check_inputs, run_training, versions
 from hf_algorithms.step_metrics import average_metrics
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
 from hf_algorithms.wiring import build_roles
@@ -34,13 +34,13 @@ from hf_protocols.errors import DataError
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
-    from hf_algorithms.data import FileRows
+    from hf_algorithms.data import FileRows, RowOrder
     from hf_algorithms.roles import Roles
     from hf_algorithms.run_directory import RunDirectory
     from hf_controller import BatchFuture, Executor
     from hf_protocols import MappingPlan
 
-__all__ = ["SupervisedInputs", "check_supervised", "load_supervised", "run_supervised"]
+__all__ = ["SupervisedInputs", "check_supervised", "load_supervised", "run_recipe", "run_supervised"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,16 @@ class SupervisedInputs(ModelInputs):
     train: SupervisedDataset
     validation: SupervisedDataset
     test: SupervisedDataset
-    order: RowOrder
-    """In which order rows of `train` are drawn."""
+
+    @property
+    def order(self) -> RowOrder:
+        """In which order rows of `train` are drawn."""
+        return self.train.order
 
     def describe_data(self) -> list[str]:
-        """One line for each data set: its key and value, and its rows."""
+        """Lines of each data set: its key and value, its rows, and what happened to long ones."""
         sets = (self.train, self.validation, self.test)
-        return list(dict.fromkeys(f"{data.source}: {len(data):,} rows" for data in sets))
+        return list(dict.fromkeys(line for data in sets for line in data.describe_rows()))
 
 
 def run_supervised(
@@ -100,6 +103,14 @@ def run_supervised(
             summary = _SupervisedRun(config, directory, inputs, executor, roles, display).execute(memory, started_s)
     write_report(directory.path)
     return summary
+
+
+def run_recipe(
+    config: Config, directory: RunDirectory, *, plan: MappingPlan | None = None, search_path: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Runs the recipe of a configuration, of any command; see `run_training` and `run_supervised`."""
+    run = run_supervised if isinstance(config.recipe, SupervisedRecipe) else run_training
+    return run(config, directory, plan=plan, search_path=search_path)
 
 
 def check_supervised(
@@ -156,13 +167,12 @@ def load_supervised(config: Config, folder: Path) -> SupervisedInputs:
     turns, most = build_turn_format(config.data, model), model.shape.max_positions
     sets = {
         name: recipe.build_dataset(
-            part, model.tokenizer, max_tokens=most, source=config.data.describe(name), turns=turns
+            part, model.tokenizer, max_tokens=most, source=config.data.describe(name), turns=turns, config=config
         )
         for name, part in rows.items()
     }
-    order = RowOrder(train.source_sizes, train.weights)
     models = find_role_models(config, model)
-    return SupervisedInputs(model=model, models=models, turns=turns, stop_ids=(), order=order, **sets)
+    return SupervisedInputs(model=model, models=models, turns=turns, stop_ids=(), **sets)
 
 
 def _recipe_of(config: Config) -> SupervisedRecipe:
@@ -200,7 +210,7 @@ def _check_rows(config: Config, plan: MappingPlan, sets: Mapping[str, Supervised
             tokens, where = data.longest
             if tokens > placed.micro_batch_tokens:
                 problems.append(
-                    f"{where}: its two sides have {tokens} tokens, above training.micro_batch_tokens = "
+                    f"{where}: it needs {tokens} tokens, above training.micro_batch_tokens = "
                     f"{placed.micro_batch_tokens}, which bounds a forward pass. Raise it, or shorten the row"
                 )
     if problems:
@@ -234,6 +244,7 @@ class _SupervisedRun:
             "algorithm": config.algorithm.name,
             "iterations": 0,
             "metric": self._recipe.metric,
+            "lower_is_better": self._recipe.lower_is_better,
             "versions": versions(),
             "workload": compute_workload(config, prompt_tokens=tokens["prompt"], response_tokens=tokens["response"]),
         }
@@ -241,7 +252,6 @@ class _SupervisedRun:
     def execute(self, memory: MemoryMeter, started_s: float) -> dict[str, Any]:
         """All phases in order; what was reached is on disk, whatever happens."""
         try:
-            self._note_cuts()
             self._display.phase("evaluating the starting point")
             self._summarise("before")
             self._commit_model(0)
@@ -309,21 +319,13 @@ class _SupervisedRun:
         """The weights that were just evaluated are the last good state."""
         tokenizer = self._inputs.model.tokenizer
         with self._directory.replacing("model") as folder:
-            self._roles.groups[self._recipe.roles[0].name].export_model(str(folder)).result()
+            trained = self._recipe.roles[0]
+            dtype = self._config.model.export_dtype
+            self._roles.groups[trained.name].export_model(str(folder), dtype=dtype).result()
             self._directory.write_files(folder, self._inputs.exported_files())
-            _state_padding(folder / "config.json", tokenizer)
+            if getattr(trained.load_worker(), "head", "lm") == "score":
+                _state_padding(folder / "config.json", tokenizer)
         self._summary["model_iteration"] = iteration
-
-    def _note_cuts(self) -> None:
-        limit = self._inputs.model.shape.max_positions
-        for name in DATA_SETS:
-            data: SupervisedDataset = getattr(self._inputs, name)
-            if data.num_cut:
-                source = self._config.data.describe(name)
-                self._display.note(
-                    f"{source}: {data.num_cut} of {len(data)} rows are longer than the model's context of {limit} "
-                    "tokens and lose their start"
-                )
 
     def _put(self, data: SupervisedDataset) -> BatchFuture:
         return self._executor.put(data.batch(range(len(data))))

@@ -59,7 +59,7 @@ def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = (), co
     """
     check_secrets(body)
     recipe = find_recipe(body.get("algorithm"), search_path, command)
-    body = _expand_conventions(body, recipe)
+    body = _expand_conventions(recipe.fill(body) if isinstance(recipe, SupervisedRecipe) else body, recipe)
     with_scorers = recipe.with_scorers(dict.fromkeys(_find_scored_roles(body, recipe), ""))
     _check_role_names(body.get("roles"), with_scorers)
     known = config_keys(with_scorers)

@@ -6,11 +6,13 @@ Importing this package loads neither torch nor transformers.
 from __future__ import annotations
 
 from hf_algorithms.data._addition import ExampleFiles, write_addition_data
+from hf_algorithms.data._answers import AnswerDataset, LearnedBlocks
 from hf_algorithms.data._batches import PromptDataset, TooLong
 from hf_algorithms.data._columns import ColumnMapping, Kind
 from hf_algorithms.data._file_rows import FileRows
 from hf_algorithms.data._gsm8k import write_gsm8k_data, write_gsm8k_preferences, write_gsm8k_steps
 from hf_algorithms.data._order import RowOrder, select_rows
+from hf_algorithms.data._pair_rows import PairRowsDataset
 from hf_algorithms.data._preferences import PreferenceDataset, PreferenceRow, load_preferences, open_preferences
 from hf_algorithms.data._report import (
     BlocksReport,
@@ -51,6 +53,7 @@ from hf_algorithms.data._turn_tokens import (
 from hf_algorithms.data._turns import TurnFormat, decode_responses
 
 __all__ = [
+    "AnswerDataset",
     "BlocksReport",
     "ColumnMapping",
     "DataReport",
@@ -59,9 +62,11 @@ __all__ = [
     "FileRows",
     "FirstRow",
     "Kind",
+    "LearnedBlocks",
     "LengthReport",
     "Message",
     "NamedToken",
+    "PairRowsDataset",
     "PreferenceDataset",
     "PreferenceRow",
     "PromptDataset",

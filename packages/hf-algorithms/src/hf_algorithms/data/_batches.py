@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
+from hf_algorithms.data._file_rows import build_order, locate
 from hf_algorithms.data._jagged_columns import build_jagged, check_rows
-from hf_algorithms.data._order import RowOrder
-from hf_algorithms.data._rows import Row, Rows
+from hf_algorithms.data._rows import Row
 from hf_algorithms.data._turns import TurnFormat
 from hf_protocols.errors import DataError
 
@@ -75,7 +74,7 @@ class PromptDataset:
         self.num_unanswered = 0
         """Rows without an answer, those that are dropped included."""
         self._count_tokens()
-        self.order = self._build_order()
+        self.order = build_order(rows, self._kept, source=source)
         """In which order rows are drawn; it counts rows as `prompts` does."""
 
     def __len__(self) -> int:
@@ -248,23 +247,8 @@ class PromptDataset:
         messages = self._turns.as_chat(row.prompt)
         return json.dumps([messages, row.answer, dict(row.columns)], ensure_ascii=False).encode()
 
-    def _build_order(self) -> RowOrder:
-        if not isinstance(self._rows, Rows) or self._rows.weights is None:
-            return RowOrder([len(self._kept)])
-        ends = [bisect_left(self._kept, end) for end in accumulate(self._rows.source_sizes)]
-        sizes = [end - start for start, end in pairwise([0, *ends])]
-        if 0 in sizes:
-            raise DataError(
-                f"{self.source}: data.too_long = 'drop' leaves no row of its source {sizes.index(0) + 1}. Leave that "
-                "source out, or set data.too_long = 'truncate_left'"
-            )
-        return RowOrder(sizes, self._rows.weights)
-
     def _where(self, number: int) -> str:
-        if isinstance(self._rows, Rows) and len(self._rows.files) > 1:
-            return f"{self.source.partition(' = ')[0]}: {self._rows.where(number)}"
-        unit = self._rows.where(number).rpartition(", ")[2] if isinstance(self._rows, Rows) else f"line {number + 1}"
-        return f"{self.source}, {unit}"
+        return locate(self._rows, number, source=self.source)
 
     def _checked(self, indices: Iterable[int]) -> list[int]:
         """Numbers of the rows among all that were given."""

@@ -78,6 +78,7 @@ def find_columns(
     prompt_field: str | None = None,
     answer_field: str | None = None,
     promptless: Collection[Kind] = (),
+    is_learned: bool = False,
 ) -> ColumnMapping:
     """Finds what the columns of a table hold.
 
@@ -87,6 +88,7 @@ def find_columns(
         prompt_field: the user's name for the prompt's field.
         answer_field: the user's name for the answer's field.
         promptless: kinds of rows that may lack a prompt: `texts`, `preferences`.
+        is_learned: answers are what a model learns to write, so that a `completion` counts before an `answer`.
 
     Raises:
         DataError: for no column with prompts, for two that may hold prompts or answers, and for a field that the user
@@ -108,13 +110,14 @@ def find_columns(
         )
     if prompt is None and has_pairs:
         raise DataError(
-            f"{where} has two responses and no prompt: such pairs train a reward model. Use `hybridflow reward-model`, "
-            "or name a file with prompts"
+            f"{where} has two responses and no prompt: such pairs train a policy or a reward model. Use "
+            "`hybridflow dpo` or `hybridflow reward-model`, or name a file with prompts"
         )
     if prompt is None:
         known = ", ".join(show(name) for tier in PROMPT_COLUMNS for name in tier)
         raise DataError(f"{absent.format(f'for the prompt, such as {known}')}. Set data.prompt_field")
-    answer = _choose(records, answer_field, ANSWER_COLUMNS, "answer", absent=absent, where=where)
+    answers = ANSWER_COLUMNS[::-1] if is_learned else ANSWER_COLUMNS
+    answer = _choose(records, answer_field, answers, "answer", absent=absent, where=where)
     others = tuple(name for name in names if name != prompt and not name == answer == "answer")
     kind: Kind = "prompts"
     if has_pairs:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from typing import Any, Protocol, Self, TypeVar, overload
 
+from hf_algorithms.data._order import RowOrder
 from hf_algorithms.data._tables import Table
+from hf_protocols.errors import DataError
 
-__all__ = ["FileRows", "RecordFile"]
+__all__ = ["FileRows", "RecordFile", "build_order", "locate"]
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -98,3 +100,34 @@ class FileRows(Sequence[R]):
             raise IndexError(f"row {index} of {self._length}")
         file = bisect_right(self._starts, row) - 1
         return self.files[file], row - self._starts[file]
+
+
+def build_order(rows: Sequence[Any], kept: Sequence[int], *, source: str) -> RowOrder:
+    """The order in which the rows that are kept are drawn, each counted by its place among them.
+
+    Args:
+        rows: all of them.
+        kept: numbers of those that are not dropped, in order.
+        source: of the rows, for messages.
+
+    Raises:
+        DataError: if a source with a weight has no row left.
+    """
+    if not isinstance(rows, FileRows) or rows.weights is None:
+        return RowOrder([len(kept)])
+    ends = [bisect_left(kept, end) for end in accumulate(rows.source_sizes)]
+    sizes = [end - start for start, end in pairwise([0, *ends])]
+    if 0 in sizes:
+        raise DataError(
+            f"{source}: data.too_long = 'drop' leaves no row of its source {sizes.index(0) + 1}. Leave that "
+            "source out, or set data.too_long = 'truncate_left'"
+        )
+    return RowOrder(sizes, rows.weights)
+
+
+def locate(rows: Sequence[Any], number: int, *, source: str) -> str:
+    """Place of a row for messages, such as `data.train = 'train.jsonl', line 3`."""
+    if isinstance(rows, FileRows) and len(rows.files) > 1:
+        return f"{source.partition(' = ')[0]}: {rows.where(number)}"
+    unit = rows.where(number).rpartition(", ")[2] if isinstance(rows, FileRows) else f"line {number + 1}"
+    return f"{source}, {unit}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_algorithms.data._file_rows import FileRows
+from hf_algorithms.data._file_rows import FileRows, build_order
 from hf_algorithms.data._jagged_columns import build_jagged, check_rows
 from hf_algorithms.data._rows import Message, Row
 from hf_algorithms.data._sequences import SequenceEncoder, cut_to
@@ -152,6 +152,8 @@ class PreferenceDataset:
         self._max_tokens = max_tokens
         self._lengths = {"prompt": array("q"), "chosen": array("q"), "rejected": array("q")}
         self._count_tokens()
+        self.order = build_order(rows, range(len(rows)), source=source)
+        """In which order pairs are drawn."""
 
     def __len__(self) -> int:
         return len(self._lengths["prompt"])
@@ -171,6 +173,20 @@ class PreferenceDataset:
         """Tokens of the two sides of the largest row, both as long as the longer one, and its place."""
         totals = [2 * (prompt + max(sides)) for prompt, *sides in zip(*self._lengths.values(), strict=True)]
         return max(totals), self._rows[totals.index(max(totals))].where
+
+    def describe_rows(self) -> list[str]:
+        """Lines for the user: how many pairs there are, and how many are cut."""
+        lines = [f"{self.source}: {len(self):,} rows"]
+        if self.num_cut:
+            lines.append(
+                f"{self.source}: {self.num_cut} of {len(self)} rows are longer than the model's context of "
+                f"{self._max_tokens} tokens and lose their start"
+            )
+        return lines
+
+    def preview(self) -> dict[str, list[int]]:
+        """Token ids of the first pair's prompt, `response` (chosen) and `rejected`."""
+        return dict(zip(("prompt", "response", "rejected"), self._cut(self._encode(self._rows[0])), strict=True))
 
     def batch(self, indices: Iterable[int]) -> TensorDict:
         """Returns the chosen rows.

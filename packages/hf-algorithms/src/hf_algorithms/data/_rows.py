@@ -50,6 +50,8 @@ class RowFile:
     table: Table
     columns: ColumnMapping
     source: int = 0
+    is_learned: bool = False
+    """A response with which `messages` end is the answer, also where a column has another one."""
 
     def describe(self) -> str:
         """One line, such as `train.csv is CSV of 7,473 rows: prompts; prompt = 'question', answer = 'answer'`."""
@@ -61,7 +63,7 @@ class RowFile:
         Raises:
             DataError: for a record that lacks a prompt or has a field of another kind.
         """
-        return _build_row(record, self.columns, self.table, number)
+        return _build_row(record, self.columns, self.table, number, is_learned=self.is_learned)
 
 
 class Rows(FileRows[Row]):
@@ -76,6 +78,7 @@ def open_rows(
     prompt_field: str | None = None,
     answer_field: str | None = None,
     promptless: Collection[Kind] = (),
+    is_learned: bool = False,
 ) -> Rows:
     """Opens files of rows and finds their columns; reads only the first rows of each.
 
@@ -84,6 +87,8 @@ def open_rows(
         prompt_field: field of the prompt; None: found by its name.
         answer_field: field of the answer; None: found by its name.
         promptless: kinds of rows that may lack a prompt: `texts` to pretrain on, `preferences`.
+        is_learned: answers are what a model learns to write. A `completion` then counts before an `answer`, and the
+            response with which `messages` end before both, unless `answer_field` names one.
 
     Raises:
         DataError: for a file that cannot be opened or is empty, and for ambiguous columns.
@@ -100,8 +105,10 @@ def open_rows(
                 prompt_field=prompt_field,
                 answer_field=answer_field,
                 promptless=promptless,
+                is_learned=is_learned,
             )
-            files.append(RowFile(path=each, table=table, columns=columns, source=number))
+            prefers_chats = is_learned and answer_field is None
+            files.append(RowFile(path=each, table=table, columns=columns, source=number, is_learned=prefers_chats))
     given = [each for each in weights if each is not None]
     return Rows(files, given or None)
 
@@ -153,16 +160,18 @@ def write_rows(
         raise DataError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from error
 
 
-def _build_row(record: Mapping[str, Any], columns: ColumnMapping, table: Table, row: int) -> Row:
+def _build_row(record: Mapping[str, Any], columns: ColumnMapping, table: Table, row: int, *, is_learned: bool) -> Row:
     try:
         others = {name: record[name] for name in columns.others if name in record}
-        answer = None if columns.answer is None else _read_answer(record, columns.answer)
+        answer = None if columns.answer is None else _read_answer(record, columns.answer, is_learned=is_learned)
         if columns.prompt is None:
             if not answer and columns.kind == "texts":
                 raise DataError(": its text is empty. Remove the row")
             return Row("", answer, others)
         prompt, written = _read_prompt(record, columns.prompt)
-        return Row(prompt, written if answer is None else answer, others)
+        if answer is None or (is_learned and written is not None):
+            answer = written
+        return Row(prompt, answer, others)
     except DataError as error:
         raise DataError(f"{table.where(row)}{error}") from None
 
@@ -201,13 +210,18 @@ def _check_messages(value: object, name: str) -> None:
         raise DataError(f": message {number} of field {show(name)} has no role. Add one, such as 'user'")
 
 
-def _read_answer(record: Mapping[str, Any], name: str) -> str | None:
+def _read_answer(record: Mapping[str, Any], name: str, *, is_learned: bool) -> str | None:
     """The answer as text: a number as it is written, a response in messages by its content, other JSON as JSON."""
     value = get_field(record, name)
     if value is None:
         return None
     if is_chat(value) and len(value) == 1 and isinstance(value[0].get("content"), str):
         value = value[0]["content"]
+    elif is_learned and is_chat(value):
+        raise DataError(
+            f": field {show(name)} is a chat of {len(value)} messages, where one text of the assistant is learned. "
+            "Write the whole chat as messages"
+        )
     elif isinstance(value, bool | list | tuple | Mapping):
         value = json.dumps(value, ensure_ascii=False)
     return _read_text(value, name, wanted="text or a number", role="answer")

@@ -21,8 +21,6 @@ from hf_algorithms.recipes._recipe import (
     Role,
     StepContext,
     StepError,
-    SupervisedDataset,
-    SupervisedRecipe,
     mini_batch_rows,
 )
 from hf_algorithms.recipes._roles import (
@@ -44,9 +42,11 @@ from hf_algorithms.recipes._steps import (
     train_by_scores,
     update_policy,
 )
+from hf_algorithms.recipes._supervised import SupervisedConfig, SupervisedDataset, SupervisedRecipe
 from hf_algorithms.recipes.cispo import CISPO
 from hf_algorithms.recipes.dapo import DAPO
 from hf_algorithms.recipes.distillation import DISTILLATION
+from hf_algorithms.recipes.dpo import DPO, DPOConfig
 from hf_algorithms.recipes.dppo_tv import DPPO_TV
 from hf_algorithms.recipes.dr_grpo import DR_GRPO
 from hf_algorithms.recipes.gmpo import GMPO
@@ -63,6 +63,7 @@ from hf_algorithms.recipes.reward_model import REWARD_MODEL_TRAINING, RewardMode
 from hf_algorithms.recipes.rloo import RLOO
 from hf_algorithms.recipes.safe_rlhf import SAFE_RLHF
 from hf_algorithms.recipes.sapo import SAPO
+from hf_algorithms.recipes.sft import SFT, SFTConfig
 
 __all__ = [
     "ACTOR",
@@ -78,15 +79,18 @@ __all__ = [
     "AlgorithmConfig",
     "ClipKeys",
     "CriticKeys",
+    "DPOConfig",
     "GroupKeys",
     "PPOConfig",
     "PolicyConfig",
     "Recipe",
     "RewardModelConfig",
     "Role",
+    "SFTConfig",
     "StdKeys",
     "StepContext",
     "StepError",
+    "SupervisedConfig",
     "SupervisedDataset",
     "SupervisedRecipe",
     "WhitenKeys",
@@ -125,6 +129,8 @@ RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _SHIPPED}
 """The shipped recipes by the name that `[algorithm] name` gives."""
 COMMAND_RECIPES: dict[str, dict[str, Recipe]] = {
     "train": RECIPES,
+    "sft": {SFT.name: SFT},
+    "dpo": {DPO.name: DPO},
     "reward-model": {REWARD_MODEL_TRAINING.name: REWARD_MODEL_TRAINING},
 }
 """The recipes of each command of `hybridflow`, the usual one first."""

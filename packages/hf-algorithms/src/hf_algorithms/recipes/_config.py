@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
+    from hf_algorithms.losses import PreferenceLoss
     from hf_protocols import ModelShape
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "GroupKeys",
     "LengthKeys",
     "PolicyConfig",
+    "PreferenceKeys",
     "Range",
     "RewardKeys",
     "ScoreClipKeys",
@@ -300,6 +302,21 @@ class CriticKeys(AlgorithmConfig):
     """The critic learns returns less their running mean, divided by their running standard deviation."""
     critic_warmup: Annotated[int, Field(ge=0)] = 0
     """First iterations in which the critic alone is trained."""
+
+
+class PreferenceKeys(AlgorithmConfig):
+    """Keys of losses that compare two responses to one prompt."""
+
+    beta: Range = 0.1
+    """Strength of the tie to the reference."""
+    preference_loss: Literal["dpo", "ipo"] = "dpo"
+    """`dpo`: the logistic loss of the margin. `ipo`: its squared distance from 1 / (2 beta)."""
+
+    def build_loss(self) -> PreferenceLoss:
+        """Returns the loss of a batch of pairs."""
+        from hf_algorithms.losses import PreferenceLoss
+
+        return PreferenceLoss(beta=self.beta, kind=self.preference_loss)
 
 
 class RewardKeys(AlgorithmConfig):

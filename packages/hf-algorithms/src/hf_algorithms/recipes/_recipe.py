@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from numbers import Real
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.recipes._config import AlgorithmConfig
 from hf_algorithms.users_code import describe_raised
@@ -20,14 +20,11 @@ from hf_protocols.arguments import show
 from hf_protocols.similar_names import find_similar
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from hf_algorithms.data import FileRows
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture, MetricsFuture, ObjectFuture, Worker
     from hf_engine import SamplingParams
 
-__all__ = ["Recipe", "Role", "StepContext", "StepError", "SupervisedDataset", "SupervisedRecipe", "mini_batch_rows"]
+__all__ = ["Recipe", "Role", "StepContext", "StepError", "mini_batch_rows"]
 
 
 _TAKEN = frozenset({"find", "groups", "having"})
@@ -265,63 +262,6 @@ class Recipe:
     def model_roles(self) -> tuple[str, ...]:
         """Names of the roles that hold a model."""
         return tuple(role.name for role in self.roles if role.has_model)
-
-
-class SupervisedDataset(Protocol):
-    """Rows of a supervised recipe as token ids.
-
-    Attributes:
-        source: key and value that name the file, for messages.
-    """
-
-    source: str
-
-    @property
-    def num_cut(self) -> int:
-        """Rows that were too long and lost a part."""
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Tokens of the longest prompt."""
-
-    @property
-    def max_response_tokens(self) -> int:
-        """Tokens of the longest response."""
-
-    @property
-    def longest(self) -> tuple[int, str]:
-        """Tokens that the largest row needs in a forward pass, and its place in the file."""
-
-    def __len__(self) -> int:
-        """Number of rows."""
-
-    def batch(self, indices: Iterable[int]) -> TensorDict:
-        """Returns the chosen rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SupervisedRecipe(Recipe):
-    """A recipe that learns from rows as they are: nothing is generated. Its configuration has `batch_size`.
-
-    Attributes:
-        columns: of the batch that its step is given.
-        open_rows: returns the rows of a data set; called as `open_rows(sources, config)` with the paths and weights
-            of its sources, or None in place of a weight, and the run's configuration.
-        build_dataset: returns rows as token ids; called as
-            `build_dataset(rows, tokenizer, max_tokens=, source=, turns=)`.
-        evaluate: returns numbers by name; called as `evaluate(roles, batch, num_rows, config)` with `[algorithm]`.
-        metric: name of the number that says how good the model is.
-        sequences_per_row: that a row costs in a forward pass.
-        unused: sections of the configuration that mean nothing for it.
-    """
-
-    columns: tuple[str, ...]
-    open_rows: Callable[[Sequence[tuple[str, float | None]], Any], FileRows[Any]]
-    build_dataset: Callable[..., SupervisedDataset]
-    evaluate: Callable[[Roles, BatchFuture, int, Any], Mapping[str, float]]
-    metric: str
-    sequences_per_row: int = 1
-    unused: tuple[str, ...] = ("warm_start", "rollout", "reward", "cost")
 
 
 def _is_of_run(name: str) -> bool:

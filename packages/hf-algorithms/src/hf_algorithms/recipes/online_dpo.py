@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from hf_algorithms.recipes._config import AlgorithmConfig, Range
+from hf_algorithms.recipes._config import PreferenceKeys
 from hf_algorithms.recipes._recipe import Recipe, StepContext, mini_batch_rows
 from hf_algorithms.recipes._roles import POLICY_ROLES
 from hf_algorithms.recipes._steps import generate_scored
@@ -27,27 +27,23 @@ if TYPE_CHECKING:
 __all__ = ["ONLINE_DPO", "OnlineDPOConfig", "step"]
 
 
-class OnlineDPOConfig(AlgorithmConfig):
+class OnlineDPOConfig(PreferenceKeys):
     """`[algorithm]` with `name = "online_dpo"`."""
 
     least_samples: ClassVar[int] = 2
     most_samples: ClassVar[int | None] = 2
 
     name: Literal["online_dpo"] = "online_dpo"
-    beta: Range = 0.1
-    """Strength of the tie to the reference."""
-    preference_loss: Literal["dpo", "ipo"] = "dpo"
-    """`dpo`: the logistic loss of the margin. `ipo`: its squared distance from 1 / (2 beta)."""
 
 
 def step(roles: Roles, prompts: BatchFuture, config: OnlineDPOConfig, context: StepContext) -> Sequence[MetricsFuture]:
     """One iteration; every line returns at once, and the data flows from worker to worker."""
-    from hf_algorithms.losses import PreferenceLoss, PreferencePairs
+    from hf_algorithms.losses import PreferencePairs
 
     temperature = context.sampling.temperature
     batch = generate_scored(roles, prompts, context)
     batch = batch.union(roles.reference.compute_ref_logprobs(batch, temperature=temperature))
-    loss = PreferenceLoss(beta=config.beta, kind=config.preference_loss)
+    loss = config.build_loss()
     metrics = [roles.advantage.compute_metrics(batch)]
     parts = min(config.mini_batches, prompts.num_rows)
     for rows in mini_batch_rows(batch.num_rows, parts, epochs=config.epochs, seed=context.seed, group_size=2):

@@ -14,14 +14,11 @@ Deviations from Stiennon et al. (2020) and from the code of Safe-RLHF:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field
-
-from hf_algorithms.recipes._config import AlgorithmConfig, Coefficient
-from hf_algorithms.recipes._recipe import Role, StepContext, SupervisedRecipe
-from hf_protocols.arguments import show
-from hf_protocols.errors import ConfigError
+from hf_algorithms.recipes._config import Coefficient
+from hf_algorithms.recipes._recipe import Role, StepContext
+from hf_algorithms.recipes._supervised import UNREAD_OF_PAIRS, SupervisedConfig, SupervisedRecipe, refuse_unread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,16 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["REWARD_MODEL_TRAINING", "RewardModelConfig", "build_dataset", "evaluate", "open_pairs", "step"]
 
 
-class RewardModelConfig(AlgorithmConfig):
-    """`[algorithm]` of `hybridflow reward-model`."""
+class RewardModelConfig(SupervisedConfig):
+    """`[algorithm]` of `hybridflow reward-model`. A row is a pair of responses."""
 
     name: Literal["reward_model"] = "reward_model"
-    epochs: Literal[1] = 1
-    """Passes over the pairs of one iteration; `run.iterations` says how long training is."""
-    mini_batches: Literal[1] = 1
-    """Updates of one iteration."""
-    batch_size: Annotated[int, Field(ge=1, le=1 << 20)] = 64
-    """Pairs of one iteration, over all ranks."""
     labels: Literal["reward", "cost"] = "reward"
     """`reward`: the better of two responses. `cost`: the safer one, and whether each is safe."""
     regularization: Coefficient | None = None
@@ -67,10 +58,6 @@ def step(roles: Roles, pairs: BatchFuture, config: RewardModelConfig, context: S
     return [roles.reward_model.update_scores(pairs, config.build_loss())]
 
 
-_UNREAD = ("answer_field", "block_tokens", "max_prompt_tokens", "pretraining", "too_long")
-"""Keys of `[data]` that mean nothing for pairs."""
-
-
 def open_pairs(sources: Iterable[tuple[str, float | None]], config: Config) -> FileRows[PreferenceRow]:
     """Opens the pairs of a data set.
 
@@ -80,19 +67,18 @@ def open_pairs(sources: Iterable[tuple[str, float | None]], config: Config) -> F
     """
     from hf_algorithms.data import open_preferences
 
-    for key in _UNREAD:
-        if (value := getattr(config.data, key)) != type(config.data).model_fields[key].default:
-            raise ConfigError(f"data.{key} = {show(value)}: `hybridflow reward-model` does not read it. Remove it")
+    refuse_unread(config, UNREAD_OF_PAIRS, "reward-model")
     algorithm: Any = config.algorithm
     return open_preferences(sources, labels=algorithm.labels, prompt_field=config.data.prompt_field or "prompt")
 
 
 def build_dataset(
-    rows: Sequence[PreferenceRow], tokenizer: PreTrainedTokenizerBase, **options: Any
+    rows: Sequence[PreferenceRow], tokenizer: PreTrainedTokenizerBase, *, config: Config, **options: Any
 ) -> PreferenceDataset:
     """Returns the pairs as token ids; see `PreferenceDataset`."""
     from hf_algorithms.data import PreferenceDataset
 
+    del config
     return PreferenceDataset(rows, tokenizer, **options)
 
 

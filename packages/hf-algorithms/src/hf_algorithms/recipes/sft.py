@@ -1,72 +1,131 @@
-"""Supervised training of the policy on reference answers: the warm start of a run.
+"""Supervised fine-tuning: the model learns the answers of rows, as prompts with answers, chats or texts.
 
-Plain next-token cross-entropy on the answer's tokens, AdamW, constant learning rate.
+The loss is the mean of -log-prob over the trained tokens of the whole batch, however its rows are split: over all ranks
+and micro-batches. Trained are an answer's tokens and the one that ends it; of a chat those of every message of the
+assistant; of a text all.
+
+Deviations from common practice: rows are not joined to longer ones, and training is counted in iterations, not epochs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
 
-from hf_protocols import HybridFlowError
+from hf_algorithms.recipes._recipe import Role, StepContext
+from hf_algorithms.recipes._supervised import SupervisedConfig, SupervisedRecipe, refuse_unread
+from hf_protocols.arguments import show
+from hf_protocols.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from hf_algorithms.config import WarmStartConfig
+    from transformers import PreTrainedTokenizerBase
+
+    from hf_algorithms.config import Config
+    from hf_algorithms.data import AnswerDataset, Kind, LearnedBlocks, Rows, TurnFormat
     from hf_algorithms.roles import Roles
-    from hf_controller import BatchFuture
+    from hf_controller import BatchFuture, MetricsFuture
 
-__all__ = ["WarmStartError", "warm_start"]
+__all__ = ["SFT", "SFTConfig", "build_dataset", "evaluate", "open_answers", "step"]
+
+_LARGEST_EXPONENT = 700.0
+"""exp of more overflows."""
+_PROMPTLESS: tuple[Kind, ...] = ("texts",)
 
 
-class WarmStartError(HybridFlowError):
-    """Supervised training that never reached its mark, or ran past it."""
+class SFTConfig(SupervisedConfig):
+    """`[algorithm]` of `hybridflow sft`. A row is a prompt with its answer, a chat, or a block of text."""
+
+    name: Literal["sft"] = "sft"
 
 
-def warm_start(
-    roles: Roles,
-    batches: Iterator[BatchFuture],
-    evaluate: Callable[[], float],
-    config: WarmStartConfig,
-    *,
-    metric: str,
-    note: Callable[[str], None],
-) -> int:
-    """Train until an evaluation reaches ``config.stop_at``, or for ``config.max_steps`` steps.
-
-    Args:
-        roles: the one that generates is trained.
-        batches: supervised rows, one batch a step.
-        evaluate: scores the policy as it is.
-        config: when to evaluate and when to stop.
-        metric: name of what ``evaluate`` measures, for notes.
-        note: takes one line for each evaluation.
-
-    Returns:
-        The number of steps taken.
-
-    Raises:
-        WarmStartError: if ``stop_at`` is never reached, or the evaluation that reaches it is above ``fail_above``.
-    """
+def step(roles: Roles, rows: BatchFuture, config: SFTConfig, context: StepContext) -> Sequence[MetricsFuture]:
+    """One update on a batch of rows."""
     from hf_algorithms.losses import SupervisedLoss
 
-    policy = roles.having("generate_sequences")
-    for step in range(1, config.max_steps + 1):
-        metrics = policy.update_actor(next(batches), SupervisedLoss())
-        if step % config.eval_every and step < config.max_steps:
-            continue
-        score = evaluate()
-        note(f"warm start, step {step}: loss {metrics.result()['supervised/loss']:.3f}, {metric} {score:.3f}")
-        if config.stop_at is None or score < config.stop_at:
-            continue
-        if score > config.fail_above:
-            raise WarmStartError(
-                f"the warm start jumped to {score:.3f}, above warm_start.fail_above={config.fail_above}: "
-                f"lower warm_start.eval_every={config.eval_every} or warm_start.learning_rate={config.learning_rate}"
-            )
-        return step
-    if config.stop_at is not None:
-        raise WarmStartError(
-            f"no evaluation reached warm_start.stop_at={config.stop_at} within "
-            f"warm_start.max_steps={config.max_steps}: raise max_steps or warm_start.learning_rate"
+    del config, context
+    return [roles.actor.update_actor(rows, SupervisedLoss())]
+
+
+def open_answers(sources: Sequence[tuple[str, float | None]], config: Config) -> Rows:
+    """Opens the rows of a data set.
+
+    Raises:
+        ConfigError: for a key of `[data]` that would have no effect.
+        DataError: as `open_rows` does, and for preference pairs or files of two kinds.
+    """
+    from hf_algorithms.data import open_rows
+
+    refuse_unread(config, ("max_prompt_tokens", "pretraining"), "sft")
+    data = config.data
+    rows = open_rows(
+        sources,
+        prompt_field=data.prompt_field,
+        answer_field=data.answer_field,
+        promptless=_PROMPTLESS,
+        is_learned=True,
+    )
+    kinds = {file.columns.kind: file.path for file in rows.files}
+    if "preferences" in kinds and data.answer_field is None:
+        raise DataError(
+            f"{kinds['preferences']} has two responses to a prompt, of which one is preferred. Use `hybridflow dpo`, "
+            "or set data.answer_field to the column to learn"
         )
-    return config.max_steps
+    if "texts" in kinds and len(kinds) > 1:
+        other = next(path for kind, path in kinds.items() if kind != "texts")
+        raise DataError(f"{kinds['texts']} has texts, {other} prompts. Name files of one kind")
+    return rows
+
+
+def build_dataset(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    source: str,
+    turns: TurnFormat,
+    config: Config,
+) -> AnswerDataset | LearnedBlocks:
+    """Returns the rows as token ids; see `AnswerDataset`, and `LearnedBlocks` for texts."""
+    from hf_algorithms.budgets import find_block_tokens
+    from hf_algorithms.data import AnswerDataset, LearnedBlocks
+
+    data = config.data
+    if rows.files[0].columns.kind == "texts":
+        return LearnedBlocks(rows, turns, block_tokens=find_block_tokens(config, max_tokens), source=source)
+    if data.block_tokens is not None:
+        raise ConfigError(
+            f"data.block_tokens = {show(data.block_tokens)}: {source} has no texts, so nothing is cut into blocks. "
+            "Remove it"
+        )
+    if data.too_long != "error":  # otherwise what a forward pass has no room for is refused, with the key to raise
+        max_tokens = min(max_tokens, config.training.micro_batch_tokens)
+    return AnswerDataset(rows, tokenizer, max_tokens=max_tokens, source=source, turns=turns, too_long=data.too_long)
+
+
+def evaluate(roles: Roles, rows: BatchFuture, num_rows: int, config: SFTConfig) -> dict[str, float]:
+    """Returns the mean of -log-prob over the trained tokens of all rows, and its exponential, the perplexity."""
+    from hf_algorithms.evaluation import call_on_rows
+
+    del config
+    found = rows.union(call_on_rows(roles.actor, "compute_logprobs", rows, num_rows))
+    columns = found.select(["response_mask", "old_logprobs"]).result()
+    is_trained = columns["response_mask"].values()
+    loss = -float(columns["old_logprobs"].values().double()[is_trained].mean())
+    return {"loss": loss, "perplexity": math.exp(min(loss, _LARGEST_EXPONENT))}
+
+
+SFT = SupervisedRecipe(
+    name="sft",
+    config=SFTConfig,
+    roles=(Role(name="actor", worker="hf_algorithms.workers:PolicyWorker", has_model=True),),
+    step=step,
+    columns=("row_id", "prompt_ids", "response_ids", "response_mask"),
+    open_rows=open_answers,
+    build_dataset=build_dataset,
+    evaluate=evaluate,
+    metric="loss",
+    lower_is_better=True,
+    defaults=MappingProxyType({"optimizer.actor_learning_rate": 1e-5}),
+)

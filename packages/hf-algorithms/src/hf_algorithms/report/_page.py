@@ -64,12 +64,14 @@ def _score_tile(run: RunFiles) -> str:
     known = [value for value in (before, after) if value is not None]
     if not known:
         return ""
-    is_share = all(0 <= value <= 1 for value in known)
+    falls = run.summary.get("lower_is_better") is True
+    is_share = not falls and all(0 <= value <= 1 for value in known)
     first, *rest = [f"{value:.1%}" if is_share else format_number(value) for value in known]
     if before is None or after is None:
-        return _tile(escape(name), first, "rows of the evaluation")
+        return _tile(escape(name), first, f"rows of the evaluation{'; lower is better' if falls else ''}")
     change = f"{100 * (after - before):+.1f} points" if is_share else f"{after - before:+.3g}"
-    return _tile(escape(name), f"<s>{first}</s> &rarr; {rest[0]}", f"{change} on rows of the evaluation")
+    detail = f"{change} on rows of the evaluation{'; lower is better' if falls else ''}"
+    return _tile(escape(name), f"<s>{first}</s> &rarr; {rest[0]}", detail)
 
 
 def _metric(run: RunFiles) -> str:

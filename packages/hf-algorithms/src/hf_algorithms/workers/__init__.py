@@ -8,6 +8,7 @@ from hf_algorithms.workers._setup import RoleSetup
 from hf_algorithms.workers.actor import ActorWorker
 from hf_algorithms.workers.advantage import AdvantageWorker
 from hf_algorithms.workers.critic import CriticWorker
+from hf_algorithms.workers.policy import PolicyWorker
 from hf_algorithms.workers.reference import ReferenceWorker, TeacherWorker
 from hf_algorithms.workers.reward import EVALUATED, CostWorker, RewardWorker
 from hf_algorithms.workers.scorer import PairScorer, RewardModelWorker
@@ -20,6 +21,7 @@ __all__ = [
     "CostWorker",
     "CriticWorker",
     "PairScorer",
+    "PolicyWorker",
     "ReferenceWorker",
     "RewardModelWorker",
     "RewardWorker",

@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.jagged import pad_rows
-from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker, on_device
+from hf_algorithms.workers._model import SEQUENCE, Metrics, on_device
+from hf_algorithms.workers.policy import PolicyWorker
 from hf_engine import (
     LOGPROB_BOUNDS,
     HybridEngine,
@@ -18,7 +19,7 @@ from hf_engine import (
     check_logprobs,
     load_rollout_backend,
 )
-from hf_protocols import ONE_TO_ALL, THREE_D, THREE_D_ALL_MICRO_DP, NonFiniteLossError, register
+from hf_protocols import ONE_TO_ALL, THREE_D, THREE_D_ALL_MICRO_DP, register
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["ActorWorker"]
 
 
-class ActorWorker(ModelWorker):
+class ActorWorker(PolicyWorker):
     """One rank of the policy: a training backend and a generation backend joined by a hybrid engine.
 
     Args:
@@ -116,15 +117,7 @@ class ActorWorker(ModelWorker):
         samples of the current weights prove what it generates from, in every iteration: see
         ``hf_engine.check_logprobs``. (The first ones were looked at by the ``HybridEngine``.)
         """
-        found = self._train.compute_logprobs(batch, temperature=temperature).rename_key_("logprobs", "old_logprobs")
-        if not bool(found["old_logprobs"].values().isfinite().all()):
-            if steps := self._train.optimizer_steps:
-                cause = f"after {steps} optimizer steps: weights have diverged; lower the learning rate"
-            else:
-                cause = (
-                    "before any update: the model's files hold weights that are not finite, or too large for the dtype"
-                )
-            raise NonFiniteLossError(f"the policy's log-probs are not finite {cause}")
+        found = self._compute_logprobs(batch, temperature)
         if "rollout_logprobs" in batch:
             self._judge(batch["rollout_logprobs"], found["old_logprobs"], batch, temperature)
         return found

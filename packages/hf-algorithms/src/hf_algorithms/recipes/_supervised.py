@@ -1,0 +1,134 @@
+"""Recipes that learn from rows as they are, and what such rows must offer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+
+from pydantic import Field
+
+from hf_algorithms.recipes._config import AlgorithmConfig
+from hf_algorithms.recipes._recipe import Recipe
+from hf_protocols.arguments import show
+from hf_protocols.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from hf_algorithms.config import Config
+    from hf_algorithms.data import FileRows, RowOrder
+    from hf_algorithms.roles import Roles
+    from hf_controller import BatchFuture
+
+__all__ = ["UNREAD_OF_PAIRS", "SupervisedConfig", "SupervisedDataset", "SupervisedRecipe", "refuse_unread"]
+
+UNREAD_OF_PAIRS = ("answer_field", "block_tokens", "max_prompt_tokens", "pretraining", "too_long")
+"""Keys of `[data]` that mean nothing for preference pairs."""
+
+
+class SupervisedConfig(AlgorithmConfig):
+    """Keys of `[algorithm]` that every supervised recipe has."""
+
+    epochs: Literal[1] = 1
+    """Passes over the rows of one iteration; `run.iterations` says how long training is."""
+    mini_batches: Literal[1] = 1
+    """Updates of one iteration."""
+    batch_size: Annotated[int, Field(ge=1, le=1 << 20)] = 64
+    """Rows of one iteration, over all ranks."""
+
+
+class SupervisedDataset(Protocol):
+    """Rows of a supervised recipe as token ids.
+
+    Attributes:
+        source: key and value that name the file, for messages.
+        num_cut: rows that were too long and lost a part.
+    """
+
+    source: str
+    num_cut: int
+
+    @property
+    def order(self) -> RowOrder:
+        """In which order rows are drawn."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Tokens of the longest response."""
+
+    @property
+    def longest(self) -> tuple[int, str]:
+        """Tokens that the largest row needs in a forward pass, and its place in the file."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def batch(self, indices: Iterable[int]) -> TensorDict:
+        """Returns the chosen rows."""
+
+    def describe_rows(self) -> list[str]:
+        """Returns lines for the user: how many rows there are, and what happened to long ones."""
+
+    def preview(self) -> dict[str, list[int]]:
+        """Returns the token ids of the first row's parts, by name, for a report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedRecipe(Recipe):
+    """A recipe that learns from rows as they are: nothing is generated. Its configuration has `batch_size`.
+
+    Attributes:
+        columns: of the batch that its step is given.
+        open_rows: returns the rows of a data set; called as `open_rows(sources, config)` with the paths and weights
+            of its sources, or None in place of a weight, and the run's configuration.
+        build_dataset: returns rows as token ids; called as
+            `build_dataset(rows, tokenizer, max_tokens=, source=, turns=, config=)`.
+        evaluate: returns numbers by name; called as `evaluate(roles, batch, num_rows, config)` with `[algorithm]`.
+        metric: name of the number that says how good the model is.
+        lower_is_better: True for a metric that falls as the model improves.
+        sequences_per_row: that a row costs in a forward pass.
+        defaults: values of keys that a file leaves out, by `section.key`, in place of the general ones.
+        unused: sections of the configuration that mean nothing for it.
+    """
+
+    columns: tuple[str, ...]
+    open_rows: Callable[[Sequence[tuple[str, float | None]], Any], FileRows[Any]]
+    build_dataset: Callable[..., SupervisedDataset]
+    evaluate: Callable[[Roles, BatchFuture, int, Any], Mapping[str, float]]
+    metric: str
+    lower_is_better: bool = False
+    sequences_per_row: int = 1
+    defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    unused: tuple[str, ...] = ("warm_start", "rollout", "reward", "cost")
+
+    def fill(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the sections of a file with the recipe's own `defaults` where the file says nothing."""
+        found = dict(body)
+        for key, value in self.defaults.items():
+            section, _, name = key.partition(".")
+            given = found.get(section, {})
+            if isinstance(given, Mapping):
+                found[section] = {name: value, **given}
+        return found
+
+
+def refuse_unread(config: Config, keys: Iterable[str], command: str) -> None:
+    """Refuses keys of `[data]` that would have no effect.
+
+    Args:
+        config: of the run.
+        keys: names in `[data]` that the recipe does not read.
+        command: of `hybridflow`, for the message.
+
+    Raises:
+        ConfigError: for the first of them that has another value than its default.
+    """
+    for key in keys:
+        if (value := getattr(config.data, key)) != type(config.data).model_fields[key].default:
+            raise ConfigError(f"data.{key} = {show(value)}: `hybridflow {command}` does not read it. Remove it")

@@ -1,0 +1,50 @@
+"""A policy that learns: log-probs of given responses, and optimizer steps on a loss of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker, on_device
+from hf_protocols import THREE_D, NonFiniteLossError, register
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from hf_algorithms.losses import Loss
+
+__all__ = ["PolicyWorker"]
+
+
+class PolicyWorker(ModelWorker):
+    """One rank of a policy on a training backend; it generates nothing."""
+
+    @register(protocol=THREE_D, reads=SEQUENCE, writes=("old_logprobs",), kind="inference")
+    @on_device
+    def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0) -> TensorDict:
+        """`old_logprobs` of the response tokens, jagged [B, T], under the current weights.
+
+        Raises:
+            NonFiniteLossError: for log-probs that are not finite.
+        """
+        return self._compute_logprobs(batch, temperature)
+
+    @register(protocol=THREE_D, returns="metrics", reads=SEQUENCE, kind="training")
+    @on_device
+    def update_actor(self, batch: TensorDict, loss: Loss, *, temperature: float = 1.0) -> Metrics:
+        """One optimizer step on `loss`, which names the columns it reads.
+
+        Without a trained token on any rank the weights stay, and `ROLE/skipped_steps` is reported.
+        """
+        return self._update(batch, loss, temperature=temperature)
+
+    def _compute_logprobs(self, batch: TensorDict, temperature: float) -> TensorDict:
+        found = self._train.compute_logprobs(batch, temperature=temperature).rename_key_("logprobs", "old_logprobs")
+        if not bool(found["old_logprobs"].values().isfinite().all()):
+            if steps := self._train.optimizer_steps:
+                cause = f"after {steps} optimizer steps: weights have diverged; lower the learning rate"
+            else:
+                cause = (
+                    "before any update: the model's files hold weights that are not finite, or too large for the dtype"
+                )
+            raise NonFiniteLossError(f"the policy's log-probs are not finite {cause}")
+        return found
