@@ -207,8 +207,8 @@ class AnswerDataset:
         if counts:
             self.num_untrained_turns += len(turns) - len(spans)
         first, mask = spans[0][0], [False] * len(whole)
-        for start, end in spans:
-            mask[start:end] = [True] * (end - start)
+        for begin, stop in spans:
+            mask[begin:stop] = [True] * (stop - begin)
         return _Sequence(whole[:first], whole[first:], mask[first:])
 
     def _cut(self, found: _Sequence) -> _Sequence:
