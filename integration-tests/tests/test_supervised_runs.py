@@ -273,6 +273,17 @@ def test_a_starting_file_is_planned_and_its_data_checked(
     assert f"actor_learning_rate = {rate}" in printed.output
 
 
+def test_the_longest_prompt_and_the_longest_answer_are_of_two_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2" * 9}, {"prompt": "1" * 9, "answer": "2"}]
+    body = build_body("sft", tmp_path) | {
+        "data": {"train": write(tmp_path / "rows.jsonl", rows * 2)},
+        "algorithm": {"name": "sft", "batch_size": 2},
+    }
+    found, _ = check_supervised(parse_config(body, command="sft"), tmp_path / "model")
+    assert found.train.max_prompt_tokens + found.train.max_response_tokens > 16 >= found.train.longest[0]
+    assert sum(found.count_tokens(["train"])) == 16
+
+
 @pytest.mark.parametrize(
     ("page", "line"),
     [

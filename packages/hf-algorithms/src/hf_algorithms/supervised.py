@@ -56,6 +56,17 @@ class SupervisedInputs(ModelInputs):
         """In which order rows of `train` are drawn."""
         return self.train.order
 
+    def count_tokens(self, names: Sequence[str]) -> tuple[int, int]:
+        """Returns tokens of a prompt and of a response for which a run is planned.
+
+        They are the longest of the named data sets, where rows have their longest prompt and their longest response
+        apart. Together they are no more than the smallest context, as no row is.
+        """
+        sets: list[SupervisedDataset] = [getattr(self, name) for name in names]
+        response = max(data.max_response_tokens for data in sets)
+        context = min(each.shape.max_positions for each in self.models.values())
+        return min(max(data.max_prompt_tokens for data in sets), context - response), response
+
     def describe_data(self) -> list[str]:
         """Lines of each data set: its key and value, its rows, and what happened to long ones."""
         sets = (self.train, self.validation, self.test)
@@ -130,9 +141,7 @@ def check_supervised(
     inputs = load_supervised(config, folder)
     shapes = {role: each.shape for role, each in inputs.models.items()}
     sets = {name: getattr(inputs, name) for name in DATA_SETS}
-    prompts, responses = (
-        max(getattr(data, f"max_{part}_tokens") for data in sets.values()) for part in ("prompt", "response")
-    )
+    prompts, responses = inputs.count_tokens(DATA_SETS)
     found = plan or plan_placement(config, shapes, prompt_tokens=prompts, response_tokens=responses)
     check_plan(config, found, shapes)
     _check_rows(config, found, sets)
@@ -239,14 +248,14 @@ class _SupervisedRun:
         self._display = display
         self._busy_s = 0.0
         self._held_out = {name: self._put(getattr(inputs, name)) for name in ("validation", "test")}
-        tokens = {part: getattr(inputs.train, f"max_{part}_tokens") for part in ("prompt", "response")}
+        prompt_tokens, response_tokens = inputs.count_tokens(["train"])
         self._summary: dict[str, Any] = {
             "algorithm": config.algorithm.name,
             "iterations": 0,
             "metric": self._recipe.metric,
             "lower_is_better": self._recipe.lower_is_better,
             "versions": versions(),
-            "workload": compute_workload(config, prompt_tokens=tokens["prompt"], response_tokens=tokens["response"]),
+            "workload": compute_workload(config, prompt_tokens=prompt_tokens, response_tokens=response_tokens),
         }
 
     def execute(self, memory: MemoryMeter, started_s: float) -> dict[str, Any]:
