@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hf_algorithms.config import Config, load_config, parse_config
     from hf_algorithms.dataflow import derive_dataflow
     from hf_algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
+    from hf_algorithms.python_api import TrainingResult, dpo, reward_model, sft, train
     from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe, Role, StepContext
     from hf_algorithms.roles import Roles
     from hf_algorithms.run import run_training
@@ -36,12 +37,17 @@ __all__ = [
     "RunDirectory",
     "StepContext",
     "SupervisedLoss",
+    "TrainingResult",
     "ValueLoss",
     "derive_dataflow",
+    "dpo",
     "load_config",
     "parse_config",
+    "reward_model",
     "run_supervised",
     "run_training",
+    "sft",
+    "train",
 ]
 
 _HOMES = {
@@ -49,6 +55,7 @@ _HOMES = {
     "config": ("Config", "load_config", "parse_config"),
     "dataflow": ("derive_dataflow",),
     "losses": ("PolicyLoss", "SupervisedLoss", "ValueLoss"),
+    "python_api": ("TrainingResult", "dpo", "reward_model", "sft", "train"),
     "recipes": ("RECIPES", "AlgorithmConfig", "PPOConfig", "Recipe", "Role", "StepContext"),
     "roles": ("Roles",),
     "run": ("run_training",),

@@ -117,11 +117,16 @@ def run_supervised(
 
 
 def run_recipe(
-    config: Config, directory: RunDirectory, *, plan: MappingPlan | None = None, search_path: Sequence[str] = ()
+    config: Config,
+    directory: RunDirectory,
+    *,
+    plan: MappingPlan | None = None,
+    search_path: Sequence[str] = (),
+    on_metrics: MetricsHook | None = None,
 ) -> dict[str, Any]:
     """Runs the recipe of a configuration, of any command; see `run_training` and `run_supervised`."""
     run = run_supervised if isinstance(config.recipe, SupervisedRecipe) else run_training
-    return run(config, directory, plan=plan, search_path=search_path)
+    return run(config, directory, plan=plan, search_path=search_path, on_metrics=on_metrics)
 
 
 def check_supervised(

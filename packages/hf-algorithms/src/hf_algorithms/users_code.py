@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import linecache
+import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import Any
 
-__all__ = ["describe_raised", "is_installed", "place_of"]
+__all__ = ["describe_raised", "is_installed", "pickle_with_module", "place_of"]
 
 _OURS = ("hf_protocols", "hf_engine", "hf_mapper", "hf_controller", "hf_algorithms")
 _LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -40,3 +42,23 @@ def is_installed(filename: str) -> bool:
     """True for a file that is ours, Python's or a library's."""
     parts = Path(filename).parts
     return filename.startswith(("<", _LIBRARY)) or "site-packages" in parts or any(name in parts for name in _OURS)
+
+
+def pickle_with_module(content: Any, function: object) -> bytes:
+    """Pickles what holds a user's function, so that a process that cannot import the function's module loads it.
+
+    Raises:
+        Exception: anything; pickling calls a user's code.
+    """
+    import cloudpickle
+
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    own = module if module is not None and not is_installed(getattr(module, "__file__", None) or "<none>") else None
+    try:
+        if own is not None:  # another process may not find it, such as a test's
+            cloudpickle.register_pickle_by_value(own)
+        pickled: bytes = cloudpickle.dumps(content)
+    finally:
+        if own is not None:
+            cloudpickle.unregister_pickle_by_value(own)
+    return pickled

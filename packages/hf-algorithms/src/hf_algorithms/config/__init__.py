@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_algorithms.config._comments import describe_keys, format_commented, resolve_config
-from hf_algorithms.config._reading import config_keys, format_toml, load_config, parse_config
+from hf_algorithms.config._comments import build_new, describe_keys, format_commented, resolve_config
+from hf_algorithms.config._reading import config_keys, format_toml, load_config, parse_config, set_key
 from hf_algorithms.config._run import RunConfig
 from hf_algorithms.config._scoring import CostConfig, FunctionConfig, RewardConfig, ScorerConfig
 from hf_algorithms.config._sections import (
@@ -35,6 +35,7 @@ __all__ = [
     "ScorerConfig",
     "TrainingConfig",
     "WarmStartConfig",
+    "build_new",
     "config_keys",
     "describe_keys",
     "format_commented",
@@ -42,4 +43,5 @@ __all__ = [
     "load_config",
     "parse_config",
     "resolve_config",
+    "set_key",
 ]

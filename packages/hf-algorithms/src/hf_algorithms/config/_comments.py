@@ -14,7 +14,7 @@ from hf_algorithms.config._sections import Config, RoleConfig
 from hf_algorithms.recipes import SupervisedRecipe
 from hf_protocols.toml import format_toml_value, read_toml
 
-__all__ = ["describe_keys", "format_commented", "resolve_config"]
+__all__ = ["build_new", "describe_keys", "format_commented", "resolve_config"]
 
 _WIDTH = 110
 _SAMPLES = 8
@@ -51,7 +51,7 @@ def resolve_config(
     """
     named = {} if algorithm is None else {"recipe" if ":" in algorithm else "name": algorithm}
     if path is None:
-        body = _build_new(named, model, data, search_path)
+        body = build_new(named, model, data, search_path)
     else:
         body = read_toml(path)
         if named and isinstance(body.get("algorithm"), dict):
@@ -65,9 +65,8 @@ def resolve_config(
     return parse_config(body, search_path=search_path, command=None)
 
 
-def _build_new(
-    named: dict[str, str], model: str | None, data: str | None, search_path: Sequence[str]
-) -> dict[str, Any]:
+def build_new(named: dict[str, str], model: str | None, data: str | None, search_path: Sequence[str]) -> dict[str, Any]:
+    """Returns the sections of a new configuration; see `resolve_config`."""
     algorithm = find_recipe(named, search_path, None).config
     body: dict[str, Any] = {
         "data": {"train": "train.jsonl" if data is None else data},

@@ -23,7 +23,7 @@ from hf_protocols.arguments import shorten, shorten_list, show
 from hf_protocols.similar_names import find_similar
 from hf_protocols.toml import find_unwritable, format_toml_value, parse_toml, read_toml
 
-__all__ = ["config_keys", "find_switched_off", "format_toml", "load_config", "parse_config"]
+__all__ = ["config_keys", "find_switched_off", "format_toml", "load_config", "parse_config", "set_key"]
 
 _MOST_HINTS = 3
 
@@ -327,8 +327,7 @@ def without_none(body: Mapping[str, Any]) -> dict[str, Any]:
 def apply_override(body: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     shown = show(hide_secrets(override))
-    *tables, last = key.strip().split(".")
-    if not (equals and tables and last):
+    if not (equals and "." in key.strip(". ")):
         raise ConfigError(f"--set {shown}: write it as section.key=value, such as run.seed=1")
     try:
         parsed = parse_toml(f"value = {text}", f"--set {shown}")
@@ -336,12 +335,30 @@ def apply_override(body: dict[str, Any], override: str) -> None:
         parsed = {"value": text}
     if len(parsed) > 1:
         raise ConfigError(f"--set {shown}: it holds more than one value. Write one --set for each key")
+    set_key(body, key.strip(), parsed["value"], label=f"--set {shown}")
+
+
+def set_key(body: dict[str, Any], key: str, value: Any, *, label: str) -> None:
+    """Sets `section.key` in the sections of a file.
+
+    Args:
+        body: the sections, which are changed.
+        key: with dots between sections.
+        value: as TOML has it.
+        label: of messages.
+
+    Raises:
+        ConfigError: for a key without a section, or inside a value.
+    """
+    *tables, last = key.split(".")
+    if not (tables and all(tables) and last):
+        raise ConfigError(f"{label}: {show(key)} is not section.key, such as run.seed. Correct it")
     table = body
     for each in tables:
         table = table.setdefault(each, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {shown}: {shorten(each)} is a value, not a section")
-    table[last] = parsed["value"]
+            raise ConfigError(f"{label}: {shorten(each)} is a value, not a section")
+    table[last] = value
 
 
 def _flatten(body: Mapping[str, Any]) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from hf_algorithms.rewards._results import CallScores, WrongResult
 from hf_algorithms.rewards._samples import Samples
 from hf_algorithms.rewards._trainer import CallLog
 from hf_algorithms.url_secrets import hide_secrets
-from hf_algorithms.users_code import is_installed
+from hf_algorithms.users_code import pickle_with_module
 from hf_protocols import read_machine_limits
 from hf_protocols.arguments import show
 from hf_protocols.errors import RewardError
@@ -251,14 +250,8 @@ def _find(spec: FunctionSpec, search_path: Sequence[str], *, stays: bool) -> tup
 
 
 def _pickle(spec: FunctionSpec) -> bytes | None:
-    import cloudpickle
-
-    module = sys.modules.get(getattr(spec.function, "__module__", None) or "")
-    own = module if module is not None and not is_installed(getattr(module, "__file__", None) or "<none>") else None
     try:
-        if own is not None:  # a process of the pool may not find it, such as a test's
-            cloudpickle.register_pickle_by_value(own)
-        pickled: bytes = cloudpickle.dumps(Loader(function=spec.function))  # type: ignore[arg-type]
+        return pickle_with_module(Loader(function=spec.function), spec.function)  # type: ignore[arg-type]
     except Exception as error:  # noqa: BLE001 - pickling calls a user's code
         warnings.warn(
             f"the function {show(spec.name)} runs in this process, because it cannot be pickled "
@@ -266,10 +259,6 @@ def _pickle(spec: FunctionSpec) -> bytes | None:
             stacklevel=4,
         )
         return None
-    finally:
-        if own is not None:
-            cloudpickle.unregister_pickle_by_value(own)
-    return pickled
 
 
 def _describe(spec: FunctionSpec, function: Any, kind: str) -> str:

@@ -1,0 +1,118 @@
+"""Training from Python: the page's cells, every kind of argument, and what is refused."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hf_algorithms
+from hf_protocols import ConfigError, DataError, HybridFlowError
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "from-python.md"
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
+TINY = {"tokenizer": "characters", "hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 1,
+        "max_positions": 16}  # fmt: skip
+SMALL = {"training.shard": "root", "run.iterations": 1, "run.eval_every": 1, "rollout.batch_size": 4,
+         "rollout.max_new_tokens": 3}  # fmt: skip
+
+
+@pytest.fixture
+def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What IPython has while it runs a cell, in a folder of its own."""
+    monkeypatch.setattr(builtins, "get_ipython", lambda: None, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_page_runs_cell_by_cell(notebook: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(cells) == 3
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in cells:
+        exec(compile(cell, "<cell>", "exec"), names)
+    first, second, third = (names[name] for name in ("tuned", "result", "preferred"))
+    assert [each.run_dir for each in (first, second, third)] == [
+        notebook / "runs" / f"{name}-1" for name in ("sft", "train", "dpo")
+    ]
+    assert first.summary["score_after"] < first.summary["score_before"]
+    assert [row["iteration"] for row in second.metrics] == [1, 2]
+    assert all((each.model_dir / "config.json").is_file() for each in (first, second, third))
+    assert str(first.model_dir) in capsys.readouterr().out
+
+
+def test_an_error_leaves_the_kernel_usable_and_no_files(notebook: Path) -> None:
+    def fail(completions: list[str], **_: Any) -> list[float]:
+        raise ValueError("on purpose")
+
+    with pytest.raises(HybridFlowError, match="on purpose"):
+        hf_algorithms.train(TINY, ROWS, fail, set=SMALL)
+    with pytest.raises(ConfigError, match=r"unknown key 'run\.sede'"):
+        hf_algorithms.train(TINY, ROWS, len, set=SMALL | {"run.sede": 1}, output_dir="refused")
+    assert not Path("refused").exists() and not Path("refused.inputs").exists()
+    lengths = {"short": lambda completions, **_: [-1.0] * len(completions), "none": "small_runs:nothing"}
+    result = hf_algorithms.train(TINY, {"train": ROWS, "test": ROWS[:2]}, lengths, set=SMALL, output_dir="run")
+    assert {name for name in result.metrics[0] if name.startswith("reward/")} >= {"reward/short/mean"}
+    again = hf_algorithms.train(config="run/config.toml", set={"run.output_dir": "again"})
+    assert again.metrics[0]["reward/mean"] == result.metrics[0]["reward/mean"] == -1.0
+
+
+def test_a_function_that_cannot_be_pickled_runs_here(notebook: Path) -> None:
+    lock, seen = threading.Lock(), []
+
+    def held(completions: list[str], **_: Any) -> list[float]:
+        with lock:
+            seen.append(os.getpid())
+        return [0.5] * len(completions)
+
+    result = hf_algorithms.train(TINY, ROWS, held, set=SMALL)
+    assert result.metrics[0]["reward/mean"] == 0.5 and set(seen) == {os.getpid()}
+    with pytest.raises(ConfigError, match=r"reward 'reward': cannot be pickled for workers on Ray \(TypeError"):
+        hf_algorithms.train(TINY, ROWS, held, set=SMALL | {"run.executor": "ray"})
+
+
+def generate() -> Iterator[dict[str, str]]:
+    yield from ROWS
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"dataset": generate()},
+            "dataset 'train': is of type generator, which has no length, and a run reads",
+        ),
+        ({"dataset": [1]}, "dataset 'train', row 1: is of type int, not a mapping of columns to values"),
+        ({"dataset": [{"prompt": "1", "answer": b"1"}]}, "dataset 'train', row 1: Object of type bytes is not JSON"),
+        ({"dataset": {"rows": ROWS}}, "dataset: a mapping with the keys rows. Pass rows as a list"),
+        ({"reward": 3}, "reward = 3: is not a function"),
+        ({"config": 3}, "config = 3: is not a path or a mapping of sections"),
+        ({"set": {"seed": 1}}, "set: 'seed' is not section.key"),
+    ],
+)
+def test_wrong_arguments_are_one_line(notebook: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, DataError)) as refused:
+        hf_algorithms.train(**{"model": TINY, "dataset": ROWS, **arguments})
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert list(notebook.iterdir()) == []
+
+
+def test_a_dataset_of_datasets_is_rows(notebook: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    result = hf_algorithms.sft(TINY, datasets.Dataset.from_list(ROWS), set={
+        "training.shard": "root", "run.iterations": 1, "algorithm.batch_size": 8})  # fmt: skip
+    assert result.summary["rows"] == 8
+
+
+def test_importing_the_functions_loads_no_torch() -> None:
+    program = "import hf_algorithms, sys; hf_algorithms.train; print('torch' in sys.modules, 'ray' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.split() == ["False", "False"]

@@ -1,0 +1,166 @@
+"""What a program or a notebook passes in place of files: rows, functions, sections; each becomes what a file would say.
+
+Rows and functions are written next to the run's directory, in `OUTPUT.inputs`, so that its `config.toml` runs again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from hf_algorithms.users_code import pickle_with_module
+from hf_protocols.arguments import show
+from hf_protocols.errors import ConfigError, DataError
+
+__all__ = ["HELD_FUNCTIONS", "InputFolder"]
+
+HELD_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+"""Functions of this process that cannot be pickled, by the name that the configuration has for them."""
+_SETS = ("train", "validation", "test")
+_LOADER = '''"""Loads a function that was passed from a program."""
+
+from pathlib import Path
+
+import cloudpickle
+
+function = cloudpickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
+'''
+
+
+class InputFolder:
+    """Files of one run's inputs.
+
+    Args:
+        path: the folder; it is made where something is written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._missing = [each for each in (path, *path.parents) if not each.exists()]
+        self._held: list[str] = []
+
+    def close(self, *, is_used: bool) -> None:
+        """Lets go of functions that this process holds, and removes the folder of a run that was refused.
+
+        Args:
+            is_used: the run began; or else the folder goes, unless an earlier run has left it.
+        """
+        for key in self._held:
+            del HELD_FUNCTIONS[key]
+        if not is_used and self.path in self._missing:
+            shutil.rmtree(self.path, ignore_errors=True)
+            for folder in self._missing[1:]:
+                with suppress(OSError):
+                    folder.rmdir()
+
+    def name_data(self, dataset: Any) -> dict[str, Any]:
+        """Returns keys of `[data]` for what was passed as a data set.
+
+        Args:
+            dataset: a path, a hub name, or rows: a list of mappings, or a `datasets.Dataset`. Or a mapping of
+                `train`, `validation` and `test` to any of these, as a `datasets.DatasetDict` is.
+
+        Raises:
+            ConfigError: for something else, such as a generator, which can be read once.
+            DataError: for a row that is not a mapping, or that JSON cannot hold.
+        """
+        if not isinstance(dataset, Mapping):
+            return {"train": self._name_rows(dataset, "train")}
+        unknown = [name for name in dataset if name not in _SETS]
+        if unknown or "train" not in dataset:
+            raise ConfigError(
+                f"dataset: a mapping with the keys {', '.join(map(str, dataset)) or 'none'}. Pass rows as a list, or "
+                f"a mapping of train, and of {' and '.join(_SETS[1:])} if you have them"
+            )
+        return {name: self._name_rows(rows, name) for name, rows in dataset.items()}
+
+    def name_reward(self, reward: Any, *, is_in_process: bool) -> dict[str, Any]:
+        """Returns keys of `[reward]` for what was passed as a reward.
+
+        Args:
+            reward: a function, or `module:function`, `file.py:function` or a URL; or several of them in a list or by
+                name, whose sum counts.
+            is_in_process: a function that cannot be pickled may run in this process.
+
+        Raises:
+            ConfigError: for a function that cannot be pickled, where workers are other processes.
+        """
+        if isinstance(reward, str) or callable(reward):
+            name, holds = self._name_function(reward, "reward", is_in_process=is_in_process)
+            return {"function": name} | ({"processes": 0} if holds else {})
+        if isinstance(reward, Sequence):
+            reward = {_find_name(each, number): each for number, each in enumerate(reward, start=1)}
+        if not isinstance(reward, Mapping) or not reward:
+            raise ConfigError(f"reward = {show(reward)}: is not a function. Pass one, its name, or a list of these")
+        named = {key: self._name_function(each, key, is_in_process=is_in_process) for key, each in reward.items()}
+        keys: dict[str, Any] = {"functions": [{"name": key, "function": name} for key, (name, _) in named.items()]}
+        return keys | ({"processes": 0} if any(holds for _, holds in named.values()) else {})
+
+    def _name_rows(self, rows: Any, name: str) -> str:
+        if isinstance(rows, str | PathLike):
+            return fspath(rows)
+        label = f"dataset {name!r}"
+        if not (hasattr(rows, "__len__") and hasattr(rows, "__iter__")):
+            raise ConfigError(
+                f"{label}: is of type {type(rows).__name__}, which has no length, and a run reads rows more than once. "
+                "Pass list(...) of it, or a path"
+            )
+        file = self.path / f"{name}.jsonl"
+        self.path.mkdir(parents=True, exist_ok=True)
+        with file.open("w", encoding="utf-8") as lines:
+            for number, row in enumerate(rows, start=1):
+                lines.write(_write_row(row, f"{label}, row {number}") + "\n")
+        return str(file)
+
+    def _name_function(self, function: Any, name: str, *, is_in_process: bool) -> tuple[str, bool]:
+        """The function as a configuration names it; and whether this process holds it."""
+        if isinstance(function, str):
+            return function, False
+        if not callable(function):
+            raise ConfigError(f"reward {name!r} = {show(function)}: is not a function. Pass one, or its name")
+        stem = "".join(each if each.isalnum() else "_" for each in name)
+        try:
+            pickled = pickle_with_module(function, function)
+        except Exception as error:  # pickling calls a user's code
+            if not is_in_process:
+                raise ConfigError(
+                    f"reward {name!r}: cannot be pickled for workers on Ray ({type(error).__name__}: {error}). Define "
+                    "it in a module, or set run.executor to 'in_process'"
+                ) from error
+            key = f"{stem}_{len(HELD_FUNCTIONS)}"
+            HELD_FUNCTIONS[key] = function
+            self._held.append(key)
+            return f"{__name__}:{key}", True
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = self.path / f"passed_{stem}.py"
+        file.with_suffix(".pkl").write_bytes(pickled)
+        file.write_text(_LOADER, encoding="utf-8")
+        return f"{file}:function", False
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HELD_FUNCTIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return HELD_FUNCTIONS[name]
+
+
+def _find_name(function: Any, number: int) -> str:
+    name = function.rpartition(":")[2] if isinstance(function, str) else getattr(function, "__name__", "")
+    return name if name.isidentifier() else f"function_{number}"
+
+
+def _write_row(row: Any, label: str) -> str:
+    if not isinstance(row, Mapping):
+        raise DataError(
+            f"{label}: is of type {type(row).__name__}, not a mapping of columns to values. Pass a list of mappings, "
+            "such as to_dict('records') of a data frame"
+        )
+    try:
+        return json.dumps(dict(row), ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{label}: {error}. Convert the column to texts, numbers or lists, or leave it out") from None
