@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import json
 import subprocess
 import sys
 
 from rich.console import Console
 
 from hf_algorithms import doctor
-from hf_algorithms.doctor import Check, collect_checks, render_checks
+from hf_algorithms.doctor import Check, collect_checks, format_checks, render_checks
 from hf_protocols import BackendUnavailableError, MachineLimits
 
 
@@ -26,6 +27,12 @@ def test_this_machine_is_described():
     assert checks["Libraries", "torch"].found == importlib.metadata.version("torch")
     assert checks["HybridFlow", "hf-engine"].status == "ok"
     assert "Training backends" in {section for section, _ in checks}
+
+
+def test_checks_are_printed_as_json():
+    checks = [Check(section="Machine", name="cores", status="note", found="1", remedy="Use more")]
+    expected = {"section": "Machine", "name": "cores", "status": "note", "found": "1", "remedy": "Use more"}
+    assert json.loads(format_checks(checks)) == [expected]
 
 
 def test_a_missing_or_older_package_is_a_problem_with_its_line(monkeypatch):

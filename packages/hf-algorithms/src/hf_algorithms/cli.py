@@ -17,6 +17,7 @@ from hf_algorithms.command_line import UserPath, describe_error, exit_codes, fai
 from hf_algorithms.data_commands import data
 from hf_algorithms.serve_command import serve
 from hf_algorithms.training_commands import dpo, reward_model, sft, train
+from hf_algorithms.watch_command import watch
 from hf_controller.signals import after_imports
 from hf_protocols import ConfigError, DataError, HybridFlowError, PlanError
 
@@ -24,7 +25,7 @@ __all__ = ["main"]
 
 
 @click.group(
-    commands=[train, sft, dpo, reward_model, data, serve],
+    commands=[train, sft, dpo, reward_model, data, serve, watch],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="hf-algorithms", prog_name="hybridflow")
@@ -132,12 +133,17 @@ def algorithms(as_json: bool) -> None:
 
 
 @cli.command()
-def doctor() -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
+def doctor(as_json: bool) -> None:
     """Show versions, devices, memory and which backends are there."""
     from hf_algorithms.display import build_console
-    from hf_algorithms.doctor import collect_checks, render_checks
+    from hf_algorithms.doctor import collect_checks, format_checks, render_checks
 
-    sys.exit(render_checks(collect_checks(), build_console()))
+    checks = collect_checks()
+    if as_json:
+        click.echo(format_checks(checks))
+        sys.exit(any(check.status == "problem" for check in checks))
+    sys.exit(render_checks(checks, build_console()))
 
 
 @cli.command()

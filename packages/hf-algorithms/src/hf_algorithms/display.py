@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-__all__ = ["RunDisplay", "build_console"]
+__all__ = ["RunDisplay", "build_console", "draw_sparkline"]
 
 # Name in the metrics, label, format; what ends in a slash begins names whose rest is the label.
 _SHOWN = (
@@ -158,7 +158,7 @@ class RunDisplay:
             return Group(self._progress)
         cells = [Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in self._numbers()]
         if not self._console.options.ascii_only:
-            cells.append(Text(_sparkline(self._rewards), style="green"))
+            cells.append(Text(draw_sparkline(self._rewards), style="green"))
         line = Text("    ")
         for cell in cells:  # the most important first; one that has no room is left out whole
             if line.cell_len + cell.cell_len <= self._console.width:
@@ -172,8 +172,8 @@ def _format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _sparkline(values: Sequence[float]) -> str:
-    """One block character per finite value, from the lowest to the highest."""
+def draw_sparkline(values: Sequence[float]) -> str:
+    """Returns one block character per finite value, from the lowest to the highest."""
     finite = [value for value in values if abs(value) < float("inf")]
     if not finite:
         return ""

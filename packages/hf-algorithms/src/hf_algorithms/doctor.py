@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Literal
 
@@ -14,7 +15,7 @@ from hf_protocols import BackendError, MachineLimits, read_machine_limits
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Check", "collect_checks", "render_checks"]
+__all__ = ["Check", "collect_checks", "format_checks", "render_checks"]
 
 Status = Literal["ok", "note", "problem"]
 
@@ -50,6 +51,11 @@ def collect_checks() -> list[Check]:
     """Look at packages, libraries, the machine and the backends. This imports torch and every installed backend."""
     machine = [*_check_machine(), *_check_devices(), *_check_local_cluster()]
     return [*_check_packages(), *_check_libraries(), *machine, *_check_backends()]
+
+
+def format_checks(checks: Sequence[Check]) -> str:
+    """Returns the checks as a list in JSON, one object each, with the attributes of `Check`."""
+    return json.dumps([asdict(check) for check in checks], indent=2)
 
 
 def render_checks(checks: Sequence[Check], console: Console) -> int:

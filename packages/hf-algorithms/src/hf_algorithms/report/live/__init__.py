@@ -7,6 +7,7 @@ writes into a run, and nothing is fetched from a network.
 from __future__ import annotations
 
 from hf_algorithms.report.live._app import build_app
+from hf_algorithms.report.live._run import LiveRun, open_runs
 from hf_algorithms.report.live._server import serve
 
-__all__ = ["build_app", "serve"]
+__all__ = ["LiveRun", "build_app", "open_runs", "serve"]
