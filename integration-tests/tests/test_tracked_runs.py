@@ -30,7 +30,8 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stores of the trackers, and no account."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("NETRC", str(tmp_path / "absent"))
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_a_training_run_is_followed(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:

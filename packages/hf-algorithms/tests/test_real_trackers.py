@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,11 +16,20 @@ import pytest
 
 from hf_algorithms.config import parse_config
 from hf_algorithms.run_directory import RunDirectory
-from hf_algorithms.trackers import TRACKERS, prepare_tracking
+from hf_algorithms.trackers import TRACKERS, _follow, prepare_tracking
 
-pytestmark = pytest.mark.trackers
+pytestmark = [pytest.mark.trackers, pytest.mark.timeout(600)]
 
 NAME = "eval/validation/pass@4"
+ALONE = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import test_real_trackers
+from hf_algorithms.trackers import _wandb
+_wandb._CONNECT_S = 3.0
+print(json.dumps(test_real_trackers.run(Path(sys.argv[2]), ["wandb"])))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +44,7 @@ def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trackio_folder: None) -> None:
     """Places by the libraries' own variables, and no account."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_follow, "_CLOSE_S", 200.0)  # MLflow makes its tables within it, on a busy machine
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("TRACKIO_PROJECT", tmp_path.name)
     monkeypatch.setenv("NETRC", str(tmp_path / "absent"))
@@ -177,13 +189,12 @@ def test_a_library_reads_what_was_written(tmp_path: Path, name: str, error: Base
 
 
 def test_wandb_without_a_server_is_kept_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import wandb
-
-    monkeypatch.setattr("hf_algorithms.trackers._wandb._CONNECT_S", 3.0)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
-    wandb.teardown()  # else it keeps the server of the runs before
-    notes = run(tmp_path / "my-run", ["wandb"])
+    # in a program of its own: the library keeps key and server until a program ends
+    command = [sys.executable, "-c", ALONE, str(Path(__file__).parent), str(tmp_path / "my-run")]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
+    notes = json.loads(output.splitlines()[-1])
     assert len(notes) == 1 and notes[0].startswith("wandb: the run is kept offline, because ")
     assert "127.0.0.1:9" in notes[0] and "no API key" not in notes[0]
     assert read_wandb(tmp_path)["reward/mean"] == [(1, 0.5), (2, 1.0)]
