@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chat_tokenizers import build_chat_tokenizer
 from hf_engine.testing import write_tiny_model
-from small_runs import Outcome, read_metrics, without_times
+from small_runs import Outcome, read_metrics, read_samples, without_times
 
 CONFIG = """
 [run]
@@ -93,7 +93,7 @@ def test_a_run_ends_turns_and_exports_its_source(
     assert any(not torch.equal(after[name], before[name]) for name in before)
     assert json.loads((run / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     assert load_file(run / "warm_model" / "model.safetensors")["model.norm.weight"].dtype == torch.float32
-    responses = [each["response"] for each in json.loads((run / "samples.json").read_text())["before"]]
+    responses = [each["response"] for each in read_samples(run, 0)]
     rows = (addition_data / "validation.jsonl").read_text().splitlines()[: len(responses)]
     assert responses == respond(run / "warm_model", [json.loads(row)["prompt"] for row in rows])
     assert any(len(text) < max(map(len, responses)) for text in responses)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from small_runs import Outcome, read_metrics
+from small_runs import Outcome, read_metrics, read_samples
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
@@ -35,7 +34,7 @@ def test_the_example_runs_on_real_questions(tmp_path: Path, hybridflow: Callable
     metrics = read_metrics(tmp_path / "run")
     assert len(metrics) == 2
     assert all(0 <= row["reward/mean"] <= 1 and row["response/tokens"] <= 24 for row in metrics)
-    samples = json.loads((tmp_path / "run" / "samples.json").read_text())["after"]
+    samples = read_samples(tmp_path / "run", 2)
     assert len(samples) == 8
     lengths = {len(sample["prompt"]) for sample in samples}
     assert len(lengths) > 4, "the questions are ragged"

@@ -21,7 +21,7 @@ from hf_engine.backends import _offload
 from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu, map_dataflow
 from hf_mapper.specs import SHIPPED_GENERATION
 from hf_protocols import Dataflow, GenerationSpec, MachinePlan, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
-from small_runs import Outcome, read_metrics, without_times
+from small_runs import Outcome, read_metrics, read_samples, without_times
 
 ON_RAY = ("run.executor=ray", "cluster.call_timeout_s=100")
 
@@ -111,9 +111,9 @@ def test_two_pools_of_different_layouts_train_like_one_rank(
     assert [row.keys() for row in found] == [row.keys() for row in expected]
     for row, wanted in zip(found, expected, strict=True):
         assert row == pytest.approx(wanted, abs=2e-4, rel=1e-3)
-    samples = [json.loads((folder / "samples.json").read_text()) for folder in (run, two)]
+    samples = [[read_samples(folder, when) for when in (0, len(found))] for folder in (run, two)]
     assert samples[0] == samples[1]
-    assert [len(samples[1][when]) for when in ("before", "after")] == [1, 1]
+    assert [len(each) for each in samples[1]] == [1, 1]
 
 
 def error_lines(outcome: Outcome) -> int:

@@ -11,7 +11,7 @@ import pytest
 from hf_algorithms import machine, quickstart, run
 from hf_algorithms.run_directory import RunDirectory
 from hf_protocols import PoolError
-from small_runs import Outcome
+from small_runs import Outcome, read_samples
 
 UNSIGNED = "def one(prompts, responses, answers):\n    return [1.0] * len(prompts)\n\nraise RuntimeError('broken')\n"
 
@@ -176,6 +176,5 @@ def test_one_evaluation_row_is_enough_in_process(small_config: Path, hybridflow:
     file = rows_of(small_config.with_name("rows.jsonl"), ["1+1="])
     outcome = hybridflow("train", small_config, "--set", f"data.validation={file}", "--set", f"data.test={file}")
     assert outcome.exit_code == 0, outcome.errors
-    samples = json.loads((small_config.parent / "run" / "samples.json").read_text())
-    for when in ("before", "after"):
-        assert [sample["prompt"] for sample in samples[when]] == ["1+1="]
+    for iteration in (0, 2):
+        assert [each["prompt"] for each in read_samples(small_config.parent / "run", iteration)] == ["1+1="]

@@ -14,7 +14,15 @@ import pytest
 from pydantic import BaseModel
 
 from hf_algorithms import cli
-from hf_algorithms.config import Config, RoleConfig, config_keys, describe_keys, load_config, parse_config
+from hf_algorithms.config import (
+    Config,
+    EvaluationConfig,
+    RoleConfig,
+    config_keys,
+    describe_keys,
+    load_config,
+    parse_config,
+)
 from hf_algorithms.recipes import RECIPES
 
 MODULE = '''"""Mine: twice as sharp.
@@ -70,7 +78,7 @@ def printed(hybridflow: Command, *arguments: object) -> str:
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_key_of_an_algorithm_is_documented(name: str) -> None:
     sections = {key: cast("type[BaseModel]", field.annotation) for key, field in Config.model_fields.items()}
-    sections |= {"algorithm": RECIPES[name].config, "roles": RoleConfig}
+    sections |= {"algorithm": RECIPES[name].config, "roles": RoleConfig, "evaluation": EvaluationConfig}
     silent = {
         f"{section}.{key}"
         for section, model in sections.items()
@@ -94,7 +102,7 @@ def test_a_starting_file_reads_back_and_shows_every_key(name: str, hybridflow: C
     shown: set[str] = set()
     section, above = "", ""
     for line in text.splitlines():
-        if match := re.fullmatch(r"(?:# )?\[([\w.]+)\]", line):
+        if match := re.fullmatch(r"(?:# )?\[{1,2}([\w.]+)\]{1,2}", line):
             section = match[1]
         elif match := re.match(r"(?:# )?(\w+) =", line):
             assert above.startswith("# "), line

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hf_algorithms.evaluation import collect_samples, evaluate, measure_divergence
+from hf_algorithms.evaluation import evaluate, evaluate_with_samples, measure_divergence
 from hf_algorithms.roles import Roles, least_rows
 from hf_algorithms.workers import AdvantageWorker
 from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec
@@ -129,7 +129,8 @@ def test_evaluation_counts_every_row_once(
     roles, batch = build(executor, sizes, GenerationSpec()), executor.put(prompts(num_rows))
     rows = range(1, num_rows + 1)
     assert evaluate(roles, batch, SAMPLING) == sum(row**2 for row in rows) / num_rows
-    assert collect_samples(roles, batch, SAMPLING) == [{"row": row} for row in rows]
+    score, samples = evaluate_with_samples(roles, batch, SAMPLING)
+    assert (score, samples) == (evaluate(roles, batch, SAMPLING), [{"row": row} for row in rows])
     assert ("samples", 0, list(rows)) in SEEN
     # k1 of a response is twice its row's number; whatever estimate is reported is a mean over the rows.
     alone = [measured(measure_divergence(roles, executor.put(prompts(num_rows)[row : row + 1]), SAMPLING))

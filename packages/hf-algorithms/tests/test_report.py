@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -140,8 +141,14 @@ def write_run(directory, *, iterations=120, long=False):
     (directory / "summary.json").write_text(json.dumps(summary))
     (directory / "trace.json").write_text(json.dumps({"traceEvents": _events(iterations)}))
     (directory / "config.toml").write_text('[run]\nseed = 0\n\n[algorithm]\nname = "ppo"\nclip_low = 0.2\n')
-    (directory / "samples.json").write_text(json.dumps(_samples(long)))
+    (directory / "samples").mkdir(exist_ok=True)
+    for iteration, samples in zip((0, iterations), _samples(long), strict=True):
+        _write_samples(directory / "samples" / f"{iteration}.jsonl", samples)
     return directory
+
+
+def _write_samples(path, samples):
+    path.write_text("".join(json.dumps({"set": "test", **sample}) + "\n" for sample in samples))
 
 
 def _samples(long):
@@ -154,7 +161,7 @@ def _samples(long):
         for moment, response in ((before, first), (after, second)):
             score = float(response == answer)
             moment.append({"prompt": prompt, "response": response, "answer": answer, "score": score})
-    return {"before": before, "after": after}
+    return before, after
 
 
 def test_a_whole_run_is_one_page_that_loads_nothing(tmp_path):
@@ -230,7 +237,8 @@ def test_everything_from_a_file_is_escaped(tmp_path):
     (run / "summary.json").write_text(json.dumps({"stopped": HOSTILE, "versions": {HOSTILE: HOSTILE}}))
     (run / "config.toml").write_text(f'[algorithm]\nname = """{HOSTILE} """\n')
     sample = {"prompt": HOSTILE, "response": HOSTILE, "answer": HOSTILE, "score": HOSTILE, "extra": {HOSTILE: HOSTILE}}
-    (run / "samples.json").write_text(json.dumps({"before": [sample]}))
+    (run / "samples").mkdir()
+    _write_samples(run / "samples" / "0.jsonl", [sample])
     events = [_span(f"{HOSTILE}.{HOSTILE}", 0, 0, 5, iteration=1), _span(HOSTILE, 0, 1, 2)]
     events += [_name("process_name", 1, 0, HOSTILE), _name("thread_name", 1, 0, HOSTILE)]
     (run / "trace.json").write_text(json.dumps({"traceEvents": events}))
@@ -239,12 +247,12 @@ def test_everything_from_a_file_is_escaped(tmp_path):
     assert "".join(page.texts).count("alert(1)") >= 12
 
 
-@pytest.mark.parametrize("kept", ["config.toml", "metrics.jsonl", "summary.json", "trace.json", "samples.json"])
+@pytest.mark.parametrize("kept", ["config.toml", "metrics.jsonl", "summary.json", "trace.json", "samples"])
 def test_any_one_file_makes_a_page(tmp_path, kept):
     whole = len(write_report(write_run(tmp_path)).read_text(encoding="utf-8"))
     for path in tmp_path.iterdir():
         if path.name != kept:
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     html = write_report(tmp_path).read_text(encoding="utf-8")
     Page(html)
     assert len(html) < whole
@@ -256,12 +264,16 @@ def test_damaged_files_are_named_on_the_page(tmp_path):
     )
     (tmp_path / "summary.json").write_text("[1]")
     (tmp_path / "trace.json").write_text("{")
-    (tmp_path / "samples.json").write_bytes(b"\xff")
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "0.jsonl").write_bytes(b"\xff")
+    (tmp_path / "samples" / "7.jsonl").write_text('{"set": "test", "prompt": "whole"}\n{"set": "te')
     events = "".join(Page(write_report(tmp_path).read_text(encoding="utf-8")).texts)
     assert "metrics.jsonl, line 2, is not a JSON object" in events
     assert "summary.json is not a JSON object" in events
     assert "trace.json is not JSON" in events
-    assert "samples.json cannot be read" in events
+    assert "samples/0.jsonl, line 1, is not a JSON object" in events
+    assert "samples/7.jsonl, line 2, is not a JSON object" in events
+    assert "whole" in events
     assert "KL to the reference" in events
     assert "reward/mean" not in events
 

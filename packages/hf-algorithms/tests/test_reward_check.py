@@ -143,13 +143,13 @@ def test_logs_that_are_not_kept_are_said(monkeypatch: pytest.MonkeyPatch) -> Non
     found = {"mine:logs": logs, "mine:any": plain}
     monkeypatch.setattr(_check, "load_function", lambda name, *, search_path: found[name])
     assert describe_logs(config_with(function="mine:any", metric="mine:any")) == []
-    kept = "reward.function = 'mine:logs': what it gives log_extra is kept for the rows of samples.json alone"
+    kept = "reward.function = 'mine:logs': what it gives log_extra is kept for the rows of samples/ alone"
     assert describe_logs(config_with(function="mine:logs", metric="mine:any")) == [kept]
     of_metric = "reward.metric = 'mine:logs': evaluations keep its scores alone, so log_metric has no effect there"
     assert describe_logs(config_with(function="mine:logs", metric="mine:logs")) == [kept, of_metric]
     costs = {"data": {"train": "train.jsonl"}, "algorithm": {"name": "safe_rlhf"}, "cost": {"function": "mine:logs"}}
     (line,) = describe_logs(parse_config({**costs, "reward": {"function": "mine:any", "metric": "mine:any"}}))
-    assert line == "cost.function = 'mine:logs': samples.json has no columns of costs, so log_extra has no effect"
+    assert line == "cost.function = 'mine:logs': the samples have no columns of costs, so log_extra has no effect"
 
 
 @pytest.mark.parametrize("key", ["function", "metric"])

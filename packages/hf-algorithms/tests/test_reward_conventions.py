@@ -159,9 +159,10 @@ TRL's functions may also call `log_metric(name, value)` and `log_extra(column, v
 
 - `log_metric`: the mean over all values that the calls of an iteration logged is the curve `reward/FUNCTION/NAME`. The
   calls of evaluations, of ReMax's greedy responses, and calls that failed count nothing.
-- `log_extra`: one value for each response of the call, in one or several pieces. `samples.json` has the columns in
-  `extra`, for the held-out rows before and after training; `report.html` shows them. Where two functions name one
-  column, the second is `FUNCTION/COLUMN`. A function without a parameter of this name is not called for samples.
+- `log_extra`: one value for each response of the call, in one or several pieces. `samples/ITERATION.jsonl` has the
+  columns in `extra`, for the first rows of validation and test; `report.html` shows those of the test rows. Where two
+  functions name one column, the second is `FUNCTION/COLUMN`. A function without a parameter of this name is not called
+  for samples.
 - What is not kept is said when the run starts. A server gets none of the three.
 
 A function may be `async`: calls for several prompts then wait at the same time.

@@ -186,9 +186,13 @@ def check_cache(rollout: RolloutConfig, inputs: RunInputs) -> None:
     if not issubclass(backend, ChecksRows):
         return
     held_out = max(inputs.validation.max_prompt_tokens, inputs.test.max_prompt_tokens)
-    for prompt, samples in ((inputs.train.max_prompt_tokens, rollout.samples_per_prompt), (held_out, 1)):
+    longest = [
+        (inputs.train.max_prompt_tokens + rollout.max_new_tokens, rollout.samples_per_prompt),
+        (held_out + rollout.max_new_tokens, 1),
+        *((each.data.max_prompt_tokens + each.max_new_tokens, each.config.samples) for each in inputs.evaluations),
+    ]
+    for tokens, samples in longest:
         try:
-            tokens = prompt + rollout.max_new_tokens
             backend.check_row(rollout.options, inputs.model.shape, tokens=tokens, samples=samples)
         except BackendError as error:
             raise ConfigError(f"rollout.options.{error}") from None

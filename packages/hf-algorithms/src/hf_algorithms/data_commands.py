@@ -15,14 +15,14 @@ from hf_protocols.paths import read_path
 from hf_protocols.toml import parse_toml
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from transformers import PreTrainedTokenizerBase
 
     from hf_algorithms.data import DataReport, ExampleFiles
     from hf_algorithms.data_checks import LearnedReport
 
-__all__ = ["data"]
+__all__ = ["data", "read_values"]
 
 _FIELDS = ("model", "prompt_field", "answer_field")
 """Options of `check` that mean something without a model."""
@@ -106,7 +106,9 @@ def _check_files(files: tuple[str, ...], options: dict[str, Any]) -> DataReport:
     )
     if model is None and (unused := _list_given({name: options[name] for name in options if name not in _FIELDS})):
         raise ConfigError(f"{unused[0]}: without a model no tokens are counted. Name one with --model")
-    template_options = _read_template_options(options["template_option"])
+    template_options = read_values(
+        options["template_option"], option="--template-option", example="enable_thinking=false"
+    )
     given = _load_model(model) if model else None
     context = None if given is None else given.context
     if context is not None and new is not None and context <= new:
@@ -157,15 +159,24 @@ def _check_config(config: str, overrides: tuple[str, ...]) -> dict[str, DataRepo
         return describe_run_data(settings, Path(folder) / "initial_model", search_path=search_path)
 
 
-def _read_template_options(given: tuple[str, ...]) -> dict[str, Any]:
-    """Options as TOML writes their values; a bare word is a text."""
+def read_values(given: Sequence[str], *, option: str, example: str) -> dict[str, Any]:
+    """Returns values by name as TOML writes them; a bare word is a text.
+
+    Args:
+        given: `NAME=VALUE` each.
+        option: of the command line that they belong to, for messages.
+        example: of one, for messages.
+
+    Raises:
+        ConfigError: for one without a name or a value.
+    """
     found: dict[str, Any] = {}
     for each in given:
         name, equals, text = each.partition("=")
         if not (name.strip() and equals):
-            raise ConfigError(f"--template-option {show(each)}: write it as NAME=VALUE, such as enable_thinking=false")
+            raise ConfigError(f"{option} {show(each)}: write it as NAME=VALUE, such as {example}")
         try:
-            found[name.strip()] = parse_toml(f"value = {text}", f"--template-option {show(each)}")["value"]
+            found[name.strip()] = parse_toml(f"value = {text}", f"{option} {show(each)}")["value"]
         except tomllib.TOMLDecodeError:
             found[name.strip()] = text
     return found

@@ -21,16 +21,15 @@ if TYPE_CHECKING:
 __all__ = [
     "NUM_SAMPLES",
     "call_on_rows",
-    "collect_samples",
     "evaluate",
+    "evaluate_with_samples",
     "measure_divergence",
     "request_divergence",
-    "request_samples",
-    "request_scores",
+    "request_evaluation",
 ]
 
 NUM_SAMPLES = 12
-"""Test rows whose responses a run writes down."""
+"""Rows of validation and test whose responses a run writes down."""
 
 
 def evaluate(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> float:
@@ -39,20 +38,26 @@ def evaluate(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> fl
     Raises:
         RewardError: if none has a score.
     """
-    scores: list[float] = request_scores(roles, prompts, sampling).result()["metric_scores"].tolist()
-    known = [score for score in scores if not math.isnan(score)]
+    return _average(_request_scores(roles, _respond(roles, prompts, _greedily(sampling)), prompts.num_rows))
+
+
+def evaluate_with_samples(
+    roles: Roles, prompts: BatchFuture, sampling: SamplingParams
+) -> tuple[float, list[dict[str, Any]]]:
+    """As `evaluate`, and the first of the same responses as texts: prompt, response, answer, score."""
+    scores, samples = request_evaluation(roles, prompts, sampling)
+    return _average(scores), samples.result()
+
+
+def _average(scores: BatchFuture) -> float:
+    found: list[float] = scores.result()["metric_scores"].tolist()
+    known = [score for score in found if not math.isnan(score)]
     if not known:
         raise RewardError(
-            f"reward.metric scored none of {len(scores)} responses in an evaluation: their rows have no answers. Add "
+            f"reward.metric scored none of {len(found)} responses in an evaluation: their rows have no answers. Add "
             "answers, or set reward.metric to a function that needs none"
         )
     return sum(known) / len(known)
-
-
-def collect_samples(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> list[dict[str, Any]]:
-    """Greedy responses as texts: prompt, response, answer, score."""
-    samples: list[dict[str, Any]] = request_samples(roles, prompts, sampling).result()
-    return samples
 
 
 def measure_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> dict[str, Any] | None:
@@ -67,21 +72,19 @@ def measure_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingPar
     return {"estimator": "k3", "unit": "nats per response", "value": float(metrics.result()["kl_sequence/k3"])}
 
 
-def request_scores(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> BatchFuture:
-    """Makes the calls of `evaluate`; the result is the column ``metric_scores``."""
-    return call_on_rows(
-        roles.having("compute_metric"),
-        "compute_metric",
-        _respond(roles, prompts, _greedily(sampling)),
-        prompts.num_rows,
-    )
-
-
-def request_samples(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> ObjectFuture:
-    """Makes the calls of `collect_samples`."""
+def request_evaluation(
+    roles: Roles, prompts: BatchFuture, sampling: SamplingParams
+) -> tuple[BatchFuture, ObjectFuture]:
+    """Makes the calls of `evaluate_with_samples`; the scores are the column ``metric_scores``."""
     batch = _respond(roles, prompts, _greedily(sampling))
-    samples: ObjectFuture = roles.having("collect_samples").collect_samples(batch)
-    return samples
+    scores = _request_scores(roles, batch, prompts.num_rows)
+    shown = batch.rows(range(min(NUM_SAMPLES, prompts.num_rows)))
+    samples: ObjectFuture = roles.having("collect_samples").collect_samples(shown)
+    return scores, samples
+
+
+def _request_scores(roles: Roles, batch: BatchFuture, num_rows: int) -> BatchFuture:
+    return call_on_rows(roles.having("compute_metric"), "compute_metric", batch, num_rows)
 
 
 def request_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> MetricsFuture | None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hf_algorithms.config import ModelConfig
     from hf_algorithms.data import Row
 
-__all__ = ["Head", "InitialModel", "build_initial_model", "check_vocabulary", "read_role_model"]
+__all__ = ["Head", "InitialModel", "build_initial_model", "check_vocabulary", "read_role_model", "without_progress"]
 
 Head = Literal["lm", "value", "score"]
 """Of a role's model: tokens, a value at each token, or one number for a sequence."""
@@ -303,12 +303,12 @@ def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     with torch.random.fork_rng(devices=[]), errors_of("transformers", "the fresh model cannot be written"):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(llama)  # type: ignore[no-untyped-call]
-        with _without_progress():
+        with without_progress():
             model.save_pretrained(directory)
 
 
 @contextmanager
-def _without_progress() -> Iterator[None]:
+def without_progress() -> Iterator[None]:
     """Keeps the progress bars of transformers off the terminal, which would stand before an error's one line."""
     from transformers.utils import logging
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from hf_algorithms.budgets import find_block_tokens, find_prompt_room
 from hf_algorithms.config import Config, DataConfig
@@ -13,6 +13,9 @@ from hf_algorithms.data import Kind, PromptDataset, Rows, TextBlocks, TurnFormat
 from hf_algorithms.initial_model import InitialModel, build_initial_model
 from hf_algorithms.role_models import find_role_models, list_main_backends
 from hf_protocols.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from hf_algorithms.run_evaluations import EvaluationInputs
 
 __all__ = [
     "DATA_SETS",
@@ -70,11 +73,14 @@ class RunInputs(ModelInputs):
     test: PromptDataset
     pretraining: PromptDataset | TextBlocks | None = None
     """Rows of the pretraining loss; None: the rows of `train`."""
+    evaluations: tuple[EvaluationInputs, ...] = ()
+    """The sets of `[[evaluation]]`."""
 
     def describe_data(self) -> list[str]:
         """A line for each file with its format and columns, one for absent answers and one for long prompts."""
         lines: list[str] = []
         sets: list[PromptDataset | TextBlocks] = [self.train, self.validation, self.test]
+        sets += [each.data for each in self.evaluations]
         for data in sets if self.pretraining is None else [*sets, self.pretraining]:
             if isinstance(data.rows, Rows):
                 key = data.source.partition(" = ")[0]

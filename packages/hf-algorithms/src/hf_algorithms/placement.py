@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hf_mapper import ClusterSpec
 
 __all__ = [
+    "check_backend_options",
     "check_batches",
     "check_plan",
     "check_rollout_options",
@@ -137,30 +138,35 @@ def check_rollout_options(rollout: RolloutConfig) -> None:
     Raises:
         ConfigError: naming the nearest option that there is, or the kind or the value that is wanted.
     """
+    check_backend_options(rollout.backend, rollout.options, key="rollout.backend", options_key="rollout.options")
+
+
+def check_backend_options(name: str, options: Mapping[str, Any], *, key: str, options_key: str) -> None:
+    """As `check_rollout_options`, with the user's names of the backend and of its options."""
     try:
-        backend = load_rollout_backend(rollout.backend)
+        backend = load_rollout_backend(name)
     except BackendError as error:
-        raise type(error)(f"rollout.backend = {show(rollout.backend)}: {error}") from None
+        raise type(error)(f"{key} = {show(name)}: {error}") from None
     build = backend.build
     kinds: dict[str, Any] = {}
     with suppress(NameError):  # a backend elsewhere may name types that it imports for checkers only
         kinds = get_type_hints(build)
-    known = [name for name in inspect.signature(build).parameters if name not in ("model", "topology", "seed")]
-    for name, value in rollout.options.items():
-        if name not in known:
-            near = find_similar(name, known)
+    known = [each for each in inspect.signature(build).parameters if each not in ("model", "topology", "seed")]
+    for option, value in options.items():
+        if option not in known:
+            near = find_similar(option, known)
             hint = f"did you mean {show(near[0])}?" if near else f"it takes {', '.join(known)}"
-            raise ConfigError(f"rollout.options.{name}: backend {show(rollout.backend)} has no such option; {hint}")
+            raise ConfigError(f"{options_key}.{option}: backend {show(name)} has no such option; {hint}")
         try:
-            TypeAdapter(kinds.get(name, Any)).validate_python(value, strict=True)
+            TypeAdapter(kinds.get(option, Any)).validate_python(value, strict=True)
         except ValidationError as error:
-            raise ConfigError(f"rollout.options.{name} = {show(value)}: {error.errors()[0]['msg']}") from None
+            raise ConfigError(f"{options_key}.{option} = {show(value)}: {error.errors()[0]['msg']}") from None
     if issubclass(backend, ChecksOptions):
         try:
-            backend.check_options(rollout.options)
+            backend.check_options(options)
         except BackendError as error:
             reason = str(error).removeprefix("rollout.options.")
-            raise ConfigError(f"rollout.options of backend {show(rollout.backend)}: {reason}") from None
+            raise ConfigError(f"{options_key} of backend {show(name)}: {reason}") from None
 
 
 def plan_dataflow(config: Config) -> Dataflow:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from hf_algorithms.placement import (
     plan_placement,
 )
 from hf_algorithms.rewards import check_rewards
+from hf_algorithms.run_evaluations import check_evaluations, load_evaluation_rows, tokenize_evaluations
 from hf_algorithms.walk import walk_calls
 from hf_protocols import ConfigError, HybridFlowError
 
@@ -62,10 +64,16 @@ def check_run(
     with problems.noted():
         scored = {name: part for name, part in rows.items() if name in DATA_SETS}
         check_rewards(config, scored, search_path=search_path)
+    evaluated: dict[str, Rows] = {}
+    with problems.noted():
+        evaluated = load_evaluation_rows(config)
+        check_evaluations(config, evaluated, search_path=search_path)
     if rows:
         with problems.noted():
             model = load_model(config, rows["train"], folder)
             inputs = tokenize_inputs(config, rows, model)
+            if len(evaluated) == len(config.evaluation):
+                inputs = replace(inputs, evaluations=tokenize_evaluations(config, evaluated, inputs))
             check_context(config, inputs)
             check_scorers(config, inputs)
     problems.refuse()

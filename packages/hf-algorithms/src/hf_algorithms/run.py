@@ -5,16 +5,16 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hf_algorithms.config import Config, format_toml
 from hf_algorithms.data import PromptDataset
 from hf_algorithms.display import RunDisplay
-from hf_algorithms.evaluation import NUM_SAMPLES, collect_samples, evaluate, measure_divergence
+from hf_algorithms.evaluation import evaluate, evaluate_with_samples, measure_divergence
 from hf_algorithms.inputs import ModelInputs, RunInputs
 from hf_algorithms.machine import check_machine
 from hf_algorithms.phases import measure_phases
@@ -28,6 +28,7 @@ from hf_algorithms.rewards import TrainerState, describe_logs
 from hf_algorithms.role_models import describe_generic_shapes
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
+from hf_algorithms.run_evaluations import RunEvaluations
 from hf_algorithms.step_metrics import average_metrics
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
 from hf_algorithms.warm_start import warm_start
@@ -102,7 +103,9 @@ def run_training(
             roles = build_roles(executor, config, plan, inputs, search_path)
             if spare := inputs.model.num_spare_logits:
                 display.note(f"{inputs.model.label}: {spare} logits are beyond its tokenizer's ids and have no text")
-            run = _Run(config, directory, inputs, executor, roles, display, memory, started_s)
+            evaluations = RunEvaluations(config, inputs, executor, roles, search_path)
+            stack.enter_context(closing(evaluations))
+            run = _Run(config, directory, inputs, executor, roles, evaluations, display, memory, started_s)
             summary = run.execute()
     write_report(directory.path)
     return summary
@@ -135,6 +138,7 @@ def check_inputs(config: Config, directory: RunDirectory) -> None:
     sources = data.sources_of("train")
     paths |= {"data.train" if len(sources) == 1 else f"data.train, {path}": path for path, _ in sources}
     paths |= {f"{section}.model.path": path for section, path in config.scorer_paths.items()}
+    paths |= {f"data of [[evaluation]] {each.name!r}": each.data for each in config.evaluation}
     paths |= {f"roles.{name}.path": role.path for name, role in config.roles.items()}
     directory.check_inputs({**paths, "model.path": model.path, "model.tokenizer": model.tokenizer})
 
@@ -162,6 +166,7 @@ class _Run:
         inputs: RunInputs,
         executor: Executor,
         roles: Roles,
+        evaluations: RunEvaluations,
         display: RunDisplay,
         memory: MemoryMeter,
         started_s: float,
@@ -171,6 +176,7 @@ class _Run:
         self._inputs = inputs
         self._executor = executor
         self._roles = roles
+        self._evaluations = evaluations
         self._display = display
         self._memory = memory
         self._started_s = started_s
@@ -195,17 +201,14 @@ class _Run:
             self._warm_start()
             self._display.phase("evaluating the starting point")
             self._commit_model(0)
-            samples = {"before": self._collect_samples()}
-            self._summary["score_before"] = evaluate(self._roles, self._test, self._sampling(0))
+            self._summary["score_before"] = self._evaluate("test", 0)
             self._display.phase(self._config.algorithm.name)
             for iteration in range(1, self._config.run.iterations + 1):
                 self._iterate(iteration)
             self._display.phase("evaluating the result")
-            self._summary["score_after"] = evaluate(self._roles, self._test, self._sampling(0))
+            self._summary["score_after"] = self._evaluate("test", self._config.run.iterations)
             if (divergence := measure_divergence(self._roles, self._test, self._sampling(0))) is not None:
                 self._summary["kl_to_reference"] = divergence
-            samples["after"] = self._collect_samples()
-            self._directory.write_json("samples.json", samples)
         except BaseException as error:
             self._summary["stopped"] = f"{type(error).__name__}: {error}"
             raise
@@ -232,7 +235,7 @@ class _Run:
         self._roles.having("set_learning_rate").set_learning_rate(config.learning_rate, **options).result()
         note = self._display.note
         self._summary["warm_start_steps"] = warm_start(
-            self._roles, self._supervised_batches(), self._evaluate_validation, config, metric=self._metric, note=note
+            self._roles, self._supervised_batches(), self._evaluate_warm_start, config, metric=self._metric, note=note
         )
         warm = self._export("warm_model", dtype="float32")  # roles that load it start from the policy's own weights
         models = self._inputs.models
@@ -274,9 +277,13 @@ class _Run:
         self._state[_NUM_LEARNED] = draws.num_learned
         self._note_progress(iteration)
         elapsed_s = time.perf_counter() - start_s
-        if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
-            metrics[f"eval/validation/{self._metric}"] = self._evaluate_validation()
+        is_last = iteration == config.run.iterations
+        if iteration % config.run.eval_every == 0 or is_last:
+            metrics[f"eval/validation/{self._metric}"] = self._evaluate("validation", iteration)
             self._commit_model(iteration)
+        found, shown = self._evaluations.evaluate_due(iteration, is_last=is_last)
+        metrics |= found
+        self._directory.append_samples(iteration, shown)
         samples = config.rollout.batch_size * config.rollout.samples_per_prompt
         tokens = samples * metrics.get("response/tokens", 0.0)
         self._busy_s += elapsed_s
@@ -312,12 +319,15 @@ class _Run:
             if "note_progress" in group.methods:
                 group.note_progress(state)
 
-    def _evaluate_validation(self) -> float:
+    def _evaluate_warm_start(self) -> float:
         return evaluate(self._roles, self._validation, self._sampling(0))
 
-    def _collect_samples(self) -> list[dict[str, Any]]:
-        rows = self._test.rows(range(min(NUM_SAMPLES, self._test.num_rows)))
-        return collect_samples(self._roles, rows, self._sampling(0))
+    def _evaluate(self, name: Literal["validation", "test"], iteration: int) -> float:
+        """The metric of a set; some of its responses are written down."""
+        prompts = self._validation if name == "validation" else self._test
+        score, samples = evaluate_with_samples(self._roles, prompts, self._sampling(0))
+        self._directory.append_samples(iteration, [{"set": name, **each} for each in samples])
+        return score
 
     def _supervised_batches(self) -> Iterator[BatchFuture]:
         data, config = self._inputs.train, self._config

@@ -16,13 +16,18 @@ from hf_algorithms.atomic_files import write_text
 from hf_protocols import ConfigError, HybridFlowError
 from hf_protocols.arguments import show
 
-__all__ = ["RunDirectory", "RunDirectoryError", "RunListener"]
+__all__ = ["RunDirectory", "RunDirectoryError", "RunListener", "is_run"]
 
 _MARK = ".hybridflow-run"
 _FILES = (
-    "config.toml", "plan.json", "metrics.jsonl", "samples.json", "summary.json", "trace.json", "report.html",
+    "config.toml", "plan.json", "metrics.jsonl", "summary.json", "trace.json", "report.html",
 )  # fmt: skip
-_FOLDERS = ("initial_model", "warm_model", "model", "tensorboard", "wandb")
+_FOLDERS = ("initial_model", "warm_model", "model", "samples", "tensorboard", "wandb")
+
+
+def is_run(path: Path) -> bool:
+    """True for the directory of a run, also one that was copied."""
+    return (path / _MARK).is_file() or ((path / "config.toml").is_file() and not (path / "config.json").is_file())
 
 
 class RunDirectoryError(HybridFlowError):
@@ -140,6 +145,17 @@ class RunDirectory:
             file.write(json.dumps(known) + "\n")
         for listener in self._listeners:
             listener.hear_metrics(metrics)
+
+    def append_samples(self, iteration: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Adds objects to ``samples/<iteration>.jsonl``, one for each response."""
+        lines = [json.dumps(each, ensure_ascii=False) + "\n" for each in samples]
+        if not lines:
+            return
+        path = self.path / "samples" / f"{iteration}.jsonl"
+        with self._reporting("samples"):
+            path.parent.mkdir(exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write("".join(lines))
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:

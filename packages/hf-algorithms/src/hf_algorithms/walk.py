@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hf_algorithms.budgets import RowTokens
 from hf_algorithms.dataflow import PROMPT_COLUMNS, build_tracing_context
-from hf_algorithms.evaluation import NUM_SAMPLES, request_divergence, request_samples, request_scores
+from hf_algorithms.evaluation import request_divergence, request_evaluation
 from hf_algorithms.roles import Roles, least_rows
 from hf_algorithms.wiring import build_roles, build_sampling
 from hf_algorithms.workers import SEQUENCE, check_calls_outputs
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Phase", "PlannedCall", "walk_calls"]
 
-Phase = Literal["warm start", "iterations", "evaluation", "samples", "divergence"]
+Phase = Literal["warm start", "iterations", "evaluation", "divergence"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +91,7 @@ def _list_phases(
     batch, context = prompts(config.rollout.batch_size), build_tracing_context(executor, sampling)
     yield "iterations", train, partial(recipe.run_step, roles, batch, config.algorithm, context)
     for tokens in (validation, test):
-        yield "evaluation", tokens, partial(request_scores, roles, prompts(len(tokens.prompts)), sampling)
-    few = min(NUM_SAMPLES, len(test.prompts))
-    shown = RowTokens(source=test.source, where=test.where, prompts=test.prompts[:few], responses=test.responses[:few])
-    yield "samples", shown, partial(request_samples, roles, prompts(few), sampling)
+        yield "evaluation", tokens, partial(request_evaluation, roles, prompts(len(tokens.prompts)), sampling)
     yield "divergence", test, partial(request_divergence, roles, prompts(len(test.prompts)), sampling)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
+from hf_algorithms.config._evaluation import EvaluationConfig
 from hf_algorithms.config._reading import apply_override, find_recipe, find_switched_off, parse_config, without_none
 from hf_algorithms.config._sections import Config, RoleConfig
 from hf_algorithms.recipes import SupervisedRecipe
@@ -127,6 +128,10 @@ def format_commented(config: Config) -> str:
                 overrides = written["roles"].get(name, {})
                 lines.append(f"[roles.{name}]" if overrides else f"# [roles.{name}]")
                 lines += _format_keys(RoleConfig, RoleConfig.model_fields, overrides)
+        elif section == "evaluation":
+            for body in written.get("evaluation", ()) or (None,):
+                lines.append("# [[evaluation]]" if body is None else "[[evaluation]]")
+                lines += _format_keys(EvaluationConfig, EvaluationConfig.model_fields, without_none(body or {}))
         else:
             lines.append(f"[{section}]")
             lines += _format_keys(type(getattr(config, section)), given[section], written[section])

@@ -11,6 +11,7 @@ from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError, create_model
 
+from hf_algorithms.config._evaluation import EvaluationConfig, find_wrong_sets
 from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._secrets import check_secrets
 from hf_algorithms.config._sections import Config, RoleConfig
@@ -99,7 +100,10 @@ def _may_be_none(recipe: Recipe, key: str) -> bool:
 
 
 def config_keys(recipe: Recipe = RECIPES["ppo"]) -> tuple[str, ...]:
-    """Every key that a run of this recipe has, as `section.key` or `roles.NAME.key`, in order."""
+    """Every key that a run of this recipe has, as `section.key` or `roles.NAME.key`, in order.
+
+    Those of each table `[[evaluation]]` are `evaluation.KEY`.
+    """
     keys: list[str] = []
     unused = recipe.unused if isinstance(recipe, SupervisedRecipe) else ()
     for section, field in Config.model_fields.items():
@@ -107,6 +111,8 @@ def config_keys(recipe: Recipe = RECIPES["ppo"]) -> tuple[str, ...]:
             continue
         if section == "roles":
             keys += (f"roles.{role.name}.{key}" for role in recipe.roles for key in RoleConfig.model_fields)
+        elif section == "evaluation":
+            keys += (f"evaluation.{key}" for key in EvaluationConfig.model_fields)
         else:
             model = recipe.config if section == "algorithm" else cast("type[BaseModel]", field.annotation)
             keys += (f"{section}.{key}" for key in model.model_fields)
@@ -172,6 +178,7 @@ def _check_meaning(config: Config) -> None:
             if _is_missing(config, key)
         ),
         *_find_wrong_scorers(config),
+        *find_wrong_sets(config.evaluation, has_metric=not config.reward.evaluates_model),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -299,10 +306,12 @@ def format_toml(config: Config) -> str:
     if isinstance(config.recipe, SupervisedRecipe):
         sections = {name: body for name, body in sections.items() if name not in config.recipe.unused}
     sections["algorithm"] |= dict.fromkeys(find_switched_off(config), "none")
-    roles = sections.pop("roles")
+    roles, evaluations = sections.pop("roles"), sections.pop("evaluation", ())
     sections |= {f"roles.{name}": body for name, body in roles.items() if body}
     for section, body in sections.items():
         lines += [f"[{section}]", *(f"{key} = {format_toml_value(value)}" for key, value in body.items()), ""]
+    for each in map(without_none, evaluations):
+        lines += ["[[evaluation]]", *(f"{key} = {format_toml_value(value)}" for key, value in each.items()), ""]
     return "\n".join(lines)
 
 
@@ -367,6 +376,9 @@ def _flatten(body: Mapping[str, Any]) -> Iterator[str]:
             for role, overrides in table.items():
                 keys = overrides if isinstance(overrides, Mapping) else ()
                 yield from (f"roles.{role}.{key}" for key in keys)
+        elif section == "evaluation" and isinstance(table, list | tuple):
+            given = dict.fromkeys(key for each in table if isinstance(each, Mapping) for key in each)
+            yield from (f"evaluation.{key}" for key in given)
         elif isinstance(table, Mapping) and section in Config.model_fields:
             yield from (f"{section}.{key}" for key in table)
         elif section not in Config.model_fields:

@@ -28,6 +28,12 @@ class FunctionConfig(Section):
     style: Style = "auto"
     """Convention of its parameters; `auto`: the one that their names show."""
 
+    @classmethod
+    def of(cls, function: str) -> FunctionConfig:
+        """Returns a function alone, named after the last part of `module:function` or of a URL."""
+        last = _name_server(function) if "://" in function else function.rpartition(":")[2]
+        return cls(name=re.sub(r"[^\w.-]+", "_", last) or "function", function=function)
+
 
 class ScorerConfig(Section):
     """`[reward.model]`, `[cost.model]`: a model that scores responses next to functions, or in their place."""
@@ -89,7 +95,7 @@ class RewardConfig(_ScoringConfig):
     def list_functions(self) -> tuple[FunctionConfig, ...]:
         """The functions that make the score; `function` alone is named after itself."""
         is_alone = self.model is not None and "function" not in self.model_fields_set
-        return self.functions or (() if is_alone else (_name_function(self.function),))
+        return self.functions or (() if is_alone else (FunctionConfig.of(self.function),))
 
     @property
     def evaluates_model(self) -> bool:
@@ -100,7 +106,7 @@ class RewardConfig(_ScoringConfig):
     @property
     def metric_name(self) -> str:
         """Names the metric in `eval/SET/NAME`."""
-        return "model" if self.evaluates_model else _name_function(self.metric).name
+        return "model" if self.evaluates_model else FunctionConfig.of(self.metric).name
 
     def list_unwritten(self) -> set[str]:
         """As of every such section, and the functions that were left out next to a model."""
@@ -116,12 +122,7 @@ class CostConfig(_ScoringConfig):
 
     def list_functions(self) -> tuple[FunctionConfig, ...]:
         """The functions that make the cost."""
-        return self.functions or (() if self.function is None else (_name_function(self.function),))
-
-
-def _name_function(function: str) -> FunctionConfig:
-    last = _name_server(function) if "://" in function else function.rpartition(":")[2]
-    return FunctionConfig(name=re.sub(r"[^\w.-]+", "_", last) or "function", function=function)
+        return self.functions or (() if self.function is None else (FunctionConfig.of(self.function),))
 
 
 def _name_server(url: str) -> str:

@@ -16,6 +16,7 @@ _TEXTS = frozenset({"data.system_prompt", "data.chat_template", "rollout.stop"})
 _ADVICE = {
     "reward": "Write ${NAME} in its place, and set the environment variable NAME",
     "cost": "Write ${NAME} in its place, and set the environment variable NAME",
+    "evaluation": "Write ${NAME} in its place, and set the environment variable NAME",
     "rollout": "Remove it, and set rollout.options.api_key_variable where the server has a key",
 }
 

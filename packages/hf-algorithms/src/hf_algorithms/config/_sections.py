@@ -18,6 +18,7 @@ from pydantic import (
     model_serializer,
 )
 
+from hf_algorithms.config._evaluation import EvaluationConfig
 from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._run import RunConfig
 from hf_algorithms.config._scoring import CostConfig, RewardConfig
@@ -322,6 +323,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
     cost: CostConfig = CostConfig()
+    evaluation: tuple[EvaluationConfig, ...] = Field(default=(), strict=False)
     training: TrainingConfig = TrainingConfig()
     cluster: ClusterConfig = ClusterConfig()
 

@@ -95,6 +95,10 @@ class PromptDataset:
         """Tokens of every prompt, by row."""
         return self._lengths
 
+    def row(self, index: int) -> Row:
+        """The row of a number, as `prompts` counts rows."""
+        return self._rows[self._kept[index]]
+
     def where(self, index: int) -> str:
         """Place of a row for messages, such as `data.train = 'train.jsonl', line 3`."""
         return self._where(self._kept[index])

@@ -76,6 +76,11 @@ class FileRows(Sequence[R]):
         """The first rows, as one set."""
         return type(self)(self.files, first=min(num_rows, self._length))
 
+    def record(self, index: int) -> Mapping[str, Any]:
+        """The record of a row, with every column of its file."""
+        file, row = self._find(index)
+        return file.table.record(row)
+
     def where(self, index: int) -> str:
         """Place of a row, such as `train.jsonl, line 3`."""
         file, row = self._find(index)

@@ -105,7 +105,7 @@ class SupervisedRecipe(Recipe):
     lower_is_better: bool = False
     sequences_per_row: int = 1
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    unused: tuple[str, ...] = ("warm_start", "rollout", "reward", "cost")
+    unused: tuple[str, ...] = ("warm_start", "rollout", "reward", "cost", "evaluation")
 
     def fill(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the sections of a file with the recipe's own `defaults` where the file says nothing."""

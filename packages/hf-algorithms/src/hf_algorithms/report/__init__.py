@@ -32,7 +32,7 @@ def load_breakdown(directory: str | Path) -> Breakdown:
 def write_report(directory: str | Path) -> Path:
     """Write ``report.html`` from the files that a run left in ``directory``, and return its path.
 
-    Reads ``config.toml``, ``metrics.jsonl``, ``summary.json``, ``trace.json`` and ``samples.json``. A file that is
+    Reads ``config.toml``, ``metrics.jsonl``, ``summary.json``, ``trace.json`` and ``samples/``. A file that is
     absent leaves out its part of the page; one that cannot be read is named on the page.
 
     Raises:

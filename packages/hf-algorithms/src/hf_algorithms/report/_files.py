@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_algorithms.report._metrics_file import MetricsFile
+from hf_algorithms.report._sample_files import SampleFiles
 from hf_protocols.errors import DataError
 
 __all__ = ["RunFiles", "parse_settings", "read_run", "read_trace"]
 
-_NAMES = ("config.toml", "metrics.jsonl", "summary.json", "trace.json", "samples.json")
+_NAMES = ("config.toml", "metrics.jsonl", "summary.json", "trace.json")
+_SHOWN_SET = "test"
+"""Set whose responses are shown side by side: a run evaluates it before the first iteration and after the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +30,7 @@ class RunFiles:
         iterations: one per line of `metrics.jsonl`.
         columns: values of every metric at each; NaN where a line has none.
         events: of the Chrome trace.
-        samples: by moment (``before``, ``after``), each a list of prompt, response, answer and score.
+        samples: by moment (``before``, ``after``), each a list of prompt, response, answer and score, of the test rows.
         unreadable: one sentence for each file, or line, that could not be read.
     """
 
@@ -55,13 +58,13 @@ def read_run(directory: Path) -> RunFiles:
     """
     unreadable: list[str] = []
     texts = {name: _read_text(directory / name, unreadable) for name in _NAMES if name != "metrics.jsonl"}
-    metrics = MetricsFile(directory / "metrics.jsonl")
+    metrics, samples = MetricsFile(directory / "metrics.jsonl"), SampleFiles(directory)
     metrics.refresh(has_ended=True)
-    if not metrics.exists and not any(text is not None for text in texts.values()):
-        raise DataError(f"{directory} holds no run: it has none of {', '.join(_NAMES)}")
+    moments = samples.iterations()
+    if not moments and not metrics.exists and not any(text is not None for text in texts.values()):
+        raise DataError(f"{directory} holds no run: it has none of {', '.join(_NAMES)}, samples/")
     summary = _parse_json("summary.json", texts, unreadable)
     trace = _parse_json("trace.json", texts, unreadable)
-    samples = _parse_json("samples.json", texts, unreadable)
     iterations, columns = metrics.columns()
     return RunFiles(
         name=directory.resolve().name,
@@ -70,7 +73,10 @@ def read_run(directory: Path) -> RunFiles:
         columns=columns,
         summary=summary,
         events=_mappings(trace.get("traceEvents")),
-        samples={moment: _mappings(samples.get(moment)) for moment in ("before", "after")},
+        samples={
+            "before": _read_samples(samples, moments[0], unreadable) if moments else [],
+            "after": _read_samples(samples, moments[-1], unreadable) if len(moments) > 1 else [],
+        },
         unreadable=[*metrics.notes, *unreadable],
     )
 
@@ -92,6 +98,15 @@ def read_trace(directory: Path) -> Sequence[Mapping[str, Any]]:
     if unreadable:
         raise DataError(f"in {directory}: {unreadable[0]}")
     return _mappings(body["traceEvents"])
+
+
+def _read_samples(files: SampleFiles, iteration: int, unreadable: list[str]) -> list[Mapping[str, Any]]:
+    """The samples of the set that is shown."""
+    rows, notes = files.read(iteration)
+    unreadable += notes
+    shown = [row for row in rows if row.set == _SHOWN_SET]
+    columns = ("prompt", "response", "answer", "score", "extra")
+    return [{name: found for name in columns if (found := getattr(row, name)) is not None} for row in shown]
 
 
 def _read_text(path: Path, unreadable: list[str]) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from hf_algorithms.rewards._check import (
     SupportsAnswerCheck,
     answers_checked_by,
+    check_metric,
     check_rewards,
     check_servers,
     describe_logs,
@@ -41,6 +42,7 @@ __all__ = [
     "TrainerState",
     "answers_checked_by",
     "bind_function",
+    "check_metric",
     "check_rewards",
     "check_servers",
     "combine_scores",

@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_algorithms.data import Row
 
-__all__ = ["SupportsAnswerCheck", "answers_checked_by", "check_rewards", "check_servers", "describe_logs"]
+__all__ = [
+    "SupportsAnswerCheck",
+    "answers_checked_by",
+    "check_metric",
+    "check_rewards",
+    "check_servers",
+    "describe_logs",
+]
 
 _MOST_REASON = 300
 _EVALUATED = ("validation", "test")
@@ -72,6 +79,15 @@ class _Named:
         return f"{self.key} = {show(hide_secrets(self.function))}"
 
 
+@dataclass(frozen=True)
+class _Checked:
+    """What a function takes, and what it says of answers."""
+
+    binding: Binding
+    check_answer: Callable[[str], object] | None
+    needs_answers: bool
+
+
 def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_path: Sequence[str] = ()) -> None:
     """Load every function of `[reward]` and `[cost]`, and let them look at the answers of all rows.
 
@@ -90,28 +106,77 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
         if is_url(named.function):
             _check_url(named)
             continue
-        try:
-            function = get_users_function(load_function(named.function, search_path=search_path))
-        except ConfigError as error:
-            raise ConfigError(f"{named.key} = {error}") from error
-        try:
-            binding = _check_function(named, function)
-            check_answer = _find_check(named.label, function)
-            needs_answers = bool(getattr(function, "needs_answers", False))
-        except HybridFlowError:
-            raise
-        except Exception as error:  # an attribute of a user's object may raise anything
-            raise ConfigError(
-                f"{named.label} cannot be inspected: {_describe(error)}. Write it as a function"
-            ) from error
+        checked = _load_and_check(named, search_path)
         if rows:
-            _check_parameters(named, binding, config, rows)
-        if needs_answers:
+            _check_parameters(named, checked.binding, str(config.data.answer_field), rows)
+        if checked.needs_answers:
             _check_presence(named, config, rows)
-        if check_answer is not None:
+        if checked.check_answer is not None:
             with imports_from(search_path):
                 for path, longest in _rows_by_path(config, rows).items():
-                    _check_answers(named, check_answer, path, longest, skips_absent=needs_answers)
+                    _check_answers(named, checked, path, longest)
+
+
+def check_metric(
+    key: str,
+    function: str,
+    rows: Sequence[Row],
+    *,
+    source: str,
+    answer_name: str = "answer",
+    allowed_hosts: tuple[str, ...] = (),
+    search_path: Sequence[str] = (),
+) -> None:
+    """Loads one metric function, and lets it look at the answers of the rows that it will score.
+
+    Args:
+        key: that names the function, for messages.
+        function: as the user wrote it.
+        rows: of one set.
+        source: where they come from, for messages.
+        answer_name: of the answers in the data.
+        allowed_hosts: that a URL may name in addition to this machine.
+        search_path: folders where its module is looked for first.
+
+    Raises:
+        ConfigError, DataError: as `check_rewards` does.
+    """
+    named = _Named(key, function, "auto", allowed_hosts, frozenset())
+    if is_url(function):
+        try:
+            check_address(function, allowed_hosts, key="reward.allowed_hosts")
+            check_connection(function)
+        except ConfigError as error:
+            raise ConfigError(f"{key} = {error}") from None
+        return
+    checked = _load_and_check(named, search_path)
+    _check_parameters(named, checked.binding, answer_name, {source: rows})
+    if checked.needs_answers and all(row.answer is None for row in rows):
+        raise DataError(
+            f"{source}: no row has an answer, with which {named.label} compares responses. Name the column of the "
+            "answers, or use a function that needs none"
+        )
+    if checked.check_answer is not None:
+        with imports_from(search_path):
+            _check_answers(named, checked, source, rows)
+
+
+def _load_and_check(named: _Named, search_path: Sequence[str]) -> _Checked:
+    """The function by its signature and attributes."""
+    try:
+        function = get_users_function(load_function(named.function, search_path=search_path))
+    except ConfigError as error:
+        raise ConfigError(f"{named.key} = {error}") from error
+    try:
+        return _Checked(
+            _check_function(named, function),
+            _find_check(named.label, function),
+            bool(getattr(function, "needs_answers", False)),
+        )
+    except HybridFlowError:
+        raise
+    except Exception as error:  # an attribute of a user's object may raise anything
+        raise ConfigError(f"{named.label} cannot be inspected: {_describe(error)}. Write it as a function") from error
 
 
 def check_servers(config: Config) -> None:
@@ -145,9 +210,9 @@ def describe_logs(config: Config, *, search_path: Sequence[str] = ()) -> list[st
         function = get_users_function(load_function(named.function, search_path=search_path))
         keywords = bind_function(named.label, function, named.style).keywords or ()
         if "log_extra" in keywords and named.key.startswith("cost"):
-            lines.append(f"{named.label}: samples.json has no columns of costs, so log_extra has no effect")
+            lines.append(f"{named.label}: the samples have no columns of costs, so log_extra has no effect")
         elif "log_extra" in keywords:
-            lines.append(f"{named.label}: what it gives log_extra is kept for the rows of samples.json alone")
+            lines.append(f"{named.label}: what it gives log_extra is kept for the rows of samples/ alone")
         if "log_metric" in keywords and named.function == config.reward.metric and not config.reward.evaluates_model:
             metric = replace(named, key="reward.metric").label
             lines.append(f"{metric}: evaluations keep its scores alone, so log_metric has no effect there")
@@ -198,12 +263,12 @@ def _check_function(named: _Named, function: Callable[..., Any]) -> Binding:
     return bind_function(what, function, named.style)
 
 
-def _check_parameters(named: _Named, binding: Binding, config: Config, rows: Mapping[str, Sequence[Row]]) -> None:
+def _check_parameters(named: _Named, binding: Binding, answer_name: str, rows: Mapping[str, Sequence[Row]]) -> None:
     """Refuses a parameter that neither the convention nor any row has a value for."""
-    if not binding.find_unknown({str(config.data.answer_field)}):  # most functions name no column: no row is read
+    if not binding.find_unknown({answer_name}):  # most functions name no column: no row is read
         return
     columns = {name for part in rows.values() for row in part for name in row.columns}
-    if unknown := binding.find_unknown({*columns, str(config.data.answer_field)}):
+    if unknown := binding.find_unknown({*columns, answer_name}):
         raise ConfigError(
             f"{named.label} has the parameter {unknown[0]}, which nothing fills: the convention "
             f"{binding.style} does not offer it, and the data {_describe_columns(columns)}. Remove it, make it a "
@@ -252,15 +317,14 @@ def _rows_by_path(config: Config, rows: Mapping[str, Sequence[Row]]) -> dict[str
     return by_path
 
 
-def _check_answers(
-    named: _Named, check: Callable[[str], object], path: str, rows: Sequence[Row], *, skips_absent: bool
-) -> None:
+def _check_answers(named: _Named, checked: _Checked, path: str, rows: Sequence[Row]) -> None:
+    assert checked.check_answer is not None, "the caller asked"
     for number, row in enumerate(rows):
-        if skips_absent and row.answer is None:
+        if checked.needs_answers and row.answer is None:
             continue
         reason = None
         try:
-            if _is_false(check(row.answer or "")):
+            if _is_false(checked.check_answer(row.answer or "")):
                 reason = "its check_answer returned False"
         except Terminated:
             raise

@@ -20,14 +20,19 @@ from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError
 from hf_protocols.similar_names import find_similar
 
-__all__ = ["get_users_function", "imports_from", "load_function"]
+__all__ = ["SHIPPED", "get_users_function", "imports_from", "load_function"]
+
+_HOME = "hf_algorithms.rewards"
+SHIPPED = ("exact_match", "gsm8k_accuracy", "gsm8k_reward", "math_verify", "number_match")
+"""Functions of `hf_algorithms.rewards` that their names alone stand for."""
 
 
 def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Callable[..., Any]:
     """Import ``module`` and return its ``function``.
 
     Args:
-        name: `module:function`, where dots lead into packages; or `file.py:function`, with a path from any folder.
+        name: `module:function`, where dots lead into packages; `file.py:function`, with a path from any folder; or
+            the name of a shipped function alone, such as `exact_match`.
         search_path: folders to look for the module in before Python's own path, such as the configuration's. While
             it is imported, and while its function runs, other modules are looked for in them last: the module may
             import its neighbours, and they hide no installed module.
@@ -36,13 +41,15 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
         ConfigError: for another form, a module that is not found or that raises while it is imported, and a function
             that is not in it, with the nearest names that are.
     """
+    if name in SHIPPED:
+        name = f"{_HOME}:{name}"
     module_name, colon, function_name = name.rpartition(":")
     folders = list(dict.fromkeys(str(Path(folder).resolve()) for folder in search_path))
     is_file = module_name.endswith(".py")
     if not (colon and function_name.isidentifier() and (is_file or _is_dotted(module_name))):
         raise ConfigError(
             f"{show(name)} does not name a function. Write module:function, such as "
-            "hf_algorithms.rewards:exact_match, or file.py:function"
+            f"hf_algorithms.rewards:exact_match, or file.py:function. {_nearest(name, SHIPPED)}"
         )
     if is_file:
         module_name, folders = _find_file(name, Path(module_name).expanduser(), folders)
@@ -208,7 +215,7 @@ def _origin(spec: ModuleSpec | None) -> str | None:
 
 def _module_names(folders: list[str]) -> list[str]:
     names = [module.name for module in pkgutil.iter_modules(folders)]
-    return ["hf_algorithms.rewards", *(name for name in names if name.isidentifier())]
+    return [_HOME, *(name for name in names if name.isidentifier())]
 
 
 def _public_functions(module: ModuleType) -> list[str]:

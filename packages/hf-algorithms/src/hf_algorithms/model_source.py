@@ -1,0 +1,84 @@
+"""Where a command finds its model: a model directory, a hub name, or the directory of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from hf_algorithms.adapters import is_adapter, merge_adapter
+from hf_algorithms.run_directory import is_run
+from hf_protocols import ConfigError
+from hf_protocols.arguments import show
+from hf_protocols.paths import read_path
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import Config
+
+__all__ = ["ModelSource", "find_model_source", "holding_whole_model"]
+
+_MODEL = "model"
+"""Folder of a run that holds its last committed model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model as the user named it.
+
+    Attributes:
+        label: beginning of messages, such as `model = 'runs/mine'`.
+        path: directory or hub name of the model.
+        run: directory of the run that it is from; None for a model alone.
+    """
+
+    label: str
+    path: str
+    run: Path | None
+
+    def load_config(self) -> Config | None:
+        """Returns the run's configuration; None without a run.
+
+        Raises:
+            ConfigError: for a configuration that cannot be read, or a recipe of one's own that is not found.
+        """
+        if self.run is None:
+            return None
+        from hf_algorithms.config import load_config
+
+        return load_config(self.run / "config.toml", search_path=(os.getcwd(), str(self.run.resolve())), command=None)
+
+
+def find_model_source(model: str | Path) -> ModelSource:
+    """Returns where the model of a directory, a hub name or a run is.
+
+    Raises:
+        ConfigError: for a run that has committed no model.
+    """
+    path = read_path("model", os.fspath(model))
+    label = f"model = {show(os.fspath(model))}"
+    folder = Path(path)
+    if not (folder.is_dir() and is_run(folder)):
+        return ModelSource(label=label, path=path, run=None)
+    if not (folder / _MODEL).is_dir():
+        raise ConfigError(f"{label}: is a run without {_MODEL}/. A run commits it before its first iteration")
+    return ModelSource(label=label, path=str(folder / _MODEL), run=folder)
+
+
+@contextmanager
+def holding_whole_model(source: ModelSource) -> Iterator[str]:
+    """Yields a directory or hub name with whole weights; those of an adapter are merged into a temporary one.
+
+    Raises:
+        ConfigError: for an adapter whose base model is absent.
+    """
+    if not is_adapter(source.path):
+        yield source.path
+        return
+    with TemporaryDirectory() as folder:
+        merged = Path(folder) / "merged"
+        merge_adapter(source.path, merged, label=source.label)
+        yield str(merged)

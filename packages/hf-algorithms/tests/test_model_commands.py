@@ -1,0 +1,272 @@
+"""`generate`, `evaluate` and `export` against transformers, scores computed by hand, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_algorithms.adapters import merge_adapter
+from hf_algorithms.atomic_files import find_part, writing_lines
+from hf_algorithms.cli import cli
+from hf_algorithms.data import build_character_tokenizer
+from hf_algorithms.exporting import export
+from hf_algorithms.generation import generate
+from hf_algorithms.model_evaluation import evaluate
+from hf_engine.testing import write_tiny_model
+from hf_protocols import ConfigError, DataError, HybridFlowError, RewardError
+
+CONTEXT, LIMIT = 48, 6
+METRICS = """
+def length(responses, **kwargs):
+    return [float(len(response)) for response in responses]
+
+def even(responses, answers, **kwargs):
+    return [None if answer == "skip" else float(len(each) % 2 == 0) for each, answer in zip(responses, answers)]
+
+def silent(responses, **kwargs):
+    return [None for _ in responses]
+"""
+ROWS = [
+    {"question": "1+1=", "answer": "2", "level": 1},
+    {"question": "37+85=", "answer": "122", "level": {"of": [2]}},
+    {"question": "4", "answer": "skip", "level": None},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer of characters; it may end a response."""
+    directory = write_tiny_model(tmp_path_factory.mktemp("tiny") / "model", max_positions=CONTEXT)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink(missing_ok=True)
+    tokenizer = build_character_tokenizer("0123456789+= abcdefgh", directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"eos_token_id": tokenizer.eos_token_id}))
+    return directory
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file of rows in the current folder, which has metrics of its own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_metrics.py").write_text(METRICS)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    yield path
+    sys.modules.pop("own_metrics", None)
+
+
+def read(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(*words: object) -> tuple[str, BaseException | None]:
+    outcome = CliRunner().invoke(cli, [str(word) for word in words])
+    return outcome.stdout, outcome.exception
+
+
+def generate_plainly(model: Path, prompt: str) -> tuple[str, int]:
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    network: Any = AutoModelForCausalLM.from_pretrained(model)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad():
+        found = network.generate(**inputs, max_new_tokens=LIMIT, do_sample=False, pad_token_id=tokenizer.eos_token_id)[
+            0, inputs["input_ids"].shape[1] :
+        ].tolist()
+    return tokenizer.decode(found, skip_special_tokens=True), len(found)
+
+
+def test_greedy_responses_are_those_of_transformers(model: Path, rows: Path) -> None:
+    output, error = run("generate", model, "--data", rows, "--output", "new/out.jsonl", "--max-new-tokens", LIMIT)
+    assert error is None
+    found = read(Path("new/out.jsonl"))
+    assert [{key: row[key] for key in ROWS[0]} for row in found] == ROWS
+    for row in found:
+        text, tokens = generate_plainly(model, row["prompt"])
+        (response,) = row["responses"]
+        assert (response["text"], response["tokens"]) == (text, tokens)
+        assert response["finish_reason"] == ("length" if tokens == LIMIT else "stop")
+        assert row["prompt"] == row["question"]
+    assert output.startswith("3 rows, 3 responses of ")
+    assert not find_part("new/out.jsonl").exists()
+
+
+def test_samples_follow_from_seed_and_row(model: Path, rows: Path) -> None:
+    how: dict[str, Any] = {"data": rows, "samples": 3, "max_new_tokens": LIMIT}
+    generate(model, output="one.jsonl", **how)
+    generate(model, output="again.jsonl", **how)
+    result = generate(model, output="other.jsonl", seed=1, **how)
+    one, again, other = (read(Path(name)) for name in ("one.jsonl", "again.jsonl", "other.jsonl"))
+    assert one == again != other
+    assert [len(row["responses"]) for row in one] == [3, 3, 3]
+    assert (result.rows, result.responses) == (3, 9)
+    assert result.tokens == sum(each["tokens"] for row in other for each in row["responses"])
+
+
+def test_an_interruption_keeps_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+
+    def write_and_stop() -> None:
+        with writing_lines(path) as write:
+            write(["1", "2"])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_and_stop()
+    assert not path.exists()
+    assert find_part(path).read_text() == "1\n2\n"
+
+
+def test_scores_are_those_computed_by_hand(model: Path, rows: Path) -> None:
+    Path("easy.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    output, error = run(
+        *("evaluate", model, "--data", rows, "--data", "small=easy.jsonl", "--samples", 4, "--temperature", 1.5),
+        *("--metric", "own_metrics.py:length", "--metric", "own_metrics:even", "--metric", "exact_match"),
+        *("--max-new-tokens", LIMIT, "--output", "kept", "--json"),
+    )
+    assert error is None
+    body = json.loads(output)
+    assert body == json.loads(Path("kept/evaluation.json").read_text())
+    assert body["sets"].keys() == {"rows", "small"}
+    samples = read(Path("kept/rows.jsonl"))
+    assert [(each["row"], each["sample"]) for each in samples] == [
+        (row, number) for row in range(3) for number in range(4)
+    ]
+    lengths = [[len(each["response"]) for each in samples if each["row"] == row] for row in range(3)]
+    metrics = body["metrics"]
+    assert (
+        metrics["eval/rows/length"] == metrics["eval/rows/length/avg@4"] == pytest.approx(sum(map(sum, lengths)) / 12)
+    )
+    assert "eval/rows/length/pass@4" not in metrics
+    even = [[length % 2 == 0 for length in row] for row in lengths[:2]]
+    assert metrics["eval/rows/even/avg@4"] == pytest.approx(sum(map(sum, even)) / 8)
+    assert metrics["eval/rows/even/pass@4"] == sum(map(any, even)) / 2
+    assert body["sets"]["rows"]["metrics"]["even"]["unscorable"] == 1
+    assert [each["scores"]["even"] for each in samples][8:] == [None] * 4
+    assert (
+        metrics["eval/small/exact_match"] == sum(each["response"] == "2" for each in read(Path("kept/small.jsonl"))) / 4
+    )
+
+
+def test_numbers_are_printed_with_their_intervals(model: Path, rows: Path) -> None:
+    output, error = run("evaluate", model, "--data", f"mine={rows}", "--metric", "own_metrics.py:even", "--rows", 2)
+    assert error is None
+    first, second = output.splitlines()
+    assert first.startswith("mine  even  mean ")
+    assert first.endswith("  2 rows")
+    assert second.startswith("mine  responses of ")
+
+
+TOO_LONG = (
+    r"line 2: its prompt of 6 tokens and a response of up to 43 \(max_new_tokens\) are above the model's context of 48 "
+    "tokens. Shorten the prompt, or lower max_new_tokens to at most 42"
+)
+EXACT = ("--metric", "exact_match")
+EVALUATE = ("evaluate", "{model}", "--data", "rows.jsonl")
+GENERATE = ("generate", "{model}", "--data", "rows.jsonl", "--output")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "message"),
+    [
+        ((*GENERATE, "out", "--max-new-tokens", 43), ConfigError, TOO_LONG),
+        ((*GENERATE, "rows.jsonl"), ConfigError, "output = 'rows.jsonl': exists"),
+        ((*GENERATE, "old"), ConfigError, "old.part is there, with the rows of a command that was interrupted"),
+        ((*GENERATE, "rows.jsonl/out"), ConfigError, "rows.jsonl is not a folder"),
+        ((*GENERATE, "out", "--backend", "vlm"), ConfigError, "backend = 'vlm': no backend named 'vlm'"),
+        ((*GENERATE, "out", "--option", "cachebytes=3"), ConfigError, "did you mean 'cache_bytes'"),
+        ((*GENERATE, "out", "--option", "cache_bytes=9"), ConfigError, "option cache_bytes = 9: a row of 48 tokens"),
+        ((*GENERATE, "out", "--option", "cachebytes"), ConfigError, "--option 'cachebytes': write it as NAME=VALUE"),
+        ((*GENERATE, "out", "--samples", 2, "--temperature", 0), ConfigError, "samples = 2: at temperature = 0"),
+        ((*GENERATE, "out", "--temperature", 1e-9), ConfigError, "temperature = 1e-09: must be 0 or at least 1e-06"),
+        (("generate", "absent", *GENERATE[2:], "out"), ConfigError, "model = 'absent': "),
+        (("generate", "adapter", *GENERATE[2:], "out"), ConfigError, "model = 'adapter': "),
+        (("generate", "run", *GENERATE[2:], "out"), ConfigError, "model = 'run': is a run without model/"),
+        (EVALUATE, ConfigError, "metric: no metric is named"),
+        ((*EVALUATE[:2], "--metric", "exact_match"), ConfigError, "data: no set is named"),
+        ((*EVALUATE, "--data", "./rows.jsonl", *EXACT), ConfigError, "'rows.jsonl' is named 'rows' as well"),
+        ((*EVALUATE[:2], "--data", "x=absent.jsonl", *EXACT), DataError, "absent.jsonl: no such file"),
+        ((*EVALUATE, "--metric", "exact_mach"), ConfigError, "does not name a function.*Did you mean exact_match"),
+        ((*EVALUATE, "--metric", "own_metrics:odd"), ConfigError, "odd does not exist"),
+        ((*EVALUATE, *EXACT, "--metric", "hf_algorithms.rewards:exact_match"), ConfigError, "same name 'exact_match'"),
+        ((*EVALUATE, "--metric", "exact_match", "--output", "."), ConfigError, "output = '.': is not empty"),
+        ((*EVALUATE, "--metric", "own_metrics:silent"), RewardError, "'silent' scored none of the 3 rows"),
+        (("export", "{model}", "--output", "run"), ConfigError, "output = 'run': is not an empty directory"),
+        (("export", "{model}", "--output", "x", "--iteration", 3), ConfigError, "is not a run"),
+        (("export", "done", "--output", "x", "--iteration", 3), ConfigError, "it holds those of 2, 4. Choose one"),
+    ],
+)  # fmt: skip
+def test_refusals_are_one_line(
+    model: Path, rows: Path, words: tuple[object, ...], kind: type[HybridFlowError], message: str
+) -> None:
+    Path("old.part").touch()
+    for name in ("run", "done/model", "done/steps/2", "adapter"):
+        Path(name).mkdir(parents=True)
+    for name in ("run/config.toml", "done/config.toml", "done/steps/2/config.json"):
+        Path(name).touch()
+    Path("done/summary.json").write_text('{"model_iteration": 4}')
+    Path("adapter/adapter_config.json").write_text("{}")
+    before = sorted(rows.parent.rglob("*"))
+    output, error = run(*(str(model) if word == "{model}" else word for word in words))
+    assert output == ""
+    assert isinstance(error, kind), error
+    with pytest.raises(kind, match=message):
+        raise error
+    assert "\n" not in str(error)
+    assert [
+        path for path in sorted(rows.parent.rglob("*")) if path.suffix != ".pyc" and path.name != "__pycache__"
+    ] == before
+
+
+def test_an_exported_model_loads_like_its_source(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert run("export", model, "--output", tmp_path / "out")[0] == f"{tmp_path / 'out'}\n"
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in model.iterdir()}
+    assert generate_plainly(tmp_path / "out", "1+1=") == generate_plainly(model, "1+1=")
+
+
+def test_an_adapter_is_merged_into_its_base(model: Path, rows: Path) -> None:
+    peft: Any = pytest.importorskip("peft")
+    base: Any = AutoModelForCausalLM.from_pretrained(model)
+    base.config._name_or_path = str(model)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], base_model_name_or_path=str(model))
+    adapted = peft.get_peft_model(base, config)
+    torch.manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    adapted.save_pretrained("adapter")
+    ids = torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        wanted = adapted(ids).logits
+    export("adapter", output="alone")
+    export("adapter", output="merged", merge=True)
+    assert (Path("alone/adapter_config.json").is_file(), Path("alone/config.json").exists()) == (True, False)
+    merged: Any = AutoModelForCausalLM.from_pretrained("merged")
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+    AutoTokenizer.from_pretrained("merged")
+    generate("adapter", data=rows, output="out.jsonl", max_new_tokens=2)
+    assert len(read(Path("out.jsonl"))) == 3
+
+
+def test_an_adapter_without_peft_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match="model = 'x': holds an adapter, which peft merges into its base"):
+        merge_adapter(tmp_path, tmp_path / "out", label="model = 'x'")
+
+
+def test_rows_of_python_are_named_by_their_keys(model: Path, rows: Path) -> None:
+    progress: list[tuple[str, int, int]] = []
+    show: Callable[[str, int, int], None] = lambda *each: progress.append(each)  # noqa: E731
+    result = evaluate(model, data={"mine": rows}, metrics=["exact_match"], max_new_tokens=2, rows=2, on_progress=show)
+    assert result.metrics.keys() == {"eval/mine/exact_match"}
+    assert progress == [("mine", 2, 2)]
