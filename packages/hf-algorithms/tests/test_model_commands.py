@@ -13,12 +13,12 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_algorithms.adapters import merge_adapter
 from hf_algorithms.atomic_files import find_part, writing_lines
 from hf_algorithms.cli import cli
 from hf_algorithms.data import build_character_tokenizer
 from hf_algorithms.exporting import export
 from hf_algorithms.generation import generate
+from hf_algorithms.merged_adapters import merge_adapter
 from hf_algorithms.model_evaluation import evaluate
 from hf_engine.testing import write_tiny_model
 from hf_protocols import ConfigError, DataError, HybridFlowError, RewardError

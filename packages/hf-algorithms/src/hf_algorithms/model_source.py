@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from hf_algorithms.adapters import is_adapter, merge_adapter
+from hf_algorithms.merged_adapters import is_adapter, merge_adapter
 from hf_algorithms.run_directory import is_run
 from hf_protocols import ConfigError
 from hf_protocols.arguments import show

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_algorithms.config._comments import build_new, describe_keys, format_commented, resolve_config
 from hf_algorithms.config._evaluation import EvaluationConfig
-from hf_algorithms.config._reading import config_keys, format_toml, load_config, parse_config, set_key
+from hf_algorithms.config._reading import config_keys, load_config, parse_config, set_key
 from hf_algorithms.config._run import RunConfig
 from hf_algorithms.config._scoring import CostConfig, FunctionConfig, RewardConfig, ScorerConfig
 from hf_algorithms.config._sections import (
@@ -19,6 +19,7 @@ from hf_algorithms.config._sections import (
     TrainingConfig,
     WarmStartConfig,
 )
+from hf_algorithms.config._writing import format_toml
 
 __all__ = [
     "ClusterConfig",

@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from hf_algorithms.config._evaluation import EvaluationConfig
-from hf_algorithms.config._reading import apply_override, find_recipe, find_switched_off, parse_config, without_none
+from hf_algorithms.config._reading import apply_override, find_recipe, parse_config
 from hf_algorithms.config._sections import Config, RoleConfig
+from hf_algorithms.config._writing import find_switched_off, without_none
 from hf_algorithms.recipes import SupervisedRecipe
 from hf_protocols.toml import format_toml_value, read_toml
 

@@ -1,4 +1,4 @@
-"""Reading a configuration from TOML, checking it, and writing it back."""
+"""Reading a configuration from TOML, and checking it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hf_algorithms.config._evaluation import EvaluationConfig, find_wrong_sets
 from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._secrets import check_secrets
 from hf_algorithms.config._sections import Config, RoleConfig
+from hf_algorithms.config._writing import without_none
 from hf_algorithms.recipes import COMMAND_RECIPES, RECIPES, AlgorithmConfig, Recipe, SupervisedRecipe, load_recipe
 from hf_algorithms.recipes.conventions import expand_conventions
 from hf_algorithms.url_secrets import hide_secrets
@@ -22,9 +23,9 @@ from hf_algorithms.users_code import describe_raised
 from hf_protocols import ConfigError
 from hf_protocols.arguments import shorten, shorten_list, show
 from hf_protocols.similar_names import find_similar
-from hf_protocols.toml import find_unwritable, format_toml_value, parse_toml, read_toml
+from hf_protocols.toml import find_unwritable, parse_toml, read_toml
 
-__all__ = ["config_keys", "find_switched_off", "format_toml", "load_config", "parse_config", "set_key"]
+__all__ = ["config_keys", "load_config", "parse_config", "set_key"]
 
 _MOST_HINTS = 3
 
@@ -294,43 +295,6 @@ def _value_of(config: Config, key: str) -> Any:
         role, _, name = name.partition(".")
         return getattr(config.role(role), name)
     return getattr(getattr(config, section), name)
-
-
-def format_toml(config: Config) -> str:
-    """The resolved configuration as TOML text, every key present that has a value.
-
-    A key of `[algorithm]` that is None reads `"none"` where to leave it out would give it a value.
-    """
-    lines: list[str] = []
-    sections = without_none(config.model_dump())
-    if isinstance(config.recipe, SupervisedRecipe):
-        sections = {name: body for name, body in sections.items() if name not in config.recipe.unused}
-    sections["algorithm"] |= dict.fromkeys(find_switched_off(config), "none")
-    roles, evaluations = sections.pop("roles"), sections.pop("evaluation", ())
-    sections |= {f"roles.{name}": body for name, body in roles.items() if body}
-    for section, body in sections.items():
-        lines += [f"[{section}]", *(f"{key} = {format_toml_value(value)}" for key, value in body.items()), ""]
-    for each in map(without_none, evaluations):
-        lines += ["[[evaluation]]", *(f"{key} = {format_toml_value(value)}" for key, value in each.items()), ""]
-    return "\n".join(lines)
-
-
-def find_switched_off(config: Config) -> Iterator[str]:
-    """Yields the keys of `[algorithm]` that are None where to leave them out would give them a value."""
-    algorithm = config.algorithm
-    usual = expand_conventions(algorithm.conventions, config.recipe.name)
-    for key, field in type(algorithm).model_fields.items():
-        if getattr(algorithm, key) is None and usual.get(key, field.get_default(call_default_factory=True)) is not None:
-            yield key
-
-
-def without_none(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that have a value; to leave one out is the same as None. Options of a backend stay as they are."""
-    return {
-        key: without_none(value) if isinstance(value, Mapping) and key != "options" else value
-        for key, value in body.items()
-        if value is not None
-    }
 
 
 def apply_override(body: dict[str, Any], override: str) -> None:
