@@ -78,6 +78,10 @@ class Role:
         return found
 
 
+def _leave(batch: BatchFuture) -> None:
+    """A step that no run makes writes no samples."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
     """The run as a step sees it.
@@ -91,6 +95,8 @@ class StepContext:
         count_prompts_left: returns how many those are; 0 while a dataflow is derived.
         pretrain_rows: returns as many rows of `data.pretraining`, or else of the training set, with their answers as
             `response_ids`, for a supervised term of the loss. Texts come in blocks of `data.block_tokens`.
+        show_samples: takes responses with what is known of them, such as advantages. The run writes some of the last
+            batch that a step shows into `samples/`.
     """
 
     sampling: SamplingParams
@@ -99,6 +105,7 @@ class StepContext:
     more_prompts: Callable[[int], BatchFuture]
     count_prompts_left: Callable[[], int]
     pretrain_rows: Callable[[int], BatchFuture]
+    show_samples: Callable[[BatchFuture], None] = _leave
 
     @property
     def seed(self) -> int:

@@ -44,7 +44,9 @@ def generate(roles: Roles, prompts: BatchFuture, context: StepContext) -> BatchF
 def generate_scored(roles: Roles, prompts: BatchFuture, context: StepContext) -> BatchFuture:
     """Returns the responses to every prompt, with the prompt's columns and the scores."""
     batch = generate(roles, prompts, context)
-    return batch.union(roles.reward.compute_reward(batch))
+    batch = batch.union(roles.reward.compute_reward(batch))
+    context.show_samples(batch)
+    return batch
 
 
 def score_uncounted(roles: Roles, batch: BatchFuture) -> BatchFuture:
@@ -152,11 +154,14 @@ def _build_correction(config: PolicyConfig) -> Correction | None:
 def mini_batches(roles: Roles, batch: BatchFuture, config: PolicyConfig, context: StepContext) -> Iterator[BatchFuture]:
     """Yields the rows of every update of an iteration, with the columns that the aggregation reads.
 
+    The batch is what the iteration shows of its samples.
+
     A batch of fewer rows, or groups, than `config.mini_batches` is split into as many as it has.
 
     Raises:
         BatchError: if groups must stay whole, and the batch has a part of one.
     """
+    context.show_samples(batch)
     if config.aggregation == "prompt-mean":
         batch = batch.union(roles.advantage.count_group_tokens(batch, overlong_filter=config.overlong_filter))
     group_size = context.sampling.n if config.keeps_groups else 1

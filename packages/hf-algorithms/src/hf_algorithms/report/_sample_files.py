@@ -17,7 +17,7 @@ _FOLDER = "samples"
 _MOST_BYTES = 16 << 20
 """Read of one iteration's file; what is beyond is left out, and said."""
 _TRAINED = "train"
-_TOKEN_COLUMNS = ("token_ids", "token_texts", "rollout_logprobs", "old_logprobs", "response_mask")
+_TOKEN_COLUMNS = ("token_ids", "token_texts", "rollout_logprobs", "old_logprobs", "advantages", "response_mask")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,7 @@ class Token:
         text: as the tokenizer decodes it alone.
         sampler_logprob: as the generation engine reported it, or None.
         trainer_logprob: of the training engine before the update, or None.
+        advantage: that its loss is weighted by, or None.
         is_trained: False for what an environment wrote.
     """
 
@@ -36,6 +37,7 @@ class Token:
     text: str
     sampler_logprob: float | None
     trainer_logprob: float | None
+    advantage: float | None
     is_trained: bool
 
     @property
@@ -89,13 +91,14 @@ class SampleFiles:
     def __init__(self, directory: Path) -> None:
         self._folder = directory / _FOLDER
         self._changed = -1
+        self._newest = (0, 0)
         self._iterations: list[int] = []
         self._read: tuple[object, list[Sample], list[str]] | None = None
 
     @property
     def version(self) -> str:
-        """Changes when a file appears."""
-        return str(self._changed)
+        """Changes when a file appears, and when the newest one grows."""
+        return f"{self._changed}:{self._newest}"
 
     def iterations(self) -> Sequence[int]:
         """Returns the iterations that have samples, ascending."""
@@ -106,6 +109,9 @@ class SampleFiles:
                     stems = (entry.name.removesuffix(".jsonl") for entry in entries if entry.name.endswith(".jsonl"))
                     self._iterations = sorted(int(stem) for stem in stems if stem.isascii() and stem.isdigit())
                 self._changed = changed
+            if self._iterations:
+                newest = (self._folder / f"{self._iterations[-1]}.jsonl").stat()
+                self._newest = (newest.st_mtime_ns, newest.st_size)
         except OSError:
             pass
         return self._iterations
@@ -195,6 +201,7 @@ def _read_tokens(body: Mapping[str, Any]) -> tuple[Token, ...]:
             text=_text(at("token_texts", place)),
             sampler_logprob=_number(at("rollout_logprobs", place)),
             trainer_logprob=_number(at("old_logprobs", place)),
+            advantage=_number(at("advantages", place)),
             is_trained=at("response_mask", place) not in (0, False),
         )
         for place in range(max(map(len, columns.values()), default=0))

@@ -45,8 +45,9 @@ def render_tokens(tokens: Sequence[Token], colouring: str) -> str:
 def _token(number: int, token: Token, colouring: str) -> str:
     parts = [f"token {number}", repr(token.text)]
     parts += [f"id {token.id}"] if token.id is not None else []
-    for name, value in (("sampler", token.sampler_logprob), ("trainer", token.trainer_logprob), ("ratio", token.ratio)):
-        parts += [f"{name} {value:.4g}"] if value is not None else []
+    numbers = {"sampler": token.sampler_logprob, "trainer": token.trainer_logprob, "ratio": token.ratio}
+    numbers["advantage"] = token.advantage
+    parts += [f"{name} {value:.4g}" for name, value in numbers.items() if value is not None]
     parts.append("trained" if token.is_trained else "not trained")
     style = "tok" + ("" if token.is_trained else " off") + _shade(token, colouring)
     # a token that is only white space would be invisible
