@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from starlette.testclient import TestClient
 
+from hf_algorithms.report.live import build_app
 from hf_engine.backends._optimizer import ShardedAdamW
 from hf_protocols import MappingPlan
 from small_runs import Outcome, read_metrics, without_times
@@ -58,6 +60,29 @@ def test_a_run_leaves_every_file(run: Path) -> None:
         generate = next(event for event in calls if event["name"] == "actor.generate_sequences")
         inside = [event["name"] for event in events if _lies_in(event, generate)]
         assert "reshard" in inside
+    _check_samples(run)
+
+
+def _check_samples(run: Path) -> None:
+    """Rows of the last iteration hold what training knew of their tokens, and `serve` shows it."""
+    rows = [json.loads(line) for line in (run / "samples" / "2.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if row["set"] == "train"]
+    assert len(trained) == 8  # the batch of this run
+    for row in trained:
+        assert len(row["token_ids"]) == len(row["response_mask"]) == row["tokens"]
+        # one engine samples and trains, so both find the same log-probs
+        assert row["rollout_logprobs"] == pytest.approx(row["old_logprobs"], abs=1e-3)
+        assert max(row["rollout_logprobs"]) <= 0
+        assert row["response"] == "".join(text for text in row["token_texts"] if len(text) == 1)
+        assert row["score"] == pytest.approx(len(row["response"]) / 5)  # what the reward of this run counts
+    client = TestClient(build_app([run]), base_url="http://localhost")
+    assert client.get("/state").json()["runs"][0]["state"] == "finished"
+    longest = max(trained, key=lambda row: row["tokens"])
+    page = client.get(f"/parts/sample?iteration=2&row={rows.index(longest)}&colouring=ratio").text
+    assert page.count('<span class="tok') == longest["tokens"]
+    assert page.count(", ratio ") == longest["tokens"]
+    for part in ("curves", "health", "samples", "compare", "gantt"):
+        assert 'class="note"' not in client.get(f"/parts/{part}").text
 
 
 def test_steps_that_change_nothing_are_warned_of(

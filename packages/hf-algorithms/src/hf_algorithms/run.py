@@ -31,6 +31,7 @@ from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.run_evaluations import RunEvaluations
 from hf_algorithms.step_metrics import average_metrics
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
+from hf_algorithms.training_samples import list_training_samples, select_training_samples
 from hf_algorithms.warm_start import warm_start
 from hf_algorithms.wiring import build_roles, build_sampling
 from hf_controller import Executor, InProcessExecutor, RayExecutor
@@ -258,6 +259,7 @@ class _Run:
             num_learned=self._state.get(_NUM_LEARNED, 0),
         )
         prompts = self._executor.put(draws.first())
+        trained: list[BatchFuture] = []
         context = StepContext(
             sampling=self._sampling(iteration),
             iteration=iteration,
@@ -267,6 +269,7 @@ class _Run:
             pretrain_rows=lambda num_rows: self._executor.put(
                 draws.pretraining(num_rows, max_response_tokens=config.rollout.max_new_tokens)
             ),
+            show_samples=trained.append,
         )
         with self._executor.trace.label(iteration=iteration):
             futures = [
@@ -279,6 +282,7 @@ class _Run:
         elapsed_s = time.perf_counter() - start_s
         is_last = iteration == config.run.iterations
         if iteration % config.run.eval_every == 0 or is_last:
+            self._write_samples(iteration, trained)
             metrics[f"eval/validation/{self._metric}"] = self._evaluate("validation", iteration)
             self._commit_model(iteration)
         found, shown = self._evaluations.evaluate_due(iteration, is_last=is_last)
@@ -305,6 +309,13 @@ class _Run:
             self._display.note(describe_unscorable(iteration, metrics))
         self._directory.append_metrics({"iteration": iteration, **metrics})
         self._display.iteration(iteration, metrics)
+
+    def _write_samples(self, iteration: int, shown: Sequence[BatchFuture]) -> None:
+        """Writes down some responses of the last batch that the step showed."""
+        if shown:
+            batch = select_training_samples(shown[-1], self._config.rollout.samples_per_prompt).result()
+            rows = list_training_samples(batch, self._inputs.model.tokenizer, stop_ids=self._inputs.stop_ids)
+            self._directory.append_samples(iteration, rows)
 
     def _note_progress(self, iteration: int) -> None:
         """Tells workers that ask for it how far the run is, after this many iterations."""

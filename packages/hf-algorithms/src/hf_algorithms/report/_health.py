@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hf_algorithms.report._decimation import decimate
+
 __all__ = ["HealthNumber", "measure_health"]
 
 _WATCHED = {
@@ -21,6 +23,7 @@ _WATCHED = {
 }
 """By what the reader sees; several metrics are added."""
 _FIRST, _LAST = 20, 5
+_MOST_POINTS = 80
 _WIDTH = 3.0
 """Standard deviations between the mean and an edge of the band."""
 
@@ -32,14 +35,14 @@ class HealthNumber:
     Attributes:
         name: what the reader sees.
         metrics: that it is formed of.
-        values: at every iteration; NaN where unknown.
+        points: its course, in few points.
         last: mean of the last values.
         band: of the first iterations; None before there are enough.
     """
 
     name: str
     metrics: Sequence[str]
-    values: Sequence[float]
+    points: Sequence[tuple[float, float]]
     last: float
     band: tuple[float, float] | None
 
@@ -59,14 +62,14 @@ def measure_health(columns: Mapping[str, Sequence[float]]) -> list[HealthNumber]
     found = []
     for name, metrics in _WATCHED.items():
         known = [columns[metric] for metric in metrics if metric in columns]
-        values = [math.fsum(row) for row in zip(*known, strict=True)] if len(known) != 1 else list(known[0])
+        values = known[0] if len(known) == 1 else [math.fsum(row) for row in zip(*known, strict=True)]
         finite = [value for value in values if math.isfinite(value)]
         if finite:
             found.append(
                 HealthNumber(
                     name=name,
                     metrics=metrics,
-                    values=values,
+                    points=decimate(range(len(values)), values, _MOST_POINTS).points,
                     last=statistics.fmean(finite[-_LAST:]),
                     band=_measure_band(finite),
                 )

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from hf_algorithms.report._curves import Curve, Line, Point, render_curve, render_spark
-from hf_algorithms.report._decimation import decimate
+from hf_algorithms.report._curves import Curve, Line, render_curve, render_spark
 from hf_algorithms.report._gantt import render_gantt
-from hf_algorithms.report._health import HealthNumber, measure_health
+from hf_algorithms.report._health import HealthNumber
 from hf_algorithms.report._metric_names import choose_first, format_title
 from hf_algorithms.report._numbers import format_duration, format_number
 from hf_algorithms.report._settings_diff import compare_settings, render_comparison
@@ -20,7 +19,6 @@ __all__ = ["render_comparison_part", "render_curves_part", "render_gantt_part", 
 
 _MOST_CURVES = 24
 """Drawn at once; a filter finds the others."""
-_SPARK_POINTS = 80
 
 
 def render_curves_part(runs: Sequence[LiveRun], axis: str, wanted: str) -> str:
@@ -80,7 +78,7 @@ def render_health_part(runs: Sequence[LiveRun]) -> str:
     """Returns a row of numbers for each run."""
     rows = []
     for run in runs:
-        numbers = measure_health(run.columns())
+        numbers = run.health()
         if numbers:
             title = f'<h3 class="c{run.colour}"><i></i>{escape(run.name)}</h3>' if len(runs) > 1 else ""
             rows.append(f'{title}<div class="health">{"".join(map(_health_tile, numbers))}</div>')
@@ -88,7 +86,6 @@ def render_health_part(runs: Sequence[LiveRun]) -> str:
 
 
 def _health_tile(number: HealthNumber) -> str:
-    points: list[Point] = decimate(range(len(number.values)), number.values, _SPARK_POINTS).points
     state = number.state
     text = {"": "no band before 25 iterations", "within": "within the band"}.get(state, f"{state} the band")
     band = "" if number.band is None else f" {format_number(number.band[0])} to {format_number(number.band[1])}"
@@ -96,7 +93,7 @@ def _health_tile(number: HealthNumber) -> str:
     return (
         f'<div class="{"outside" if state in ("above", "below") else ""}" title="{escape(" + ".join(number.metrics))}">'
         f"<h4>{escape(number.name)}</h4><p>{format_number(number.last)}</p>"
-        f"{render_spark(points, number.band, label)}<small>{escape(text)}{escape(band)}</small></div>"
+        f"{render_spark(number.points, number.band, label)}<small>{escape(text)}{escape(band)}</small></div>"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from hf_algorithms.report._decimation import Decimated, decimate
 from hf_algorithms.report._files import parse_settings
+from hf_algorithms.report._health import HealthNumber, measure_health
 from hf_algorithms.report._metrics_file import MetricsFile
 from hf_algorithms.report._numbers import format_bytes, format_duration
 from hf_algorithms.report._sample_files import SampleFiles
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 AXES = {"iteration": "iteration", "tokens": "tokens", "seconds": "seconds"}
 """What curves may be drawn over, and its name in a chart."""
-_STEP_BYTES = 1 << 20
+_STEP_BYTES = 1 << 18
 """Of `metrics.jsonl`, parsed while a request waits; the rest is read behind it."""
 _LARGEST_TRACE = 64 << 20
 _MOST_POINTS = 400
@@ -103,6 +104,7 @@ class LiveRun:
         self._trace = _File[Mapping[int, Timeline]](directory / "trace.json", _parse_trace, {}, _LARGEST_TRACE)
         self._reader: threading.Thread | None = None
         self._was_seen = False
+        self._health: tuple[str, list[HealthNumber]] = ("", [])
         self._points: dict[tuple[str, str], tuple[str, Decimated]] = {}
 
     def refresh(self) -> None:
@@ -168,6 +170,13 @@ class LiveRun:
     def columns(self) -> Mapping[str, Sequence[float]]:
         """Returns the values of every metric."""
         return self._metrics.columns()[1]
+
+    def health(self) -> Sequence[HealthNumber]:
+        """Returns the numbers that are watched."""
+        version = self._metrics.version
+        if self._health[0] != version:
+            self._health = (version, measure_health(self.columns()))
+        return self._health[1]
 
     def points(self, metric: str, axis: str) -> Decimated:
         """Returns a bounded number of points of a metric over `iteration`, `tokens` or `seconds`."""
