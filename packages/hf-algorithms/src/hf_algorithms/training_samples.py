@@ -61,7 +61,7 @@ def list_training_samples(
     left = MOST_BYTES
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         tokens = ids["response_ids"][row]
-        sample = {"set": "train", "prompt": prompt, "response": response}
+        sample: dict[str, Any] = {"set": "train", "prompt": prompt, "response": response}
         sample |= {name: values[row] for name, values in columns.items() if name not in _TOKEN_COLUMNS}
         sample["tokens"] = len(tokens)
         of_tokens = {name: columns[name][row] for name in _TOKEN_COLUMNS if name in columns}
