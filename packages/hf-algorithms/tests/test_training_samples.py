@@ -64,10 +64,10 @@ def test_an_advantage_of_a_row_is_one_number(tokenizer):
 
 
 def test_an_iteration_takes_a_bounded_number_of_bytes(tokenizer):
-    rows = list_training_samples(_batch(tokenizer, ["123456789" * 700] * 32), tokenizer)
+    rows = list_training_samples(_batch(tokenizer, ["123456789" * 350] * 20), tokenizer)
     assert sum(len(json.dumps(row)) + 1 for row in rows) <= MOST_BYTES
     assert "token_ids" in rows[0]
     assert "token_ids" not in rows[-1]
-    assert rows[-1]["response"] == "123456789" * 700
+    assert rows[-1]["response"] == "123456789" * 350
     assert len(rows) > 1
     assert list_training_samples(_batch(tokenizer, ["1" * (MOST_BYTES + 9)]), tokenizer) == []
