@@ -14,7 +14,6 @@ from rich.text import Text
 
 from hf_algorithms.display import draw_sparkline
 from hf_algorithms.report._files import parse_settings
-from hf_algorithms.report._health import measure_health
 from hf_algorithms.report._metric_names import choose_first, format_title
 from hf_algorithms.report._numbers import format_duration, format_number
 from hf_algorithms.report.live import LiveRun
@@ -106,7 +105,7 @@ def _squeeze(values: Sequence[float], room: int) -> list[float]:
 
 def _draw_health(run: LiveRun, width: int) -> list[Text]:
     """Numbers next to one another, as many lines as they need."""
-    numbers = measure_health(run.columns())
+    numbers = run.health()
     if not numbers:
         return []
     lines, line = [_heading("Health")], Text("  ")
