@@ -295,6 +295,7 @@ def test_an_unknown_key_names_the_nearest_known_one(key: str, nearest: str) -> N
             "algorithm.baseline",
             r"'algorithm.baseline': a key of grpo, .* and others, not of this .*change algorithm.name$",
         ),
+        ("algorithm.zest", r"unknown key 'algorithm.zest'. \[algorithm\] has name, recipe, conventions, "),
         ("run.batch_size", r"did you mean 'warm_start.batch_size' or 'rollout.batch_size'\?$"),
         ("wandb", r"unknown key 'wandb'. The sections are run, data, model, "),
     ],

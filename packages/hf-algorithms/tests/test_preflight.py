@@ -153,6 +153,10 @@ def test_evaluations_have_a_row_for_every_rank(
             "algorithm.mini_batches = 16 must divide rollout.batch_size * rollout.samples_per_prompt = 8",
         ),
         (
+            {"algorithm": {"name": "grpo", "group_of_one": "zero", "kl_coefficient": 0.0}},
+            "algorithm.group_of_one = 'zero': with rollout.samples_per_prompt = 1 every advantage is 0 and nothing is ",
+        ),
+        (
             {"warm_start": {"stop_at": 0.9, "fail_above": 0.5}},
             "warm_start.stop_at = 0.9 is above warm_start.fail_above = 0.5",
         ),

@@ -47,10 +47,18 @@ def test_nothing_is_made_before_the_beginning(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", [f"deep/er/{'x' * 300}", "zero\0byte", "deep/" + "x/" * 3000])
-def test_a_directory_that_cannot_be_made_leaves_no_parents(tmp_path: Path, name: str) -> None:
+def test_a_directory_that_cannot_be_made_is_refused_at_once(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.output_dir=.* cannot be written"):
-        RunDirectory(tmp_path / name).begin()
+        RunDirectory(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc here")
+def test_a_file_system_without_new_files_is_refused_at_once() -> None:
+    """Also for root, to whom the permissions of /proc allow it."""
+    message = r"^run\.output_dir='/proc/runs/one' cannot be written: .*; choose another directory$"
+    with pytest.raises(ConfigError, match=message):
+        RunDirectory(Path("/proc/runs/one"))
 
 
 def test_an_empty_folder_is_used_and_stays_empty(tmp_path: Path) -> None:

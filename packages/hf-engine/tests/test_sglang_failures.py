@@ -125,7 +125,6 @@ def use_wrongly(model):
             {name: torch.zeros(box.shape)},
             shapes={name: full.get(name, torch.zeros(4, 4)).shape},
             boxes={name: box},
-            dtype="float32",
         )
         backend._call("load_weights", [staged])
         with pytest.raises(ReshardError, match=problem):

@@ -181,7 +181,7 @@ def test_shards_lie_in_memory_that_another_process_maps():
     boxes = {"a": Box((1, 0), (2, 3)), "b": Box.whole((1,)), "none": Box((5, 0), (0, 3))}
     shards = {"a": whole[1:3], "b": torch.tensor([7.0]), "none": whole[5:]}
     shapes = {"a": (5, 3), "b": (1,), "none": (5, 3)}
-    description = staging.fill(shards, shapes=shapes, boxes=boxes, dtype="float32")
+    description = staging.fill(shards, shapes=shapes, boxes=boxes)
     read = subprocess.run([sys.executable, "-c", READING, description], capture_output=True, text=True, check=True)
     assert json.loads(read.stdout) == [
         ["a", [5, 3], [1, 0], [2, 3], [[3.0, 4.0, 5.0], [6.0, 7.0, 8.0]]],
@@ -190,11 +190,11 @@ def test_shards_lie_in_memory_that_another_process_maps():
     ]
     with pytest.raises(ReshardError, match=r"^SGLang did not take the weights: no, because$"):
         staging.check_report()
-    staging.fill({"b": torch.tensor([8.0])}, shapes=shapes, boxes=boxes, dtype="float32")
+    staging.fill({"b": torch.tensor([8.0])}, shapes=shapes, boxes=boxes)
     staging.check_report()  # nothing is left of it
     size = staging.num_bytes
     big = {"a": torch.zeros(1 << 16)}
-    description = staging.fill(big, shapes=shapes, boxes={"a": Box.whole((1 << 16,))}, dtype="float32")
+    description = staging.fill(big, shapes=shapes, boxes={"a": Box.whole((1 << 16,))})
     assert staging.num_bytes > size
     memory, _ = read_staging(description)
     write_report(memory, "x" * 10_000)

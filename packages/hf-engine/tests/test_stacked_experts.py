@@ -17,7 +17,8 @@ from hf_engine import (
     load_train_backend,
     plan_transition,
 )
-from hf_engine.backends._stacked_experts import family_of, layout_in_files, stack_of, tensors_in_files
+from hf_engine.backends._conversions import read_file_names
+from hf_engine.backends._stacked_experts import FilePart, layout_in_files, stack_of, tensors_in_files
 from hf_engine.resharding.layouts import fsdp_layout
 from hf_engine.resharding.moving import storage_bytes
 from hf_engine.resharding.transition import training_layout
@@ -53,20 +54,11 @@ def test_tensors_have_the_names_and_contents_of_the_files(tmp_path, family):
     directory = write(tmp_path, family)
     model, files = load(directory), load_file(directory / "model.safetensors")
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    named = tensors_in_files(family_of(model), parameters)
+    named = tensors_in_files(read_file_names(model), parameters)
     assert named.keys() == files.keys() == ModelShape.from_config(directory).parameters().keys()
     assert all(torch.equal(named[name], tensor) for name, tensor in files.items())
     assert storage_bytes(named.values()) == storage_bytes(parameters.values())
     assert {name for name, _ in model.named_parameters()} != files.keys(), "transformers stacks experts no more"
-
-
-def test_other_families_keep_the_names_of_their_modules():
-    shapes = {"model.layers.0.mlp.experts.gate_up_proj": (4, 6, 2), "model.layers.0.mlp.gate.weight": (4, 2)}
-    layout = fsdp_layout(shapes, range(2))
-    assert layout_in_files("olmoe", layout) == layout
-    tensors = {name: torch.ones(shape) for name, shape in shapes.items()}
-    assert tensors_in_files("olmoe", tensors) == tensors
-    assert family_of(torch.nn.Linear(1, 1)) == ""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -74,8 +66,9 @@ def test_other_families_keep_the_names_of_their_modules():
 def test_a_rank_holds_some_experts_whole(tmp_path, family, size):
     """Five over two ranks are 3 and 2, over three 2, 2 and 1, over four 2, 2, 1 and none."""
     directory = write(tmp_path, family, num_experts=5)
-    shapes = {name: tuple(parameter.shape) for name, parameter in load(directory).named_parameters()}
-    layout = layout_in_files(family, fsdp_layout(shapes, range(size)))
+    model = load(directory)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    layout = layout_in_files(read_file_names(model), fsdp_layout(shapes, range(size)))
     planned = training_layout(
         ModelShape.from_config(directory), Topology(ParallelSpec(dp_size=size)), "fsdp", dtype="float32"
     )
@@ -90,9 +83,9 @@ def test_a_rank_holds_some_experts_whole(tmp_path, family, size):
 
 
 def stacked_pair():
-    own = {"model.layers.0.mlp.experts.down_proj": torch.arange(12.0).view(2, 3, 2)}
-    (parameter,) = own.values()
-    return parameter, tensors_in_files("mixtral", own)
+    parameter = torch.arange(12.0).view(2, 3, 2)
+    names = {"down_proj": tuple(FilePart(f"experts.{expert}.w2.weight", expert, (0, 3)) for expert in range(2))}
+    return parameter, tensors_in_files(names, {"down_proj": parameter})
 
 
 def test_parts_of_one_tensor_stand_for_the_stack():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast, get_type_hints
 
@@ -87,6 +87,7 @@ def check_batches(config: Config) -> None:
             f"rollout.samples_per_prompt = {each}: {algorithm.name} compares the responses to one prompt and needs at "
             f"least {algorithm.least_samples}. Raise it"
         )
+    problems += _find_idle_groups(config)
     if algorithm.most_samples is not None and each > algorithm.most_samples:
         problems.append(
             f"rollout.samples_per_prompt = {each}: {algorithm.name} takes at most {algorithm.most_samples}. Lower it"
@@ -103,6 +104,18 @@ def check_batches(config: Config) -> None:
         )
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _find_idle_groups(config: Config) -> Iterator[str]:
+    """Yields a line where every advantage is 0 and no other term of the loss would train."""
+    algorithm, each = config.algorithm, config.rollout.samples_per_prompt
+    is_zero = getattr(algorithm, "group_of_one", None) == "zero" and each == 1
+    trains = getattr(algorithm, "needs_reference", False) or getattr(algorithm, "entropy_coefficient", 0.0) > 0
+    if is_zero and not trains:
+        yield (
+            "algorithm.group_of_one = 'zero': with rollout.samples_per_prompt = 1 every advantage is 0 and nothing is "
+            f"trained. Raise samples_per_prompt to at least {algorithm.least_samples}, or use group_of_one = 'raw'"
+        )
 
 
 def _find_generator_without_model(config: Config) -> str | None:

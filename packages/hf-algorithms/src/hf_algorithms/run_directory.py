@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EACCES, ENOTDIR
@@ -63,8 +64,7 @@ class RunDirectory:
             place = next(each for each in (self.path, *self.path.parents) if each.exists())
             if not place.is_dir():
                 raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR))
-            if not os.access(place, os.W_OK | os.X_OK):
-                raise PermissionError(EACCES, os.strerror(EACCES))
+            _try_to_make(self.path)
             is_ours = (self.path / _MARK).is_file()
         if is_used and not (overwrite and is_ours):
             raise ConfigError(
@@ -102,7 +102,7 @@ class RunDirectory:
         Raises:
             ConfigError: if the directory cannot be made; then nothing was.
         """
-        missing = [each for each in (self.path, *self.path.parents) if not each.exists()]
+        missing = _missing(self.path)
         with self._refusing():
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -193,6 +193,23 @@ class RunDirectory:
                 f"{name} in run.output_dir={str(self.path)!r} cannot be written: {error.strerror}; "
                 "free some space or choose another directory"
             ) from error
+
+
+def _try_to_make(path: Path) -> None:
+    """Makes a folder and one in it, and removes both: what permissions allow, a file system may still refuse."""
+    missing = _missing(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        os.rmdir(tempfile.mkdtemp(prefix=".hybridflow-", dir=path))
+    except FileNotFoundError:  # what /proc says
+        raise PermissionError(EACCES, "its file system takes no new files") from None
+    finally:
+        _remove_empty(missing)
+
+
+def _missing(path: Path) -> list[Path]:
+    """The folders to make, innermost first."""
+    return [each for each in (path, *path.parents) if not each.exists()]
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

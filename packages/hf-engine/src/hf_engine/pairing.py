@@ -8,7 +8,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._abilities import SupportsBuffers, SupportsShardLoading, SupportsWeightBuffers
+from hf_engine.backends._abilities import (
+    SupportsBufferLoading,
+    SupportsBuffers,
+    SupportsShardLoading,
+    SupportsWeightBuffers,
+)
 from hf_engine.backends._base import RolloutBackend, TrainBackend
 from hf_engine.process_groups import build_groups, local_device, local_world_size
 from hf_engine.resharding.agreement import HIGHEST, agree
@@ -90,13 +95,17 @@ def _plan_between(
 @torch.no_grad()
 def copy_buffers(train: TrainBackend, rollout: RolloutBackend) -> None:
     """Copies the state that no optimizer step changes into generation, each tensor in its own dtype."""
-    if isinstance(train, SupportsBuffers) and isinstance(rollout, SupportsBuffers):
-        found = train.buffers()
+    found = train.buffers() if isinstance(train, SupportsBuffers) else {}
+    if isinstance(rollout, SupportsBuffers):
         for name, buffer in rollout.buffers().items():
             buffer.copy_(found[name])
+    elif found and isinstance(rollout, SupportsBufferLoading):
+        rollout.load_buffers(found)
 
 
 def _check_buffers(train: TrainBackend, rollout: RolloutBackend) -> None:
+    if isinstance(rollout, SupportsBufferLoading):
+        return  # its engine says which tensors it lacks, and which it has no place for
     has = [backend.buffers() if isinstance(backend, SupportsBuffers) else {} for backend in (train, rollout)]
     shapes = [{name: tuple(buffer.shape) for name, buffer in buffers.items()} for buffers in has]
     if differing := sorted(name for name in {*shapes[0], *shapes[1]} if shapes[0].get(name) != shapes[1].get(name)):

@@ -350,7 +350,7 @@ def _flatten(body: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _hint(key: str, known_keys: Sequence[str]) -> str:
-    """Suggests a similar key of the section, else of another section; lists the known names if none is similar."""
+    """Suggests a similar key of the section, else the same key of another one; lists the known names without either."""
     section, dot, name = key.rpartition(".")
     if owners := [other for other, recipe in RECIPES.items() if key in config_keys(recipe)]:
         shown = ", ".join(owners[:_MOST_HINTS]) + (" and others" if len(owners) > _MOST_HINTS else "")
@@ -360,7 +360,8 @@ def _hint(key: str, known_keys: Sequence[str]) -> str:
     for known in (*Config.model_fields, *known_keys):
         table = near if known.startswith(f"{section}.") or not (dot or "." in known) else elsewhere
         table.setdefault(known.rpartition(".")[2], []).append(known)
-    for names in (near, elsewhere):
-        if similar := find_similar(name, names):
-            return f": did you mean {' or '.join(map(show, names[similar[0]][:_MOST_HINTS]))}?"
+    similar = find_similar(name, near)
+    found = near[similar[0]] if similar else elsewhere.get(name.lower(), [])
+    if found:
+        return f": did you mean {' or '.join(map(show, found[:_MOST_HINTS]))}?"
     return f". {f'[{section}] has' if dot else 'The sections are'} {', '.join(near)}"

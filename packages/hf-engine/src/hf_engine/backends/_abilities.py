@@ -23,6 +23,7 @@ __all__ = [
     "FormsReplicas",
     "HoldsPadding",
     "Settles",
+    "SupportsBufferLoading",
     "SupportsBuffers",
     "SupportsModelCheck",
     "SupportsScores",
@@ -107,7 +108,25 @@ class SupportsBuffers(Protocol):
     """
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """Live tensors by name, each in a dtype of its own, outside of `weight_layout()`; empty for most models."""
+        """Live tensors by Hugging Face name, each in a dtype of its own, outside of `weight_layout()`; empty for most
+        models.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsBufferLoading(Protocol):
+    """A rollout backend that keeps its weights itself and takes the training model's buffers with them."""
+
+    def load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Takes all buffers of a `SupportsBuffers` backend, between `begin_weights` and `commit_weights`.
+
+        Args:
+            buffers: by Hugging Face name, each whole and in a dtype of its own; all ranks give the same.
+
+        Raises:
+            BackendError: outside an update.
+        """
         ...
 
 

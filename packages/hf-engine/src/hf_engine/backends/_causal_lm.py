@@ -19,6 +19,8 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_engine.backends._base import Head
+from hf_engine.backends._conversions import persistent_buffers, read_file_names
+from hf_engine.backends._stacked_experts import shapes_in_files
 from hf_engine.backends._versions import TRANSFORMERS
 from hf_engine.model_directory import (
     SCORE_HEADS,
@@ -42,7 +44,6 @@ __all__ = [
     "find_head_name",
     "keep_source",
     "load_causal_lm",
-    "persistent_buffers",
     "read_shape",
     "refuse_lacking",
     "save_causal_lm",
@@ -131,18 +132,22 @@ def build_without_memory(files: ModelDirectory) -> Any:
 
 
 def read_shape(files: ModelDirectory, built: Any) -> ModelShape:
-    """The generic shape of a model of any family: names and sizes of the one that transformers builds.
+    """The generic shape of a model of any family: names in files and sizes of the one that transformers builds.
 
     Raises:
         BackendError: for sizes that cannot be read.
     """
+    shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
     names = {id(parameter): name for name, parameter in built.named_parameters()}
+    embedding, head = names[id(built.get_input_embeddings().weight)], find_head_name(built)
     with errors_of("transformers", f"{files.label}: the sizes of its model cannot be read"):
+        in_files = read_file_names(built)
+        embedding, head = (in_files[name][0].name if name in in_files else name for name in (embedding, head))
         return ModelShape.from_parameters(
             built.config.get_text_config().to_dict(),
-            {name: tuple(parameter.shape) for name, parameter in built.named_parameters()},
-            embedding=names[id(built.get_input_embeddings().weight)],
-            head=find_head_name(built),
+            shapes_in_files(in_files, shapes),
+            embedding=embedding,
+            head=head,
         )
 
 
@@ -150,16 +155,6 @@ def find_head_name(model: Any) -> str:
     """Name of the output layer's weight, also where it is the embedding's; empty for a classifier."""
     head = model.get_output_embeddings()
     return "" if head is None else next(f"{name}.weight" for name, module in model.named_modules() if module is head)
-
-
-def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """State in the files that no optimizer step changes, by name: live tensors."""
-    return {
-        f"{prefix}.{name}".lstrip("."): buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
 
 
 def refuse_lacking(files: ModelDirectory, missing: Sequence[str]) -> None:

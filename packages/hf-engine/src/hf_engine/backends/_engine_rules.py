@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from hf_engine.backends._shapes import derive_shape
+from hf_engine.backends._shapes import derive_layout
 from hf_engine.model_directory import ModelDirectory, is_buffer
 from hf_protocols.errors import ModelError
 from hf_protocols.models import ModelShape
@@ -31,22 +31,20 @@ def require_known_layout(model: ModelDirectory) -> ModelShape:
     the engine's own loader takes a part.
 
     Raises:
-        BackendError: for a family whose parameters are merged or renamed in memory, other mixtures of experts included,
-            and for tensors that are not parameters.
+        BackendError: for a family of which files hold parameters merged or transposed, and for tensors that are neither
+            parameters nor buffers of it.
     """
     try:
-        shape = derive_shape(model)
+        shape, buffers = derive_layout(model)
     except ModelError as error:
         raise type(error)(f"{error}. {_OTHER}") from error
     if shape.is_generic and model.tensors:
-        names, held = shape.parameters().keys(), {name for name in model.tensors if not is_buffer(name)}
+        names, held = shape.parameters().keys() | buffers, {name for name in model.tensors if not is_buffer(name)}
         if merged := sorted(names - held):
             raise model.refusal(f"its files hold {merged[0]!r} in other parts or under another name. {_OTHER}")
         tied = {"lm_head.weight"} if shape.tie_embeddings else set()
         if others := sorted(held - names - tied):
-            raise model.refusal(f"its files hold {others[0]!r}, a tensor that is not trained. {_OTHER}")
-    if shape.is_generic and any(".experts." in name for name in shape.parameters()):
-        raise model.refusal(f"is a mixture of experts whose parts are not known here. {_OTHER}")
+            raise model.refusal(f"its files hold {others[0]!r}, for which its family has no place. {_OTHER}")
     return shape
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hf_engine.model_directory import ModelDirectory
 from hf_protocols.models import ModelShape
 
-__all__ = ["derive_shape"]
+__all__ = ["derive_layout", "derive_shape"]
 
 
 def derive_shape(model: ModelDirectory) -> ModelShape:
@@ -17,9 +17,20 @@ def derive_shape(model: ModelDirectory) -> ModelShape:
     Raises:
         BackendError: for sizes that are missing or not plausible, or a model that transformers does not build.
     """
+    return derive_layout(model)[0]
+
+
+def derive_layout(model: ModelDirectory) -> tuple[ModelShape, frozenset[str]]:
+    """As `derive_shape`, and the names of the buffers that the files hold.
+
+    Raises:
+        BackendError: as `derive_shape`.
+    """
     if ModelShape.knows(model.config):
-        return model.require_shape()
+        return model.require_shape(), frozenset()
     from hf_engine.backends._causal_lm import read_shape
     from hf_engine.backends._classifier import build_by_architecture
+    from hf_engine.backends._conversions import buffers_in_files
 
-    return read_shape(model, build_by_architecture(model))
+    built = build_by_architecture(model)
+    return read_shape(model, built), frozenset(buffers_in_files(built))

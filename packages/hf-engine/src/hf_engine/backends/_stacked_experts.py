@@ -1,14 +1,13 @@
-"""Experts under the names that they have in files: transformers stacks those of a layer in two parameters.
+"""Parameters under the names that they have in files: transformers stacks the experts of a layer in two of them.
 
-Layouts, plans and other backends know one matrix of one expert under each name. Here a stacked parameter is taken for
-what it holds: views of it, without a copy. transformers' own table of conversions is private to it and names many more
-families; this one has those whose names the rest of hf-engine knows. Other models keep the names of their modules.
+Layouts, plans and engines know one matrix of one expert under each name. Here a stacked parameter is taken for what it
+holds: views of it, without a copy. `_conversions` reads the names from transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -17,21 +16,21 @@ from hf_engine.resharding.layouts import WeightLayout
 from hf_protocols.arguments import show
 from hf_protocols.errors import ReshardError
 
-__all__ = ["family_of", "layout_in_files", "stack_of", "tensors_in_files"]
+__all__ = ["FileNames", "FilePart", "layout_in_files", "shapes_in_files", "stack_of", "tensors_in_files"]
 
 
-class _Files(NamedTuple):
-    """How the files of a family name what its modules call `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`."""
+class FilePart(NamedTuple):
+    """A tensor in files that is all of a parameter, or rows of one expert of it."""
 
-    block: str
-    matrices: Mapping[str, tuple[str, ...]]
-    """By stacked parameter [E, rows, columns]: the matrices that share the rows of every expert."""
+    name: str
+    expert: int | None = None
+    """None for all of the parameter."""
+    rows: tuple[int, int] = (0, 0)
+    """First row of the expert's, and one after the last."""
 
 
-_FAMILIES: Mapping[str, _Files] = {
-    "mixtral": _Files("block_sparse_moe", {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}),
-    "qwen3_moe": _Files("mlp", {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}),
-}
+FileNames = Mapping[str, tuple[FilePart, ...]]
+"""By the name in a model: the tensors in files that make up the parameter. One that is absent keeps its name."""
 
 
 class _Part(NamedTuple):
@@ -41,19 +40,14 @@ class _Part(NamedTuple):
     """Where it is in the stacked tensor; empty for what is not stacked."""
 
 
-def family_of(model: Any) -> str:
-    """The `model_type` of a model of transformers; empty for another module."""
-    return str(getattr(getattr(model, "config", None), "model_type", ""))
-
-
-def layout_in_files(family: str, layout: WeightLayout) -> WeightLayout:
+def layout_in_files(names: FileNames, layout: WeightLayout) -> WeightLayout:
     """A layout of a model's modules under the names in its files.
 
     Args:
-        family: of the model, by `family_of`.
+        names: of the model.
         layout: which rows of every parameter each rank holds: of stacked experts, which experts.
     """
-    if family not in _FAMILIES:
+    if not names:
         return layout
     whole: dict[tuple[int, ...], tuple[Box, ...]] = {}
 
@@ -61,34 +55,43 @@ def layout_in_files(family: str, layout: WeightLayout) -> WeightLayout:
         named: dict[str, tuple[Box, ...]] = {}
         for name, boxes in held.items():
             for box in boxes:
-                for part in _parts(family, name, box.shape, box.offset[0]):
+                for part in _parts(names, name, box.shape, box.offset[0]):
                     is_matrix = bool(part.place)
                     named[part.name] = whole.setdefault(part.shape, (Box.whole(part.shape),)) if is_matrix else boxes
         return named
 
-    shapes = {
-        part.name: part.shape for name, shape in layout.shapes.items() for part in _parts(family, name, shape, first=0)
-    }
     # Ranks that share one mapping share the renamed one.
     renamed = {id(held): held_in_files(held) for held in {id(held): held for held in layout.boxes.values()}.values()}
     return WeightLayout(
-        shapes=shapes, boxes={rank: renamed[id(held)] for rank, held in layout.boxes.items()}, dtype=layout.dtype
+        shapes=shapes_in_files(names, layout.shapes),
+        boxes={rank: renamed[id(held)] for rank, held in layout.boxes.items()},
+        dtype=layout.dtype,
     )
 
 
+def shapes_in_files(names: FileNames, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes of whole parameters by the names in files.
+
+    Args:
+        names: of the model.
+        shapes: by the names of its modules.
+    """
+    return {part.name: part.shape for name, shape in shapes.items() for part in _parts(names, name, shape, first=0)}
+
+
 def tensors_in_files(
-    family: str, tensors: Mapping[str, torch.Tensor], first_rows: Mapping[str, int] | None = None
+    names: FileNames, tensors: Mapping[str, torch.Tensor], first_rows: Mapping[str, int] | None = None
 ) -> dict[str, torch.Tensor]:
     """The same memory under the names in files.
 
     Args:
-        family: of the model, by `family_of`.
+        names: of the model.
         tensors: by name in the model, each with memory.
         first_rows: by name, of which row, or expert, of the whole parameter a tensor begins; 0 by default.
     """
     named = {}
     for name, tensor in tensors.items():
-        for part in _parts(family, name, tuple(tensor.shape), (first_rows or {}).get(name, 0)):
+        for part in _parts(names, name, tuple(tensor.shape), (first_rows or {}).get(name, 0)):
             named[part.name] = tensor[part.place] if part.place else tensor
     return named
 
@@ -118,24 +121,15 @@ def stack_of(own: torch.Tensor, views: Mapping[str, torch.Tensor], given: Mappin
     return first.as_strided(own.shape, own.stride(), own.storage_offset() + shifts.pop())
 
 
-def _parts(family: str, name: str, shape: tuple[int, ...], first: int) -> list[_Part]:
-    files = _FAMILIES.get(family)
-    if files is None:
-        return [_Part(name, shape, ())]
-    module, _, kind = name.replace(".mlp.", f".{files.block}.").rpartition(".")
-    matrices = files.matrices.get(kind, ()) if module.endswith(".experts") and len(shape) == 3 else ()
-    if not matrices:
-        return [_Part(f"{module}.{kind}", shape, ())]
-    num_experts, rows, columns = shape
-    height = rows // len(matrices)
+def _parts(names: FileNames, name: str, shape: tuple[int, ...], first: int) -> list[_Part]:
+    """The tensors in files of which a parameter's rows of `shape` from `first` on are a part or all."""
+    found = names.get(name, (FilePart(name),))
     return [
-        _Part(
-            f"{module}.{first + expert}.{matrix}.weight",
-            (height, columns),
-            (expert, slice(index * height, (index + 1) * height)),
-        )
-        for expert in range(num_experts)
-        for index, matrix in enumerate(matrices)
+        _Part(part.name, shape, ())
+        if part.expert is None
+        else _Part(part.name, (part.rows[1] - part.rows[0], *shape[2:]), (part.expert - first, slice(*part.rows)))
+        for part in found
+        if part.expert is None or first <= part.expert < first + shape[0]
     ]
 
 

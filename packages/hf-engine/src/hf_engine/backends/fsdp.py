@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite, together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._build_arguments import check_data_parallel, check_train_arguments, require_head
-from hf_engine.backends._causal_lm import find_head_name, persistent_buffers, save_causal_lm
+from hf_engine.backends._causal_lm import find_head_name, save_causal_lm
+from hf_engine.backends._conversions import persistent_buffers, read_file_names
 from hf_engine.backends._checkpoint import check_sharded, load_sharded, save_sharded
 from hf_engine.backends._classifier import build_by_architecture
 from hf_engine.backends._closed import Closed
@@ -40,7 +41,7 @@ from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends._optimizer import ShardedAdamW
 from hf_engine.backends._outputs import OutputRequest, TokenColumn
 from hf_engine.backends._scored import forward_scores, read_sequences
-from hf_engine.backends._stacked_experts import family_of, layout_in_files, tensors_in_files
+from hf_engine.backends._stacked_experts import layout_in_files, tensors_in_files
 from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.model_directory import VALUE_HEAD, ExportDtype, ModelDirectory, check_export_dtype
 from hf_engine.process_groups import build_groups, local_device
@@ -73,6 +74,7 @@ class FsdpBackend:
         self._group = build_groups(topology, "dp")
         self._ranks = topology.group_of("dp", dist.get_rank())
         self._model = model
+        self._file_names = read_file_names(model)
         self._root = shard_model(
             model, config, DeviceMesh.from_group(self._group, self._device.type, mesh_dim_names=("dp",))
         )
@@ -139,17 +141,17 @@ class FsdpBackend:
 
     def weight_layout(self) -> WeightLayout:
         """dim-0 shards of every parameter, experts whole: those of a layer are stacked. A tied embedding once."""
-        return layout_in_files(family_of(self._model), self._layout)
+        return layout_in_files(self._file_names, self._layout)
 
     def local_weights(self) -> Mapping[str, torch.Tensor]:
         """This rank's shards, views of the live weights."""
         self._offloaded.require_weights("local_weights")
         first_rows = {name: box.offset[0] for name, (box,) in self._layout.boxes_of(dist.get_rank()).items()}
-        return tensors_in_files(family_of(self._model), self._shards(), first_rows)
+        return tensors_in_files(self._file_names, self._shards(), first_rows)
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The model's persistent buffers, whole on every rank; see `SupportsBuffers`."""
-        return persistent_buffers(self._model)
+        return tensors_in_files(self._file_names, persistent_buffers(self._model))
 
     def padding(self) -> Sequence[torch.Tensor]:
         """Of every parameter of which this rank has no rows: room for as many as the fullest rank has."""
@@ -229,7 +231,7 @@ class FsdpBackend:
         with together("load", self._group):
             check_directory(directory)
             loaded, has_head = load_with_head(Path(directory), self._dtype, self._head)
-            full, buffers, own = dict(loaded.named_parameters()), persistent_buffers(loaded), self.buffers()
+            full, buffers, own = dict(loaded.named_parameters()), persistent_buffers(loaded), persistent_buffers(self._model)
             check_same_shapes({**self._layout.shapes, **shapes_of(own)}, full | buffers, directory)
         if not has_head:
             del full[self._head_name]

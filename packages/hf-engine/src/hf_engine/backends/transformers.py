@@ -19,7 +19,8 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
-from hf_engine.backends._causal_lm import build_without_memory, load_causal_lm, persistent_buffers, refuse_lacking
+from hf_engine.backends._causal_lm import build_without_memory, load_causal_lm, refuse_lacking
+from hf_engine.backends._conversions import persistent_buffers, read_file_names
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._decoding import LENGTH, Decoding
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
@@ -28,7 +29,7 @@ from hf_engine.backends._loading import check_version
 from hf_engine.backends._memory import check_sizes, choose_cache_bytes, lack_of_memory_is_an_error
 from hf_engine.backends._responses import build_responses, end_of_sequence_ids, read_prompts
 from hf_engine.backends._sampling import draw_uniforms
-from hf_engine.backends._stacked_experts import family_of, layout_in_files, stack_of, tensors_in_files
+from hf_engine.backends._stacked_experts import layout_in_files, stack_of, tensors_in_files
 from hf_engine.backends._stop_strings import load_stop_strings
 from hf_engine.model_directory import ModelDirectory
 from hf_engine.process_groups import local_device
@@ -60,7 +61,8 @@ class TransformersBackend:
         self._cache_bytes = cache_bytes
         self._stop_token_ids = end_of_sequence_ids(model.generation_config, model.config.get_text_config())
         self._own = {name: parameter.data for name, parameter in model.named_parameters()}
-        self._views = {name: tensors_in_files(family_of(model), {name: tensor}) for name, tensor in self._own.items()}
+        self._file_names = read_file_names(model)
+        self._views = {name: tensors_in_files(self._file_names, {name: each}) for name, each in self._own.items()}
         # Cut now: of a storage that was freed torch makes no views.
         self._buffers = {name: view for views in self._views.values() for name, view in views.items()}
         self._parameter_of = {name: whole for whole, views in self._views.items() for name in views}
@@ -149,7 +151,7 @@ class TransformersBackend:
         dtype = str(self._model.dtype).removeprefix("torch.")
         shapes = {name: tuple(tensor.shape) for name, tensor in self._own.items()}
         layout = replicated_layout(shapes, range(self._topology.world_size), dtype=dtype)
-        return layout_in_files(family_of(self._model), layout)
+        return layout_in_files(self._file_names, layout)
 
     def weight_buffers(self) -> Mapping[str, torch.Tensor]:
         """The model's own parameters, or what was adopted in their place; of stacked experts each matrix is a view."""
@@ -157,7 +159,7 @@ class TransformersBackend:
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The model's persistent buffers; see `SupportsBuffers`."""
-        return persistent_buffers(self._model)
+        return tensors_in_files(self._file_names, persistent_buffers(self._model))
 
     def adopt_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Uses these tensors in the place of those parameters', without a copy; see `AdoptsWeights`.

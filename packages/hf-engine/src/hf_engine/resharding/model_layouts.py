@@ -73,7 +73,7 @@ def fsdp_model_layout(model: ModelShape, topology: Topology, *, dtype: str = "fl
     others = {name: shape for name, shape in shapes.items() if name not in experts}
     boxes = {rank: dict(held) for rank, held in fsdp_layout(others, range(size)).boxes.items()}
     whole = {shape: (Box.whole(shape),) for shape in set(shapes.values())}
-    per_rank = -(-model.num_experts // size)
+    per_rank = -(-(max(experts.values(), default=0) + 1) // size)
     for name, expert in experts.items():
         boxes[expert // per_rank][name] = whole[shapes[name]]
     return WeightLayout(shapes=shapes, boxes=boxes, dtype=dtype)

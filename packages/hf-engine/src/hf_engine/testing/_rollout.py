@@ -21,7 +21,8 @@ from hf_engine.backends._base import (
     RolloutBackend,
     SamplingParams,
 )
-from hf_engine.backends._stacked_experts import family_of, tensors_in_files
+from hf_engine.backends._conversions import read_file_names
+from hf_engine.backends._stacked_experts import tensors_in_files
 from hf_engine.resharding.boxes import Box
 from hf_engine.testing._cases import build_prompts, greedy_response, reference_outputs, rows_of, select_rows
 from hf_protocols.errors import BackendError, ReshardError
@@ -293,7 +294,7 @@ class _Laws:
     def _shards(self) -> dict[str, list[torch.Tensor]]:
         """This rank's boxes of the reference's parameters."""
         parameters = {name: parameter.detach() for name, parameter in self._reference.named_parameters()}
-        full = tensors_in_files(family_of(self._reference), parameters)
+        full = tensors_in_files(read_file_names(self._reference), parameters)
         return {
             name: [full[name][box.slices_in(Box.whole(full[name].shape))].clone() for box in boxes]
             for name, boxes in self._backend.weight_layout().boxes_of(dist.get_rank()).items()

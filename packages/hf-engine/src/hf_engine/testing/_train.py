@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainBackend, TrainConfig
-from hf_engine.backends._stacked_experts import family_of, tensors_in_files
+from hf_engine.backends._conversions import read_file_names
+from hf_engine.backends._stacked_experts import tensors_in_files
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import replicated_layout
@@ -196,7 +197,7 @@ class _Laws:
         assert backend.optimizer_steps == 5, f"{backend.optimizer_steps} optimizer steps after five"
         weights = gather_weights(backend, self._topology)
         expected = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-        for name, parameter in tensors_in_files(family_of(reference), expected).items():
+        for name, parameter in tensors_in_files(read_file_names(reference), expected).items():
             difference = float((weights[name] - parameter).abs().max())
             assert difference <= self._tolerance, f"{name} is {difference} off after five AdamW steps"
             # Scores are compared under one set of weights: a small difference of weights may be a larger one of scores.

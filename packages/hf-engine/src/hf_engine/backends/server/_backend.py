@@ -225,6 +225,18 @@ class ServerBackend:
 
         self._ranks.on_all("load_shards", write)
 
+    @lost_peers_are_errors("load_buffers")
+    def load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Writes the training model's buffers to a file of rank 0; see `SupportsBufferLoading`."""
+
+        def write() -> None:
+            if self._loaded is None:
+                raise BackendError("load_buffers without an update: call begin_weights first")
+            if dist.get_rank() == 0:
+                self._files.write(buffers)
+
+        self._ranks.on_all("load_buffers", write)
+
     @lost_peers_are_errors("commit_weights")
     def commit_weights(self, version: int) -> None:
         """Has every server load the files, checks what it says, and stamps the samples that follow.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,6 +26,7 @@ from hf_engine.backends.sglang._staging import REPORT_BYTES, Staging, staged_byt
 from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.model_directory import ModelDirectory
 from hf_engine.resharding.agreement import refusals_of, relayed
+from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_protocols.arguments import check_count, check_number, show
@@ -229,16 +229,25 @@ class SglangBackend:
             raise relayed(ReshardError(told), {})  # one that has none after an error says why
         held = {name: boxes[0] for name, boxes in self._layout.boxes_of(dist.get_rank()).items()}
         for names in self._buckets(list(shards)):
-            fill = partial(
-                self._staging.fill,
-                {name: shards[name][0] for name in names},
-                shapes=self._layout.shapes,
-                boxes=held,
-                dtype=self._layout.dtype,
-            )
-            self._call("load_weights", self._replica.gather(self._replica.on_all("load_shards", fill)))
-            self._replica.on_all("load_shards", self._staging.check_report)
+            self._load({name: shards[name][0] for name in names}, self._layout.shapes, held)
         self._loaded |= shards.keys()
+
+    @lost_peers_are_errors("load_buffers")
+    def load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Hands the training model's buffers to SGLang's loaders; see `SupportsBufferLoading`."""
+        with self._replica.together("load_buffers"):
+            self._check_open()
+            if self._loaded is None:
+                raise BackendError("load_buffers without an update: call begin_weights first")
+        boxes = {name: Box.whole(tuple(buffer.shape)) for name, buffer in buffers.items()}
+        self._load(buffers, {name: box.shape for name, box in boxes.items()}, boxes)
+
+    def _load(
+        self, shards: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]], boxes: Mapping[str, Box]
+    ) -> None:
+        filled = self._replica.on_all("load", lambda: self._staging.fill(shards, shapes=shapes, boxes=boxes))
+        self._call("load_weights", self._replica.gather(filled))
+        self._replica.on_all("load", self._staging.check_report)
 
     @lost_peers_are_errors("commit_weights")
     def commit_weights(self, version: int) -> None:

@@ -40,7 +40,6 @@ class Staging:
         *,
         shapes: Mapping[str, Sequence[int]],
         boxes: Mapping[str, Box],
-        dtype: str,
     ) -> str:
         """Copies the shards into the memory; returns the description that `load_staged` takes."""
         starts, end = [], REPORT_BYTES
@@ -53,11 +52,11 @@ class Staging:
             room.copy_(shard)
         self._memory[:REPORT_BYTES].zero_()
         described = [
-            (name, list(shapes[name]), boxes[name].offset, boxes[name].shape, start)
-            for name, start in zip(shards, starts, strict=True)
+            (name, list(shapes[name]), boxes[name].offset, boxes[name].shape, str(shard.dtype).split(".")[1], start)
+            for (name, shard), start in zip(shards.items(), starts, strict=True)
         ]
         path = f"/proc/{os.getpid()}/fd/{self._file}"
-        return json.dumps({"path": path, "num_bytes": self.num_bytes, "dtype": dtype, "shards": described})
+        return json.dumps({"path": path, "num_bytes": self.num_bytes, "shards": described})
 
     def check_report(self) -> None:
         """Raises what the loader could not do.
@@ -100,10 +99,9 @@ def read_staging(description: str) -> tuple[torch.Tensor, list[tuple[str, tuple[
         memory = torch.frombuffer(mmap.mmap(file, found["num_bytes"]), dtype=torch.uint8)
     finally:
         os.close(file)
-    dtype: torch.dtype = getattr(torch, found["dtype"])
     shards = []
-    for name, shape, offset, part_shape, start in found["shards"]:
-        box = Box(tuple(offset), tuple(part_shape))
+    for name, shape, offset, part_shape, dtype_name, start in found["shards"]:
+        box, dtype = Box(tuple(offset), tuple(part_shape)), getattr(torch, dtype_name)
         part = memory[start : start + box.numel * dtype.itemsize].view(dtype).view(part_shape)
         shards.append((name, tuple(shape), box, part))
     return memory, shards

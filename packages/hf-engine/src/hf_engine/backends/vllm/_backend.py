@@ -170,6 +170,12 @@ class VllmBackend:
         self._open().load({name: part for name, (part,) in shards.items()}, self._layout)
         self._loaded |= shards.keys()
 
+    def load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Hands the training model's buffers to vLLM's loaders; see `SupportsBufferLoading`."""
+        if self._loaded is None:
+            raise BackendError("load_buffers needs an update: call begin_weights first")
+        self._open().load_buffers(buffers)
+
     def commit_weights(self, version: int) -> None:
         """Declares the weights complete, drops the prefix cache and stamps the samples that follow.
 

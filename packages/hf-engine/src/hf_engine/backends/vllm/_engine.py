@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -239,7 +239,12 @@ class Engine:
         for name, part in parts.items():
             (box,) = held[name]
             shards.append((name, Shard(name, layout.shapes[name], box, part)))
-        self._engine.collective_rpc("update_weights", args=({"shards": shards},))
+        self._send(shards)
+
+    @options_set()
+    def load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Hands whole tensors to vLLM's loaders; copies, since an update keeps them until a module is complete."""
+        self._send([(name, buffer.clone()) for name, buffer in buffers.items()])
 
     @options_set()
     def finish_update(self) -> None:
@@ -255,6 +260,9 @@ class Engine:
         """
         if not self._engine.reset_prefix_cache():
             raise BackendError("vLLM did not drop its prefix cache: close this backend, build another")
+
+    def _send(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._engine.collective_rpc("update_weights", args=({"shards": named},))
 
     def release_cache(self) -> int:
         """Frees the KV cache; the bytes freed."""
