@@ -20,6 +20,10 @@ from hf_protocols import BackendError
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "families.md"
 TESTS = "packages/hf-engine/tests/test_families.py"
+TEST = "test_family_equals_transformers"
+VLLM_TESTS = "packages/hf-engine/tests/test_vllm.py"
+VLLM_TEST = "test_a_family_that_the_engine_loads_follows_its_training_weights"
+VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 BEGIN, END = "<!-- families -->\n\n", "\n\n<!-- end of families -->"
 HEAD = "| `model_type` | class in transformers | fsdp, transformers | vllm | sglang | megatron |\n" + "|---" * 6 + "|"
 
@@ -27,30 +31,35 @@ HEAD = "| `model_type` | class in transformers | fsdp, transformers | vllm | sgl
 def main() -> int:
     """Runs the tests, writes the page, and returns the tests' exit status."""
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        tested = subprocess.run(
-            [sys.executable, "-m", "pytest", TESTS, "-q", f"--junitxml={report}", *sys.argv[1:]], cwd=ROOT, check=False
-        )
-        results = read_results(report)
-        table = build_table(results, Path(folder))
+        report, engine_report = Path(folder) / "report.xml", Path(folder) / "vllm.xml"
+        failed = run_tests(sys.executable, TESTS, report)
+        failed |= run_tests(str(VLLM_PYTHON), VLLM_TESTS, engine_report, "-m", "vllm", "-k", VLLM_TEST)
+        results, followed = read_results(report), read_results(engine_report, VLLM_TEST, passed="follows")
+        table = build_table(results, followed, Path(folder))
     text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}{table}{END}{rest.partition(END)[2]}")
-    return tested.returncode
+    return failed
 
 
-def read_results(report: Path) -> dict[str, str]:
-    """Returns `equal` or `differs` by family, as the tests ended."""
+def run_tests(python: str, tests: str, report: Path, *options: str) -> int:
+    """Returns the exit status of the tests, which leave a report."""
+    command = [python, "-m", "pytest", tests, "-q", f"--junitxml={report}", *options, *sys.argv[1:]]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def read_results(report: Path, test: str = TEST, *, passed: str = "equal") -> dict[str, str]:
+    """Returns what a test found by family: `passed` or `differs`; nothing where it was skipped."""
     found = {}
     for case in ElementTree.parse(report).iter("testcase"):
         name, _, rest = case.get("name", "").partition("[")
-        if name == "test_family_equals_transformers":
+        if name == test and case.find("skipped") is None:
             failed = case.find("failure") is not None or case.find("error") is not None
-            found[rest.removesuffix("]")] = "differs" if failed else "equal"
+            found[rest.removesuffix("]")] = "differs" if failed else passed
     return found
 
 
-def build_table(results: Mapping[str, str], folder: Path) -> str:
+def build_table(results: Mapping[str, str], followed: Mapping[str, str], folder: Path) -> str:
     """Returns one row for every family that was tested."""
     rows = [HEAD]
     for family in TINY_FAMILIES:
@@ -58,7 +67,8 @@ def build_table(results: Mapping[str, str], folder: Path) -> str:
         files = read_model_directory(model)
         (architecture,) = json.loads((model / "config.json").read_text())["architectures"]
         rules: list[Any] = [check_vllm_runs, check_sglang_runs, load_train_backend("megatron").check_model]
-        others = " | ".join("takes" if _takes(rule, files) else "" for rule in rules)
+        vllm, sglang, megatron = ("takes" if _takes(rule, files) else "" for rule in rules)
+        others = f"{vllm and followed.get(family, vllm)} | {sglang} | {megatron}"
         rows.append(f"| `{family}` | {architecture} | {results.get(family, 'not run')} | {others} |")
     return "\n".join(rows)
 

@@ -51,7 +51,9 @@ def test_a_plan_knows_which_experts_a_rank_holds(tmp_path, size):
 
 def test_what_files_hold_merged_keeps_the_name_of_its_module():
     """A query projection and a gate that files hold as one tensor: no view of either is that tensor."""
-    config = AutoConfig.for_model("hrm_text", vocab_size=16, hidden_size=16, intermediate_size=16, num_attention_heads=2)
+    config = AutoConfig.for_model(
+        "hrm_text", vocab_size=16, hidden_size=16, intermediate_size=16, num_attention_heads=2
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     names = read_file_names(model)

@@ -33,6 +33,7 @@ FACTS = ServerFacts(
     has_seeds=True,
     seeds_knob="",
     keeps_tied=False,
+    spoils_experts=False,
     can_release=False,
     stamp="",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -126,6 +127,11 @@ def train_and_generate(model, url, directory):
 def refuse_tied(url, folder):
     with pytest.raises(BackendError, match=r"has tie_word_embeddings: there vLLM's output layer would keep the old"):
         build(write_tiny_model(folder / "tied", num_key_value_heads=2), url)
+    experts = write_tiny_model(folder / "experts", family="mixtral", tie_embeddings=False)
+    config = json.loads((experts / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    (experts / "config.json").write_text(json.dumps(config))
+    with pytest.raises(BackendError, match=r"runs on a CPU and .* is a mixture of experts: there its experts would be"):
+        build(experts, url)
 
 
 def refuse(model, url, folder):

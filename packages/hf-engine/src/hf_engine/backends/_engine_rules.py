@@ -9,7 +9,7 @@ from hf_engine.model_directory import ModelDirectory, is_buffer
 from hf_protocols.errors import ModelError
 from hf_protocols.models import ModelShape
 
-__all__ = ["check_sglang_runs", "check_vllm_runs", "refuse_wrapped", "require_known_layout"]
+__all__ = ["check_sglang_runs", "check_vllm_runs", "has_experts", "refuse_wrapped", "require_known_layout"]
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32's attention on a CPU; `build` asks the installed version."""
@@ -46,6 +46,11 @@ def require_known_layout(model: ModelDirectory) -> ModelShape:
         if others := sorted(held - names - tied):
             raise model.refusal(f"its files hold {others[0]!r}, for which its family has no place. {_OTHER}")
     return shape
+
+
+def has_experts(shape: ModelShape) -> bool:
+    """True for a mixture of experts, also of a family that `ModelShape` does not know."""
+    return any(".experts." in name or len(size) == 3 for name, size in shape.parameters().items())
 
 
 def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
@@ -97,10 +102,10 @@ def check_sglang_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
         BackendError: for a family whose parameters are not known here, or experts on a CPU.
     """
     shape = require_known_layout(model)
-    if shape.num_experts and on_cpu:
+    if on_cpu and has_experts(shape):
         # Seen with 0.5.23: every token was 0, and nothing was said.
         raise model.refusal(
-            f"has num_experts={shape.num_experts}: SGLang's experts are wrong on a CPU without an error. Choose a "
-            "dense model, or rollout backend 'transformers'"
+            "is a mixture of experts: SGLang's experts are wrong on a CPU without an error. Choose a dense model, or "
+            "rollout backend 'transformers'"
         )
     return shape

@@ -23,10 +23,10 @@ from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_fin
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._build_arguments import check_data_parallel, check_train_arguments, require_head
 from hf_engine.backends._causal_lm import find_head_name, save_causal_lm
-from hf_engine.backends._conversions import persistent_buffers, read_file_names
 from hf_engine.backends._checkpoint import check_sharded, load_sharded, save_sharded
 from hf_engine.backends._classifier import build_by_architecture
 from hf_engine.backends._closed import Closed
+from hf_engine.backends._conversions import persistent_buffers, read_file_names
 from hf_engine.backends._directories import check_directory, write_directory
 from hf_engine.backends._fsdp_model import (
     check_same_shapes,
@@ -231,7 +231,8 @@ class FsdpBackend:
         with together("load", self._group):
             check_directory(directory)
             loaded, has_head = load_with_head(Path(directory), self._dtype, self._head)
-            full, buffers, own = dict(loaded.named_parameters()), persistent_buffers(loaded), persistent_buffers(self._model)
+            full, buffers = dict(loaded.named_parameters()), persistent_buffers(loaded)
+            own = persistent_buffers(self._model)
             check_same_shapes({**self._layout.shapes, **shapes_of(own)}, full | buffers, directory)
         if not has_head:
             del full[self._head_name]

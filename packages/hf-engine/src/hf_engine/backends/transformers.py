@@ -20,8 +20,8 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._causal_lm import build_without_memory, load_causal_lm, refuse_lacking
-from hf_engine.backends._conversions import persistent_buffers, read_file_names
 from hf_engine.backends._closed import Closed
+from hf_engine.backends._conversions import persistent_buffers, read_file_names
 from hf_engine.backends._decoding import LENGTH, Decoding
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._jagged import Ragged

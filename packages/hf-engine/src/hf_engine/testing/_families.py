@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["TINY_FAMILIES", "write_tiny_family"]
+__all__ = ["TINY_FAMILIES", "write_engine_family", "write_tiny_family"]
 
 _MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_GROUPS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+_DEEPSEEK = {**_MLA, **_EXPERTS, **_GROUPS, "n_routed_experts": 4, "num_key_value_heads": 4, "head_dim": ...}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
 _SIZES = {
     "vocab_size": 64,
@@ -45,28 +47,15 @@ TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "olmo3": {**_MIXED, "head_dim": ...},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": ...},
     "glm4": {},
-    "glm4_moe": {"n_routed_experts": 4, **_EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "glm4_moe": {"n_routed_experts": 4, **_EXPERTS, **_GROUPS},
     "gpt_oss": {**_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v2": {
-        **_MLA,
-        **_EXPERTS,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-        "head_dim": ...,
-    },
-    "deepseek_v3": {
-        **_MLA,
-        **_EXPERTS,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "num_key_value_heads": 4,
-        "head_dim": ...,
-    },
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
+    "exaone_moe": {"num_experts": 4, **_EXPERTS, "n_group": 1, "topk_group": 1},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": ...},
+    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": ...},
+    "qwen2_moe": {"num_experts": 4, **_EXPERTS, "shared_expert_intermediate_size": 32, "head_dim": ...},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "llama4_text": {
         "num_local_experts": 4,
@@ -92,6 +81,40 @@ TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 """Keys of `config.json` by model type; `...` leaves a size of all the others out. Gemma 4, Phi-4 and others share a
 model type with one of these."""
+
+_ENGINE_SIZES = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64}
+_ENGINE_MLA = {"qk_nope_head_dim": 24, "v_head_dim": 32, "num_key_value_heads": 2}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+_ENGINE_KEYS: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v2": _ENGINE_MLA,
+    "deepseek_v3": _ENGINE_MLA,
+    "glm4_moe_lite": _ENGINE_MLA,
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3_text": {"query_pre_attn_scalar": 32},
+    "gpt_oss": {"rope_parameters": _YARN},
+    "llama4_text": {"attention_chunk_size": 128},
+}
+
+
+def write_engine_family(directory: str | Path, family: str, *, seed: int = 0) -> Path:
+    """Writes a model like `write_tiny_family`, of sizes that vLLM's kernels on a CPU have.
+
+    Args:
+        directory: created if it is absent.
+        family: a name in `TINY_FAMILIES`.
+        seed: of the weights.
+    """
+    has_heads = TINY_FAMILIES[family].get("head_dim") is not ...
+    heads = {"head_dim": 32} if has_heads else {}
+    return write_tiny_family(directory, family, seed=seed, **{**_ENGINE_SIZES, **heads, **_ENGINE_KEYS.get(family, {})})
 
 
 def write_tiny_family(directory: str | Path, family: str, *, seed: int = 0, **config: Any) -> Path:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_engine.backends._engine_rules import has_experts
 from hf_engine.backends._replica import require_ranks
 from hf_engine.backends.server._connection import Connection
 from hf_engine.backends.server._dialect import Dialect
@@ -109,4 +110,9 @@ def check_model(server: Dialect, model: ModelDirectory, shape: ModelShape) -> No
         raise BackendError(
             f"{server.facts.name} runs on a CPU and {str(directory)!r} has tie_word_embeddings: there vLLM's output "
             "layer would keep the old weights without a word; use a model without, or another server"
+        )
+    if server.facts.spoils_experts and has_experts(shape):
+        raise BackendError(
+            f"{server.facts.name} runs on a CPU and {str(directory)!r} is a mixture of experts: there its experts would "
+            "be wrong without an error. Use a dense model, or another server"
         )

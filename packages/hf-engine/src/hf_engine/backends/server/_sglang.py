@@ -51,6 +51,7 @@ class SglangServer:
             has_seeds=info["enable_deterministic_inference"],
             seeds_knob="--enable-deterministic-inference",
             keeps_tied=False,
+            spoils_experts=info.get("device") == "cpu",
             can_release=info["enable_memory_saver"],
             stamp=model["weight_version"],
         )
