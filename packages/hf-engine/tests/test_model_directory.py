@@ -448,6 +448,17 @@ def test_engines_want_a_family_whose_layout_is_known(model):
         check_vllm_runs(read_model_directory(model), on_cpu=False)
 
 
+def test_engines_leave_out_layers_that_predict_further_tokens(tmp_path):
+    model = write_tiny_family(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.2.eh_proj.weight"] = torch.ones(32, 64)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert check_vllm_runs(read_model_directory(model), on_cpu=False).num_layers == 2
+    change(model, num_nextn_predict_layers=0)
+    with pytest.raises(ModelError, match=r"hold 'model.layers.2.eh_proj.weight', for which its family has no place"):
+        check_vllm_runs(read_model_directory(model), on_cpu=False)
+
+
 @pytest.mark.parametrize(
     ("family", "told"),
     [
@@ -466,4 +477,22 @@ def test_vllm_takes_families_of_which_it_has_a_class(tmp_path, family, told):
         return
     with pytest.raises(ModelError, match=told) as refused:
         check_vllm_runs(files, on_cpu=False)
+    assert "'transformers'" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [
+        ("olmoe", None),
+        ("llama4_text", "of model_type='llama4_text', whose weights SGLang's loader was not seen to take"),
+        ("bloom", "is a BloomForCausalLM, which SGLang does not run"),
+    ],
+)
+def test_sglang_takes_families_that_its_loaders_know(tmp_path, family, told):
+    files = read_model_directory(write_tiny_family(tmp_path, family))
+    if told is None:
+        assert check_sglang_runs(files, on_cpu=False).is_generic
+        return
+    with pytest.raises(ModelError, match=told) as refused:
+        check_sglang_runs(files, on_cpu=False)
     assert "'transformers'" in str(refused.value)

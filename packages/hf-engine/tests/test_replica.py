@@ -33,7 +33,7 @@ FACTS = ServerFacts(
     has_seeds=True,
     seeds_knob="",
     keeps_tied=False,
-    spoils_experts=False,
+    experts=None,
     can_release=False,
     stamp="",
 )

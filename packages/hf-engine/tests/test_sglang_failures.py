@@ -91,7 +91,7 @@ def refuse(models, directory):
     with pytest.raises(BackendError, match=r"lacking': model.safetensors cannot be read: its header would have"):
         build(lacking, ONE)
     experts = write_tiny_model(directory / "experts", family="mixtral")
-    with pytest.raises(BackendError, match=r"a mixture of experts: SGLang's experts are wrong on a CPU .* 'transformers'"):
+    with pytest.raises(BackendError, match=r"SGLang's experts are wrong on a CPU .* 'transformers'"):
         build(experts, ONE)
     unknown = write_tiny_model(directory / "unknown")
     (unknown / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')

@@ -64,3 +64,12 @@ def test_a_part_that_is_stacked_alone_is_the_same_part():
     for read in (lambda: part.unsqueeze(1), part.unbind):
         with pytest.raises(ReshardError, match="on the whole of 'w', of which this rank holds a part"):
             read()
+
+
+def test_a_loader_may_join_whole_parameters():
+    """As SGLang joins two projections of latent attention."""
+    first, second = (shard(Box.whole((6, 4))) for _ in range(2))
+    assert torch.equal(torch.cat([first, second]), torch.cat([WHOLE, WHOLE]))
+    assert first.is_used and second.is_used
+    with pytest.raises(ReshardError, match="on the whole of 'w', of which this rank holds a part"):
+        torch.cat([first, shard(Box((3, 0), (3, 4)))])

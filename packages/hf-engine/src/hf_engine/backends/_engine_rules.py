@@ -6,18 +6,32 @@ from typing import NoReturn
 
 from hf_engine.backends._shapes import derive_layout
 from hf_engine.model_directory import ModelDirectory, is_buffer
+from hf_engine.resharding.tensor_parallel import layer_of
 from hf_protocols.errors import ModelError
 from hf_protocols.models import ModelShape
 
-__all__ = ["check_sglang_runs", "check_vllm_runs", "has_experts", "refuse_wrapped", "require_known_layout"]
+__all__ = [
+    "SGLANG_EXPERTS",
+    "check_sglang_runs",
+    "check_vllm_runs",
+    "has_experts",
+    "refuse_wrapped",
+    "require_known_layout",
+]
+
+SGLANG_EXPERTS = ("ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Mixtures of experts that the loaders of SGLang 0.5.23 take, by tests; on a CPU it computes them wrongly."""
+_NOT_IN_SGLANG = ("bloom", "falcon")
+"""Families that SGLang 0.5.23 runs neither by a class of its own nor by transformers'."""
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32's attention on a CPU; `build` asks the installed version."""
 _DERIVED_HEAD_SIZE = ("qwen2",)
 """Families whose class in vLLM divides hidden_size by heads and ignores head_dim."""
 _WRAPPED = (
-    "arcee", "cwm", "glm", "gpt_bigcode", "gpt_neox", "hunyuan_v1_dense", "jais2", "olmo", "olmo2", "olmo3", "phi",
-    "seed_oss", "smollm3", "starcoder2", "vaultgemma",
+    "arcee", "aria_text", "axk2", "cwm", "doge", "dots1", "flex_olmo", "glm", "gpt_bigcode", "gpt_neox",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "jais2", "jetmoe", "mellum", "nanbeige", "olmo", "olmo2", "olmo3", "phi",
+    "phimoe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
 )  # fmt: skip
 """Families of which vLLM 0.32 has no class of its own: it changes transformers' in place, for training, too.
 `build` asks the installed version."""
@@ -40,6 +54,8 @@ def require_known_layout(model: ModelDirectory) -> ModelShape:
         raise type(error)(f"{error}. {_OTHER}") from error
     if shape.is_generic and model.tensors:
         names, held = shape.parameters().keys() | buffers, {name for name in model.tensors if not is_buffer(name)}
+        if model.num_extra_layers:  # neither trained nor used to generate
+            held = {name for name in held if (layer_of(name) or 0) < shape.num_layers}
         if merged := sorted(names - held):
             raise model.refusal(f"its files hold {merged[0]!r} in other parts or under another name. {_OTHER}")
         tied = {"lm_head.weight"} if shape.tie_embeddings else set()
@@ -99,13 +115,23 @@ def check_sglang_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
     """The model's shape, if SGLang runs it.
 
     Raises:
-        BackendError: for a family whose parameters are not known here, or experts on a CPU.
+        BackendError: for a family that SGLang does not run or whose files do not have its parameters, and for experts
+            on a CPU or of a family that was not tried.
     """
-    shape = require_known_layout(model)
-    if on_cpu and has_experts(shape):
+    shape, family = require_known_layout(model), model.config.get("model_type")
+    if family in _NOT_IN_SGLANG:
+        raise model.refusal(f"is a {model.architecture or family}, which SGLang does not run. {_OTHER}")
+    if not has_experts(shape):
+        return shape
+    if on_cpu:
         # Seen with 0.5.23: every token was 0, and nothing was said.
         raise model.refusal(
             "is a mixture of experts: SGLang's experts are wrong on a CPU without an error. Choose a dense model, or "
             "rollout backend 'transformers'"
+        )
+    if family not in SGLANG_EXPERTS:
+        raise model.refusal(
+            f"is a mixture of experts of model_type={family!r}, whose weights SGLang's loader was not seen to take; it "
+            f"takes those of {', '.join(SGLANG_EXPERTS)}. {_OTHER}"
         )
     return shape

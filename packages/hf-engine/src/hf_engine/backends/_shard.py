@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from hf_engine.resharding.boxes import Box
 from hf_protocols.arguments import show
@@ -61,8 +63,8 @@ class Shard(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Refuses to be read as a whole that is not there."""
-        named = {key: _read(value, func) for key, value in (kwargs or {}).items()}
-        return func(*(_read(value, func) for value in args), **named)
+        args, kwargs = tree_map(partial(_read, func=func), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
     def _cut(self, dim: int, start: int, length: int) -> torch.Tensor:
         whole = self._whole
@@ -103,7 +105,7 @@ class Shard(torch.Tensor):
             self._origin._mark_used()
 
 
-def _read(value: Any, func: Any) -> Any:
+def _read(value: Any, *, func: Any) -> Any:
     if not isinstance(value, Shard):
         return value
     if value._box != value._whole:

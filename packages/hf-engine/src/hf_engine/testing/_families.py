@@ -53,7 +53,6 @@ TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,
     "exaone_moe": {"num_experts": 4, **_EXPERTS, "n_group": 1, "topk_group": 1},
-    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": ...},
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": ...},
     "qwen2_moe": {"num_experts": 4, **_EXPERTS, "shared_expert_intermediate_size": 32, "head_dim": ...},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -94,14 +93,19 @@ _YARN = {
     "truncate": False,
 }
 _ENGINE_KEYS: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v2": _ENGINE_MLA,
-    "deepseek_v3": _ENGINE_MLA,
-    "glm4_moe_lite": _ENGINE_MLA,
-    "gemma2": {"query_pre_attn_scalar": 32},
+    "deepseek_v2": {**_ENGINE_MLA, "moe_layer_freq": 1, "topk_method": "greedy", "scoring_func": "softmax"},
+    "deepseek_v3": {**_ENGINE_MLA, "moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "exaone4": {"sliding_window_pattern": "LG"},
+    "exaone_moe": {"is_moe_layer": [False, True]},
+    "glm4_moe_lite": {**_ENGINE_MLA, "first_k_dense_replace": 1},
+    "gemma2": {"query_pre_attn_scalar": 32, "hidden_act": "gelu_pytorch_tanh"},
     "gemma3_text": {"query_pre_attn_scalar": 32},
     "gpt_oss": {"rope_parameters": _YARN},
     "llama4_text": {"attention_chunk_size": 128},
+    "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
+    "phi": {"intermediate_size": 256},
 }
+"""Keys that engines read, some of which files on the hub have and transformers does not write."""
 
 
 def write_engine_family(directory: str | Path, family: str, *, seed: int = 0) -> Path:

@@ -35,8 +35,8 @@ class ServerFacts:
     """What it is started with so that it does."""
     keeps_tied: bool
     """Whether an output layer that is the embedding keeps its old weights in an update."""
-    spoils_experts: bool
-    """Whether experts are wrong after an update, or at all."""
+    experts: tuple[str, ...] | None
+    """Families of experts that are right after an update, by `model_type`; None for all."""
     can_release: bool
     """Whether it was started so that it gives the cache's memory back when it is asked to."""
     stamp: str

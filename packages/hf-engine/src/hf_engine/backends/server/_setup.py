@@ -88,6 +88,10 @@ def choose_directory(given: str | Path | None, connection: Connection) -> Path:
     return Path(tempfile.gettempdir())
 
 
+def _of(families: Sequence[str]) -> str:
+    return f", those of {', '.join(families)} are not" if families else " on its CPU"
+
+
 def check_model(server: Dialect, model: ModelDirectory, shape: ModelShape) -> None:
     """Refuses a server with another model than the one that is trained.
 
@@ -111,8 +115,10 @@ def check_model(server: Dialect, model: ModelDirectory, shape: ModelShape) -> No
             f"{server.facts.name} runs on a CPU and {str(directory)!r} has tie_word_embeddings: there vLLM's output "
             "layer would keep the old weights without a word; use a model without, or another server"
         )
-    if server.facts.spoils_experts and has_experts(shape):
+    right, family = server.facts.experts, model.config.get("model_type")
+    if right is not None and family not in right and has_experts(shape):
         raise BackendError(
-            f"{server.facts.name} runs on a CPU and {str(directory)!r} is a mixture of experts: there its experts would "
-            "be wrong without an error. Use a dense model, or another server"
+            f"{server.facts.name} does not take the weights of {str(directory)!r}: experts of "
+            f"model_type={show(family)} would be wrong without an error{_of(right)}. Use a dense model, or another "
+            "server"
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_engine.backends._base import SamplingParams
+from hf_engine.backends._engine_rules import SGLANG_EXPERTS
 from hf_engine.backends.server._connection import Connection
 from hf_engine.backends.server._dialect import Sample, ServerFacts, require_version
 from hf_protocols.arguments import show
@@ -51,7 +52,7 @@ class SglangServer:
             has_seeds=info["enable_deterministic_inference"],
             seeds_knob="--enable-deterministic-inference",
             keeps_tied=False,
-            spoils_experts=info.get("device") == "cpu",
+            experts=() if info.get("device") == "cpu" else SGLANG_EXPERTS,
             can_release=info["enable_memory_saver"],
             stamp=model["weight_version"],
         )

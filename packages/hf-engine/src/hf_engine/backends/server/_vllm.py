@@ -59,7 +59,7 @@ class VllmServer:
             has_seeds=True,
             seeds_knob="",
             keeps_tied="CPUAttention" in inspected,
-            spoils_experts="CPUAttention" in inspected,
+            experts=() if "CPUAttention" in inspected else None,
             can_release=False,
             stamp=weights["weight_version"],
         )
