@@ -70,8 +70,9 @@ test-matrix: env ## test every training layout and the quickstart with every eng
 	.venv-vllm/bin/pytest integration-tests/tests/test_swap_page.py -m vllm
 	.venv-sglang/bin/pytest integration-tests/tests/test_swap_page.py -m sglang
 
-test-families: env ## test every family of models against transformers and in vLLM, and write the page of results
+test-families: env ## test every family of models against transformers and in the engines, and write the page of results
 	scripts/env.sh vllm
+	scripts/env.sh sglang
 	$(BIN)/python scripts/families.py
 
 check: env ## lint, format, types, import contracts and spelling

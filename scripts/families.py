@@ -23,7 +23,8 @@ TESTS = "packages/hf-engine/tests/test_families.py"
 TEST = "test_family_equals_transformers"
 VLLM_TESTS = "packages/hf-engine/tests/test_vllm.py"
 VLLM_TEST = "test_a_family_that_the_engine_loads_follows_its_training_weights"
-VLLM_PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+SGLANG_TESTS = "packages/hf-engine/tests/test_sglang_loaders.py"
+SGLANG_TEST = "test_an_update_ends_where_a_load_does"
 BEGIN, END = "<!-- families -->\n\n", "\n\n<!-- end of families -->"
 HEAD = "| `model_type` | class in transformers | fsdp, transformers | vllm | sglang | megatron |\n" + "|---" * 6 + "|"
 
@@ -31,21 +32,23 @@ HEAD = "| `model_type` | class in transformers | fsdp, transformers | vllm | sgl
 def main() -> int:
     """Runs the tests, writes the page, and returns the tests' exit status."""
     with tempfile.TemporaryDirectory() as folder:
-        report, engine_report = Path(folder) / "report.xml", Path(folder) / "vllm.xml"
-        failed = run_tests(sys.executable, TESTS, report)
-        failed |= run_tests(str(VLLM_PYTHON), VLLM_TESTS, engine_report, "-m", "vllm", "-k", VLLM_TEST)
-        results, followed = read_results(report), read_results(engine_report, VLLM_TEST, passed="follows")
-        table = build_table(results, followed, Path(folder))
+        results = run_tests(Path(folder), sys.executable, TESTS, TEST, passed="equal")
+        python = {engine: str(ROOT / f".venv-{engine}" / "bin" / "python") for engine in ("vllm", "sglang")}
+        followed = run_tests(Path(folder), python["vllm"], VLLM_TESTS, VLLM_TEST, "-m", "vllm", passed="follows")
+        loaded = run_tests(Path(folder), python["sglang"], SGLANG_TESTS, SGLANG_TEST, "-m", "sglang", passed="loads")
+        table = build_table(results, followed, loaded, Path(folder))
     text = PAGE.read_text()
     before, _, rest = text.partition(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}{table}{END}{rest.partition(END)[2]}")
-    return failed
+    return int("differs" in table)
 
 
-def run_tests(python: str, tests: str, report: Path, *options: str) -> int:
-    """Returns the exit status of the tests, which leave a report."""
-    command = [python, "-m", "pytest", tests, "-q", f"--junitxml={report}", *options, *sys.argv[1:]]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+def run_tests(folder: Path, python: str, tests: str, test: str, *options: str, passed: str) -> dict[str, str]:
+    """Runs one test of all families; see `read_results`."""
+    report = folder / f"{Path(tests).stem}.xml"
+    command = [python, "-m", "pytest", tests, "-q", "-k", test, f"--junitxml={report}", *options, *sys.argv[1:]]
+    subprocess.run(command, cwd=ROOT, check=False)
+    return read_results(report, test, passed=passed)
 
 
 def read_results(report: Path, test: str = TEST, *, passed: str = "equal") -> dict[str, str]:
@@ -59,7 +62,9 @@ def read_results(report: Path, test: str = TEST, *, passed: str = "equal") -> di
     return found
 
 
-def build_table(results: Mapping[str, str], followed: Mapping[str, str], folder: Path) -> str:
+def build_table(
+    results: Mapping[str, str], followed: Mapping[str, str], loaded: Mapping[str, str], folder: Path
+) -> str:
     """Returns one row for every family that was tested."""
     rows = [HEAD]
     for family in TINY_FAMILIES:
@@ -68,7 +73,8 @@ def build_table(results: Mapping[str, str], followed: Mapping[str, str], folder:
         (architecture,) = json.loads((model / "config.json").read_text())["architectures"]
         rules: list[Any] = [check_vllm_runs, check_sglang_runs, load_train_backend("megatron").check_model]
         vllm, sglang, megatron = ("takes" if _takes(rule, files) else "" for rule in rules)
-        others = f"{vllm and followed.get(family, vllm)} | {sglang} | {megatron}"
+        engines = f"{vllm and followed.get(family, vllm)} | {sglang and loaded.get(family, sglang)}"
+        others = f"{engines} | {megatron}"
         rows.append(f"| `{family}` | {architecture} | {results.get(family, 'not run')} | {others} |")
     return "\n".join(rows)
 

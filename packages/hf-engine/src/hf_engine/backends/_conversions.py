@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -47,7 +47,7 @@ def read_file_names(model: Any) -> FileNames:
     whole = {name: torch.empty(tensor.shape, device="meta") for name, tensor in held.items()}
     owners = {_storage_key(tensor): name for name, tensor in whole.items()}
     with _AsViews():
-        reverted = revert_weight_conversion(_Converted(model, conversions), whole)
+        reverted = revert_weight_conversion(cast("Any", _Converted(model, conversions)), whole)
     parts: dict[str, list[FilePart | None]] = defaultdict(list)
     covered: dict[str, int] = defaultdict(int)
     for name, tensor in reverted.items():
@@ -94,7 +94,7 @@ def _locate(name: str, tensor: torch.Tensor, whole: torch.Tensor) -> FilePart | 
         return FilePart(name)
     if whole.dim() < 2 or tensor.shape[1:] != whole.shape[2:] or tensor.stride() != whole.stride()[1:]:
         return None
-    expert, rest = divmod(tensor.storage_offset(), whole.stride(0))
+    expert, rest = divmod(int(tensor.storage_offset()), whole.stride(0))
     first, inside = divmod(rest, whole.stride(1))
     return None if inside else FilePart(name, expert, (first, first + tensor.shape[0]))
 

@@ -108,17 +108,19 @@ _ENGINE_KEYS: Mapping[str, Mapping[str, Any]] = {
 """Keys that engines read, some of which files on the hub have and transformers does not write."""
 
 
-def write_engine_family(directory: str | Path, family: str, *, seed: int = 0) -> Path:
+def write_engine_family(directory: str | Path, family: str, *, seed: int = 0, **config: Any) -> Path:
     """Writes a model like `write_tiny_family`, of sizes that vLLM's kernels on a CPU have.
 
     Args:
         directory: created if it is absent.
         family: a name in `TINY_FAMILIES`.
         seed: of the weights.
+        **config: further keys of `config.json`.
     """
     has_heads = TINY_FAMILIES[family].get("head_dim") is not ...
     heads = {"head_dim": 32} if has_heads else {}
-    return write_tiny_family(directory, family, seed=seed, **{**_ENGINE_SIZES, **heads, **_ENGINE_KEYS.get(family, {})})
+    keys = {**_ENGINE_SIZES, **heads, **_ENGINE_KEYS.get(family, {}), **config}
+    return write_tiny_family(directory, family, seed=seed, **keys)
 
 
 def write_tiny_family(directory: str | Path, family: str, *, seed: int = 0, **config: Any) -> Path:
