@@ -467,6 +467,7 @@ def test_engines_leave_out_layers_that_predict_further_tokens(tmp_path):
         ("olmo2", "is a Olmo2ForCausalLM of which vLLM has no class of its own"),
         ("gpt_neox", "is a GPTNeoXForCausalLM of which vLLM has no class of its own"),
         ("glm4_moe", None),
+        ("gpt_oss", "is a GptOssForCausalLM, whose experts vLLM keeps in an update"),
         ("granitemoe", None),
     ],
 )

@@ -25,7 +25,7 @@ from hf_engine.testing import TINY_FAMILIES, LocalRanks, check_rollout_backend, 
 from hf_engine.testing._cases import build_prompts, rows_of
 from hf_engine.testing._families import write_engine_family
 from hf_engine.testing._training import check_greedy_samples, count_lacking_bytes, train_step
-from hf_protocols import BackendError, GenerationSpec, ModelShape, ParallelSpec, Topology
+from hf_protocols import BackendError, GenerationSpec, ModelShape, ParallelSpec, ReshardError, Topology
 
 VOCAB_SIZE = 64
 CACHE_BYTES = 16 << 20
@@ -296,6 +296,25 @@ def test_a_family_that_the_engine_loads_follows_its_training_weights(alone, two,
         pytest.skip(str(error))
     ranks = two if FAMILIES.get(family) == 2 else alone
     ranks.run(follow_the_training, model, tmp_path / "export", deadline_s=300)
+
+
+def update_kept_experts(model):
+    """Past the rule that refuses them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_engine.backends._engine_rules._KEPT_BY_VLLM", ())
+        backend = build(model, Topology(ParallelSpec(), GenerationSpec()))
+    backend.begin_weights()
+    backend.load_shards({name: [torch.zeros(shape)] for name, shape in backend.weight_layout().shapes.items()})
+    with pytest.raises(ReshardError, match=r"\['model.layers.0.mlp.experts.* were not loaded: .* in an update"):
+        backend.commit_weights(1)
+    backend.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_update_that_leaves_parameters_as_they_were_is_an_error(alone, tmp_path):
+    alone.run(update_kept_experts, write_engine_family(tmp_path, "gpt_oss"), deadline_s=300)
 
 
 def follow_the_training(model, directory):

@@ -35,6 +35,8 @@ _WRAPPED = (
 )  # fmt: skip
 """Families of which vLLM 0.32 has no class of its own: it changes transformers' in place, for training, too.
 `build` asks the installed version."""
+_KEPT_BY_VLLM = ("gpt_oss",)
+"""Families whose loader in vLLM 0.32 writes experts past an update, which then keeps the old ones."""
 _OTHER = "Choose another model, or rollout backend 'transformers'"
 
 
@@ -78,6 +80,8 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
     shape = require_known_layout(model)
     if model.config.get("model_type") in _WRAPPED:
         refuse_wrapped(model)
+    if model.config.get("model_type") in _KEPT_BY_VLLM:
+        raise model.refusal(f"is a {model.architecture or 'model'}, whose experts vLLM keeps in an update. {_OTHER}")
     if on_cpu and shape.head_dim not in _CPU_HEAD_SIZES:
         raise model.refusal(
             f"has head_dim={shape.head_dim}; vLLM on a CPU runs {list(_CPU_HEAD_SIZES)}. Choose another model, or "

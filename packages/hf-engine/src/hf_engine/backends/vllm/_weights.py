@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
 from hf_protocols.errors import ReshardError
@@ -66,11 +68,16 @@ class ShardTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         Raises:
             ReshardError: if vLLM has parameters that no shard reached.
         """
+        unreached = [module for module in self.model.modules() if _is_unreached(module)]
         finalize_layerwise_reload(self.model, self.model_config)
         self._pack_tied()
-        names = {name for name, _ in self.model.named_parameters()}
-        if missing := sorted(names - self._loaded):
-            raise ReshardError(f"vLLM's parameters {missing} were not loaded: their names do not map to the model's")
+        old = _own_parameters(unreached) - _own_parameters({*self.model.modules()}.difference(unreached))
+        found = self.model.named_parameters()
+        if missing := sorted(name for name, each in found if name not in self._loaded or id(each) in old):
+            raise ReshardError(
+                f"vLLM's parameters {missing} were not loaded: their names do not map to the model's, or its loader of "
+                "this family takes none in an update"
+            )
 
     def shutdown(self) -> None:
         """Nothing is held."""
@@ -99,6 +106,18 @@ class ShardTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def _infos(self) -> Iterator[Any]:
         return (get_layerwise_info(layer) for layer in self.model.modules())
+
+
+def _is_unreached(module: torch.nn.Module) -> bool:
+    """True where a loader wrote to a parameter past the reload, which then brings the old values back."""
+    info = get_layerwise_info(module)
+    return info.can_load() and not is_deferred_attention_layer(module) and info.load_numel <= 0
+
+
+def _own_parameters(modules: Iterable[torch.nn.Module]) -> set[int]:
+    """Those that go through the reload: routing biases are written in place."""
+    named = (each for module in modules for each in module.named_parameters(recurse=False))
+    return {id(parameter) for name, parameter in named if name not in SKIP_LOAD_TENSORS}
 
 
 def register_transfer() -> None:
