@@ -15,6 +15,7 @@ __all__ = [
     "check_sglang_runs",
     "check_vllm_runs",
     "has_experts",
+    "read_latent_size",
     "refuse_wrapped",
     "require_known_layout",
 ]
@@ -29,6 +30,7 @@ _NOT_IN_SGLANG = ("bloom", "falcon")
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32's attention on a CPU; `build` asks the installed version."""
+_CPU_LATENT_SIZE = 576
 _DERIVED_HEAD_SIZE = ("qwen2",)
 """Families whose class in vLLM divides hidden_size by heads and ignores head_dim."""
 _WRAPPED = (
@@ -85,7 +87,13 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
         refuse_wrapped(model)
     if model.config.get("model_type") in _KEPT_BY_VLLM:
         raise model.refusal(f"is a {model.architecture or 'model'}, whose experts vLLM keeps in an update. {_OTHER}")
-    if on_cpu and shape.head_dim not in _CPU_HEAD_SIZES:
+    latent = read_latent_size(model)
+    if on_cpu and latent not in (None, _CPU_LATENT_SIZE):
+        raise model.refusal(
+            f"has kv_lora_rank + qk_rope_head_dim={latent}; vLLM's latent attention on a CPU runs {_CPU_LATENT_SIZE}. "
+            f"{_OTHER}"
+        )
+    if on_cpu and latent is None and shape.head_dim not in _CPU_HEAD_SIZES:
         raise model.refusal(
             f"has head_dim={shape.head_dim}; vLLM on a CPU runs {list(_CPU_HEAD_SIZES)}. Choose another model, or "
             "rollout backend 'transformers'"
@@ -104,6 +112,12 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
             f"{shape.family} derives it. Choose another model, or rollout backend 'transformers'"
         )
     return shape
+
+
+def read_latent_size(model: ModelDirectory) -> int | None:
+    """Numbers that a token leaves in the cache of each layer with latent attention; None without it."""
+    rank, rotated = (model.text_config.get(key) for key in ("kv_lora_rank", "qk_rope_head_dim"))
+    return rank + rotated if isinstance(rank, int) and isinstance(rotated, int) else None
 
 
 def refuse_wrapped(model: ModelDirectory) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class ShardTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def start_weight_update(self) -> None:
         """Prepares every layer; what an update that never finished left behind is dropped."""
         self._drop_unfinished()
+        self._name_loaders()
         initialize_layerwise_reload(self.model)
         self._forget_kernels()
         self._loaded: set[str] = set()
@@ -81,6 +83,13 @@ class ShardTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Nothing is held."""
+
+    def _name_loaders(self) -> None:
+        """Names the loaders that are partial functions: vLLM reads the names of all in a reload."""
+        for parameter in self.model.parameters():
+            loader = getattr(parameter, "weight_loader", None)
+            if isinstance(loader, partial):
+                loader.__dict__.setdefault("__name__", loader.func.__name__)
 
     def _forget_kernels(self) -> None:
         """On a CPU vLLM packs experts only where it also makes their kernel: it then leaves a reload unpacked."""
