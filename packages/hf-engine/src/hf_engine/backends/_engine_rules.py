@@ -25,12 +25,19 @@ SGLANG_EXPERTS = (
     "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 """Mixtures of experts that the loaders of SGLang 0.5.23 take, by tests; on a CPU it computes them wrongly."""
+_VLLM_EXPERTS = (
+    "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "granitemoe",
+    "llama4_text", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
+)  # fmt: skip
+"""Mixtures of experts that followed their training in vLLM 0.32, by tests."""
 _NOT_IN_SGLANG = ("bloom", "falcon")
 """Families that SGLang 0.5.23 runs neither by a class of its own nor by transformers'."""
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32's attention on a CPU; `build` asks the installed version."""
 _CPU_LATENT_SIZE = 576
+_ROUTED_ON_DEVICES = ("minimax_m2",)
+"""Families that choose experts by a bias without groups: vLLM 0.32 takes their updates on a CPU and cannot generate."""
 _DERIVED_HEAD_SIZE = ("qwen2",)
 """Families whose class in vLLM divides hidden_size by heads and ignores head_dim."""
 _WRAPPED = (
@@ -82,11 +89,18 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
     Raises:
         BackendError: for a family, a head size or rotary embeddings that do not run.
     """
-    shape = require_known_layout(model)
-    if model.config.get("model_type") in _WRAPPED:
+    shape, family = require_known_layout(model), model.config.get("model_type")
+    if family in _WRAPPED:
         refuse_wrapped(model)
-    if model.config.get("model_type") in _KEPT_BY_VLLM:
+    if family in _KEPT_BY_VLLM:
         raise model.refusal(f"is a {model.architecture or 'model'}, whose experts vLLM keeps in an update. {_OTHER}")
+    if family not in _VLLM_EXPERTS and has_experts(shape):
+        raise model.refusal(
+            f"is a mixture of experts of model_type={family!r}, which was not seen to follow its training in vLLM; it "
+            f"takes those of {', '.join(_VLLM_EXPERTS)}. {_OTHER}"
+        )
+    if on_cpu and family in _ROUTED_ON_DEVICES:
+        raise model.refusal(f"is a {model.architecture or 'model'}, whose routing vLLM has on devices only. {_OTHER}")
     latent = read_latent_size(model)
     if on_cpu and latent not in (None, _CPU_LATENT_SIZE):
         raise model.refusal(

@@ -61,7 +61,7 @@ def plan_layout(model: str | Path, topology: Topology, dtype: str) -> tuple[Mode
     if unordered := [group for group in topology.groups("gen_tp") if list(group) != sorted(group)]:
         raise BackendError(f"vLLM orders the ranks of a group by number; the groups {unordered} are ordered otherwise")
     files = read_model_directory(model)
-    shape = check_vllm_runs(files, on_cpu=current_platform.is_cpu() and read_latent_size(files) is not None)
+    shape = check_vllm_runs(files, on_cpu=current_platform.is_cpu())
     found = ModelRegistry.models.get(files.architecture)
     if shape.is_generic and getattr(found, "class_name", "Transformers").startswith("Transformers"):
         refuse_wrapped(files)
