@@ -73,9 +73,11 @@ class ShardTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         unreached = [module for module in self.model.modules() if _is_unreached(module)]
         finalize_layerwise_reload(self.model, self.model_config)
         self._pack_tied()
+        # Latent attention derives its own from a layer that was loaded.
+        derived = _own_parameters(module for module in self.model.modules() if is_deferred_attention_layer(module))
         old = _own_parameters(unreached) - _own_parameters({*self.model.modules()}.difference(unreached))
-        found = self.model.named_parameters()
-        if missing := sorted(name for name, each in found if name not in self._loaded or id(each) in old):
+        found = [(name, id(each)) for name, each in self.model.named_parameters() if id(each) not in derived]
+        if missing := sorted(name for name, each in found if name not in self._loaded or each in old):
             raise ReshardError(
                 f"vLLM's parameters {missing} were not loaded: their names do not map to the model's, or its loader of "
                 "this family takes none in an update"
