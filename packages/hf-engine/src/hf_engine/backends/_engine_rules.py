@@ -15,7 +15,6 @@ __all__ = [
     "check_sglang_runs",
     "check_vllm_runs",
     "has_experts",
-    "read_latent_size",
     "refuse_wrapped",
     "require_known_layout",
 ]
@@ -26,8 +25,8 @@ SGLANG_EXPERTS = (
 )  # fmt: skip
 """Mixtures of experts that the loaders of SGLang 0.5.23 take, by tests; on a CPU it computes them wrongly."""
 _VLLM_EXPERTS = (
-    "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "exaone_moe", "glm4_moe", "glm4_moe_lite", "granitemoe",
-    "llama4_text", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
+    "ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoe", "llama4_text", "minimax_m2", "mixtral", "olmoe",
+    "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 """Mixtures of experts that followed their training in vLLM 0.32, by tests."""
 _NOT_IN_SGLANG = ("bloom", "falcon")
@@ -35,7 +34,6 @@ _NOT_IN_SGLANG = ("bloom", "falcon")
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32's attention on a CPU; `build` asks the installed version."""
-_CPU_LATENT_SIZE = 576
 _ROUTED_ON_DEVICES = ("minimax_m2",)
 """Families that choose experts by a bias without groups: vLLM 0.32 takes their updates on a CPU and cannot generate."""
 _DERIVED_HEAD_SIZE = ("qwen2",)
@@ -47,6 +45,8 @@ _WRAPPED = (
 )  # fmt: skip
 """Families of which vLLM 0.32 has no class of its own: it changes transformers' in place, for training, too.
 `build` asks the installed version."""
+_DIFFERS_IN_VLLM = ("apertus", "cohere2")
+"""Families whose log-probs in vLLM 0.32 after an update were not those of transformers."""
 _KEPT_BY_VLLM = ("gpt_oss",)
 """Families whose loader in vLLM 0.32 writes experts past an update, which then keeps the old ones."""
 _OTHER = "Choose another model, or rollout backend 'transformers'"
@@ -92,6 +92,8 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
     shape, family = require_known_layout(model), model.config.get("model_type")
     if family in _WRAPPED:
         refuse_wrapped(model)
+    if family in _DIFFERS_IN_VLLM:
+        raise model.refusal(f"is a {model.architecture or 'model'}, which vLLM computes otherwise. {_OTHER}")
     if family in _KEPT_BY_VLLM:
         raise model.refusal(f"is a {model.architecture or 'model'}, whose experts vLLM keeps in an update. {_OTHER}")
     if family not in _VLLM_EXPERTS and has_experts(shape):
@@ -101,13 +103,7 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
         )
     if on_cpu and family in _ROUTED_ON_DEVICES:
         raise model.refusal(f"is a {model.architecture or 'model'}, whose routing vLLM has on devices only. {_OTHER}")
-    latent = read_latent_size(model)
-    if on_cpu and latent not in (None, _CPU_LATENT_SIZE):
-        raise model.refusal(
-            f"has kv_lora_rank + qk_rope_head_dim={latent}; vLLM's latent attention on a CPU runs {_CPU_LATENT_SIZE}. "
-            f"{_OTHER}"
-        )
-    if on_cpu and latent is None and shape.head_dim not in _CPU_HEAD_SIZES:
+    if on_cpu and shape.head_dim not in _CPU_HEAD_SIZES:
         raise model.refusal(
             f"has head_dim={shape.head_dim}; vLLM on a CPU runs {list(_CPU_HEAD_SIZES)}. Choose another model, or "
             "rollout backend 'transformers'"
@@ -126,12 +122,6 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
             f"{shape.family} derives it. Choose another model, or rollout backend 'transformers'"
         )
     return shape
-
-
-def read_latent_size(model: ModelDirectory) -> int | None:
-    """Numbers that a token leaves in the cache of each layer with latent attention; None without it."""
-    rank, rotated = (model.text_config.get(key) for key in ("kv_lora_rank", "qk_rope_head_dim"))
-    return rank + rotated if isinstance(rank, int) and isinstance(rotated, int) else None
 
 
 def refuse_wrapped(model: ModelDirectory) -> NoReturn:

@@ -82,13 +82,7 @@ TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
 model type with one of these."""
 
 _ENGINE_SIZES = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64}
-_ENGINE_MLA = {
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-    "num_key_value_heads": 2,
-}
+_ENGINE_MLA = {"qk_nope_head_dim": 24, "v_head_dim": 32, "num_key_value_heads": 2}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,

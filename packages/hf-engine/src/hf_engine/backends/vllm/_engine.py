@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hf_engine.backends._base import SamplingParams
-from hf_engine.backends._engine_rules import check_vllm_runs, read_latent_size, refuse_wrapped
+from hf_engine.backends._engine_rules import check_vllm_runs, refuse_wrapped
 from hf_engine.backends._memory import choose_positions, take_again
 from hf_engine.backends._shard import Shard
 from hf_engine.backends.vllm._draws import DrawProcessor
@@ -66,15 +65,12 @@ def plan_layout(model: str | Path, topology: Topology, dtype: str) -> tuple[Mode
     if shape.is_generic and getattr(found, "class_name", "Transformers").startswith("Transformers"):
         refuse_wrapped(files)
     sizes = CPUAttentionBackend.get_supported_head_sizes()
-    latent = read_latent_size(files)
-    if current_platform.is_cpu() and latent is None and shape.head_dim not in sizes:
+    if current_platform.is_cpu() and shape.head_dim not in sizes:
         raise files.refusal(
             f"has head_dim={shape.head_dim}; vLLM on a CPU runs {sizes}. Choose another model, or rollout backend "
             "'transformers'"
         )
     check_model_directory(files)
-    if latent is not None:  # of which one head per layer is cached
-        shape = replace(shape, num_kv_heads=1, head_dim=latent)
     return shape, generation_layout(shape, topology, dtype=dtype)
 
 
