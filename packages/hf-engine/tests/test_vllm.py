@@ -314,7 +314,7 @@ def update_kept_experts(model):
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_an_update_that_leaves_parameters_as_they_were_is_an_error(alone, tmp_path):
+def test_an_update_that_vllm_passes_over_is_an_error(alone, tmp_path):
     alone.run(update_kept_experts, write_engine_family(tmp_path, "gpt_oss"), deadline_s=300)
 
 

@@ -355,13 +355,10 @@ def _hint(key: str, known_keys: Sequence[str]) -> str:
     if owners := [other for other, recipe in RECIPES.items() if key in config_keys(recipe)]:
         shown = ", ".join(owners[:_MOST_HINTS]) + (" and others" if len(owners) > _MOST_HINTS else "")
         return f": a key of {shown}, not of this algorithm. Remove it or change algorithm.name"
-    near: dict[str, list[str]] = {}
-    elsewhere: dict[str, list[str]] = {}
-    for known in (*Config.model_fields, *known_keys):
-        table = near if known.startswith(f"{section}.") or not (dot or "." in known) else elsewhere
-        table.setdefault(known.rpartition(".")[2], []).append(known)
-    similar = find_similar(name, near)
-    found = near[similar[0]] if similar else elsewhere.get(name.lower(), [])
-    if found:
+    known = (*Config.model_fields, *known_keys)
+    near = [each for each in known if each.startswith(f"{section}.") or not (dot or "." in each)]
+    names = [each.rpartition(".")[2] for each in near]
+    wanted = similar[0] if (similar := find_similar(name, names)) else name.lower()
+    if found := [each for each in (near if similar else known) if each.rpartition(".")[2] == wanted]:
         return f": did you mean {' or '.join(map(show, found[:_MOST_HINTS]))}?"
-    return f". {f'[{section}] has' if dot else 'The sections are'} {', '.join(near)}"
+    return f". {f'[{section}] has' if dot else 'The sections are'} {', '.join(names)}"
