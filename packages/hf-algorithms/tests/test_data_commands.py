@@ -32,6 +32,9 @@ def run(*words: str) -> str:
     return result.stdout
 
 
+SIDES = ("chosen", "rejected")
+
+
 @pytest.fixture
 def rows(tmp_path: Path) -> str:
     path = tmp_path / "rows.jsonl"
@@ -86,7 +89,10 @@ def test_a_report_with_a_tokenizer_has_ids_and_what_is_left_out(rows: str, tmp_p
     ("record", "says"),
     [
         ({"text": "1+1=2"}, "rows: texts; prompt = none, text = 'text'"),
-        ({"chosen": "a", "rejected": "b"}, "rows: preferences; prompt = none, answer = none"),
+        (
+            {name: [{"role": "user", "content": "a"}, {"role": "assistant", "content": name}] for name in SIDES},
+            "rows: preferences; prompt = none, answer = none",
+        ),
         (
             {"messages": [{"role": "user", "content": "a"}]},
             "rows: chats; prompt = 'messages', answer = the last message, where it is the assistant's",
@@ -241,6 +247,28 @@ def test_pairs_of_a_configuration_are_checked_as_well(tmp_path: Path) -> None:
     assert (report["rows"], report["cut"], report["longest_response"]) == (2, 1, 3)
     assert report["first"] == {"prompt": "1+1=", "response": "2<eos>", "rejected": "11<eos>"}
     assert "rows are longer than the model's context of" in run("check", "--config", config)
+
+
+def test_pairs_of_a_file_are_checked_as_a_reward_model_reads_them(tmp_path: Path) -> None:
+    build_character_tokenizer("0123456789+=", tmp_path / "tokenizer")
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"question": "1+1=", "chosen": "2", "rejected": "11"}\n')
+    words = ("check", str(path), "--model", str(tmp_path / "tokenizer"))
+    first = {"prompt": "1+1=", "response": "2<eos>", "rejected": "11<eos>"}
+    assert json.loads(run(*words, "--json"))["pairs"]["first"] == first
+    assert "tokens: prompts up to 4, responses up to 3" in run(*words)
+    path.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "2"}\n')
+    with pytest.raises(DataError, match=r"pairs\.jsonl, line 1: its two sides are equal, '2'\. Remove the row"):
+        run(*words[:2])
+
+
+def test_prompts_that_are_all_dropped_are_refused(rows: str, tmp_path: Path) -> None:
+    build_character_tokenizer("0123456789+=", tmp_path / "tokenizer")
+    words = ("check", rows, "--model", str(tmp_path / "tokenizer"), "--max-prompt-tokens", "1", "--too-long", "drop")
+    with pytest.raises(
+        DataError, match=r"every prompt has more than 1 tokens, so data.too_long = 'drop' leaves no row"
+    ):
+        run(*words)
 
 
 def test_a_configuration_takes_no_other_option(rows: str, tmp_path: Path) -> None:

@@ -24,8 +24,9 @@ from hf_algorithms.data import (
 )
 from hf_protocols.errors import DataError
 
-USER, GOOD, BAD = (
-    {"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "a"), ("assistant", "b"))
+FIRST, USER, GOOD, BAD = (
+    {"role": role, "content": text}
+    for role, text in (("system", "s"), ("user", "hi"), ("assistant", "a"), ("assistant", "b"))
 )
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
@@ -49,12 +50,37 @@ def write(path: Path, *records: Any) -> Path:
         ({"prompt": "hi", "chosen": [GOOD], "rejected": [BAD]}, (USER,), (GOOD,), (BAD,)),
         ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, (USER,), (GOOD,), (BAD,)),
         (SAFE_RLHF, "p", "y", "x"),
+        ({"question": "p", "chosen": "x", "rejected": "y", "messages": [USER]}, "p", "x", "y"),
+        ({"prompt": "hi ", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, (USER,), (GOOD,), (BAD,)),
+        ({"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, (USER,), (GOOD,), (BAD,)),
+        (
+            {"prompt": "hi", "chosen": [FIRST, USER, GOOD], "rejected": [FIRST, USER, BAD]},
+            (FIRST, USER),
+            (GOOD,),
+            (BAD,),
+        ),
+        (
+            {"prompt": [USER], "chosen": [GOOD, USER, BAD], "rejected": [GOOD, USER, GOOD]},
+            (USER,),
+            (GOOD, USER, BAD),
+            (GOOD, USER, GOOD),
+        ),
     ],
 )
 def test_every_form_of_a_pair_is_read(tmp_path: Path, record: Any, prompt: Any, chosen: Any, rejected: Any) -> None:
     (row,) = load_preferences(write(tmp_path / "pairs.jsonl", record))
     assert (row.prompt, row.chosen, row.rejected) == (prompt, chosen, rejected)
     assert row.where == f"{tmp_path}/pairs.jsonl, line 1"
+
+
+def test_the_prompt_of_a_pair_may_be_nested(tmp_path: Path) -> None:
+    path = write(tmp_path / "pairs.jsonl", {"task": {"text": "p"}, "chosen": "x", "rejected": "y"})
+    (row,) = load_preferences(path, prompt_field="task.text")
+    assert row.prompt == "p"
+    with pytest.raises(
+        DataError, match=r"line 1 has no field 'prompt'; its fields are 'task'.* Correct data.prompt_fie"
+    ):
+        load_preferences(path, prompt_field="prompt")
 
 
 def test_costs_have_the_safer_side_first(tmp_path: Path) -> None:
@@ -69,7 +95,18 @@ def test_costs_have_the_safer_side_first(tmp_path: Path) -> None:
     [
         ("reward", {"prompt": "p", "chosen": "x", "rejected": "x"}, "line 1: its two sides are equal, 'x'. Remove"),
         ("reward", {"prompt": "p", "chosen": "x"}, "line 1 lacks chosen and rejected, or response_0"),
-        ("reward", {"chosen": "x", "rejected": "y"}, "line 1 lacks prompt; its fields are 'chosen', 'rejected'"),
+        ("reward", {"chosen": "x", "rejected": "y"}, "line 1 has no prompt; its fields are 'chosen', 'rejected'. Add"),
+        (
+            "reward",
+            {"prompt": "p\ud800", "chosen": "x", "rejected": "y"},
+            "line 1: field 'prompt' contains an unpaired",
+        ),
+        (
+            "reward",
+            {"prompt": "?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "line 1: a side begins with {'role",
+        ),
+        ("reward", {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD, USER]}, "line 1: a side ends with {'role"),
         ("reward", {"prompt": "p", "chosen": 3, "rejected": "y"}, "line 1: chosen is neither text nor a list"),
         ("reward", {"chosen": [USER, GOOD], "rejected": [USER]}, "line 1: without 'prompt' both sides must begin"),
         ("reward", SAFE_RLHF | {"better_response_id": 2}, "line 1: better_response_id = 2 is not 0 or 1"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hf_algorithms.budgets import find_block_tokens, find_response_room
-from hf_algorithms.data import DataReport, describe_data
+from hf_algorithms.data import DataReport, PreferenceDataset, describe_data, open_preferences
 from hf_algorithms.inputs import DATA_SETS, build_turn_format, has_pretraining_texts, load_model, load_row_sets
 from hf_algorithms.recipes import SupervisedDataset, SupervisedRecipe
 from hf_algorithms.rewards import check_rewards
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hf_algorithms.config import Config
+    from hf_algorithms.data import Rows, TurnFormat
 
-__all__ = ["LearnedReport", "describe_run_data"]
+__all__ = ["LearnedReport", "describe_pair_files", "describe_run_data"]
 
 _MOST_TEXT = 400
 
@@ -104,6 +105,37 @@ def describe_run_data(
         )
     check_rewards(config, {name: part for name, part in rows.items() if name in DATA_SETS}, search_path=search_path)
     return reports
+
+
+def describe_pair_files(
+    rows: Rows, prompt_field: str | None, *, turns: TurnFormat | None, context: int | None
+) -> LearnedReport | None:
+    """Reads files of preference pairs as a reward model would; None for other files, and without a tokenizer.
+
+    Args:
+        rows: the same files as prompts.
+        prompt_field: as `data.prompt_field`.
+        turns: how chats are written; None: no tokens are counted.
+        context: tokens of a prompt and a response together; None: unknown.
+
+    Raises:
+        DataError: for the first pair that a run refuses, such as one whose sides are equal.
+    """
+    if any(each.columns.kind != "preferences" for each in rows.files):
+        return None
+    sources = [(each.path, None) for each in rows.files]
+    said = {name for each in rows.files for name in each.columns.others}
+    labels: Literal["reward", "cost"] = "reward" if said & {"chosen", "better_response_id"} else "cost"
+    pairs = open_preferences(sources, labels=labels, prompt_field=prompt_field)
+    if turns is None:
+        for _ in pairs:
+            pass
+        return None
+    source = ", ".join(each.path for each in rows.files)
+    most = context or max(turns.tokenizer.model_max_length, 2)
+    return _describe_learned(
+        PreferenceDataset(pairs, turns.tokenizer, max_tokens=most, source=source, turns=turns), turns.tokenizer
+    )
 
 
 def _describe_learned(data: SupervisedDataset, tokenizer: PreTrainedTokenizerBase) -> LearnedReport:

@@ -71,8 +71,10 @@ def check(file: tuple[str, ...], config: str | None, overrides: tuple[str, ...],
         if not file or overrides:
             wrong = "--set is an option of --config" if overrides else "no FILE is named"
             raise ConfigError(f"hybridflow data check: {wrong}. Name a FILE, or a CONFIG with --config")
-        report = _check_files(file, options)
-        _print_report(report.to_dict() if as_json else report.lines(), [report])
+        report, pairs = _check_files(file, options)
+        content = report.to_dict() | ({} if pairs is None else {"pairs": pairs.to_dict()})
+        lines = [*report.lines(), *([] if pairs is None else pairs.lines())]
+        _print_report(content if as_json else lines, [report])
         return
     if (given := _list_given(options)) or file:
         raise ConfigError(
@@ -98,8 +100,9 @@ def _list_given(options: Mapping[str, Any]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name, value in options.items() if value not in (None, ())]
 
 
-def _check_files(files: tuple[str, ...], options: dict[str, Any]) -> DataReport:
+def _check_files(files: tuple[str, ...], options: dict[str, Any]) -> tuple[DataReport, LearnedReport | None]:
     from hf_algorithms.data import TextBlocks, TurnFormat, describe_data, open_rows, read_template
+    from hf_algorithms.data_checks import describe_pair_files
 
     model, template, new, block = (
         options[name] for name in ("model", "chat_template", "max_new_tokens", "block_tokens")
@@ -133,7 +136,7 @@ def _check_files(files: tuple[str, ...], options: dict[str, Any]) -> DataReport:
         answer_field=options["answer_field"],
         promptless=("texts", "preferences"),
     )
-    return describe_data(
+    report = describe_data(
         rows,
         turns=turns,
         model_ids=None if given is None else given.end_ids,
@@ -144,6 +147,7 @@ def _check_files(files: tuple[str, ...], options: dict[str, Any]) -> DataReport:
         too_long=options["too_long"] or "error",
         block_tokens=block if context is None else block or min(context, TextBlocks.default_tokens),
     )
+    return report, describe_pair_files(rows, options["prompt_field"], turns=turns, context=context)
 
 
 def _check_config(config: str, overrides: tuple[str, ...]) -> dict[str, DataReport | LearnedReport]:

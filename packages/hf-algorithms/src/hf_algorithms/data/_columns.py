@@ -16,6 +16,7 @@ __all__ = [
     "Kind",
     "describe_answer",
     "find_columns",
+    "find_prompt_of_pairs",
     "get_field",
     "has_answers_in_chats",
     "is_chat",
@@ -96,10 +97,13 @@ def find_columns(
     """
     names = list(dict.fromkeys(name for record in records for name in record))
     absent = _describe_absent(names, where)
-    prompt = _choose(records, prompt_field, PROMPT_COLUMNS, "prompt", absent=absent, where=where)
     has_pairs = any(all(_is_present(records, name) for name in pair) for pair in _PAIRS)
-    if prompt is None and has_pairs and "preferences" in promptless:
-        return ColumnMapping(kind="preferences", prompt=None, answer=None, others=tuple(names))
+    if has_pairs and "preferences" in promptless:
+        prompt = find_prompt_of_pairs(records, where=where, prompt_field=prompt_field)
+        if prompt is None:
+            return ColumnMapping(kind="preferences", prompt=None, answer=None, others=tuple(names))
+    else:
+        prompt = _choose(records, prompt_field, PROMPT_COLUMNS, "prompt", absent=absent, where=where)
     if prompt is None and _is_present(records, _TEXT_COLUMN):
         if "texts" in promptless:
             others = tuple(name for name in names if name != _TEXT_COLUMN)
@@ -125,6 +129,16 @@ def find_columns(
     elif any(is_chat(get_field(record, prompt)) for record in records):
         kind = "chats"
     return ColumnMapping(kind=kind, prompt=prompt, answer=answer, others=others)
+
+
+def find_prompt_of_pairs(records: Sequence[Mapping[str, Any]], *, where: str, prompt_field: str | None) -> str | None:
+    """Finds the prompt's column of pairs; None if they have none. `messages` hold a whole chat, not a prompt.
+
+    Raises:
+        DataError: as `find_columns` does.
+    """
+    absent = _describe_absent(list(dict.fromkeys(name for record in records for name in record)), where)
+    return _choose(records, prompt_field, (("prompt",), *PROMPT_COLUMNS[1:]), "prompt", absent=absent, where=where)
 
 
 def get_field(record: Mapping[str, Any], field: str) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from hf_algorithms.data._columns import find_prompt_of_pairs, get_field
 from hf_algorithms.data._file_rows import FileRows, build_order
 from hf_algorithms.data._jagged_columns import build_jagged, check_rows
-from hf_algorithms.data._rows import Message, Row
+from hf_algorithms.data._rows import SAMPLE_RECORDS, Message, Row, check_characters
 from hf_algorithms.data._sequences import SequenceEncoder, cut_to
 from hf_algorithms.data._tables import Table, open_tables
 from hf_algorithms.data._turns import TurnFormat
@@ -62,11 +64,11 @@ class PreferenceRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PairFile:
-    """A file of pairs: its records, what they must say, and the number of its source."""
+    """A file of pairs: its records, what they must say, the prompt's field, and the number of its source."""
 
     table: Table
     labels: Labels
-    prompt_field: str
+    prompt_field: str | None
     source: int = 0
 
     def build_row(self, record: Mapping[str, Any], number: int) -> PreferenceRow:
@@ -80,18 +82,19 @@ class PairFile:
 
 
 def open_preferences(
-    sources: Iterable[tuple[str, float | None]], *, labels: Labels = "reward", prompt_field: str = "prompt"
+    sources: Iterable[tuple[str, float | None]], *, labels: Labels = "reward", prompt_field: str | None = None
 ) -> FileRows[PreferenceRow]:
     """Opens files of pairs: `prompt, chosen, rejected`, or the columns of safe-rlhf. Rows are read one by one.
 
-    Sides are texts, or messages of a chat; without a prompt, the messages that both sides begin with are the prompt.
+    Sides are texts, or messages of a chat. Where both sides begin with the messages of the prompt, or the pair has no
+    prompt of its own, the messages that both begin with are the prompt.
     safe-rlhf's rows have `prompt, response_0, response_1`, with `better_response_id` for a reward model, and
     `safer_response_id, is_response_0_safe, is_response_1_safe` for a cost model.
 
     Args:
         sources: a path, a pattern such as `data/*.jsonl`, or a hub name, and its weight or None.
         labels: what a row must say: which response is better, or which is safer and whether each is safe.
-        prompt_field: name of the prompt's column.
+        prompt_field: field of the prompt; None: found by its name.
 
     Raises:
         DataError: for a file that cannot be opened or is empty; when rows are read, with the line for a row of another
@@ -103,13 +106,15 @@ def open_preferences(
         for each, table in open_tables(path):
             if not len(table):
                 raise DataError(f"{each} has no rows. Add at least one pair")
-            files.append(PairFile(table=table, labels=labels, prompt_field=prompt_field, source=number))
+            records = list(islice(table.records(), SAMPLE_RECORDS))
+            field = find_prompt_of_pairs(records, where=table.where(0), prompt_field=prompt_field)
+            files.append(PairFile(table=table, labels=labels, prompt_field=field, source=number))
     given = [each for each in weights if each is not None]
     return FileRows(files, given or None)
 
 
 def load_preferences(
-    path: str | Path, *, labels: Labels = "reward", prompt_field: str = "prompt"
+    path: str | Path, *, labels: Labels = "reward", prompt_field: str | None = None
 ) -> list[PreferenceRow]:
     """Reads every pair of what `open_preferences` opens.
 
@@ -227,9 +232,10 @@ class PreferenceDataset:
 
     def _encode(self, row: PreferenceRow) -> list[list[int]]:
         """The ids of the prompt and of both responses."""
+        sides, where = (row.chosen, row.rejected), row.where or None
         if not isinstance(row.prompt, str):
-            return self._encoder.encode_chat(row.prompt, [_messages(row.chosen), _messages(row.rejected)])
-        pairs = [self._encoder.encode_text(row.prompt, str(side)) for side in (row.chosen, row.rejected)]
+            return self._encoder.encode_chat(row.prompt, [_messages(side) for side in sides], where=where)
+        pairs = [self._encoder.encode_text(row.prompt, str(side), where=where) for side in sides]
         return [pairs[0][0], pairs[0][1], pairs[1][1]]
 
     def _cut(self, ids: list[list[int]]) -> list[list[int]]:
@@ -249,7 +255,7 @@ def _messages(side: Text) -> tuple[Message, ...]:
     return ({"role": "assistant", "content": side},) if isinstance(side, str) else side
 
 
-def _read_pair(record: Mapping[str, Any], where: str, prompt_field: str) -> PreferenceRow:
+def _read_pair(record: Mapping[str, Any], where: str, prompt_field: str | None) -> PreferenceRow:
     if all(name in record for name in _PAIR):
         chosen, rejected = (_read_text(record, name, where) for name in _PAIR)
     elif all(name in record for name in (*_NUMBERED, _BETTER)):
@@ -259,7 +265,7 @@ def _read_pair(record: Mapping[str, Any], where: str, prompt_field: str) -> Pref
     return _build_row(record, where, prompt_field, chosen, rejected)
 
 
-def _read_cost(record: Mapping[str, Any], where: str, prompt_field: str) -> PreferenceRow:
+def _read_cost(record: Mapping[str, Any], where: str, prompt_field: str | None) -> PreferenceRow:
     wanted = (*_NUMBERED, _SAFER, *_SAFE)
     if not all(name in record for name in wanted):
         raise _lacking(record, where, ", ".join(wanted))
@@ -284,30 +290,66 @@ def _order(record: Mapping[str, Any], key: str, where: str) -> tuple[Text, Text]
 def _build_row(
     record: Mapping[str, Any],
     where: str,
-    prompt_field: str,
+    prompt_field: str | None,
     chosen: Text,
     rejected: Text,
     unsafe: tuple[bool, bool] | None = None,
 ) -> PreferenceRow:
     if chosen == rejected:
         raise DataError(f"{where}: its two sides are equal, {show(chosen)}. Remove the row")
-    if prompt_field in record:
+    prompt = None
+    if prompt_field is not None and get_field(record, prompt_field) is not None:
         prompt = _read_text(record, prompt_field, where)
-    elif isinstance(chosen, tuple) and isinstance(rejected, tuple):
-        common = sum(1 for _ in _take_equal(chosen, rejected))
-        prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
-        if not prompt or not chosen or not rejected:
-            raise DataError(
-                f"{where}: without {show(prompt_field)} both sides must begin with the same messages and end with "
-                "different ones. Add the column"
-            )
-    else:
-        raise _lacking(record, where, prompt_field)
+    if isinstance(chosen, tuple) and isinstance(rejected, tuple):
+        prompt, chosen, rejected = _split_chats(prompt, chosen, rejected, where)
+    elif prompt is None:
+        there = ", ".join(shorten_list([show(name) for name in record]))
+        raise DataError(f"{where} has no prompt; its fields are {there}. Add 'prompt', or set data.prompt_field")
     if isinstance(prompt, str) and not (isinstance(chosen, str) and isinstance(rejected, str)):
         prompt = ({"role": "user", "content": prompt},)
     if not isinstance(prompt, str):
         chosen, rejected = _messages(chosen), _messages(rejected)
+        _check_chats(prompt, (chosen, rejected), where)
     return PreferenceRow(prompt=prompt, chosen=chosen, rejected=rejected, unsafe=unsafe, where=where)
+
+
+def _split_chats(
+    prompt: Text | None, chosen: tuple[Message, ...], rejected: tuple[Message, ...], where: str
+) -> tuple[Text, tuple[Message, ...], tuple[Message, ...]]:
+    """The prompt and what follows it on each side; sides may be whole chats, next to a prompt of their own or not."""
+    common = sum(1 for _ in _take_equal(chosen, rejected))
+    if prompt is not None and not _holds(chosen[:common], prompt):
+        return prompt, chosen, rejected
+    if not 0 < common < min(len(chosen), len(rejected)):
+        raise DataError(
+            f"{where}: without 'prompt' both sides must begin with the same messages and end with different ones. "
+            "Add the column"
+        )
+    return chosen[:common], chosen[common:], rejected[common:]
+
+
+def _holds(messages: Sequence[Message], prompt: Text) -> bool:
+    """True if the prompt is in messages: those of a chat, or a text as what a user says."""
+    if not messages or messages[0]["role"] == "assistant":
+        return False
+    if isinstance(prompt, str):
+        said = [str(each["content"]).strip() for each in messages if each["role"] == "user"]
+        return prompt.strip() in said
+    starts = range(len(messages) - len(prompt) + 1)
+    return any(tuple(messages[start : start + len(prompt)]) == prompt for start in starts)
+
+
+def _check_chats(prompt: tuple[Message, ...], sides: Iterable[tuple[Message, ...]], where: str) -> None:
+    """Refuses a response that begins with another prompt, or that the assistant does not end."""
+    for side in sides:
+        if prompt[-1]["role"] == "user" and side[0]["role"] in ("system", "user"):
+            raise DataError(
+                f"{where}: a side begins with {show(dict(side[0]))}, which is not in its prompt. Correct one of the two"
+            )
+        if side[-1]["role"] != "assistant" or not isinstance(side[-1]["content"], str):
+            raise DataError(
+                f"{where}: a side ends with {show(dict(side[-1]))}, which is not a text of the assistant. Correct it"
+            )
 
 
 def _take_equal(first: Sequence[Message], second: Sequence[Message]) -> Iterable[Message]:
@@ -318,13 +360,23 @@ def _take_equal(first: Sequence[Message], second: Sequence[Message]) -> Iterable
 
 
 def _read_text(record: Mapping[str, Any], name: str, where: str) -> Text:
-    value = record[name]
+    value = get_field(record, name)
     if isinstance(value, str):
+        _check_characters(value, name, where)
         return value
     is_chat = isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) for each in value)
     if not is_chat or not all(isinstance(each.get("role"), str) and "content" in each for each in value):
         raise DataError(f"{where}: {name} is neither text nor a list of messages with role and content. Correct it")
-    return tuple(value)
+    for each in value:
+        _check_characters(str(each["content"]), name, where)
+    return tuple({key: part for key, part in each.items() if part is not None or key == "content"} for each in value)
+
+
+def _check_characters(text: str, name: str, where: str) -> None:
+    try:
+        check_characters(text, name)
+    except DataError as error:
+        raise DataError(f"{where}{error}") from None
 
 
 def _lacking(record: Mapping[str, Any], where: str, wanted: str) -> DataError:

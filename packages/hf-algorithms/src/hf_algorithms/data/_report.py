@@ -127,7 +127,14 @@ class DataReport:
     def refusal(self) -> str | None:
         """The reason for which a run refuses these rows; None if it takes them."""
         bound = self.too_long
-        if bound is None or bound.action != "error" or not bound.rows:
+        if bound is None or not bound.rows:
+            return None
+        if bound.action == "drop" and bound.rows == self.rows:
+            return (
+                f"{self.files[0].path}: every prompt has more than {bound.limit:,} tokens, so data.too_long = 'drop' "
+                "leaves no row. Lower rollout.max_new_tokens, or set data.too_long = 'truncate_left'"
+            )
+        if bound.action != "error":
             return None
         return (
             f"{self.files[0].path}: {bound.rows:,} of {self.rows:,} prompts have more than {bound.limit:,} tokens, so "
@@ -305,7 +312,7 @@ def _show_first(rows: Rows, turns: TurnFormat | None) -> FirstRow:
         ids = tuple(column.tolist())
     return FirstRow(
         where=rows.where(0),
-        prompt=prompt or None,
+        prompt=None if rows.files[0].columns.prompt is None else prompt,
         answer=row.answer,
         columns=dict(row.columns),
         text=None if ids is None or turns is None else str(turns.tokenizer.decode(list(ids))),

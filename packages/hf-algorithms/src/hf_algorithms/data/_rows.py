@@ -17,9 +17,21 @@ from hf_algorithms.data._tables import FORMATS, Table, open_tables
 from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
 
-__all__ = ["Message", "Row", "RowFile", "Rows", "load_rows", "locate_row", "open_rows", "read_records", "write_rows"]
+__all__ = [
+    "SAMPLE_RECORDS",
+    "Message",
+    "Row",
+    "RowFile",
+    "Rows",
+    "check_characters",
+    "load_rows",
+    "locate_row",
+    "open_rows",
+    "read_records",
+    "write_rows",
+]
 
-_SAMPLE = 100
+SAMPLE_RECORDS = 100
 """Records by which columns are found."""
 
 
@@ -100,7 +112,7 @@ def open_rows(
             if not len(table):
                 raise DataError(f"{each} has no rows. Data is {FORMATS}")
             columns = find_columns(
-                list(islice(table.records(), _SAMPLE)),
+                list(islice(table.records(), SAMPLE_RECORDS)),
                 where=table.where(0),
                 prompt_field=prompt_field,
                 answer_field=answer_field,
@@ -189,7 +201,7 @@ def _read_prompt(record: Mapping[str, Any], name: str) -> tuple[str | tuple[Mess
         return _read_text(value, name, wanted="text, a number or a list of messages with roles", role="prompt"), None
     messages = [{key: part for key, part in each.items() if part is not None} for each in value]
     for message in messages:
-        _check_characters(str(message.get("content", "")), name)
+        check_characters(str(message.get("content", "")), name)
     written = None
     if has_answers_in_chats(name) and messages[-1]["role"] == "assistant":
         content = messages.pop().get("content")
@@ -238,11 +250,12 @@ def _read_text(value: object, name: str, *, wanted: str, role: str) -> str:
         spelling = value.spelling if isinstance(value, SpelledNumber) else value
         raise DataError(f": field {show(name)} is {spelling}, not a finite number. Correct the row")
     text = value.spelling if isinstance(value, SpelledNumber) else str(value)
-    _check_characters(text, name)
+    check_characters(text, name)
     return text
 
 
-def _check_characters(text: str, name: str) -> None:
+def check_characters(text: str, name: str) -> None:
+    """Refuses a text of a field that cannot be written as UTF-8; the message follows the place of the row."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -39,16 +39,20 @@ class SequenceEncoder:
         end: Any = tokenizer.eos_token_id
         self._end = self._suffix or ([end] if type(end) is int else [])
 
-    def encode_text(self, prompt: str, response: str, *, has_ended: bool = True) -> tuple[list[int], list[int]]:
+    def encode_text(
+        self, prompt: str, response: str, *, has_ended: bool = True, where: str | None = None
+    ) -> tuple[list[int], list[int]]:
         """Returns the ids of the prompt, with what the tokenizer puts before a text, and of the response.
 
         Args:
             prompt: text.
             response: text.
             has_ended: False for a response that was cut: it gets no end-of-sequence token.
+            where: place of the row, for messages.
         """
         if (chat := self._turns.as_chat(prompt)) is not None:
-            ids = self.encode_chat(chat, [({"role": "assistant", "content": response},)], has_ended=has_ended)
+            answer = {"role": "assistant", "content": response}
+            ids = self.encode_chat(chat, [(answer,)], has_ended=has_ended, where=where)
             return ids[0], ids[1]
         first = list(self._tokenizer(prompt)["input_ids"])
         second = list(self._tokenizer(response, add_special_tokens=False)["input_ids"])
@@ -56,7 +60,12 @@ class SequenceEncoder:
         return first[: len(first) - len(self._suffix)], [*second, *end]
 
     def encode_chat(
-        self, messages: Sequence[Message], responses: Sequence[Sequence[Message]], *, has_ended: bool = True
+        self,
+        messages: Sequence[Message],
+        responses: Sequence[Sequence[Message]],
+        *,
+        has_ended: bool = True,
+        where: str | None = None,
     ) -> list[list[int]]:
         """Returns the ids of the prompt and then of each response, by the chat template.
 
@@ -66,20 +75,21 @@ class SequenceEncoder:
             messages: of the prompt.
             responses: messages of each, the last of them the assistant's.
             has_ended: False for responses that were cut: they do not get the token that ends a turn.
+            where: place of the row, for messages.
 
         Raises:
             DataError: without a chat template, or for a response that does not end with a text of the assistant.
         """
-        turns = self._turns
+        turns, label = self._turns, where or self._label
         if not turns.has_template:
             raise DataError(
-                f"{self._label}: its tokenizer has no chat template, and a row is a chat. Write the rows as texts, or "
+                f"{label}: its tokenizer has no chat template, and a row is a chat. Write the rows as texts, or "
                 "add a chat_template to its tokenizer_config.json"
             )
         before = [(*messages, *response[:-1]) for response in responses]
-        texts = [self._read_last(response) for response in responses]
-        prompt, *heads = turns.encode_prompts([messages, *before], name_row=lambda _: self._label)
-        ends = turns.encode_responses(before, texts, name_row=lambda _: self._label)
+        texts = [_read_last(response, label) for response in responses]
+        prompt, *heads = turns.encode_prompts([messages, *before], name_row=lambda _: label)
+        ends = turns.encode_responses(before, texts, name_row=lambda _: label)
         whole = [[*head, *(end if has_ended else end[:-1])] for head, end in zip(heads, ends, strict=True)]
         common = min(_common_length(prompt, each) for each in whole)
         return [prompt[:common], *(each[common:] for each in whole)]
@@ -90,15 +100,15 @@ class SequenceEncoder:
             return len(self.encode_text(prompt, "", has_ended=False)[0])
         return len(self.encode_chat(prompt, [({"role": "assistant", "content": ""},)])[0])
 
-    def _read_last(self, response: Sequence[Message]) -> str:
-        last: Message = response[-1] if response else {}
-        content = last.get("content")
-        if last.get("role") != "assistant" or not isinstance(content, str):
-            raise DataError(
-                f"{self._label}: a response ends with {show(dict(last))}, which is not a text of the assistant. "
-                "Correct the row"
-            )
-        return content
+
+def _read_last(response: Sequence[Message], label: str) -> str:
+    last: Message = response[-1] if response else {}
+    content = last.get("content")
+    if last.get("role") != "assistant" or not isinstance(content, str):
+        raise DataError(
+            f"{label}: a response ends with {show(dict(last))}, which is not a text of the assistant. Correct the row"
+        )
+    return content
 
 
 def cut_to(max_tokens: int, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> list[list[int]]:

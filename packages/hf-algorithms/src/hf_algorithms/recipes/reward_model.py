@@ -69,7 +69,7 @@ def open_pairs(sources: Iterable[tuple[str, float | None]], config: Config) -> F
 
     refuse_unread(config, UNREAD_OF_PAIRS, "reward-model")
     algorithm: Any = config.algorithm
-    return open_preferences(sources, labels=algorithm.labels, prompt_field=config.data.prompt_field or "prompt")
+    return open_preferences(sources, labels=algorithm.labels, prompt_field=config.data.prompt_field)
 
 
 def build_dataset(
