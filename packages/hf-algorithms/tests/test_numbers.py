@@ -11,7 +11,20 @@ from hf_algorithms.rewards import find_final_number, gsm8k_accuracy, math_verify
 
 WRITTEN = {
     "1200": ["1200", "1,200", "1 200", "1\u202f200", "1{,}200", r"1\,200", "1.200,00", "1\u2019200", "1200.", "$1,200"],
-    "-3": ["-3", "\u22123", "\u20133", "$-3", "-$3", "- 3", "-3.0", "\u22123 \u00b0C", "x = -3"],
+    "-3": [
+        "-3",
+        "\u22123",
+        "\u20133",
+        "$-3",
+        "-$3",
+        "- 3",
+        "-3.0",
+        "\u22123 \u00b0C",
+        "x = -3",
+        "\u20113",
+        r"\(-3\)",
+        r"\frac{6}{-2}",
+    ],
     "18": [
         "18",
         "$18",
@@ -39,7 +52,21 @@ WRITTEN = {
         "2 \u00d7 10^6",
         "$2 million",
     ],
-    "12": ["12 km/h", "12 m\u00b2", "12 apples per day", "12 (in total)"],
+    "12": [
+        "12 km/h",
+        "12 m\u00b2",
+        "12 apples per day",
+        "12 (in total)",
+        "12 cm^2",
+        r"12\,\mathrm{m}^{2}",
+        "**12**",
+        "\u2248 12",
+        r"12^\circ",
+        "12\u00a2",
+    ],
+    "1000": ["10^3", "10^{3}", "$1k", r"\frac{3,000}{3}"],
+    "1/2": ["1.5/3", r"\frac{1.5}{3}", "1\u22152"],
+    "2500000": ["$2.5M", "USD 2.5mn", "2.5 million"],
 }
 NOT_NUMBERS = ["", "three", "5 apples and 3 pears", "1/0", "12/25/2024", "1e99999", "x", "9" * 5000, "v1.2.3"]
 
@@ -50,7 +77,7 @@ NOT_NUMBERS = ["", "three", "5 apples and 3 pears", "1/0", "12/25/2024", "1e9999
 def test_a_number_is_read_however_it_is_written(text: str, value: str) -> None:
     assert read_number(text) == Fraction(value)
     assert find_final_number(f"First 7, then 10-5. \\boxed{{{text}}}") == Fraction(value)
-    marked = value if text[0] in "\\x-" or text == "1 200" else text
+    marked = value if text[0] in "\\x-*\u2248" or text == "1 200" else text
     assert gsm8k_accuracy([""], [f"#### {marked}"], [text]) == [1.0]
 
 
@@ -71,10 +98,24 @@ def test_other_texts_are_not_numbers(text: str) -> None:
         ("no number", None),
         ("\\boxed{x} and 4", 4),
         ("1, 2, 3", 3),
+        ("so 12 and \\boxed{3\\sqrt{13}}", None),
+        ("\\boxed{\\text{It is } 5}", 5),
+        ("The area is 25 cm^2.", 25),
+        ("#### 1 200", 1200),
+        ("1 200", 1200),
+        ("It costs $5k.", 5000),
+        ("273K", 273),
     ],
 )
 def test_the_final_number_of_a_response(response: str, value: Any) -> None:
     assert find_final_number(response) == value
+
+
+@pytest.mark.parametrize("answer", ["3x^2", r"3\sqrt{13}", r"\boxed{2\pi}", "x^2 + 3 = y"])
+def test_an_expression_is_not_an_answer_in_numbers(answer: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a number: math_verify compares expressions"):
+        number_match([""], ["3"], [answer])
+    assert number_match([""], ["3"], ["The answer is 3 cm^2."]) == [1.0]
 
 
 def test_number_match_compares_values() -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from hf_algorithms.rewards._check import answers_checked_by
-from hf_algorithms.rewards._numbers import find_final_number, read_number
+from hf_algorithms.rewards._numbers import find_final_number, read_answer
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
 
@@ -16,8 +16,8 @@ __all__ = ["math_verify", "number_match"]
 
 
 def _check_number(answer: str) -> None:
-    if find_final_number(answer) is None:
-        raise ValueError("it has no number")
+    if read_answer(answer) is None:
+        raise ValueError("it is not a number: math_verify compares expressions")
 
 
 @answers_checked_by(_check_number, needs_answers=True)
@@ -84,9 +84,7 @@ def _number_of(answer: str) -> Fraction:
     Raises:
         ValueError: without one.
     """
-    number = read_number(answer)
+    number = read_answer(answer)
     if number is None:
-        number = find_final_number(answer)
-    if number is None:
-        raise ValueError(f"the answer {show(answer)} of the data has no number")
+        raise ValueError(f"the answer {show(answer)} of the data is not a number: math_verify compares expressions")
     return number

@@ -4,57 +4,82 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-__all__ = ["Number", "find_final_number", "find_numbers", "plain_text", "read_number"]
+__all__ = ["Number", "find_final_number", "find_numbers", "plain_text", "read_answer", "read_number"]
 
-_MINUS = "\u2212\u2013\u2012\ufe63\uff0d"
-"""Minus sign, the dashes that stand for it, and the forms of East Asian text."""
-_CURRENCIES = "$\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd"
+_MINUS = "\u2212\u2013\u2012\u2011\u2010\ufe63\uff0d"
+"""Minus sign, the dashes and hyphens that stand for it, and the forms of East Asian text."""
+_CURRENCIES = "$\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd\u20ba\u20b4\u20ab\u20b1\u20a6\u20aa\u0e3f\u00a2"
 _CODES = "USD|EUR|GBP|JPY|CHF|INR|CAD|AUD"
 _THIN_SPACES = "\u00a0\u2009\u202f\u2007"
 _WORDS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SUFFIXES = {"k": 3, "m": 6, "mn": 6, "b": 9, "bn": 9}
+"""Behind an amount of money, such as `$2.5M`."""
 _MOST_DIGITS = 400
 """Of a number and of a power of ten: longer ones are not what anybody means, and take long."""
 
-_LATEX: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+
+def _write_fraction(match: re.Match[str]) -> str:
+    sign = "-" if (match[1] == "-") != (match[3] == "-") else ""
+    return f"{sign}{match[2]}/{match[4]} "
+
+
+def _write_power(match: re.Match[str]) -> str:
+    base, exponent = int(match[1]), int(match[2])
+    if base == 10:
+        return f"1e{exponent}"
+    return str(base**exponent) if 0 <= exponent <= _MOST_EXPONENT else match[0]
+
+
+_MOST_EXPONENT = 64
+_PART = r"\d+(?:,\d{3})*(?:\.\d+)?"
+_LATEX: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern), text)
     for pattern, text in (
         (r"(?<=\d)(?=\\[dtc]?frac)", " "),
-        (r"\\[dtc]?frac\s*\{\s*(-?\d+)\s*\}\s*\{\s*(\d+)\s*\}", r"\1/\2 "),
+        (rf"\\[dtc]?frac\s*\{{\s*(-?)({_PART})\s*\}}\s*\{{\s*(-?)({_PART})\s*\}}", _write_fraction),
         (r"\\[dtc]?frac\s*(\d)\s*(\d)", r"\1/\2 "),
         (r"\\(?:text|mathrm|mathbf|textbf|mbox)\s*\{([^{}]*)\}", r" \1 "),
         (r"\s*(?:\\times|\\cdot)\s*10\s*\^\s*\{?\s*(-?\d+)\s*\}?", r"e\1"),
         (r"\{,\}|(?<=\d)\\[,!:;](?=\d{3})", ","),
-        (r"\\left|\\right|\\[!,:; ]", ""),
+        (r"\^\s*\{?\s*\\circ\s*\}?", "\u00b0"),
+        (r"\\left|\\right|\\[!,:; ()\[\]]", ""),
         (r"\\([$%#&])", r"\1"),
     )
 )
 _POWER = re.compile(r"(?<=\d)\s*[\u00d7x*]\s*10\s*(?:\^|\*\*)\s*\{?(-?\d+)\}?")
+_WHOLE_POWER = re.compile(r"(?<![\w.,])(\d{1,6})\s*\^\s*\{?(-?\d{1,3})\}?(?!\d)")
 _THIN_GROUP = re.compile(rf"(?<=\d)[{_THIN_SPACES}'\u2019](?=\d{{3}}(?!\d))")
 
 _WHOLE = r"\d{1,3}(?:\.\d{3}){2,}(?:,\d+)?|\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)(?:\.\d+)?"
 _PLAIN = r"\d+(?:,\d{1,2}(?![\d,]))|\d+(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"""
-    (?<![\w.])
+    (?<![\w.^])(?<!\^[-{{])(?<!\^{{-)
     (?P<sign>(?<![\w)\]}}])-|\+)?
-    (?:(?:US|CA|A)?[{_CURRENCIES}]\ ?|(?:{_CODES})\ ?)?
+    (?P<currency>(?:US|CA|A)?[{_CURRENCIES}]\ ?|(?:{_CODES})\ ?)?
     (?P<inner>-)?
     (?:
         (?P<mixed>\d+)\ +(?P<above>\d+)\ ?/\ ?(?P<below>\d+)(?![\d/])
-      | (?P<above2>\d+)\ ?/\ ?(?P<below2>\d+)(?![\d/])
+      | (?P<above2>{_PART})\ ?/\ ?(?P<below2>{_PART})(?![\d/])
       | (?P<number>{_WHOLE}|{_PLAIN})(?:[eE](?P<power>[-+]?\d+))?
     )
-    (?:\ ?(?P<word>{"|".join(_WORDS)})\b)?
+    (?:\ ?(?P<word>{"|".join(_WORDS)})\b|(?P<suffix>(?(currency)(?:[kKmMbB]|[mb]n)\b|(?!))))?
     """,
     re.VERBOSE,
 )
-_ALONE = re.compile(r"\s*(?:[A-Za-z]\w*\s*=\s*)?(?P<sign>-\s+)?")
+_ALONE = re.compile(r"\s*(?:(?:[A-Za-z]\w*\s*)?[=~\u2248]\s*)?(?P<sign>-\s+)?")
 _SQUARE_CUBE = "\u00b2\u00b3"
-_UNIT = re.compile(rf"(?:[^\W\d_]|[%\u00b0\u00b7{_CURRENCIES}{_SQUARE_CUBE}/^*.,\-\s()])*")
+_LENGTHS = r"(?:[cdkm]?m|in|ft|yd|mi|inches|feet|yards|miles|met(?:er|re)s?|units?|s)"
+_UNIT_POWER = re.compile(rf"\b{_LENGTHS}\s*\^")
+_UNIT = re.compile(
+    rf"(?:{_LENGTHS}\s*\^\s*\{{?-?\d\}}?|[^\W\d_]|[%\u00b0\u00b7{_CURRENCIES}{_SQUARE_CUBE}/^*.,\-\s()])*"
+)
+_EXPRESSION = re.compile(r"\\[A-Za-z]+|[\^\u221a\u03c0]")
+"""Part of an expression whose value is not one of its numbers."""
 _LONGEST = 500
 """Characters of a text that is a number."""
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -90,8 +115,8 @@ def plain_text(text: str) -> str:
             letters.append(
                 letter if letter.isascii() or letter in _SQUARE_CUBE else unicodedata.normalize("NFKC", letter)
             )
-    text = "".join(letters).replace("\u2044", "/")
-    return _POWER.sub(r"e\1", text)
+    text = "".join(letters).replace("\u2044", "/").replace("\u2215", "/")
+    return _WHOLE_POWER.sub(_write_power, _POWER.sub(r"e\1", text))
 
 
 def find_numbers(plain: str) -> Iterator[Number]:
@@ -108,7 +133,9 @@ def read_number(text: str) -> Fraction | None:
     Read are `1,200`, `$-3`, `-5 km`, `3/4`, `1 1/2`, `\frac{3}{4}`, `1.5e3`, `2 million`, `50%` (as 50), `x = 7`; and
     `1 200` with a plain space, every form of the minus sign, and fractions that are one character.
     """
-    plain = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", ",", plain_text(_unbox(text)).strip().strip("$").strip())
+    plain = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", ",", plain_text(_unbox(text)).strip(" \t\r\n*"))
+    while len(plain) > 1 and plain[0] == plain[-1] == "$":
+        plain = plain[1:-1].strip()
     if len(plain) > _LONGEST:
         return None
     start = _ALONE.match(plain)
@@ -120,10 +147,34 @@ def read_number(text: str) -> Fraction | None:
     return -found.value if start["sign"] else found.value
 
 
+def read_answer(text: str) -> Fraction | None:
+    """Returns the number that an answer of the data is or, as in a worked solution, ends in; None for an expression."""
+    number = read_number(text)
+    if number is None and ("####" in text or _last_box(text) is not None or not _is_expression(plain_text(text))):
+        number = find_final_number(text)
+    return number
+
+
+def _is_expression(plain: str) -> bool:
+    return _EXPRESSION.search(_UNIT_POWER.sub("", plain)) is not None
+
+
+def _read_box(boxed: str) -> Fraction | None:
+    """The number of a box, or the only one in its words; None for an expression."""
+    value, plain = read_number(boxed), plain_text(boxed)
+    numbers = list(find_numbers(plain))
+    if value is None and len(numbers) == 1 and not _is_expression(plain):
+        return numbers[0].value
+    return value
+
+
 def find_final_number(text: str) -> Fraction | None:
     """Returns the number that a response ends in: in its last box, else behind its last ####, else the last one."""
     boxed = _last_box(text)
-    if boxed is not None and (value := read_number(boxed)) is not None:
+    if boxed is not None and any(map(str.isdigit, boxed)):
+        return _read_box(boxed)
+    whole = text.rpartition("####")[2].strip().partition("\n")[0] if "####" in text else text
+    if (value := read_number(whole)) is not None:
         return value
     for part in (text.rpartition("####")[2] if "####" in text else "", text):
         numbers = list(find_numbers(plain_text(part)))
@@ -139,12 +190,13 @@ def _value(match: re.Match[str]) -> Fraction | None:
         return None
     above, below = match["above"] or match["above2"], match["below"] or match["below2"]
     if above is not None:
-        if int(below) == 0:
+        parts = [Fraction(each.replace(",", "")) for each in (above, below)]
+        if not parts[1]:
             return None
-        value = Fraction(int(above), int(below)) + int(match["mixed"] or 0)
+        value = parts[0] / parts[1] + int(match["mixed"] or 0)
     else:
         value = Fraction(_decimal_point(match["number"])) * _power_of_ten(int(power))
-    value *= _power_of_ten(_WORDS.get(match["word"] or "", 0))
+    value *= _power_of_ten(_WORDS.get(match["word"] or "", _SUFFIXES.get((match["suffix"] or "").lower(), 0)))
     return -value if (match["sign"] == "-") != (match["inner"] == "-") else value
 
 
