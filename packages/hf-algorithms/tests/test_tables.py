@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import sys
 import tempfile
 import tracemalloc
@@ -146,6 +148,11 @@ def test_what_is_wrong_in_columns_that_only_travel_is_left(tmp_path: Path) -> No
         ("a.jsonl.gz", PACKED[:12] + b"\xff\xff" + PACKED[14:], ": the gzip file is damaged: "),
         ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n{"prompt"'), ", line 2 is not JSON"),
         ("a.jsonl.gz", gzip.compress(b""), " has no rows"),
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfdab", ": is compressed with Zstandard. Unpack it"),
+        ("a.jsonl", bz2.compress(b"{}"), ": is compressed with bzip2. Unpack it"),
+        ("a.jsonl.xz", lzma.compress(b"{}"), ": is compressed with xz. Unpack it"),
+        ("a.arrow", b"ARROW1\0\0", ": is an Arrow file. Save it as Parquet, or name the directory"),
+        ("a.pkl", b"\x80\x04\x95", ": is a pickle of Python. Save it as JSONL or Parquet"),
         ("data_set/state.json", "{", ": `datasets` cannot load it"),
         (
             "data_set/dataset_dict.json",
@@ -220,6 +227,24 @@ def test_a_split_of_a_data_set_is_a_directory(tmp_path: Path) -> None:
     parts = {name: datasets.Dataset.from_list(RECORDS[:size]) for name, size in (("train", 4), ("test", 2))}
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "both")
     assert load_rows(tmp_path / "both" / "test") == ROWS[:2]
+
+
+def test_numbers_of_parquet_have_the_digits_they_were_written_with(tmp_path: Path) -> None:
+    values = [0.1, 3.0, 123456.7, None]
+    columns = {"prompt": pa.array([b"caf\xc3\xa9"] * 4), "answer": pa.array(values, pa.float32())}
+    pyarrow.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    rows = load_rows(tmp_path / "a.parquet")
+    assert [row.answer for row in rows] == ["0.1", "3.0", "123456.7", None]
+    assert rows[0].prompt == "caf\u00e9"
+    pyarrow.parquet.write_table(pa.table({"prompt": ["a"], "answer": pa.array([b"\xff"])}), tmp_path / "b.parquet")
+    with pytest.raises(
+        DataError, match=r"b\.parquet, row 1: field 'answer' is binary and not UTF-8\. Store it as text"
+    ):
+        load_rows(tmp_path / "b.parquet")
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(twice, tmp_path / "c.parquet")
+    with pytest.raises(DataError, match=r"c\.parquet: has the column 'prompt' twice\. Rename one of the two"):
+        load_rows(tmp_path / "c.parquet")
 
 
 def test_values_of_parquet_are_those_of_json(tmp_path: Path) -> None:

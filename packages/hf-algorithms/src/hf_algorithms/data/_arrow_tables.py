@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate
@@ -18,12 +19,26 @@ from typing import Any
 from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
 
-__all__ = ["DatasetTable", "ParquetTable", "open_dataset_directory", "open_hub_dataset"]
+__all__ = ["Binary", "DatasetTable", "ParquetTable", "open_dataset_directory", "open_hub_dataset"]
 
 _CACHE_BYTES = 256 << 20
 _BATCH_ROWS = 1024
 _PROBE_S = 10.0
 _PLAIN = (str, int, float, type(None))
+
+
+class Binary(str):
+    """Bytes in base64, as rewards see them; a prompt or an answer is the text that they are in UTF-8."""
+
+    __slots__ = ()
+
+    def decode(self) -> str:
+        """Returns the text.
+
+        Raises:
+            UnicodeDecodeError: for bytes that are not UTF-8.
+        """
+        return base64.b64decode(self).decode()
 
 
 class ParquetTable:
@@ -39,6 +54,7 @@ class ParquetTable:
             self._file = pyarrow.parquet.ParquetFile(path)
             groups = self._file.metadata
             sizes = [groups.row_group(group).num_rows for group in range(groups.num_row_groups)]
+        self._narrow = _find_narrow(self._file.schema_arrow, shown)
         self._starts: list[int] = list(accumulate(sizes, initial=0))
         self._groups: OrderedDict[int, Any] = OrderedDict()
 
@@ -52,7 +68,7 @@ class ParquetTable:
         group = bisect_right(self._starts, row) - 1
         with self._errors():
             (found,) = self._read_group(group).slice(row - self._starts[group], 1).to_pylist()
-        return _to_json_object(found)
+        return _to_json_object(found, self._narrow)
 
     def records(self) -> Iterator[Mapping[str, Any]]:
         batches = self._file.iter_batches(batch_size=_BATCH_ROWS)
@@ -61,7 +77,7 @@ class ParquetTable:
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield from map(_to_json_object, batch.to_pylist())
+            yield from (_to_json_object(each, self._narrow) for each in batch.to_pylist())
 
     def _read_group(self, group: int) -> Any:
         if group not in self._groups:
@@ -91,6 +107,7 @@ class DatasetTable:
     def __init__(self, dataset: Any, shown: str) -> None:
         self._dataset = dataset.with_format("arrow")
         self._shown = shown
+        self._narrow = _find_narrow(dataset.features.arrow_schema, shown)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -100,11 +117,11 @@ class DatasetTable:
 
     def record(self, row: int) -> Mapping[str, Any]:
         (found,) = self._dataset[row].to_pylist()
-        return _to_json_object(found)
+        return _to_json_object(found, self._narrow)
 
     def records(self) -> Iterator[Mapping[str, Any]]:
         for batch in self._dataset.iter(_BATCH_ROWS):
-            yield from map(_to_json_object, batch.to_pylist())
+            yield from (_to_json_object(each, self._narrow) for each in batch.to_pylist())
 
 
 def open_dataset_directory(path: Path, shown: str) -> DatasetTable:
@@ -198,8 +215,33 @@ def _one_line(error: Exception) -> str:
     return show(" ".join(str(error).split()).rstrip(".") or type(error).__name__)
 
 
-def _to_json_object(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {name: _to_json(value) for name, value in record.items()}
+def _find_narrow(schema: Any, shown: str) -> Mapping[str, str]:
+    """Columns of floats with fewer digits than Python's, by their format in `struct`; refuses a name that is twice."""
+    from pyarrow import types
+
+    twice = [name for name, count in Counter(schema.names).items() if count > 1]
+    if twice:
+        raise DataError(f"{shown}: has the column {show(twice[0])} twice. Rename one of the two")
+    kinds = ((types.is_float32, "f"), (types.is_float16, "e"))
+    return {field.name: kind for field in schema for is_kind, kind in kinds if is_kind(field.type)}
+
+
+def _to_json_object(record: Mapping[str, Any], narrow: Mapping[str, str]) -> Mapping[str, Any]:
+    """The record as JSON has it; a float of 32 or 16 bits has the digits that it was written with, as 0.1."""
+    found = {name: _to_json(value) for name, value in record.items()}
+    for name, kind in narrow.items():
+        if found[name] is not None:
+            found[name] = _shorten(found[name], kind)
+    return found
+
+
+def _shorten(value: float, kind: str) -> float:
+    """The number with the fewest digits that is stored as this one."""
+    for digits in range(1, 10):
+        shorter = float(f"{value:.{digits}g}")
+        if struct.unpack(kind, struct.pack(kind, shorter))[0] == value:
+            return shorter
+    return value
 
 
 def _to_json(value: Any) -> Any:
@@ -210,4 +252,4 @@ def _to_json(value: Any) -> Any:
         return {str(name): _to_json(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_to_json(each) for each in value]
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+    return Binary(base64.b64encode(value).decode()) if isinstance(value, bytes) else str(value)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_algorithms.atomic_files import write_text
+from hf_algorithms.data._arrow_tables import Binary
 from hf_algorithms.data._columns import ColumnMapping, Kind, find_columns, get_field, has_answers_in_chats, is_chat
 from hf_algorithms.data._file_rows import FileRows
 from hf_algorithms.data._json_records import SpelledNumber, describe_json_kind
@@ -249,6 +250,11 @@ def _read_text(value: object, name: str, *, wanted: str, role: str) -> str:
     if isinstance(value, float) and value - value != 0:
         spelling = value.spelling if isinstance(value, SpelledNumber) else value
         raise DataError(f": field {show(name)} is {spelling}, not a finite number. Correct the row")
+    if isinstance(value, Binary):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError:
+            raise DataError(f": field {show(name)} is binary and not UTF-8. Store it as text") from None
     text = value.spelling if isinstance(value, SpelledNumber) else str(value)
     check_characters(text, name)
     return text

@@ -24,7 +24,18 @@ FORMATS = "JSONL, JSON, CSV, Parquet, or a directory that `datasets` saved"
 """Formats that are read, for messages."""
 
 _DATASET_FILES = ("state.json", "dataset_dict.json", "dataset_info.json")
-_HEADS = {b"\xff\xfe": "is text in UTF-16. Save it as UTF-8", b"\xfe\xff": "is text in UTF-16. Save it as UTF-8"}
+_HEADS = {
+    b"\xff\xfe": "is text in UTF-16. Save it as UTF-8",
+    b"\xfe\xff": "is text in UTF-16. Save it as UTF-8",
+    b"\x28\xb5\x2f\xfd": "is compressed with Zstandard. Unpack it",
+    b"BZh": "is compressed with bzip2. Unpack it",
+    b"\xfd7zXZ\x00": "is compressed with xz. Unpack it",
+    b"7z\xbc\xaf\x27\x1c": "is a 7z archive. Unpack it",
+    b"ARROW1": "is an Arrow file. Save it as Parquet, or name the directory that `datasets` saved",
+    b"\x80\x03": "is a pickle of Python. Save it as JSONL or Parquet",
+    b"\x80\x04": "is a pickle of Python. Save it as JSONL or Parquet",
+    b"\x80\x05": "is a pickle of Python. Save it as JSONL or Parquet",
+}
 _MOST_BLANKS = 1 << 16
 
 
