@@ -454,6 +454,19 @@ def test_a_list_of_sources_that_is_none_is_one_line(tmp_path: Path, value: str, 
 SEVERAL = {"functions": [{"name": "right", "function": "a:f"}, {"name": "form", "function": "b.py:g", "weight": 0.5}]}
 
 
+def test_scores_that_nothing_counts_are_refused() -> None:
+    idle = {"functions": [{"name": "a", "function": "a:f", "weight": 0.0}]}
+    with pytest.raises(
+        ConfigError, match=r"^reward\.functions: every weight is 0, so no response has a score\. Set one"
+    ):
+        parse_config({**MINIMAL, "reward": idle})
+    parse_config({**MINIMAL, "reward": {**idle, "model": {"path": "m"}}})
+    with pytest.raises(
+        ConfigError, match=r"^\[cost\] is set, and ppo keeps no cost below a limit\. Remove it, or choose"
+    ):
+        parse_config({**MINIMAL, "cost": {"function": "a:f"}})
+
+
 def test_several_functions_read_back_as_they_are() -> None:
     given = {**MINIMAL, "reward": SEVERAL, "cost": {"functions": [{"name": "length", "function": "c:h"}]}}
     config = parse_config({**given, "algorithm": {"name": "safe_rlhf"}})

@@ -240,6 +240,8 @@ def test_templates_and_options_that_cannot_be_used_are_refused(tokenizers, tmp_p
             TurnFormat(tokenizer, template=template)
     with pytest.raises(ConfigError, match=r"data.template_options has add_generation_prompt, which is not a variable"):
         TurnFormat(tokenizer, options={"add_generation_prompt": False})
+    with pytest.raises(ConfigError, match=r"data.template_options has messages, which is not a variable"):
+        TurnFormat(tokenizer, options={"messages": []})
     with pytest.raises(ConfigError, match=r"data.chat_template = 'absent.jinja': cannot be read as a file \(No such"):
         read_template("absent.jinja")
     (tmp_path / "own.jinja").write_text("{{ messages }}")

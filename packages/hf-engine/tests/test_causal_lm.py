@@ -175,6 +175,11 @@ def test_a_family_without_a_table_is_compared_with_its_modules(tmp_path):
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(BackendError, match=rf"lacks the parameters {name}\. Give a whole directory of one model"):
         build_without_memory(read_model_directory(model))
+    weights |= {name: removed, "model.extra.weight": removed.clone()}
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BackendError, match=r"holds model\.extra\.weight \(1 such\), for which a Gemma2ForCausalLM has"):
+        build_without_memory(read_model_directory(model))
+    del weights["model.extra.weight"]
     weights[name] = removed[:4].contiguous()
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(BackendError, match=rf"1 parameters differ, such as '{name}', which is \(4, 16\) and must be"):

@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -259,7 +260,22 @@ def _find_problems_of_rewards(config: Config) -> Iterator[str]:
             )
         if part.model is not None and any(each.name == "model" for each in part.list_functions()):
             yield f"{section}.functions: the name 'model' is that of [{section}.model] in metrics. Rename the function"
+        yield from _find_idle_scores(config, section)
     yield from _find_wrong_filters(config)
+
+
+def _find_idle_scores(config: Config, section: str) -> Iterator[str]:
+    """Scores that nothing reads, and those of which none counts; a recipe of one's own may read what it likes."""
+    part, recipe = getattr(config, section), config.recipe
+    weights = {f"{section}.functions": [each.weight for each in part.list_functions()]}
+    weights[f"{section}.model"] = [] if part.model is None else [part.model.weight]
+    given = [key for key, values in weights.items() if values]
+    if not given or config.algorithm.recipe is not None:
+        return
+    if section == "cost" and all(role.name != "cost" for role in recipe.roles):
+        yield f"[cost] is set, and {recipe.name} keeps no cost below a limit. Remove it, or choose safe_rlhf"
+    elif any(role.name == section for role in recipe.roles) and not any(chain.from_iterable(weights.values())):
+        yield f"{' and '.join(given)}: every weight is 0, so no response has a score. Set one to another number"
 
 
 def _find_wrong_filters(config: Config) -> Iterator[str]:

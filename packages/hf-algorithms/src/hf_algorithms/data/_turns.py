@@ -282,7 +282,7 @@ class TurnFormat:
 
     def _check_options(self) -> None:
         parameters = signature(self._tokenizer.apply_chat_template).parameters
-        fixed = {name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD}
+        fixed = {"messages", *(name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD)}
         if taken := sorted((fixed - {"tools", "documents"}) & self._options.keys()):
             raise ConfigError(
                 f"data.template_options has {taken[0]}, which is not a variable of a chat template. Remove it"

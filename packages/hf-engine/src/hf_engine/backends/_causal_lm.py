@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -206,10 +207,10 @@ def save_causal_lm(
 
 
 def _compare_headers(files: ModelDirectory, built: Any) -> None:
-    """Refuses parameters of another size or that are missing, before ranks load them.
+    """Refuses parameters of another size, missing or surplus, before ranks load them.
 
     Some families have other names in files than in modules, which loading converts. Sizes are compared where names are
-    equal, and what is missing only where all names are those of modules.
+    equal, and what is missing or surplus only where names are those of modules.
     """
     held = files.tensors
     wanted = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
@@ -218,10 +219,13 @@ def _compare_headers(files: ModelDirectory, built: Any) -> None:
     tied = built.get_expanded_tied_weights_keys(all_submodels=True)
     optional = {*tied, *tied.values(), find_head_name(built)}
     known = {*wanted, *optional, *persistent_buffers(built), *SCORE_HEADS}
-    if all(name in known or is_buffer(name) for name in held):
-        refuse_lacking(
-            files, sorted(name for name in wanted if name not in held and name not in optional) if held else []
-        )
+    missing = sorted(name for name in wanted if name not in held and name not in optional) if held else []
+    surplus = [name for name in held if name not in known and not is_buffer(name)]
+    if not surplus:
+        refuse_lacking(files, missing)
+    elif not missing:  # else names may be those that loading converts
+        ignored = getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()
+        _refuse_surplus(files, built, [name for name in surplus if not any(re.search(each, name) for each in ignored)])
 
 
 def _refuse_other_sizes(files: ModelDirectory, differing: Collection[tuple[str, Sequence[int], Sequence[int]]]) -> None:
