@@ -121,3 +121,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert path.read_bytes() == b"old"
     with pytest.raises(DataError, match="cannot be written"):
         write_rows(path / "below" / "a" / "file", [Row("a", "b")])
+
+
+def test_an_answer_in_parts_of_text_is_their_text(tmp_path):
+    parts = b'[{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]'
+    chat = b'{"messages": [{"role": "user", "content": "6*7"}, {"role": "assistant", "content": %s}]}\n'
+    texts, other = load_rows(_file(tmp_path, chat % parts + chat % b'[{"type": "image", "image": "a.png"}]'))
+    assert (texts.answer, other.answer) == ("42", None)

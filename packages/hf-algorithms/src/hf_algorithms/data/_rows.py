@@ -205,11 +205,18 @@ def _read_prompt(record: Mapping[str, Any], name: str) -> tuple[str | tuple[Mess
         check_characters(str(message.get("content", "")), name)
     written = None
     if has_answers_in_chats(name) and messages[-1]["role"] == "assistant":
-        content = messages.pop().get("content")
-        written = content if isinstance(content, str) else None
+        written = _join_text(messages.pop().get("content"))
     if not messages:
         raise DataError(f": field {show(name)} has no message before the response. Begin a chat with a user's message")
     return tuple(messages), written
+
+
+def _join_text(content: object) -> str | None:
+    """The text of a message, also where it is a list of parts that are all text; None for other content."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [each.get("text") for each in parts if isinstance(each, Mapping) and each.get("type") == "text"]
+    whole = [each for each in texts if isinstance(each, str)]
+    return "".join(whole) if whole and len(whole) == len(parts) else None
 
 
 def _check_messages(value: object, name: str) -> None:

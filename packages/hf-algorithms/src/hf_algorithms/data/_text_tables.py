@@ -201,7 +201,9 @@ class CsvTable:
             try:
                 values = next(records, None)
             except csv.Error as error:
-                raise DataError(f"{self._index.shown}, line {begin[1]} is not CSV: {error}") from error
+                raise DataError(
+                    f"{self._index.shown}, line {begin[1]} is not CSV: {error}. Close every quote that opens there"
+                ) from error
             if values is None:
                 return
             yield begin, end, values
