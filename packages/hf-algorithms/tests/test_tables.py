@@ -206,7 +206,7 @@ def test_a_field_that_is_not_a_prompt_or_answer_is_one_line(tmp_path: Path, reco
 def test_pairs_are_not_prompts(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"chosen": "a", "rejected": "b"}')
     with pytest.raises(
-        DataError, match=r"line 1 has two responses and no prompt: such pairs train a reward model\. Use"
+        DataError, match=r"line 1 has two responses and no prompt: such pairs train a policy or a reward model\. Use"
     ):
         load_rows(tmp_path / "a.jsonl")
 
@@ -231,11 +231,11 @@ def test_a_split_of_a_data_set_is_a_directory(tmp_path: Path) -> None:
 
 def test_numbers_of_parquet_have_the_digits_they_were_written_with(tmp_path: Path) -> None:
     values = [0.1, 3.0, 123456.7, None]
-    columns = {"prompt": pa.array([b"caf\xc3\xa9"] * 4), "answer": pa.array(values, pa.float32())}
+    columns = {"prompt": pa.array([b"\xc3\xa9"] * 4), "answer": pa.array(values, pa.float32())}
     pyarrow.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
     rows = load_rows(tmp_path / "a.parquet")
     assert [row.answer for row in rows] == ["0.1", "3.0", "123456.7", None]
-    assert rows[0].prompt == "caf\u00e9"
+    assert rows[0].prompt == "\u00e9"
     pyarrow.parquet.write_table(pa.table({"prompt": ["a"], "answer": pa.array([b"\xff"])}), tmp_path / "b.parquet")
     with pytest.raises(
         DataError, match=r"b\.parquet, row 1: field 'answer' is binary and not UTF-8\. Store it as text"

@@ -58,7 +58,7 @@ def open_pairs(sources: Iterable[tuple[str, float | None]], config: Config) -> F
     from hf_algorithms.data import open_preferences
 
     refuse_unread(config, UNREAD_OF_PAIRS, "dpo")
-    return open_preferences(sources, prompt_field=config.data.prompt_field or "prompt")
+    return open_preferences(sources, prompt_field=config.data.prompt_field)
 
 
 def build_dataset(
