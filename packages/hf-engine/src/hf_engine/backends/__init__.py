@@ -33,7 +33,10 @@ from hf_engine.backends._registry import (
     load_rollout_backend,
     load_train_backend,
 )
+from hf_engine.backends._responses import build_responses, read_prompts
+from hf_engine.backends._sampling import draw_uniforms, sample_tokens
 from hf_engine.backends._shapes import derive_shape
+from hf_engine.backends._stop_strings import StopStrings, load_stop_strings
 
 __all__ = [
     "AdoptsWeights",
@@ -49,6 +52,7 @@ __all__ = [
     "RolloutBackend",
     "SamplingParams",
     "Settles",
+    "StopStrings",
     "SupportsBufferLoading",
     "SupportsBuffers",
     "SupportsModelCheck",
@@ -59,7 +63,12 @@ __all__ = [
     "TrainConfig",
     "available_rollout_backends",
     "available_train_backends",
+    "build_responses",
     "derive_shape",
+    "draw_uniforms",
     "load_rollout_backend",
+    "load_stop_strings",
     "load_train_backend",
+    "read_prompts",
+    "sample_tokens",
 ]
