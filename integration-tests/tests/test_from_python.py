@@ -35,7 +35,7 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_page_runs_cell_by_cell(notebook: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(cells) == 3
+    assert len(cells) == 4
     names: dict[str, Any] = {"__name__": "__main__"}
     for cell in cells:
         exec(compile(cell, "<cell>", "exec"), names)
@@ -46,7 +46,7 @@ def test_the_page_runs_cell_by_cell(notebook: Path, capsys: pytest.CaptureFixtur
     assert first.summary["score_after"] < first.summary["score_before"]
     assert [row["iteration"] for row in second.metrics] == [1, 2]
     assert all((each.model_dir / "config.json").is_file() for each in (first, second, third))
-    assert str(first.model_dir) in capsys.readouterr().out
+    assert str(first.model_dir) in (printed := capsys.readouterr().out) and "4 64 final" in printed
 
 
 def test_an_error_leaves_the_kernel_usable_and_no_files(notebook: Path) -> None:

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from hf_algorithms.advantages import GAE, GroupAdvantage, LagrangianAdvantage, Multiplier, ReinforceAdvantage
     from hf_algorithms.config import Config, load_config, parse_config
     from hf_algorithms.dataflow import derive_dataflow
+    from hf_algorithms.exporting import export
+    from hf_algorithms.generation import generate
     from hf_algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
+    from hf_algorithms.model_evaluation import evaluate
     from hf_algorithms.python_api import TrainingResult, dpo, reward_model, sft, train
     from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe, Role, StepContext
     from hf_algorithms.roles import Roles
@@ -41,6 +44,9 @@ __all__ = [
     "ValueLoss",
     "derive_dataflow",
     "dpo",
+    "evaluate",
+    "export",
+    "generate",
     "load_config",
     "parse_config",
     "reward_model",
@@ -54,7 +60,10 @@ _HOMES = {
     "advantages": ("GAE", "GroupAdvantage", "LagrangianAdvantage", "Multiplier", "ReinforceAdvantage"),
     "config": ("Config", "load_config", "parse_config"),
     "dataflow": ("derive_dataflow",),
+    "exporting": ("export",),
+    "generation": ("generate",),
     "losses": ("PolicyLoss", "SupervisedLoss", "ValueLoss"),
+    "model_evaluation": ("evaluate",),
     "python_api": ("TrainingResult", "dpo", "reward_model", "sft", "train"),
     "recipes": ("RECIPES", "AlgorithmConfig", "PPOConfig", "Recipe", "Role", "StepContext"),
     "roles": ("Roles",),
