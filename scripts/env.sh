@@ -102,5 +102,5 @@ mapfile -t arguments < <(engine_arguments)
 "$uv" pip install --python "$venv/bin/python" ${pins:+--constraints "$pins"} --build-constraints constraints.txt \
     $([ -z "$engine" ] && echo --compile-bytecode) --group dev "${arguments[@]}" \
     -e packages/hf-protocols -e "packages/hf-engine[megatron]" -e packages/hf-mapper -e packages/hf-controller \
-    -e "packages/hf-algorithms$([ -z "$engine" ] && echo '[datasets,serve,verify]' || echo '[datasets]')"
+    -e "packages/hf-algorithms$([ -z "$engine" ] && echo '[datasets,lora,serve,verify]' || echo '[datasets,lora]')"
 fingerprint >"$stamp"

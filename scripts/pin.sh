@@ -11,7 +11,7 @@ ENGINE_DEVICE=cpu source scripts/engines.sh
 
 compile() { # $1: the file to write, then uv's options
     env -u UV_FIND_LINKS .venv/bin/uv pip compile --quiet --python-version 3.11 \
-        --extra transformers --extra megatron --extra datasets --group dev packages/*/pyproject.toml \
+        --extra transformers --extra megatron --extra datasets --extra lora --group dev packages/*/pyproject.toml \
         --no-emit-package hf-protocols --no-emit-package hf-engine --no-emit-package hf-mapper \
         --no-emit-package hf-controller --no-emit-package hf-algorithms \
         --no-annotate --no-header "${@:2}" --output-file "$1"

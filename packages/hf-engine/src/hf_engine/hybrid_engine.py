@@ -21,7 +21,7 @@ from hf_engine.backends._abilities import (
 from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._base import RolloutBackend, SamplingParams, TrainBackend
 from hf_engine.lost_peers import lost_peers_are_errors
-from hf_engine.pairing import agree_on_plan, build_transfer_group, copy_buffers
+from hf_engine.pairing import agree_on_plan, build_transfer_group, copy_buffers, pair_adapters
 from hf_engine.process_groups import local_device, wait_for_device
 from hf_engine.resharding.agreement import agree_on_moving
 from hf_engine.resharding.digest import compute_digests
@@ -88,9 +88,9 @@ class HybridEngine:
     """Moves the weights of a training backend into a rollout backend on the same ranks (paper, section 5).
 
     Where both have one dtype the training shard is moved, not copied: during generation a rank holds its generation
-    shard and nothing of the training shard beside it, afterwards the training weights are back, bit by bit, and the
-    generation shard is freed. Training weights of another dtype (float32 masters of a bfloat16 model) stay, and so do
-    those of an engine that keeps its weights itself: it is fed with the rank's shards, some parameters at a time.
+    shard alone, afterwards the training weights are back, bit by bit, and the generation shard is freed. Training
+    weights of another dtype (float32 masters of a bfloat16 model) stay, and so do those of an engine that keeps its
+    weights itself: it is fed with the rank's shards, some at a time, with low-rank adapters as such or merged.
 
     Example:
         with engine.generation():
@@ -121,11 +121,10 @@ class HybridEngine:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         training_weights: Literal["move", "keep", "offload"] | None = None,
     ) -> None:
+        training_weights = cast("Any", pair_adapters(train, rollout, training_weights))
         plan = agree_on_plan(train, rollout, topology, training_weights, bucket_bytes)
         source, target = plan.source, plan.target
-        self._train = train
-        self._rollout = rollout
-        self._plan = plan
+        self._train, self._rollout, self._plan = train, rollout, plan
         self._offloads = training_weights == "offload"
         self._mover: ShardMover | None = None
         self._proof: SampleProof | None = None

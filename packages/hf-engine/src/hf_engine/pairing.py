@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._abilities import (
+    SupportsAdapters,
     SupportsBufferLoading,
     SupportsBuffers,
     SupportsShardLoading,
     SupportsWeightBuffers,
+    TakesAdapters,
 )
 from hf_engine.backends._base import RolloutBackend, TrainBackend
 from hf_engine.process_groups import build_groups, local_device, local_world_size
@@ -25,7 +27,31 @@ from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.topology import Topology
 
-__all__ = ["agree_on_plan", "build_transfer_group", "copy_buffers"]
+__all__ = ["agree_on_plan", "build_transfer_group", "copy_buffers", "pair_adapters"]
+
+
+def pair_adapters(train: TrainBackend, rollout: RolloutBackend, training_weights: str | None) -> str | None:
+    """Has a training backend with adapters show them as the rollout backend takes them: apart, or merged.
+
+    Returns:
+        `training_weights`; merged weights are copies, beside which the training weights stay: `"keep"` by default.
+
+    Raises:
+        BackendError: for merged weights that were to be moved, or a rollout backend with other adapters.
+    """
+    wanted = rollout.lora if isinstance(rollout, TakesAdapters) else None
+    own = train.lora if isinstance(train, SupportsAdapters) else None
+    if wanted is not None and (own is None or (own.rank, own.scaling) != (wanted.rank, wanted.scaling)):
+        raise BackendError(f"the rollout backend has {wanted}, the training backend {own}: build both with one lora")
+    if not isinstance(train, SupportsAdapters):
+        return training_weights
+    train.keep_adapters_apart(wanted is not None)
+    if wanted is None and training_weights == "move":
+        raise BackendError(
+            'training_weights="move": merged adapters are copies, which the training weights cannot lie in. Use "keep" '
+            'or "offload"'
+        )
+    return training_weights or (None if wanted is not None else "keep")
 
 
 def agree_on_plan(

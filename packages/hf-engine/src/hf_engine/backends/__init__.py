@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hf_engine.backends._abilities import (
     AdoptsWeights,
+    ChecksAdapters,
     ChecksLayout,
     ChecksOptions,
     ChecksRows,
@@ -11,12 +12,14 @@ from hf_engine.backends._abilities import (
     FormsReplicas,
     HoldsPadding,
     Settles,
+    SupportsAdapters,
     SupportsBufferLoading,
     SupportsBuffers,
     SupportsModelCheck,
     SupportsScores,
     SupportsShardLoading,
     SupportsWeightBuffers,
+    TakesAdapters,
 )
 from hf_engine.backends._base import (
     Head,
@@ -27,6 +30,8 @@ from hf_engine.backends._base import (
     TrainBackend,
     TrainConfig,
 )
+from hf_engine.backends._lora_config import LoraConfig
+from hf_engine.backends._merging import merge_adapter
 from hf_engine.backends._registry import (
     available_rollout_backends,
     available_train_backends,
@@ -40,6 +45,7 @@ from hf_engine.backends._stop_strings import StopStrings, load_stop_strings
 
 __all__ = [
     "AdoptsWeights",
+    "ChecksAdapters",
     "ChecksLayout",
     "ChecksOptions",
     "ChecksRows",
@@ -47,18 +53,21 @@ __all__ = [
     "FormsReplicas",
     "Head",
     "HoldsPadding",
+    "LoraConfig",
     "LossFunction",
     "Metrics",
     "RolloutBackend",
     "SamplingParams",
     "Settles",
     "StopStrings",
+    "SupportsAdapters",
     "SupportsBufferLoading",
     "SupportsBuffers",
     "SupportsModelCheck",
     "SupportsScores",
     "SupportsShardLoading",
     "SupportsWeightBuffers",
+    "TakesAdapters",
     "TrainBackend",
     "TrainConfig",
     "available_rollout_backends",
@@ -69,6 +78,7 @@ __all__ = [
     "load_rollout_backend",
     "load_stop_strings",
     "load_train_backend",
+    "merge_adapter",
     "read_prompts",
     "sample_tokens",
 ]

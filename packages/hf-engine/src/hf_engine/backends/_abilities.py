@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from hf_engine.backends._base import SamplingParams
+    from hf_engine.backends._base import Head, SamplingParams
+    from hf_engine.backends._lora_config import LoraConfig
     from hf_engine.model_directory import ModelDirectory
     from hf_protocols.models import ModelShape
     from hf_protocols.topology import ParallelSpec
 
 __all__ = [
     "AdoptsWeights",
+    "ChecksAdapters",
     "ChecksLayout",
     "ChecksOptions",
     "ChecksRows",
@@ -23,12 +27,14 @@ __all__ = [
     "FormsReplicas",
     "HoldsPadding",
     "Settles",
+    "SupportsAdapters",
     "SupportsBufferLoading",
     "SupportsBuffers",
     "SupportsModelCheck",
     "SupportsScores",
     "SupportsShardLoading",
     "SupportsWeightBuffers",
+    "TakesAdapters",
 ]
 
 
@@ -275,4 +281,78 @@ class ChecksRows(Protocol):
         Raises:
             BackendError: naming the option and what is needed.
         """
+        ...
+
+
+@runtime_checkable
+class ChecksAdapters(Protocol):
+    """A training backend that trains low-rank adapters, and knows from its class which ones a model has no place for.
+
+    Its `build` takes a `TrainConfig` with `lora` and answers with a backend that is `SupportsAdapters`.
+    """
+
+    @classmethod
+    def check_adapters(cls, model: ModelDirectory, lora: LoraConfig, *, head: Head) -> None:
+        """Refuses targets that the model lacks, without loading weights.
+
+        Args:
+            model: as it was read.
+            lora: as `build` would have it.
+            head: of the model.
+
+        Raises:
+            BackendError: naming the target, with the nearest names.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsAdapters(Protocol):
+    """A training backend whose model has a frozen base and trains low-rank adapters.
+
+    `export_hf`, and by default `weight_layout` and `local_weights`, are of the merged model. The base is never written:
+    merged weights are made from it each time.
+    """
+
+    @property
+    def lora(self) -> LoraConfig:
+        """What the adapters were built with."""
+        ...
+
+    def keep_adapters_apart(self, apart: bool) -> None:
+        """Has `weight_layout` and `local_weights` show the base and, next to it, the adapters as parameters of their
+        own: `LAYER.lora_A.weight` [rank, in] and `LAYER.lora_B.weight` [out, rank] of the layer `LAYER`.
+        """
+        ...
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Inside, `compute_logprobs` is the base's."""
+        ...
+
+    def perturbed_adapters(self, *, seed: int, std: float) -> AbstractContextManager[None]:
+        """Inside, every `B` is normal noise of this standard deviation, alike on all ranks; afterwards every bit of the
+        adapters is back. `weight_changes` grows on both ends.
+        """
+        ...
+
+    def export_adapter(self, directory: str | Path, *, base: str) -> None:
+        """Writes `adapter_config.json` and `adapter_model.safetensors`, as peft reads them, like `export_hf`.
+
+        Args:
+            directory: where to write.
+            base: directory or hub name of the base, which peft loads.
+
+        Raises:
+            BackendError: for a value head on a language model, for which peft has no format.
+        """
+        ...
+
+
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """A rollout backend whose `build` takes `lora`, and whose layout then has adapters apart, unmerged."""
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """What it was built with; None: without adapters."""
         ...

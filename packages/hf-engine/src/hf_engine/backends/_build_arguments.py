@@ -45,9 +45,25 @@ def require_head(own: str, wanted: str, method: str) -> None:
 
 
 def check_train_arguments(
-    topology: object, config: object, *, head: object, trainable: object, seed: object, scores: bool = False
+    topology: object,
+    config: object,
+    *,
+    head: object,
+    trainable: object,
+    seed: object,
+    scores: bool = False,
+    adapts: bool = False,
 ) -> None:
-    """Refuses other kinds in the places of what a training backend takes; `scores` allows the head `"score"`.
+    """Refuses other kinds in the places of what a training backend takes.
+
+    Args:
+        topology: of the ranks.
+        config: of the training.
+        head: of the model.
+        trainable: False for a frozen model.
+        seed: of what is drawn.
+        scores: the backend has the head `"score"`.
+        adapts: the backend trains low-rank adapters.
 
     Raises:
         BackendError: naming what was given and what is wanted.
@@ -55,6 +71,11 @@ def check_train_arguments(
     check_rollout_arguments(topology, seed)
     check_kind(BackendError, "config", config, TrainConfig, "a TrainConfig(learning_rate=...)")
     check_kind(BackendError, "trainable", trainable, bool, "True or False")
+    assert isinstance(config, TrainConfig), "it was checked"
+    if config.lora is not None and not adapts:
+        raise BackendError("lora: this backend trains whole weights only. Use the backend 'fsdp', or leave lora out")
+    if config.lora is not None and not trainable:
+        raise BackendError("lora with trainable=False: nothing is trained. Leave lora out")
     if head == "score" and not scores:
         raise BackendError("head='score': this backend has no sequence classifiers. Use the backend 'fsdp'")
     if head not in ("lm", "value", "score"):

@@ -23,13 +23,13 @@ from hf_engine.model_directory import (
     read_model_directory,
 )
 
-__all__ = ["build_by_architecture", "load_classifier"]
+__all__ = ["build_by_architecture", "build_classifier_without_memory", "has_classifier", "load_classifier"]
 
 _LM_HEADS = ("lm_head", "embed_out", "output")
 """Layers of a language model from which a classifier takes the trunk alone."""
 
 
-def _has_classifier(files: ModelDirectory) -> bool:
+def has_classifier(files: ModelDirectory) -> bool:
     """True if transformers has a sequence classifier of this family; a value head stands in where it has none."""
     family = files.config.get("model_type")
     is_known = family in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -52,7 +52,7 @@ def load_classifier(model: str | Path, dtype: torch.dtype) -> Any | None:
     TRANSFORMERS.check()
     files = read_model_directory(model)
     check_model_directory(files, head="score")
-    if not _has_classifier(files):
+    if not has_classifier(files):
         return None
     # it reports a head that it draws at random, which `_set_head` replaces, and layers that no plan of its own shards
     reports = logging.getLogger("transformers")
@@ -84,7 +84,16 @@ def build_by_architecture(files: ModelDirectory) -> Any:
     """
     if not files.is_classifier:
         return build_without_memory(files)
-    _has_classifier(files)
+    has_classifier(files)
+    return build_classifier_without_memory(files)
+
+
+def build_classifier_without_memory(files: ModelDirectory) -> Any:
+    """The sequence classifier of a family that has one, on the device `meta`.
+
+    Raises:
+        BackendError: for a configuration from which transformers builds none.
+    """
     with errors_of("transformers", f"{files.label}: its config.json cannot be used"):
         config = _read_config(files)
         with torch.device("meta"):

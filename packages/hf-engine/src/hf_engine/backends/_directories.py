@@ -18,7 +18,7 @@ __all__ = ["agree_on_directory", "check_directory", "write_directory"]
 
 _WRITTEN = re.compile(
     r"\.metadata|__\d+_\d+\.distcp|checkpoint\.json|rank-\d+\.safetensors|config\.json|generation_config\.json|"
-    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|adapter_config\.json|adapter_model\.safetensors"
 )
 _OF_TOKENIZERS = {
     "added_tokens.json",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -15,15 +16,21 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hf_engine.backends._base import Head, TrainConfig
 from hf_engine.backends._causal_lm import find_head_name, load_causal_lm, refuse_lacking
 from hf_engine.backends._classifier import load_classifier
+from hf_engine.backends._lora import add_adapters
+from hf_engine.backends._lora_config import LoraConfig
 from hf_engine.backends._micro_batches import MicroBatch
 from hf_engine.backends._outputs import OutputRequest, place_at
 from hf_engine.model_directory import SCORE_HEADS, ModelDirectory, errors_of
+from hf_engine.resharding.execute import execute_reshard
+from hf_engine.resharding.layouts import WeightLayout, replicated_layout
+from hf_engine.resharding.plan import plan_reshard
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 
 __all__ = [
     "check_same_shapes",
     "forward_tokens",
+    "gather_on_first",
     "load_with_head",
     "read_tensor",
     "shapes_of",
@@ -31,14 +38,24 @@ __all__ = [
 ]
 
 
-def load_with_head(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[Any, bool]:
+def load_with_head(
+    model: str | Path, dtype: torch.dtype, head: Head, lora: LoraConfig | None = None, seed: int = 0
+) -> tuple[Any, bool]:
     """Loads a causal language model; for a value head, says whether the directory had one. True for other heads.
 
-    For `"score"` it is a sequence classifier, or a value head where transformers has none of the family.
+    For `"score"` it is a sequence classifier, or a value head where transformers has none of the family. With `lora` it
+    has adapters, drawn from `seed`.
     """
+    loaded, has_head = _load_whole(model, dtype, head)
+    if lora is not None:
+        add_adapters(loaded, lora, seed=seed)
+    return loaded, has_head
+
+
+def _load_whole(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[Any, bool]:
     if head == "score":
         classifier = load_classifier(model, dtype)
-        return load_with_head(model, dtype, "value") if classifier is None else (classifier, True)
+        return _load_whole(model, dtype, "value") if classifier is None else (classifier, True)
     loaded, missing, files = load_causal_lm(model, dtype, head)
     if head == "lm":
         refuse_lacking(files, missing)
@@ -170,6 +187,22 @@ def read_tensor(files: ModelDirectory, name: str) -> torch.Tensor | None:
     ):
         found: torch.Tensor = file.get_tensor(name)
     return found
+
+
+def gather_on_first(
+    layout: WeightLayout,
+    shards: Mapping[str, torch.Tensor],
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Whole tensors on the first of the ranks that hold their shards, none on the others. Collective."""
+    whole = replicated_layout(layout.shapes, ranks[:1], dtype=layout.dtype)
+    dtype = getattr(torch, layout.dtype)
+    is_first = dist.get_rank(group) == 0
+    full = {name: torch.empty(shape, dtype=dtype) for name, shape in layout.shapes.items() if is_first}
+    execute_reshard(plan_reshard(layout, whole), shards, full, group, device=device)
+    return full
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

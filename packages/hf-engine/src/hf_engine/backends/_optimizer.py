@@ -17,12 +17,12 @@ class ShardedAdamW:
     """torch's AdamW on the parameters' shards, with the schedule and the clipping of a `TrainConfig`.
 
     Args:
-        parameters: DTensor parameters, sharded over the data-parallel ranks.
+        parameters: DTensor parameters, sharded over the data-parallel ranks; frozen ones are left out.
         config: hyper-parameters.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], config: TrainConfig) -> None:
-        self._parameters = list(parameters)
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._config = config
         self.learning_rate = LearningRate(config)
         self.steps = 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from hf_engine.backends._lora_config import LoraConfig
 from hf_protocols.arguments import check_count, check_kind, check_number, show
 from hf_protocols.errors import ConfigError
 
@@ -50,8 +51,11 @@ class TrainConfig:
 
     compile: bool = False
     """Compile the decoder layers with torch.compile (`fsdp`): minutes at first, and a C++ compiler is needed."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters and leave the weights as they are (`fsdp`); None: train the weights."""
 
     def __post_init__(self) -> None:
+        check_kind(ConfigError, "lora", self.lora, LoraConfig | None, "a LoraConfig, or None")
         check_number(ConfigError, "learning_rate", self.learning_rate)
         check_number(ConfigError, "eps", self.eps)
         check_number(ConfigError, "weight_decay", self.weight_decay, may_be_zero=True)

@@ -8,7 +8,7 @@ from importlib import metadata
 
 from hf_protocols.errors import BackendError, BackendUnavailableError
 
-__all__ = ["MEGATRON", "SGLANG", "TRANSFORMERS", "VLLM", "Supported"]
+__all__ = ["MEGATRON", "PEFT", "SGLANG", "TRANSFORMERS", "VLLM", "Supported"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,14 @@ MEGATRON = Supported(
     oldest="0.16.1",
     too_new="0.17",
     install='pip install "hf-engine[megatron]"',
+)
+PEFT = Supported(
+    user="LoRA",
+    library="peft",
+    distributions=("peft",),
+    oldest="0.21",
+    too_new="0.22",
+    install='pip install "hf-engine[lora]"',
 )
 SGLANG = Supported(
     user="backend 'sglang'",

@@ -31,10 +31,13 @@ from hf_engine.backends._directories import check_directory, write_directory
 from hf_engine.backends._fsdp_model import (
     check_same_shapes,
     forward_tokens,
+    gather_on_first,
     load_with_head,
     shapes_of,
     shard_model,
 )
+from hf_engine.backends._lora import check_model_adapters, named_parameters
+from hf_engine.backends._lora_config import LoraConfig
 from hf_engine.backends._loss import ForwardPasses, StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._offload import OffloadedMemory
@@ -46,9 +49,7 @@ from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.model_directory import VALUE_HEAD, ExportDtype, ModelDirectory, check_export_dtype
 from hf_engine.process_groups import build_groups, local_device
 from hf_engine.resharding.boxes import Box
-from hf_engine.resharding.execute import execute_reshard
-from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
-from hf_engine.resharding.plan import plan_reshard
+from hf_engine.resharding.layouts import WeightLayout, fsdp_layout
 from hf_protocols.arguments import check_number
 from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.models import ModelShape
@@ -66,19 +67,17 @@ class FsdpBackend:
 
     one_layout_per_process: ClassVar[bool] = False
 
-    def __init__(self, model: Any, *, topology: Topology, config: TrainConfig, head: Head, trainable: bool) -> None:
-        self._config = config
-        self._head = head
+    def __init__(
+        self, model: Any, *, topology: Topology, config: TrainConfig, head: Head, trainable: bool, seed: int
+    ) -> None:
+        self._config, self._head, self._adapting = config, head, (config.lora, seed)
         self._head_name = find_head_name(model)
-        self._device = local_device()
-        self._group = build_groups(topology, "dp")
-        self._ranks = topology.group_of("dp", dist.get_rank())
-        self._model = model
-        self._file_names = read_file_names(model)
+        self._device, self._model, self._file_names = local_device(), model, read_file_names(model)
+        self._group, self._ranks = build_groups(topology, "dp"), topology.group_of("dp", dist.get_rank())
         self._root = shard_model(
             model, config, DeviceMesh.from_group(self._group, self._device.type, mesh_dim_names=("dp",))
         )
-        self._parameters: dict[str, torch.nn.Parameter] = dict(model.named_parameters())
+        self._parameters = named_parameters(model)
         # Of the shards under the names of the modules, which need not be the files'.
         shapes, dtype = shapes_of(self._parameters), str(self._dtype).removeprefix("torch.")
         self._layout = fsdp_layout(shapes, self._ranks, dtype=dtype)
@@ -105,19 +104,30 @@ class FsdpBackend:
             BackendError: for a layout with more than data parallelism, or on every rank for a model that any of them
                 cannot load.
         """
-        check_train_arguments(topology, config, head=head, trainable=trainable, seed=seed, scores=True)
+        check_train_arguments(topology, config, head=head, trainable=trainable, seed=seed, scores=True, adapts=True)
         check_data_parallel("fsdp", topology.train)
         dtype = torch.float32 if trainable else getattr(torch, config.dtype)
+        kind = cls
+        if config.lora is not None:
+            from hf_engine.backends._fsdp_lora import AdaptedFsdpBackend
+
+            kind = AdaptedFsdpBackend
         with together("load", None), torch.random.fork_rng():
-            loaded, _ = load_with_head(model, dtype, head)
-        loaded.requires_grad_(trainable)
-        return cls(loaded, topology=topology, config=config, head=head, trainable=trainable)
+            loaded, _ = load_with_head(model, dtype, head, config.lora, seed)
+        if not trainable:
+            loaded.requires_grad_(False)
+        return kind(loaded, topology=topology, config=config, head=head, trainable=trainable, seed=seed)
 
     @classmethod
     def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
         """Refuses a configuration that transformers cannot build; see `SupportsModelCheck`."""
         del on_cpu
         build_by_architecture(model)
+
+    @classmethod
+    def check_adapters(cls, model: ModelDirectory, lora: LoraConfig, *, head: Head) -> None:
+        """Refuses targets that the model lacks; see `ChecksAdapters`."""
+        check_model_adapters(model, lora, head)
 
     @classmethod
     def check_layout(cls, sizes: ParallelSpec, shape: ModelShape) -> None:
@@ -221,8 +231,7 @@ class FsdpBackend:
         """Adds each value over the data-parallel ranks."""
         sums = torch.tensor(list(values), dtype=torch.float64, device=self._device)
         dist.all_reduce(sums, group=self._group)
-        added: list[float] = sums.tolist()
-        return added
+        return cast("list[float]", sums.tolist())
 
     @lost_peers_are_errors("load_hf")
     def load_hf(self, directory: str | Path) -> None:
@@ -230,8 +239,8 @@ class FsdpBackend:
         self._offloaded.require_all("load_hf")
         with together("load", self._group):
             check_directory(directory)
-            loaded, has_head = load_with_head(Path(directory), self._dtype, self._head)
-            full, buffers = dict(loaded.named_parameters()), persistent_buffers(loaded)
+            loaded, has_head = load_with_head(Path(directory), self._dtype, self._head, *self._adapting)
+            full, buffers = named_parameters(loaded), persistent_buffers(loaded)
             own = persistent_buffers(self._model)
             check_same_shapes({**self._layout.shapes, **shapes_of(own)}, full | buffers, directory)
         if not has_head:
@@ -253,11 +262,8 @@ class FsdpBackend:
         with together("write", self._group):
             check_directory(directory)
             check_export_dtype(dtype)
-        layout = self._layout
-        whole = replicated_layout(layout.shapes, self._ranks[:1], dtype=layout.dtype)
         is_writer = dist.get_rank(self._group) == 0
-        full = {name: torch.empty(shape, dtype=self._dtype) for name, shape in layout.shapes.items() if is_writer}
-        execute_reshard(plan_reshard(layout, whole), self._shards(), full, self._group, device=self._device)
+        full = gather_on_first(*self._whole_model(), self._ranks, self._group, self._device)
         if self._head != "lm" and self._head_name and is_writer:
             full[VALUE_HEAD] = full.pop(self._head_name)
 
@@ -284,10 +290,9 @@ class FsdpBackend:
 
     def offload(self, *, weights: bool = False) -> int:
         """Gives up the moments; the weights are the float32 masters. See `TrainBackend.offload`."""
-        states = []
+        states = [] if self._optimizer is None else list(self._optimizer.moments())
         if self._optimizer is not None:
             self._optimizer.zero_grad()
-            states = list(self._optimizer.moments())
         if weights:
             # Gathered weights that scoring left behind would be read in place of the reloaded ones.
             self._root.reshard()
@@ -306,6 +311,10 @@ class FsdpBackend:
 
     def _shards(self) -> dict[str, torch.Tensor]:
         return {name: cast("DTensor", p.detach()).to_local() for name, p in self._parameters.items()}
+
+    def _whole_model(self) -> tuple[WeightLayout, Mapping[str, torch.Tensor]]:
+        """Layout and shards of the model that an export holds, under the names of its modules."""
+        return self._layout, self._shards()
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -369,7 +378,6 @@ class FsdpBackend:
     def _agreed_micro_batches(
         self, batch: TensorDict, request: OutputRequest, denominator: float, *, needs_rows: bool
     ) -> tuple[SequenceBatch, list[MicroBatch]]:
-
         def prepare() -> SequenceBatch:
             check_number(BackendError, "denominator", denominator)
             vocab_size = self._model.get_input_embeddings().weight.shape[0]

@@ -26,6 +26,8 @@ from hf_engine.backends._decoding import LENGTH, Decoding
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._jagged import Ragged
 from hf_engine.backends._loading import check_version
+from hf_engine.backends._lora import add_adapters, named_parameters
+from hf_engine.backends._lora_config import LoraConfig
 from hf_engine.backends._memory import check_sizes, choose_cache_bytes, lack_of_memory_is_an_error
 from hf_engine.backends._responses import build_responses, end_of_sequence_ids, read_prompts
 from hf_engine.backends._sampling import draw_uniforms
@@ -55,12 +57,14 @@ class TransformersBackend:
 
     largest_generation: ClassVar[GenerationSpec | None] = GenerationSpec()
 
-    def __init__(self, model: Any, *, topology: Topology, cache_bytes: int) -> None:
+    def __init__(self, model: Any, *, topology: Topology, cache_bytes: int, lora: LoraConfig | None = None) -> None:
         self._model = model
+        self._lora = lora
         self._topology = topology
         self._cache_bytes = cache_bytes
         self._stop_token_ids = end_of_sequence_ids(model.generation_config, model.config.get_text_config())
-        self._own = {name: parameter.data for name, parameter in model.named_parameters()}
+        self._parameters: dict[str, torch.nn.Parameter] = named_parameters(model)
+        self._own = {name: parameter.data for name, parameter in self._parameters.items()}
         self._file_names = read_file_names(model)
         self._views = {name: tensors_in_files(self._file_names, {name: each}) for name, each in self._own.items()}
         # Cut now: of a storage that was freed torch makes no views.
@@ -80,16 +84,18 @@ class TransformersBackend:
         dtype: RolloutDtype = "float32",
         cache_bytes: int | None = None,
         cache_fraction: float | None = None,
+        lora: LoraConfig | None = None,
     ) -> TransformersBackend:
         """Loads a causal language model of transformers in evaluation mode.
 
         Args:
             model: directory or hub name.
             topology: ranks and generation sizes.
-            seed: nothing is drawn here; samples derive from `SamplingParams.seed`.
+            seed: of adapters before the first transition; samples derive from `SamplingParams.seed`.
             dtype: of weights and computation, whatever the training dtype: shards are cast on their way.
             cache_bytes: bound on keys and values, 4 GiB by default; more rows than fit are generated in turns.
             cache_fraction: instead, as a share of the device's memory (the host's, without a device), below 1.
+            lora: the model gets adapters like those of the training backend, which a transition fills.
 
         Raises:
             BackendError: for a generation layout other than 1-1, a model that transformers cannot load or whose files
@@ -109,11 +115,13 @@ class TransformersBackend:
         loaded, missing, files = load_causal_lm(model, getattr(torch, dtype))
         refuse_lacking(files, missing)
         _check_layers(loaded)
+        if lora is not None:
+            add_adapters(loaded, lora, seed=seed)
         loaded.eval().requires_grad_(False)
         for parameter in loaded.parameters():
             # What was loaded may be a view of a file's pages: a storage of its own can be freed and taken again.
             parameter.data = parameter.data.to(local_device(), copy=True)
-        return cls(loaded.to(local_device()), topology=topology, cache_bytes=cache_bytes)
+        return cls(loaded.to(local_device()), topology=topology, cache_bytes=cache_bytes, lora=lora)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
@@ -140,6 +148,11 @@ class TransformersBackend:
                 f"cache_bytes = {cache_bytes}: a row of {tokens} tokens x {samples} samples needs {row_bytes} bytes of "
                 f"keys and values. Raise it to at least {row_bytes}, or lower n or max_new_tokens"
             )
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """What the adapters were built with; see `TakesAdapters`."""
+        return self._lora
 
     @property
     def weight_version(self) -> int:
@@ -178,7 +191,7 @@ class TransformersBackend:
             parts[self._parameter_of[name]][name] = tensor
         used = {name: stack_of(self._own[name], self._views[name], each) for name, each in parts.items()}
         for name, tensor in used.items():
-            self._model.get_parameter(name).data = tensor
+            self._parameters[name].data = tensor
         self._buffers.update(weights)
 
     def commit_weights(self, version: int) -> None:
@@ -219,7 +232,7 @@ class TransformersBackend:
         """Frees the model."""
         if not isinstance(self._model, Closed):
             self.release()
-            self._model = self._own = self._views = self._buffers = cast("Any", Closed())
+            self._model = self._parameters = self._own = self._views = self._buffers = cast("Any", Closed())
 
     @torch.no_grad()
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:

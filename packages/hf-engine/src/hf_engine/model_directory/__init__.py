@@ -6,6 +6,7 @@ Only headers are read, with the standard library. What belongs to a backend stay
 
 from __future__ import annotations
 
+from hf_engine.model_directory._adapters import AdapterDirectory, is_adapter, read_adapter
 from hf_engine.model_directory._borders import errors_of, one_line
 from hf_engine.model_directory._checks import (
     SCORE_HEADS,
@@ -26,6 +27,7 @@ from hf_engine.model_directory._weight_files import find_weight_files
 __all__ = [
     "SCORE_HEADS",
     "VALUE_HEAD",
+    "AdapterDirectory",
     "ExportDtype",
     "ExportSource",
     "ModelDirectory",
@@ -41,9 +43,11 @@ __all__ = [
     "find_model",
     "find_score_head",
     "find_weight_files",
+    "is_adapter",
     "is_buffer",
     "is_hub_name",
     "one_line",
+    "read_adapter",
     "read_end_of_sequence_ids",
     "read_model_directory",
 ]
