@@ -18,7 +18,6 @@ from hf_algorithms.cli import cli
 from hf_algorithms.data import build_character_tokenizer
 from hf_algorithms.exporting import export
 from hf_algorithms.generation import generate
-from hf_algorithms.merged_adapters import merge_adapter
 from hf_algorithms.model_evaluation import evaluate
 from hf_engine.testing import write_tiny_model
 from hf_protocols import ConfigError, DataError, HybridFlowError, RewardError
@@ -256,12 +255,6 @@ def test_an_adapter_is_merged_into_its_base(model: Path, rows: Path) -> None:
     AutoTokenizer.from_pretrained("merged")
     generate("adapter", data=rows, output="out.jsonl", max_new_tokens=2)
     assert len(read(Path("out.jsonl"))) == 3
-
-
-def test_an_adapter_without_peft_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match="model = 'x': holds an adapter, which peft merges into its base"):
-        merge_adapter(tmp_path, tmp_path / "out", label="model = 'x'")
 
 
 def test_rows_of_python_are_named_by_their_keys(model: Path, rows: Path) -> None:

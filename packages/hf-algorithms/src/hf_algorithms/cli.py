@@ -78,10 +78,10 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     settings = load_config(config, overrides, search_path=search_path_of(config), command=None)
     with tempfile.TemporaryDirectory() as folder, exit_codes():
         if isinstance(settings.recipe, SupervisedRecipe):
-            pairs, found = check_supervised(settings, Path(folder))
+            pairs, found = check_supervised(settings, Path(folder) / "initial_model")
             models, lines = pairs.models, pairs.describe_data()
         else:
-            inputs, found = check_run(settings, Path(folder), search_path=search_path_of(config))
+            inputs, found = check_run(settings, Path(folder) / "initial_model", search_path=search_path_of(config))
             models, lines = inputs.models, inputs.describe_data()
             lines += describe_logs(settings, search_path=search_path_of(config))
     for note in describe_generic_shapes(models):

@@ -85,7 +85,7 @@ def derive_dataflow(
     executor = TracingExecutor()
     groups = {role.name: executor.build_group(role.name, role.load_worker()) for role in recipe.roles}
     prompts, context = executor.put_columns(columns, num_prompts), build_tracing_context(executor, sampling)
-    recipe.run_step(Roles(groups, recipe.scorers), prompts, config, context)
+    recipe.run_step(Roles(groups, recipe.scorers, played=recipe.played), prompts, config, context)
     check_calls_outputs(executor.calls, {role.name: role.load_worker() for role in recipe.roles})
     nodes = _merge([call for call in executor.calls if call.num_rows])
     names = _name_columns(nodes, columns)

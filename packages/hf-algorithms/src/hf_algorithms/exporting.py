@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hf_algorithms.atomic_files import refuse_unwritable
-from hf_algorithms.merged_adapters import is_adapter, merge_adapter
 from hf_algorithms.model_source import ModelSource, find_model_source
+from hf_engine import merge_adapter
+from hf_engine.model_directory import is_adapter
 from hf_protocols import ConfigError
 from hf_protocols.arguments import show
 from hf_protocols.paths import read_path

@@ -58,8 +58,9 @@ class ModelInputs:
         """The same inputs, with what lies in folder ``before`` in ``after``."""
 
         def move(model: InitialModel) -> InitialModel:
-            path, tokenizer_path = (after if each == before else each for each in (model.path, model.tokenizer_path))
-            return replace(model, path=path, tokenizer_path=tokenizer_path)
+            kept = (model.path, model.tokenizer_path, model.own_tokenizer_path)
+            path, tokenizer_path, own = (after if each == before else each for each in kept)
+            return replace(model, path=path or "", tokenizer_path=tokenizer_path or "", own_tokenizer_path=own)
 
         return replace(self, model=move(self.model), models={role: move(model) for role, model in self.models.items()})
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from hf_algorithms.merged_adapters import is_adapter, merge_adapter
 from hf_algorithms.run_directory import is_run
+from hf_engine import merge_adapter
+from hf_engine.model_directory import is_adapter
 from hf_protocols import ConfigError
 from hf_protocols.arguments import show
 from hf_protocols.paths import read_path

@@ -126,6 +126,10 @@ def _find_generator_without_model(config: Config) -> str | None:
     return None
 
 
+_GIVEN_BY_RUN = ("lora", "model", "seed", "topology")
+"""Arguments of a rollout backend's `build` that are not options of the user's."""
+
+
 def check_train_backends(config: Config, plan: MappingPlan | None) -> None:
     """Refuse training backends that do not exist, or whose library is missing.
 
@@ -164,7 +168,7 @@ def check_backend_options(name: str, options: Mapping[str, Any], *, key: str, op
     kinds: dict[str, Any] = {}
     with suppress(NameError):  # a backend elsewhere may name types that it imports for checkers only
         kinds = get_type_hints(build)
-    known = [each for each in inspect.signature(build).parameters if each not in ("model", "topology", "seed")]
+    known = [each for each in inspect.signature(build).parameters if each not in _GIVEN_BY_RUN]
     for option, value in options.items():
         if option not in known:
             near = find_similar(option, known)
@@ -211,13 +215,15 @@ def plan_placement(
         ConfigError: for an unknown kind of GPU.
     """
     require_mapper()
-    from hf_mapper import SoftwareSpec, WorkloadSpec, map_dataflow
+    from hf_mapper import AdapterSpec, SoftwareSpec, WorkloadSpec, map_dataflow
 
+    lora = config.model.lora
     dataflow = plan_dataflow(config)
     workload = WorkloadSpec(
         **compute_workload(config, prompt_tokens=prompt_tokens, response_tokens=response_tokens),
         software=SoftwareSpec(gathers="model" if config.training.shard == "root" else "layer"),
         largest_generation=load_rollout_backend(config.rollout.backend).largest_generation,
+        adapters=None if lora is None else AdapterSpec(rank=lora.rank, targets=lora.targets or ()),
     )
     models = {role: shapes[role] for role in dataflow.roles if role in shapes}
     backends = {role: (config.train_backend(role)[1],) for role in models}

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_algorithms.adapters import MERGED_MODELS, check_adapters, merge_given_adapters
 from hf_algorithms.budgets import check_blocks, check_cache, check_calls, check_context, check_scorers
 from hf_algorithms.inputs import DATA_SETS, RunInputs, load_model, load_row_sets, tokenize_inputs
 from hf_algorithms.placement import (
@@ -41,7 +42,7 @@ def check_run(
 
     Args:
         config: the run's.
-        folder: where a fresh model and its tokenizer are written.
+        folder: where a fresh model and its tokenizer are written; whole models made of adapters come next to it.
         plan: where the models go; None lets the mapper decide.
         search_path: folders where reward functions are looked for first.
 
@@ -51,6 +52,7 @@ def check_run(
     Raises:
         HybridFlowError: with a line for every problem; a single problem keeps its class.
     """
+    config = merge_given_adapters(config, folder.with_name(MERGED_MODELS))
     problems = _Problems()
     with problems.noted():
         check_batches(config)
@@ -76,6 +78,7 @@ def check_run(
                 inputs = replace(inputs, evaluations=tokenize_evaluations(config, evaluated, inputs))
             check_context(config, inputs)
             check_scorers(config, inputs)
+            check_adapters(config, inputs.models)
     problems.refuse()
     check_cache(config.rollout, inputs)
     shapes = {role: each.shape for role, each in inputs.models.items()}

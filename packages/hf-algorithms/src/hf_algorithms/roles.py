@@ -47,6 +47,22 @@ class _ScoredGroup:
         return call
 
 
+class _PlayedGroup:
+    """A role that another group plays: that group's methods under the names of the role's own."""
+
+    def __init__(self, group: WorkerGroup, methods: Mapping[str, str]) -> None:
+        self._group = group
+        self._names = dict(methods)
+
+    @property
+    def methods(self) -> Mapping[str, Any]:
+        """What the group registers for the methods of the role."""
+        return {name: self._group.methods[other] for name, other in self._names.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, self._names.get(name, name))
+
+
 class Roles:
     """``roles.actor.generate_sequences(...)``: every role of a recipe as an attribute.
 
@@ -55,6 +71,7 @@ class Roles:
         scorers: roles whose models score a batch before another role reads it, by that other role; see
             `Recipe.scorers`.
         unscored: methods that read no model's scores in this run.
+        played: roles that other groups play; see `Recipe.played`.
 
     Raises:
         ConfigError: when a step asks for a role that the recipe does not have.
@@ -65,8 +82,14 @@ class Roles:
         groups: Mapping[str, WorkerGroup],
         scorers: Mapping[str, str] | None = None,
         unscored: Collection[str] = (),
+        played: Mapping[str, tuple[str, Mapping[str, str]]] | None = None,
     ) -> None:
         self._groups = dict(groups)
+        self._played = {
+            role: cast("WorkerGroup", _PlayedGroup(groups[owner], methods))
+            for role, (owner, methods) in (played or {}).items()
+            if owner in groups
+        }
         for role, scorer in (scorers or {}).items():
             if role in groups and scorer in groups:
                 self._groups[role] = cast("WorkerGroup", _ScoredGroup(groups[role], groups[scorer], unscored))
@@ -91,10 +114,11 @@ class Roles:
 
     def find(self, method: str) -> WorkerGroup | None:
         """Returns the first group whose worker registers this method; None if no group has it."""
-        return next((group for group in self._groups.values() if method in group.methods), None)
+        groups = (*self._groups.values(), *self._played.values())
+        return next((group for group in groups if method in group.methods), None)
 
     def __getattr__(self, role: str) -> WorkerGroup:
-        groups = self.__dict__.get("_groups", {})
+        groups = {**self.__dict__.get("_groups", {}), **self.__dict__.get("_played", {})}
         if role not in groups:
             near = find_similar(role, groups)
             hint = f"Did you mean {show(near[0])}?" if near else "Add it to the recipe's roles"

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from hf_algorithms.adapters import MERGED_MODELS, export_trained, probe_sampler
 from hf_algorithms.config import Config, format_toml
 from hf_algorithms.data import PromptDataset
 from hf_algorithms.display import RunDisplay
@@ -152,6 +153,11 @@ def begin_run(config: Config, directory: RunDirectory, plan: MappingPlan, inputs
         with directory.replacing("initial_model") as folder:
             shutil.move(fresh, folder)
         inputs = inputs.moved(str(fresh), str(directory.path / "initial_model"))
+    if (merged := fresh.with_name(MERGED_MODELS)).exists():
+        with directory.replacing(MERGED_MODELS) as folder:
+            shutil.move(merged, folder)
+        for each in (directory.path / MERGED_MODELS).iterdir():
+            inputs = inputs.moved(str(merged / each.name), str(each))
     for name, text in first_files.items():
         directory.write_text(name, text)
     return inputs
@@ -185,6 +191,7 @@ class _Run:
         self._test = self._put_first_rows(inputs.test)
         self._metric = config.reward.metric_name
         self._state: dict[str, Any] = {}
+        self._base = inputs.models[roles.having("generate_sequences").role].path
         self._busy_s = 0.0
         self._num_tokens = 0.0
         self._summary: dict[str, Any] = {
@@ -200,6 +207,9 @@ class _Run:
         try:
             self._note_progress(0)
             self._warm_start()
+            if self._config.model.lora is not None:
+                self._display.phase("probing the adapters")
+                probe_sampler(self._roles, self._validation, self._sampling(0))
             self._display.phase("evaluating the starting point")
             self._commit_model(0)
             self._summary["score_before"] = self._evaluate("test", 0)
@@ -238,13 +248,14 @@ class _Run:
         self._summary["warm_start_steps"] = warm_start(
             self._roles, self._supervised_batches(), self._evaluate_warm_start, config, metric=self._metric, note=note
         )
-        warm = self._export("warm_model", dtype="float32")  # roles that load it start from the policy's own weights
+        warm = self._export_warm_model()
         models = self._inputs.models
         policy = self._roles.having("generate_sequences").role
         for role, group in self._roles.groups.items():
             is_given = self._config.role(role).path is not None and role != policy
             if role in models and models[role].path == models[policy].path and not is_given:
                 group.load_model(str(warm)).result()
+        self._base = str(warm.resolve())
 
     def _iterate(self, iteration: int) -> None:
         """One step of the recipe, its metrics, and an evaluation every now and then."""
@@ -357,14 +368,18 @@ class _Run:
 
     def _commit_model(self, iteration: int) -> None:
         """The weights that were just evaluated are the last good state."""
-        self._export("model", dtype=self._config.model.export_dtype)
+        policy = self._roles.having("generate_sequences")
+        with self._directory.replacing("model") as folder:
+            for written in export_trained(policy, self._config, folder, base=self._base):
+                self._directory.write_files(written, self._inputs.exported_files())
         self._summary["model_iteration"] = iteration
 
-    def _export(self, name: str, *, dtype: str) -> Path:
-        with self._directory.replacing(name) as folder:
-            self._roles.having("generate_sequences").export_model(str(folder), dtype=dtype).result()
+    def _export_warm_model(self) -> Path:
+        """In float32: roles that load it start from the policy's own weights."""
+        with self._directory.replacing("warm_model") as folder:
+            self._roles.having("generate_sequences").export_model(str(folder), dtype="float32").result()
             self._directory.write_files(folder, self._inputs.exported_files())
-        return self._directory.path / name
+        return self._directory.path / "warm_model"
 
     def _write_summary(self) -> None:
         rollout = self._config.rollout

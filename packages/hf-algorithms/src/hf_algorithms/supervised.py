@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from hf_algorithms.adapters import MERGED_MODELS, check_adapters, export_trained, merge_given_adapters
 from hf_algorithms.atomic_files import write_text
 from hf_algorithms.data import Row
 from hf_algorithms.display import RunDisplay
@@ -142,8 +143,10 @@ def check_supervised(
     Raises:
         HybridFlowError: for what the run could not use.
     """
+    config = merge_given_adapters(config, folder.with_name(MERGED_MODELS))
     check_train_backends(config, plan)
     inputs = load_supervised(config, folder)
+    check_adapters(config, inputs.models)
     shapes = {role: each.shape for role, each in inputs.models.items()}
     sets = {name: getattr(inputs, name) for name in DATA_SETS}
     prompts, responses = inputs.count_tokens(DATA_SETS)
@@ -334,11 +337,12 @@ class _SupervisedRun:
         tokenizer = self._inputs.model.tokenizer
         with self._directory.replacing("model") as folder:
             trained = self._recipe.roles[0]
-            dtype = self._config.model.export_dtype
-            self._roles.groups[trained.name].export_model(str(folder), dtype=dtype).result()
-            self._directory.write_files(folder, self._inputs.exported_files())
-            if getattr(trained.load_worker(), "head", "lm") == "score":
-                _state_padding(folder / "config.json", tokenizer)
+            scores = getattr(trained.load_worker(), "head", "lm") == "score"
+            group, base = self._roles.groups[trained.name], self._inputs.models[trained.name].path
+            for written in export_trained(group, self._config, folder, base=base):
+                self._directory.write_files(written, self._inputs.exported_files())
+                if scores and (written / "config.json").exists():
+                    _state_padding(written / "config.json", tokenizer)
         self._summary["model_iteration"] = iteration
 
     def _put(self, data: SupervisedDataset) -> BatchFuture:

@@ -34,7 +34,7 @@ def build_roles(
         groups.update(executor.build_groups(pool, specs, fused=len(specs) > 1, wait=False))
     executor.wait_until_ready()
     unscored = () if config.reward.evaluates_model else EVALUATED
-    return Roles(groups, config.recipe.scorers, unscored)
+    return Roles(groups, config.recipe.scorers, unscored, config.recipe.played)
 
 
 def build_sampling(config: Config, *, stop_ids: tuple[int, ...], step: int) -> SamplingParams:

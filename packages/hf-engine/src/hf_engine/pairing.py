@@ -39,7 +39,7 @@ def pair_adapters(train: TrainBackend, rollout: RolloutBackend, training_weights
     Raises:
         BackendError: for merged weights that were to be moved, or a rollout backend with other adapters.
     """
-    wanted = rollout.lora if isinstance(rollout, TakesAdapters) else None
+    wanted = rollout.held_adapters() if isinstance(rollout, TakesAdapters) else None
     own = train.lora if isinstance(train, SupportsAdapters) else None
     if wanted is not None and (own is None or (own.rank, own.scaling) != (wanted.rank, wanted.scaling)):
         raise BackendError(f"the rollout backend has {wanted}, the training backend {own}: build both with one lora")

@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+from hf_mapper.adapters import AdapterSpec, count_adapter_parameters
 from hf_mapper.alternatives import Alternative
 from hf_mapper.bounds import Bottleneck, Extension
 from hf_mapper.calibration import Calibration, GroupError, calibrate_folder
@@ -65,6 +66,7 @@ from hf_mapper.validation import SourceErrors, SweepErrors, build_report, valida
 
 __all__ = [
     "HOST_KIND",
+    "AdapterSpec",
     "Alternative",
     "Bottleneck",
     "Calibration",
@@ -100,6 +102,7 @@ __all__ = [
     "calibrate_folder",
     "calibrate_traces",
     "compute_cost",
+    "count_adapter_parameters",
     "estimate_memory",
     "explain_plan",
     "find_smallest_cluster",

@@ -40,6 +40,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from hf_mapper._known_models import build_gpt, guess_model
 from hf_mapper._names import unknown_name
+from hf_mapper.adapters import AdapterSpec
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.software import SoftwareSpec
 from hf_mapper.specs import HOST_KIND, ClusterSpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
@@ -161,6 +162,9 @@ def _read_workload(table: dict[str, Any]) -> WorkloadSpec:
     if "software" in table:
         software = _table(table["software"], "workload.software")
         table = {**table, "software": _build(SoftwareSpec, software, "workload.software")}
+    if "adapters" in table:
+        adapters = _table(table["adapters"], "workload.adapters")
+        table = {**table, "adapters": _build(AdapterSpec, adapters, "workload.adapters")}
     return _build(WorkloadSpec, table, "workload")
 
 

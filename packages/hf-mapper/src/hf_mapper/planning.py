@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_mapper.adapters import count_adapter_parameters
 from hf_mapper.parallelism import ModelOption
 from hf_mapper.placements import Slots
 from hf_mapper.pools import PoolOption
 from hf_mapper.specs import HOST_KIND, ClusterSpec, WorkloadSpec
-from hf_protocols import Dataflow, MachinePlan, MappingPlan, ModelPlan, PoolPlan
+from hf_protocols import Dataflow, MachinePlan, MappingPlan, ModelPlan, ModelShape, PoolPlan
 
-__all__ = ["FUNCTION_BACKEND", "PlacedPool", "build_plan", "find_machines"]
+__all__ = ["FUNCTION_BACKEND", "PlacedPool", "build_plan", "describe_adapters", "find_machines"]
 
 FUNCTION_BACKEND = "function"
 
@@ -112,6 +113,20 @@ def _build_estimates(
         "idle_gpus": cluster.num_gpus - used,
         "search": dict(search),
     }
+
+
+def describe_adapters(
+    dataflow: Dataflow, models: Mapping[str, ModelShape], workload: WorkloadSpec
+) -> dict[str, dict[str, Any]]:
+    """The estimate `adapters`: their rank, and their parameters in each trained model.
+
+    It is absent where whole weights are trained.
+    """
+    if workload.adapters is None:
+        return {}
+    trained = dict.fromkeys(call.role for call in dataflow.calls if call.kind == "training" and call.role in models)
+    parameters = {role: count_adapter_parameters(models[role], workload.adapters) for role in trained}
+    return {"adapters": {"rank": workload.adapters.rank, "parameters": parameters}}
 
 
 def _format_largest(workload: WorkloadSpec) -> str | None:

@@ -166,6 +166,9 @@ def _build_summary(plan: MappingPlan) -> Text:
     tokens = sorted({model.micro_batch_tokens for model in plan.models.values() if model.train is not None})
     bounds = " or ".join(f"{count:,}" for count in tokens)
     summary.append(f"\nassumes micro_batch_tokens = {bounds} (from the configuration; not tuned by the mapper)", "none")
+    if (adapters := estimates.get("adapters")) is not None:
+        sizes = ", ".join(f"{count:,} parameters of {role}" for role, count in adapters["parameters"].items())
+        summary.append(f"\ntrains adapters of rank {adapters['rank']}, {sizes}; the base is frozen, in float32", "none")
     if (limit := describe_generation_limit(plan)) is not None:
         summary.append(f"\n{limit}", "none")
     return summary

@@ -14,7 +14,7 @@ bound of what is left says how far the answer may be from the best.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from hf_mapper.config import MapperConfig
 from hf_mapper.demand import ModelDemand, build_demands, find_function_roles
 from hf_mapper.feasibility import build_infeasible_error
 from hf_mapper.placements import PoolRequest, fits, pack, set_partitions
-from hf_mapper.planning import PlacedPool, build_plan
+from hf_mapper.planning import PlacedPool, build_plan, describe_adapters
 from hf_mapper.pools import PoolOption, PoolTable, build_table
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import Dataflow, MappingPlan, ModelShape
@@ -76,7 +76,8 @@ def find_pools(
     plan = build_plan(
         problem.dataflow, problem.cluster, problem.workload, pools=pools, functions=functions, search=search
     )
-    return plan, pools
+    adapters = describe_adapters(problem.dataflow, problem.models, problem.workload)
+    return replace(plan, estimates={**plan.estimates, **adapters}), pools
 
 
 def search_partitions(

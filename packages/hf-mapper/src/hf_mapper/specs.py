@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from hf_mapper._catalogue import CATALOGUE
 from hf_mapper._names import unknown_name
+from hf_mapper.adapters import AdapterSpec
 from hf_mapper.constants import find_plan_efficiency
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.software import SoftwareSpec
@@ -289,7 +290,8 @@ class WorkloadSpec:
     ``max_generation_waves``: a layout whose KV cache is so small that a batch needs more rounds is out of memory.
     ``pipeline_chunks`` is the number of model chunks of each pipeline stage: above 1 the schedule is interleaved.
     ``recompute``: what backward computes again, all layers (full), attention or half of the multiplications
-    (selective), or nothing (none). ``software``: what the training stack does.
+    (selective), or nothing (none). ``software``: what the training stack does. ``adapters``: what is trained in place
+    of the weights.
 
     Raises:
         ConfigError: for a count below 1, or mini-batches that do not share the sequences out.
@@ -308,6 +310,7 @@ class WorkloadSpec:
     largest_generation: GenerationSpec | None = SHIPPED_GENERATION
     pipeline_chunks: int = 1
     software: SoftwareSpec = field(default_factory=SoftwareSpec)
+    adapters: AdapterSpec | None = None
     prompt_lengths: tuple[int, ...] = ()
     response_lengths: tuple[int, ...] = ()
 

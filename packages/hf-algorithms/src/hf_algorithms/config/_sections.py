@@ -19,11 +19,12 @@ from pydantic import (
 )
 
 from hf_algorithms.config._evaluation import EvaluationConfig
+from hf_algorithms.config._lora import LoraConfig
 from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._run import RunConfig
 from hf_algorithms.config._scoring import CostConfig, RewardConfig
 from hf_algorithms.config._section import Positive, Section, UserPath
-from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe
+from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe, share_bases
 from hf_protocols.arguments import show
 from hf_protocols.paths import expand_path
 
@@ -154,6 +155,8 @@ class ModelConfig(Section):
     """`characters` or `bpe` (made from the training rows), a directory or a hub name; left out: the one of `path`."""
     export_dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
     """dtype of exported weights; `source`: the one that each tensor has in the files of `path`."""
+    lora: LoraConfig | None = None
+    """`[model.lora]`: low-rank adapters are trained, the weights stay; left out: the weights are trained."""
     vocab_size: Count = 2048
     """Size of a tokenizer that is trained."""
     hidden_size: Count = 160
@@ -331,8 +334,14 @@ class Config(Section):
 
     @property
     def recipe(self) -> Recipe:
-        """The algorithm: a shipped one by its name, or the user's own; with the models that score for its roles."""
-        return (self._own_recipe or RECIPES[self.algorithm.name]).with_scorers(self.scorer_paths)
+        """The algorithm: a shipped one by its name, or the user's own; with the models that score for its roles.
+
+        With `[model.lora]` the reference is the policy without its adapters, and has no role of its own.
+        """
+        recipe = (self._own_recipe or RECIPES[self.algorithm.name]).with_scorers(self.scorer_paths)
+        if self.model.lora is None:
+            return recipe
+        return share_bases(recipe, [name for name, given in self.roles.items() if given.model_fields_set])
 
     @property
     def scorer_paths(self) -> dict[str, str]:

@@ -33,6 +33,7 @@ from hf_algorithms.recipes._roles import (
     REWARD,
     REWARD_MODEL,
 )
+from hf_algorithms.recipes._shared_bases import share_bases
 from hf_algorithms.recipes._steps import (
     add_old_logprobs,
     add_ref_logprobs,
@@ -101,6 +102,7 @@ __all__ = [
     "generate_scored",
     "load_recipe",
     "mini_batch_rows",
+    "share_bases",
     "train_by_scores",
     "update_policy",
 ]

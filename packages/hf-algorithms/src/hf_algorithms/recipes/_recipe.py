@@ -129,6 +129,8 @@ class Recipe:
         config: class of the `[algorithm]` section.
         roles: every role that the step calls.
         step: the program of one iteration.
+        played: roles that the step calls and another one plays, with its adapters off: by name, the other role and the
+            methods by which it answers. See `share_bases`.
 
     Raises:
         ConfigError: for a field of another type, two roles of one name, roles that start from one another, or a step
@@ -139,6 +141,7 @@ class Recipe:
     config: type[AlgorithmConfig]
     roles: tuple[Role, ...]
     step: Callable[[Roles, BatchFuture, Any, StepContext], Sequence[MetricsFuture | Mapping[str, float]]]
+    played: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=lambda: MappingProxyType({}))
 
     def __post_init__(self) -> None:
         self._check_fields()

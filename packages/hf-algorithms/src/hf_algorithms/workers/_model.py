@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from hf_algorithms.jagged import pad_rows
 from hf_algorithms.workers._outputs import read_outputs
 from hf_controller import Worker, WorkerContext
-from hf_engine import TrainConfig, load_train_backend
+from hf_engine import SupportsAdapters, TrainConfig, load_train_backend
 from hf_protocols import ONE_TO_ALL, register
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class ModelWorker(Worker):
                 activation_checkpointing=config.training.activation_checkpointing,
                 compile=config.training.compile,
                 shard=config.training.shard,
+                lora=setup.lora if cls.trainable else None,
             ),
         }
 
@@ -107,6 +108,13 @@ class ModelWorker(Worker):
     def load_model(self, directory: str) -> None:
         """Replace the weights by those of a Hugging Face directory; optimizer and learning rate start again."""
         self._train.load_hf(directory)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    @on_device
+    def export_adapter(self, directory: str, *, base: str) -> None:
+        """Write the adapters of `[model.lora]` in peft's format; see `SupportsAdapters.export_adapter`."""
+        assert isinstance(self._train, SupportsAdapters), "of a run with [model.lora]"
+        self._train.export_adapter(directory, base=base)
 
     @register(protocol=ONE_TO_ALL, returns="object")
     @on_device

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_algorithms.initial_model import InitialModel
+    from hf_engine import LoraConfig
     from hf_protocols import ModelPlan
 
 __all__ = ["RoleSetup"]
@@ -33,3 +34,9 @@ class RoleSetup:
     model: InitialModel
     stop_ids: tuple[int, ...]
     search_path: Sequence[str]
+
+    @property
+    def lora(self) -> LoraConfig | None:
+        """The adapters of roles that learn; None: whole weights are trained."""
+        lora = self.config.model.lora
+        return None if lora is None else lora.for_engine()

@@ -9,13 +9,16 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.jagged import pad_rows
+from hf_algorithms.workers._adapter_probe import probe_adapters
 from hf_algorithms.workers._model import SEQUENCE, Metrics, on_device
 from hf_algorithms.workers.policy import PolicyWorker
 from hf_engine import (
     LOGPROB_BOUNDS,
     HybridEngine,
     SamplingParams,
+    SupportsAdapters,
     SupportsWeightBuffers,
+    TakesAdapters,
     check_logprobs,
     load_rollout_backend,
 )
@@ -62,7 +65,8 @@ class ActorWorker(PolicyWorker):
         self._engine = HybridEngine(self._train, generator, context.topology, **bound)
         self._rest()
         # The dtype by whose bounds an engine is judged whose memory cannot be read.
-        self._judged_dtype = None if isinstance(generator, SupportsWeightBuffers) else self._coarser_dtype()
+        self._dtype = self._coarser_dtype()
+        self._judged_dtype = None if isinstance(generator, SupportsWeightBuffers) else self._dtype
         self._sampled: tuple[int, float] | None = None
         # An optimizer step that must have changed the weights; transitions since the last report that saw no change.
         self._has_stepped = False
@@ -72,9 +76,10 @@ class ActorWorker(PolicyWorker):
     def configure(cls, setup: RoleSetup) -> dict[str, Any]:
         """Returns the constructor's arguments for a role of a run."""
         rollout = setup.config.rollout
+        takes = setup.lora is not None and issubclass(load_rollout_backend(rollout.backend), TakesAdapters)
         return super().configure(setup) | {
             "rollout": rollout.backend,
-            "rollout_options": rollout.options,
+            "rollout_options": {**rollout.options, **({"lora": setup.lora} if takes else {})},
             "bucket_bytes": rollout.bucket_bytes,
         }
 
@@ -172,6 +177,13 @@ class ActorWorker(PolicyWorker):
     def set_learning_rate(self, learning_rate: float, *, constant: bool = False) -> None:
         """Use ``learning_rate`` from the next step on; a ``constant`` one has no schedule until a model is loaded."""
         self._train.set_learning_rate(learning_rate, **({"constant": True} if constant else {}))
+
+    @register(protocol=THREE_D_ALL_MICRO_DP, reads=("row_id", "prompt_ids"), returns="object")
+    @on_device
+    def probe_adapters(self, batch: TensorDict, sampling: SamplingParams) -> None:
+        """Proves that generation sees the adapters of `[model.lora]`; see `probe_adapters`."""
+        assert isinstance(self._train, SupportsAdapters), "of a run with [model.lora]"
+        probe_adapters(self._train, self._engine, batch, sampling, dtype=self._dtype)
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def describe_transition(self) -> dict[str, Any]:

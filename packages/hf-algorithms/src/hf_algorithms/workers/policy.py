@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker, on_device
+from hf_engine import SupportsAdapters
 from hf_protocols import THREE_D, NonFiniteLossError, register
 
 if TYPE_CHECKING:
@@ -36,6 +37,18 @@ class PolicyWorker(ModelWorker):
         Without a trained token on any rank the weights stay, and `ROLE/skipped_steps` is reported.
         """
         return self._update(batch, loss, temperature=temperature)
+
+    @register(protocol=THREE_D, reads=SEQUENCE, writes=("ref_logprobs",), kind="inference")
+    @on_device
+    def compute_base_logprobs(self, batch: TensorDict, *, temperature: float = 1.0) -> TensorDict:
+        """`ref_logprobs` of the response tokens, jagged [B, T], with the adapters of `[model.lora]` off.
+
+        These are a reference's that started from the same model, without a second copy of it.
+        """
+        assert isinstance(self._train, SupportsAdapters), "of a run with [model.lora]"
+        with self._train.adapters_off():
+            found = self._train.compute_logprobs(batch, temperature=temperature)
+        return found.rename_key_("logprobs", "ref_logprobs")
 
     def _compute_logprobs(self, batch: TensorDict, temperature: float) -> TensorDict:
         found = self._train.compute_logprobs(batch, temperature=temperature).rename_key_("logprobs", "old_logprobs")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from hf_algorithms.workers._model import SEQUENCE, ModelWorker, on_device
 from hf_protocols import THREE_D, register
@@ -15,6 +16,9 @@ __all__ = ["ReferenceWorker", "TeacherWorker"]
 
 class ReferenceWorker(ModelWorker):
     """One rank of the reference model; it is sharded like the actor and never trained."""
+
+    base_methods: ClassVar[Mapping[str, str]] = {"compute_ref_logprobs": "compute_base_logprobs"}
+    """By method, the one with which a policy with adapters answers in this role's place, its adapters off."""
 
     trainable = False
 

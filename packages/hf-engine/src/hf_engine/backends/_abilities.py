@@ -352,7 +352,6 @@ class SupportsAdapters(Protocol):
 class TakesAdapters(Protocol):
     """A rollout backend whose `build` takes `lora`, and whose layout then has adapters apart, unmerged."""
 
-    @property
-    def lora(self) -> LoraConfig | None:
+    def held_adapters(self) -> LoraConfig | None:
         """What it was built with; None: without adapters."""
         ...

@@ -149,8 +149,7 @@ class TransformersBackend:
                 f"keys and values. Raise it to at least {row_bytes}, or lower n or max_new_tokens"
             )
 
-    @property
-    def lora(self) -> LoraConfig | None:
+    def held_adapters(self) -> LoraConfig | None:
         """What the adapters were built with; see `TakesAdapters`."""
         return self._lora
 

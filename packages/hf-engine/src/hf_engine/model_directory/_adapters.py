@@ -33,9 +33,10 @@ class AdapterDirectory:
 
 
 def is_adapter(model: str | Path) -> bool:
-    """True for a directory with an adapter in peft's format."""
+    """True for a directory with an adapter in peft's format and without a whole model."""
     try:
-        return (Path(model).expanduser() / _CONFIG).is_file()
+        path = Path(model).expanduser()
+        return (path / _CONFIG).is_file() and not (path / "config.json").is_file()
     except (OSError, RuntimeError, ValueError):  # of no path, which `find_model` says better
         return False
 

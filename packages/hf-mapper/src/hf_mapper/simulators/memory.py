@@ -14,6 +14,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_mapper.adapters import count_adapter_parameters
 from hf_mapper.simulators.estimate import Estimate, build_estimate
 from hf_mapper.simulators.layouts import (
     Figures,
@@ -41,12 +42,14 @@ __all__ = [
     "received_weight_bytes",
     "stage_parameters",
     "state_bytes",
+    "trained_parameters",
     "training_work_bytes",
     "weight_bytes",
 ]
 
 _ALL_CALLS: Sequence[CallKind] = ("generation", "inference", "training")
 _ADAM_BYTES = 8
+_MASTER_BYTES = 4
 _LOGIT_BYTES = 4
 _LOSS_BYTES = 12
 """Per logit of PyTorch's cross entropy when most is live: its log, the gradient of that and its own, all in fp32."""
@@ -113,6 +116,8 @@ def state_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, *, 
     weights = workload.element_bytes * parameters
     if not trained:
         return {"weight_bytes": weights, "gradient_bytes": 0.0, "optimizer_bytes": 0.0}
+    if workload.adapters is not None:
+        return _adapted_state(model, layouts, workload)
     master = 0 if workload.dtype == "float32" or workload.software.cast_weights else 4
     if workload.software.cast_weights:
         weights = 4 * parameters
@@ -122,6 +127,22 @@ def state_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, *, 
         "gradient_bytes": workload.software.gradient_bytes * parameters,
         "optimizer_bytes": (_ADAM_BYTES + master) * sharded,
     }
+
+
+def _adapted_state(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> dict[str, Figures]:
+    """Of a frozen base in fp32, without gradients and optimizer, and its adapters, with both."""
+    adapters = trained_parameters(model, workload) / layouts.world_size
+    return {
+        "weight_bytes": _MASTER_BYTES * (stage_parameters(model, layouts) + adapters),
+        "gradient_bytes": workload.software.gradient_bytes * adapters,
+        "optimizer_bytes": _ADAM_BYTES * adapters,
+    }
+
+
+def trained_parameters(model: ModelShape, workload: WorkloadSpec) -> int:
+    """Parameters that have gradients: all, or those of the adapters."""
+    adapters = workload.adapters
+    return model.num_parameters if adapters is None else count_adapter_parameters(model, adapters)
 
 
 def _stepped_parameters(model: ModelShape, layouts: Layouts) -> Figures:
@@ -230,9 +251,10 @@ def received_weight_bytes(
     """Bytes per rank received in the train -> generate transition, in the mean over stages, and for FSDP over ranks.
 
     Of Megatron's nested sizes what the shard lacks (Table 2, as ``hf_protocols.compute_transition_cost``); for FSDP
-    a rank has 1/n of what it needs (exact for replicas of one rank, an estimate for larger ones).
+    a rank has 1/n of what it needs, adapters included (exact for replicas of one rank, an estimate for larger ones).
     """
-    wanted = weight_bytes(model, workload) / generation.replica_size
+    adapters = 0 if workload.adapters is None else trained_parameters(model, workload) * workload.element_bytes
+    wanted = (weight_bytes(model, workload) + adapters) / generation.replica_size
     shard = workload.element_bytes * rank_parameters(model, layouts)
     return np.where(layouts.fsdp, wanted * (1 - 1 / layouts.world_size), wanted - shard)
 
@@ -362,4 +384,5 @@ def _whole_gradients(model: ModelShape, layouts: Layouts, workload: WorkloadSpec
     """What FSDP that gathers the model sums whole, until the last micro-batch scatters it."""
     is_whole = workload.software.gathers == "model"
     sharded = np.logical_and(layouts.fsdp, layouts.world_size > 1)
-    return np.where(sharded, is_whole * workload.software.gradient_bytes * model.num_parameters, 0.0)
+    summed = workload.software.gradient_bytes * trained_parameters(model, workload)
+    return np.where(sharded, is_whole * summed, 0.0)

@@ -1,11 +1,11 @@
 """Micro-batches through the pipeline of the training stack: forward alone, or with the backward pass behind it.
 
-A backward pass costs two forwards; full recompute repeats every layer's forward, selective recompute the core of
-attention, or where that is fused every second multiplication. Kernels run behind their launches: whichever takes longer
-sets the pace, and where they are close both do. The pipeline runs every micro-batch at the pace of the slowest stage,
-the last, which has the logits; and a bubble of pp - 1 micro-batches, divided by the chunks of an interleaved schedule.
-FSDP gathers a layer's weights for forward and for backward and scatters its gradients behind computing, which they slow
-down.
+A backward pass costs two forwards, and little more than one where adapters are trained on a frozen base. Full recompute
+repeats every layer's forward, selective recompute the core of attention, or where that is fused every second
+multiplication. Kernels run behind their launches: whichever takes longer sets the pace, and where they are close both
+do. The pipeline runs every micro-batch at the pace of the slowest stage, the last, which has the logits; and a bubble
+of pp - 1 micro-batches, divided by the chunks of an interleaved schedule. FSDP gathers a layer's weights for forward
+and for backward and scatters its gradients behind computing, which they slow down.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_mapper.simulators.communication import (
 )
 from hf_mapper.simulators.layers import compute_layer_times, compute_logits_s
 from hf_mapper.simulators.layouts import Figures, Layouts, Sizes
-from hf_mapper.simulators.memory import fsdp_weight_bytes, micro_batch_sequences
+from hf_mapper.simulators.memory import fsdp_weight_bytes, micro_batch_sequences, trained_parameters
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import ModelShape
 
@@ -79,7 +79,9 @@ def _stage_compute_s(
     )
     kernels_s, launches = once.linear_s + once.core_s, 1.0
     if trains:
-        kernels_s, launches = 3 * kernels_s, 3 + _RECOMPUTED_LAYERS[workload.recompute]
+        # of a frozen matrix the backward pass has the gradient of its input alone
+        ways = 3.0 if workload.adapters is None else 2 + trained_parameters(model, workload) / model.num_parameters
+        kernels_s, launches = ways * kernels_s, 3 + _RECOMPUTED_LAYERS[workload.recompute]
         if workload.recompute == "full":
             kernels_s += once.linear_s + once.core_s
         elif workload.recompute == "selective":
@@ -116,10 +118,14 @@ def _hop_s(
 
 
 def _count_gathers(workload: WorkloadSpec, *, trains: bool) -> int:
-    """FSDP's collectives: weights for forward and, unless the whole model stays, for backward; gradients scattered."""
+    """FSDP's collectives: weights for forward and, unless the whole model stays, for backward; gradients scattered.
+
+    Those of adapters are too small to count.
+    """
     if not trains:
         return 1
-    return 2 if workload.software.gathers == "model" else 3
+    scatters = 0 if workload.adapters is not None else 1
+    return 1 + scatters if workload.software.gathers == "model" else 2 + scatters
 
 
 def _gather_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec) -> Figures:

@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 from hf_mapper.simulators.communication import all_gather_s, all_reduce_s, build_link
 from hf_mapper.simulators.estimate import Estimate, build_estimate
 from hf_mapper.simulators.layouts import Figures, Layouts, Sizes, check_layouts, read_layouts
-from hf_mapper.simulators.memory import computed_parameters, expert_parameters, state_bytes, training_work_bytes
+from hf_mapper.simulators.memory import (
+    computed_parameters,
+    expert_parameters,
+    state_bytes,
+    trained_parameters,
+    training_work_bytes,
+)
 from hf_mapper.simulators.passes import simulate_passes
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import ModelShape, ParallelSpec
@@ -91,5 +97,6 @@ def _optimizer_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, work
     """Adam reads the gradient and reads and writes its state and the weights, at the memory's speed."""
     gpu = cluster.machine.gpu
     state = state_bytes(model, layouts, workload, trained=True)
-    moved = 2 * state["optimizer_bytes"] + (state["gradient_bytes"] + 2 * state["weight_bytes"])
+    share = 1.0 if workload.adapters is None else trained_parameters(model, workload) / model.num_parameters
+    moved = 2 * state["optimizer_bytes"] + (state["gradient_bytes"] + 2 * share * state["weight_bytes"])
     return moved / (gpu.memory_bandwidth_bytes_per_s * gpu.efficiency.training_bandwidth)

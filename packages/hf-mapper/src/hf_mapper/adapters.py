@@ -1,0 +1,48 @@
+"""Low-rank adapters that are trained in place of a model's weights, counted from its shape."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hf_protocols import ConfigError, ModelShape
+from hf_protocols.arguments import show
+
+__all__ = ["AdapterSpec", "count_adapter_parameters"]
+
+_LAYER = re.compile(r"\.\d+\.")
+_NOT_LINEAR = re.compile(r"\.experts\.|(mlp|block_sparse_moe)\.(gate|router)\.|norm")
+"""In a layer: experts, which are stacked, the router before them, and norms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSpec:
+    """Adapters of `rank` in the linear layers whose names end with one of `targets`; without targets in all of them.
+
+    The weights are frozen then: held in float32, without gradients and optimizer state.
+
+    Raises:
+        ConfigError: for a rank below 1.
+    """
+
+    rank: int
+    targets: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if type(self.rank) is not int or self.rank < 1:
+            raise ConfigError(f"adapters: rank={show(self.rank)} must be a whole number of at least 1")
+        object.__setattr__(self, "targets", tuple(self.targets))
+
+
+def count_adapter_parameters(model: ModelShape, adapters: AdapterSpec) -> int:
+    """Parameters of both factors of every adapter: `rank * (rows + columns)` of each target."""
+    return sum(
+        adapters.rank * sum(shape)
+        for name, shape in model.parameters().items()
+        if len(shape) == 2 and _is_adapted(name.removesuffix(".weight"), adapters.targets)
+    )
+
+
+def _is_adapted(layer: str, targets: tuple[str, ...]) -> bool:
+    is_linear = _LAYER.search(layer) is not None and not _NOT_LINEAR.search(f"{layer}.")
+    return is_linear and (not targets or any(f".{layer}".endswith(f".{target}") for target in targets))
