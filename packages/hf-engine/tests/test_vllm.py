@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine import HybridEngine, LoraConfig, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.backends._engine_rules import check_vllm_runs
 from hf_engine.model_directory import read_model_directory
 from hf_engine.process_groups import default_timeout
@@ -318,11 +318,18 @@ def test_an_update_that_vllm_passes_over_is_an_error(alone, tmp_path):
     alone.run(update_kept_experts, write_engine_family(tmp_path, "gpt_oss"), deadline_s=300)
 
 
-def follow_the_training(model, directory):
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("ranks", ["alone", "two"])
+def test_merged_adapters_reach_the_engine(request, models, tmp_path, ranks):
+    request.getfixturevalue(ranks).run(follow_the_training, models["untied"], tmp_path / "export", LoraConfig(rank=4))
+
+
+def follow_the_training(model, directory, lora=None):
     """Two steps, each followed by a transition: greedy samples are those of the exported weights."""
     size = dist.get_world_size()
     topology = Topology(ParallelSpec(dp_size=size), GenerationSpec(gen_tp_size=size))
-    config = TrainConfig(learning_rate=3e-2, max_grad_norm=10.0)
+    config = TrainConfig(learning_rate=3e-2, max_grad_norm=10.0, lora=lora)
     train, rollout = load_train_backend("fsdp").build(model, topology=topology, config=config), build(model, topology)
     engine = HybridEngine(train, rollout, topology)
     prompts = build_prompts(4, vocab_size=VOCAB_SIZE)

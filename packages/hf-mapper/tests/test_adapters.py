@@ -13,6 +13,7 @@ from hf_mapper import (
     count_adapter_parameters,
     estimate_memory,
     map_dataflow,
+    read_config,
     simulate_training,
 )
 from hf_mapper.software import SoftwareSpec
@@ -74,3 +75,13 @@ def test_the_plan_says_what_is_trained() -> None:
 def test_a_rank_below_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="rank=0 must be a whole number"):
         AdapterSpec(rank=0)
+
+
+def test_a_problem_file_names_adapters(tmp_path) -> None:
+    (tmp_path / "problem.toml").write_text(
+        'dataflow = "ppo"\n[models]\nactor = "llama-2-7b"\ncritic = "llama-2-7b"\nreference = "llama-2-7b"\n'
+        'reward = "llama-2-7b"\n[cluster]\n[[cluster.machines]]\ngpu = "a100-80"\nnum_gpus = 8\n'
+        "[workload]\nglobal_batch = 8\nprompt_tokens = 8\nresponse_tokens = 8\n"
+        '[workload.adapters]\nrank = 4\ntargets = ["q_proj"]\n'
+    )
+    assert read_config(tmp_path / "problem.toml").workload.adapters == AdapterSpec(rank=4, targets=("q_proj",))

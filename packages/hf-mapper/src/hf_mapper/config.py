@@ -26,6 +26,7 @@
     response_tokens = [256, 512, 768, 1024]
     mini_batches = 8
     largest_generation = "2-64"         # optional: of a generation replica, pp-tp; 1-64 is what the shipped engines run
+    adapters = { rank = 16 }            # optional: trained in place of the weights, on a frozen base; targets = [...]
 """
 
 from __future__ import annotations

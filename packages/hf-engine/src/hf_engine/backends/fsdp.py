@@ -107,11 +107,9 @@ class FsdpBackend:
         check_train_arguments(topology, config, head=head, trainable=trainable, seed=seed, scores=True, adapts=True)
         check_data_parallel("fsdp", topology.train)
         dtype = torch.float32 if trainable else getattr(torch, config.dtype)
-        kind = cls
-        if config.lora is not None:
-            from hf_engine.backends._fsdp_lora import AdaptedFsdpBackend
+        from hf_engine.backends._fsdp_lora import AdaptedFsdpBackend  # which is a subclass
 
-            kind = AdaptedFsdpBackend
+        kind = cls if config.lora is None else AdaptedFsdpBackend
         with together("load", None), torch.random.fork_rng():
             loaded, _ = load_with_head(model, dtype, head, config.lora, seed)
         if not trainable:
