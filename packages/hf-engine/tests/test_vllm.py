@@ -322,7 +322,8 @@ def test_an_update_that_vllm_passes_over_is_an_error(alone, tmp_path):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", ["alone", "two"])
 def test_merged_adapters_reach_the_engine(request, models, tmp_path, ranks):
-    request.getfixturevalue(ranks).run(follow_the_training, models["untied"], tmp_path / "export", LoraConfig(rank=4))
+    given = (models["untied"], tmp_path / "export", LoraConfig(rank=4))
+    request.getfixturevalue(ranks).run(follow_the_training, *given, deadline_s=300)
 
 
 def follow_the_training(model, directory, lora=None):
