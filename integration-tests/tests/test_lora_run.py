@@ -95,26 +95,41 @@ def test_a_sampler_that_forgets_the_adapters_is_found_at_once(
     assert not read_metrics(lora_config.parent / "run")
 
 
-def test_a_reward_model_with_adapters_loads_with_peft(hybridflow: Command, addition_data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["reward-model", "dpo", "sft"])
+def test_supervised_commands_leave_adapters(
+    hybridflow: Command, addition_data: Path, tmp_path: Path, command: str
+) -> None:
     rows = load_rows(addition_data / "train.jsonl")[:32]
     records = [{"prompt": row.prompt, "chosen": row.answer, "rejected": f"{row.answer}7"} for row in rows]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    if command == "sft":
+        records = [{"prompt": row.prompt, "answer": row.answer} for row in rows]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     (tmp_path / "config.toml").write_text(
         f'[run]\noutput_dir = "{tmp_path}/run"\niterations = 2\nexecutor = "in_process"\n'
-        f'[data]\ntrain = "{tmp_path}/pairs.jsonl"\n[model]\ntokenizer = "characters"\nhidden_size = 32\n'
+        f'[data]\ntrain = "{tmp_path}/rows.jsonl"\n[model]\ntokenizer = "characters"\nhidden_size = 32\n'
         "intermediate_size = 64\nnum_layers = 1\nnum_heads = 1\nmax_positions = 16\n"
         "[model.lora]\nrank = 2\nsave_merged = true\n[algorithm]\nbatch_size = 16\n"
-        '[optimizer]\ncritic_learning_rate = 1e-2\n[training]\nshard = "root"\n[cluster]\ngpus_per_machine = 1\n'
+        "[optimizer]\ncritic_learning_rate = 1e-2\nactor_learning_rate = 1e-2\n"
+        '[training]\nshard = "root"\n[cluster]\ngpus_per_machine = 1\n'
     )
-    done = hybridflow("reward-model", tmp_path / "config.toml")
+    done = hybridflow(command, tmp_path / "config.toml")
     assert done.exit_code == 0, done.errors
     model = tmp_path / "run" / "model"
-    adapter = AutoPeftModelForSequenceClassification.from_pretrained(model, num_labels=1).eval()
-    merged = AutoModelForSequenceClassification.from_pretrained(model / "merged").eval()
+    scores = command == "reward-model"
+    load, load_merged = (
+        (AutoPeftModelForSequenceClassification, AutoModelForSequenceClassification)
+        if scores
+        else (AutoPeftModelForCausalLM, AutoModelForCausalLM)
+    )
+    adapter = load.from_pretrained(model, **({"num_labels": 1} if scores else {})).eval()
+    merged = load_merged.from_pretrained(model / "merged").eval()
     with torch.no_grad():
-        score, whole = (each(input_ids=IDS).logits for each in (adapter, merged))
-    torch.testing.assert_close(score, whole, rtol=0, atol=1e-4)
-    assert float(score) != 0.0
+        found, whole = (each(input_ids=IDS).logits for each in (adapter, merged))
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-4)
+    factors = load_file(model / "adapter_model.safetensors")
+    assert any(bool(tensor.any()) for name, tensor in factors.items() if ".lora_B." in name)
+    placed = set(json.loads((tmp_path / "run" / "plan.json").read_text())["models"])
+    assert "reference" not in placed, "the policy plays it"
 
 
 @pytest.mark.parametrize(
