@@ -11,7 +11,7 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
-LIBRARIES = {"megatron", "ray", "safetensors", "sglang", "tensordict", "transformers", "vllm"}
+LIBRARIES = {"megatron", "peft", "ray", "safetensors", "sglang", "tensordict", "transformers", "vllm"}
 
 
 def test_importing_the_package_loads_no_backend():
@@ -26,6 +26,8 @@ def test_importing_the_package_loads_no_backend():
         "hf_engine.backends._all_or_none",
         "hf_engine.backends._base",
         "hf_engine.backends._jagged",
+        "hf_engine.backends._lora_config",
+        "hf_engine.backends._merging",
         "hf_engine.backends._registry",
         "hf_engine.backends._shapes",
         "hf_engine.backends._train_config",
