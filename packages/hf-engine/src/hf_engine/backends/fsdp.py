@@ -201,8 +201,7 @@ class FsdpBackend:
         sequences, micro_batches = self._agreed_micro_batches(batch, request, denominator, needs_rows=True)
         loss = StepLoss(loss_fn, sequences, self._device)
         forward = partial(self._forward, request=request)
-        outcome = f"no rank took optimizer step {optimizer.steps + 1}"
-        with failures_end_all(outcome), self._accumulating(optimizer):
+        with failures_end_all(f"no rank took optimizer step {optimizer.steps + 1}"), self._accumulating(optimizer):
             for number, micro_batch in enumerate(micro_batches, 1):
                 self._reduce_after_backward(number == len(micro_batches))
                 passed, outputs = self._pass(loss, micro_batch, forward)
@@ -238,11 +237,9 @@ class FsdpBackend:
         with together("load", self._group):
             check_directory(directory)
             loaded, has_head = load_with_head(Path(directory), self._dtype, self._head, *self._adapting)
-            full, buffers = named_parameters(loaded), persistent_buffers(loaded)
-            own = persistent_buffers(self._model)
+            full, buffers, own = named_parameters(loaded), persistent_buffers(loaded), persistent_buffers(self._model)
             check_same_shapes({**self._layout.shapes, **shapes_of(own)}, full | buffers, directory)
-        if not has_head:
-            del full[self._head_name]
+        full.pop("" if has_head else self._head_name, None)
         boxes = self._layout.boxes_of(dist.get_rank())
         self._weight_changes += 1  # also where copying fails on the way
         with torch.no_grad():
@@ -304,8 +301,7 @@ class FsdpBackend:
         """Frees weights, gradients and optimizer state."""
         closed = cast("Any", Closed())
         self._model = self._root = self._parameters = self._optimizer = self._offloaded = closed
-        # FSDP's hooks and modules refer to each other
-        gc.collect()
+        gc.collect()  # FSDP's hooks and modules refer to each other
 
     def _shards(self) -> dict[str, torch.Tensor]:
         return {name: cast("DTensor", p.detach()).to_local() for name, p in self._parameters.items()}
