@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hf_algorithms.roles import least_rows
 from hf_engine import ChecksAdapters, load_train_backend, merge_adapter
@@ -15,11 +16,22 @@ from hf_protocols.arguments import show
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_algorithms.initial_model import Head, InitialModel
+    from hf_algorithms.inputs import ModelInputs
     from hf_algorithms.roles import Roles
+    from hf_algorithms.run_directory import RunDirectory
     from hf_controller import BatchFuture, WorkerGroup
     from hf_engine import SamplingParams
 
-__all__ = ["MERGED_MODELS", "check_adapters", "export_trained", "merge_given_adapters", "probe_sampler"]
+__all__ = [
+    "MERGED_MODELS",
+    "check_adapters",
+    "export_trained",
+    "keep_merged_models",
+    "merge_given_adapters",
+    "probe_sampler",
+]
+
+Inputs = TypeVar("Inputs", bound="ModelInputs")
 
 _NUM_PROBED = 4
 """Prompts whose responses show that the sampler has the adapters."""
@@ -82,12 +94,25 @@ def export_trained(group: WorkerGroup, config: Config, folder: Path, *, base: st
     return [folder, folder / "merged"]
 
 
-def probe_sampler(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> None:
-    """Proves that the policy generates with its adapters.
+def keep_merged_models(directory: RunDirectory, inputs: Inputs, folder: Path) -> Inputs:
+    """Moves what `merge_given_adapters` wrote into the run's directory, and has the inputs name it there."""
+    if not folder.exists():
+        return inputs
+    with directory.replacing(MERGED_MODELS) as fresh:
+        shutil.move(folder, fresh)
+    for each in (directory.path / MERGED_MODELS).iterdir():
+        inputs = inputs.moved(str(folder / each.name), str(each))
+    return inputs
+
+
+def probe_sampler(config: Config, roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> None:
+    """Proves that the policy generates with the adapters of `[model.lora]`, if there are any.
 
     Raises:
         ReshardError: where it does not.
     """
+    if config.model.lora is None:
+        return
     policy = roles.having("generate_sequences")
     num_rows = max(_NUM_PROBED, least_rows(policy, "probe_adapters"))
     policy.probe_adapters(prompts.rows([row % prompts.num_rows for row in range(num_rows)]), sampling).result()

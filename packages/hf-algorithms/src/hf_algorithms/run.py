@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from hf_algorithms.adapters import MERGED_MODELS, export_trained, probe_sampler
+from hf_algorithms.adapters import MERGED_MODELS, export_trained, keep_merged_models, probe_sampler
 from hf_algorithms.config import Config, format_toml
 from hf_algorithms.data import PromptDataset
 from hf_algorithms.display import RunDisplay
@@ -153,11 +153,7 @@ def begin_run(config: Config, directory: RunDirectory, plan: MappingPlan, inputs
         with directory.replacing("initial_model") as folder:
             shutil.move(fresh, folder)
         inputs = inputs.moved(str(fresh), str(directory.path / "initial_model"))
-    if (merged := fresh.with_name(MERGED_MODELS)).exists():
-        with directory.replacing(MERGED_MODELS) as folder:
-            shutil.move(merged, folder)
-        for each in (directory.path / MERGED_MODELS).iterdir():
-            inputs = inputs.moved(str(merged / each.name), str(each))
+    inputs = keep_merged_models(directory, inputs, fresh.with_name(MERGED_MODELS))
     for name, text in first_files.items():
         directory.write_text(name, text)
     return inputs
@@ -207,9 +203,7 @@ class _Run:
         try:
             self._note_progress(0)
             self._warm_start()
-            if self._config.model.lora is not None:
-                self._display.phase("probing the adapters")
-                probe_sampler(self._roles, self._validation, self._sampling(0))
+            probe_sampler(self._config, self._roles, self._validation, self._sampling(0))
             self._display.phase("evaluating the starting point")
             self._commit_model(0)
             self._summary["score_before"] = self._evaluate("test", 0)
@@ -248,7 +242,10 @@ class _Run:
         self._summary["warm_start_steps"] = warm_start(
             self._roles, self._supervised_batches(), self._evaluate_warm_start, config, metric=self._metric, note=note
         )
-        warm = self._export_warm_model()
+        with self._directory.replacing("warm_model") as folder:  # float32: roles load the policy's own weights
+            self._roles.having("generate_sequences").export_model(str(folder), dtype="float32").result()
+            self._directory.write_files(folder, self._inputs.exported_files())
+        warm = self._directory.path / "warm_model"
         models = self._inputs.models
         policy = self._roles.having("generate_sequences").role
         for role, group in self._roles.groups.items():
@@ -368,18 +365,11 @@ class _Run:
 
     def _commit_model(self, iteration: int) -> None:
         """The weights that were just evaluated are the last good state."""
-        policy = self._roles.having("generate_sequences")
         with self._directory.replacing("model") as folder:
+            policy = self._roles.having("generate_sequences")
             for written in export_trained(policy, self._config, folder, base=self._base):
                 self._directory.write_files(written, self._inputs.exported_files())
         self._summary["model_iteration"] = iteration
-
-    def _export_warm_model(self) -> Path:
-        """In float32: roles that load it start from the policy's own weights."""
-        with self._directory.replacing("warm_model") as folder:
-            self._roles.having("generate_sequences").export_model(str(folder), dtype="float32").result()
-            self._directory.write_files(folder, self._inputs.exported_files())
-        return self._directory.path / "warm_model"
 
     def _write_summary(self) -> None:
         rollout = self._config.rollout
