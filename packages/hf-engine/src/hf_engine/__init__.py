@@ -6,6 +6,9 @@ any torch.distributed launcher. Backends are entry points and load only when the
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from hf_engine.backends import (
     AdoptsWeights,
     ChecksAdapters,
@@ -20,7 +23,6 @@ from hf_engine.backends import (
     RolloutBackend,
     SamplingParams,
     Settles,
-    StopStrings,
     SupportsAdapters,
     SupportsBufferLoading,
     SupportsBuffers,
@@ -33,15 +35,10 @@ from hf_engine.backends import (
     TrainConfig,
     available_rollout_backends,
     available_train_backends,
-    build_responses,
     derive_shape,
-    draw_uniforms,
     load_rollout_backend,
-    load_stop_strings,
     load_train_backend,
     merge_adapter,
-    read_prompts,
-    sample_tokens,
 )
 from hf_engine.hybrid_engine import HybridEngine, Transition, TransitionMemory
 from hf_engine.logprob_check import LOGPROB_BOUNDS, LogprobGap, check_logprobs, measure_logprob_gap
@@ -54,6 +51,11 @@ from hf_engine.resharding.model_layouts import generation_layout, megatron_layou
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
 from hf_engine.resharding.transition import Exchange, TransitionPlan, plan_transition
 from hf_engine.weight_sync import WeightSync
+
+if TYPE_CHECKING:
+    from hf_engine.backends._responses import build_responses, read_prompts
+    from hf_engine.backends._sampling import draw_uniforms, sample_tokens
+    from hf_engine.backends._stop_strings import StopStrings, load_stop_strings
 
 __all__ = [
     "LOGPROB_BOUNDS",
@@ -118,3 +120,23 @@ __all__ = [
     "replicated_layout",
     "sample_tokens",
 ]
+
+_HOMES = {
+    "StopStrings": "_stop_strings",
+    "build_responses": "_responses",
+    "draw_uniforms": "_sampling",
+    "load_stop_strings": "_stop_strings",
+    "read_prompts": "_responses",
+    "sample_tokens": "_sampling",
+}
+"""Parts of a rollout backend, and the modules of `backends` that load tensordict for them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.backends.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

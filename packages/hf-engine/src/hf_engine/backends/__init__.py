@@ -38,10 +38,7 @@ from hf_engine.backends._registry import (
     load_rollout_backend,
     load_train_backend,
 )
-from hf_engine.backends._responses import build_responses, read_prompts
-from hf_engine.backends._sampling import draw_uniforms, sample_tokens
 from hf_engine.backends._shapes import derive_shape
-from hf_engine.backends._stop_strings import StopStrings, load_stop_strings
 
 __all__ = [
     "AdoptsWeights",
@@ -59,7 +56,6 @@ __all__ = [
     "RolloutBackend",
     "SamplingParams",
     "Settles",
-    "StopStrings",
     "SupportsAdapters",
     "SupportsBufferLoading",
     "SupportsBuffers",
@@ -72,13 +68,8 @@ __all__ = [
     "TrainConfig",
     "available_rollout_backends",
     "available_train_backends",
-    "build_responses",
     "derive_shape",
-    "draw_uniforms",
     "load_rollout_backend",
-    "load_stop_strings",
     "load_train_backend",
     "merge_adapter",
-    "read_prompts",
-    "sample_tokens",
 ]
