@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from transformers import (
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_engine.backends._base import Head
-from hf_engine.backends._conversions import persistent_buffers, read_file_names
+from hf_engine.backends._conversions import buffers_in_files, persistent_buffers, read_file_names
 from hf_engine.backends._stacked_experts import shapes_in_files
 from hf_engine.backends._versions import TRANSFORMERS
 from hf_engine.model_directory import (
@@ -209,8 +210,8 @@ def save_causal_lm(
 def _compare_headers(files: ModelDirectory, built: Any) -> None:
     """Refuses parameters of another size, missing or surplus, before ranks load them.
 
-    Some families have other names in files than in modules, which loading converts. Sizes are compared where names are
-    equal, and what is missing or surplus only where names are those of modules.
+    Some families have other names in files than in modules. Sizes are compared where names are equal. Surplus ones are
+    not refused where parameters are missing: files may hold those merged, under names that loading alone knows.
     """
     held = files.tensors
     wanted = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
@@ -218,8 +219,11 @@ def _compare_headers(files: ModelDirectory, built: Any) -> None:
     _refuse_other_sizes(files, [each for each in sizes if each[1] != each[2]])
     tied = built.get_expanded_tied_weights_keys(all_submodels=True)
     optional = {*tied, *tied.values(), find_head_name(built)}
-    known = {*wanted, *optional, *persistent_buffers(built), *SCORE_HEADS}
-    missing = sorted(name for name in wanted if name not in held and name not in optional) if held else []
+    parts = read_file_names(built)
+    in_files = {name: [part.name for part in parts.get(name, ())] or [name] for name in wanted}
+    known = {*chain.from_iterable(in_files.values()), *optional, *buffers_in_files(built), *SCORE_HEADS}
+    needed = chain.from_iterable(names for name, names in in_files.items() if name not in optional)
+    missing = sorted(name for name in needed if name not in held) if held else []
     surplus = [name for name in held if name not in known and not is_buffer(name)]
     if not surplus:
         refuse_lacking(files, missing)

@@ -84,7 +84,7 @@ class AdaptedFsdpBackend(FsdpBackend):
 
     @contextmanager
     def perturbed_adapters(self, *, seed: int, std: float) -> Iterator[None]:
-        """Inside, every `B` is drawn anew; afterwards all are back bit by bit."""
+        """Inside, every `B` is drawn; afterwards all are back bit by bit."""
         self._offloaded.require_weights("perturbed_adapters")
         boxes, shards = self._layout.boxes_of(dist.get_rank()), self._shards()
         names = [name for name in shards if name.endswith(f".{FACTORS[1]}.weight")]

@@ -300,7 +300,7 @@ class FsdpBackend:
     def close(self) -> None:
         """Frees weights, gradients and optimizer state."""
         closed = cast("Any", Closed())
-        self._model = self._root = self._parameters = self._optimizer = self._offloaded = closed
+        self._model = self._root = self._parameters = self._optimizer = self._offloaded = self._file_names = closed
         gc.collect()  # FSDP's hooks and modules refer to each other
 
     def _shards(self) -> dict[str, torch.Tensor]:
