@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
 from hf_engine import TrainConfig, load_train_backend
 from hf_engine.testing import check_train_backend, gather_weights, write_tiny_model
@@ -279,6 +279,20 @@ def test_an_export_is_a_hugging_face_model(ranks2, models, tmp_path, model):
         assert torch.equal(parameter, weights[name]), name
     assert json.loads((directory / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert [path.name for path in directory.parent.iterdir()] == ["model"]
+
+
+def test_a_head_stays_tied_to_an_embedding_that_is_not_split(ranks1, tmp_path):
+    config = BertConfig(vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                        num_attention_heads=2, max_position_embeddings=48, is_decoder=True)  # fmt: skip
+    model = BertLMHeadModel(config)
+    assert "BertEmbeddings" in model._no_split_modules
+    model.save_pretrained(tmp_path / "model")
+    weights = ranks1.run(train_and_export, str(tmp_path / "model"), str(tmp_path / "exported"))[0]
+    exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters())
+    assert exported.keys() == weights.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in exported.items())
+    embedding = "bert.embeddings.word_embeddings.weight"
+    assert not torch.equal(weights[embedding], model.get_parameter(embedding))
 
 
 def export_where_a_file_is(model, directory):

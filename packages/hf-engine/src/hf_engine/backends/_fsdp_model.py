@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -97,7 +98,7 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule
         BackendError: if layers are to be told apart in a model that does not name them, or torch.compile does not work.
     """
     model.eval()
-    layers = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    layers = _list_units(model)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         for layer in layers:
@@ -120,6 +121,17 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule
         # gloo has no reduction that scales
         sharded.set_force_sum_reduction_for_comms(True)
     return cast("FSDPModule", model)
+
+
+def _list_units(model: Any) -> list[torch.nn.Module]:
+    """The modules that transformers does not split, but for those with a tied parameter: FSDP2 would untie it."""
+    owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
+    return [
+        module
+        for module in model.modules()
+        if type(module).__name__ in (model._no_split_modules or ())
+        and all(owners[id(parameter)] == 1 for parameter in module.parameters())
+    ]
 
 
 def _require_compiler(device: str) -> None:
