@@ -302,3 +302,5 @@ def test_a_page_runs_as_written(
     ended = hybridflow(*command.split()[1:])
     assert ended.exit_code == 0, ended.errors
     assert re.search(line, ended.output), ended.output
+    mapping = r"data\.train: \w+\.jsonl is JSONL of \d+ rows: \w+; prompt = 'prompt'"
+    assert re.search(mapping, ended.output + ended.errors), ended.errors

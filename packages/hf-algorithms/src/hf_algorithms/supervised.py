@@ -51,6 +51,8 @@ class SupervisedInputs(ModelInputs):
     train: SupervisedDataset
     validation: SupervisedDataset
     test: SupervisedDataset
+    files: tuple[str, ...]
+    """A line for each file: its format, and what its columns are."""
 
     @property
     def order(self) -> RowOrder:
@@ -69,9 +71,9 @@ class SupervisedInputs(ModelInputs):
         return min(max(data.max_prompt_tokens for data in sets), context - response), response
 
     def describe_data(self) -> list[str]:
-        """Lines of each data set: its key and value, its rows, and what happened to long ones."""
+        """Lines of each file, and of each data set: its key and value, its rows, and what happened to long ones."""
         sets = (self.train, self.validation, self.test)
-        return list(dict.fromkeys(line for data in sets for line in data.describe_rows()))
+        return [*self.files, *dict.fromkeys(line for data in sets for line in data.describe_rows())]
 
 
 def run_supervised(
@@ -189,7 +191,8 @@ def load_supervised(config: Config, folder: Path) -> SupervisedInputs:
         for name, part in rows.items()
     }
     models = find_role_models(config, model)
-    return SupervisedInputs(model=model, models=models, turns=turns, stop_ids=(), **sets)
+    files = tuple(f"data.{key}: {each.describe()}" for key, part in opened.items() for each in part.files)
+    return SupervisedInputs(model=model, models=models, turns=turns, stop_ids=(), files=files, **sets)
 
 
 def _recipe_of(config: Config) -> SupervisedRecipe:

@@ -38,6 +38,10 @@ class RecordFile(Protocol[R_co]):
         """
         ...
 
+    def describe(self) -> str:
+        """Returns a line with its format, how many rows it has, and what its columns are."""
+        ...
+
 
 class FileRows(Sequence[R]):
     """Rows of one or more files, read when they are asked for.

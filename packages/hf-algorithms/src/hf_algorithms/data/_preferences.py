@@ -64,8 +64,9 @@ class PreferenceRow:
 
 @dataclass(frozen=True, kw_only=True)
 class PairFile:
-    """A file of pairs: its records, what they must say, the prompt's field, and the number of its source."""
+    """A file of pairs: its path and records, what they must say, the prompt's field, and the number of its source."""
 
+    path: str
     table: Table
     labels: Labels
     prompt_field: str | None
@@ -79,6 +80,11 @@ class PairFile:
         """
         read = _read_cost if self.labels == "cost" else _read_pair
         return read(record, self.table.where(number), self.prompt_field)
+
+    def describe(self) -> str:
+        """One line: the format, how many pairs there are, and where their prompts stand."""
+        prompt = show(self.prompt_field) if self.prompt_field else "what both sides begin with"
+        return f"{self.path} is {self.table.format} of {len(self.table):,} rows: preferences; prompt = {prompt}"
 
 
 def open_preferences(
@@ -108,7 +114,7 @@ def open_preferences(
                 raise DataError(f"{each} has no rows. Add at least one pair")
             records = list(islice(table.records(), SAMPLE_RECORDS))
             field = find_prompt_of_pairs(records, where=table.where(0), prompt_field=prompt_field)
-            files.append(PairFile(table=table, labels=labels, prompt_field=field, source=number))
+            files.append(PairFile(path=each, table=table, labels=labels, prompt_field=field, source=number))
     given = [each for each in weights if each is not None]
     return FileRows(files, given or None)
 
