@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
@@ -62,7 +63,9 @@ def runs(tmp_path):
 def server(runs):
     """The command itself, on a free port; it ends by Ctrl-C with the code of an interrupt."""
     command = [str(Path(sys.executable).with_name("hybridflow")), "serve", *map(str, runs), "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # A shell's background job, as these tests may be, ignores Ctrl-C; a user's program does not.
+    hear_ctrl_c = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c)
     try:
         line = process.stderr.readline()
         assert line.startswith("http://127.0.0.1:"), line + process.stderr.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -149,9 +150,10 @@ def test_a_terminal_is_left_as_it_was(directory: Path, leave: str | signal.Signa
     ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
-    program = subprocess.Popen(
-        [PROGRAM, "watch", directory], stdin=theirs, stdout=theirs, stderr=theirs, env=environment, close_fds=True
-    )
+    # A shell's background job, as these tests may be, ignores Ctrl-C; a user's program does not.
+    hear_ctrl_c = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    program = subprocess.Popen([PROGRAM, "watch", directory], env=environment, preexec_fn=hear_ctrl_c, **pipes)
     try:
         seen, end_s = b"", time.monotonic() + 120
         while b"q leaves" not in seen and time.monotonic() < end_s:
