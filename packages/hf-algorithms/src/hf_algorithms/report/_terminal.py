@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice, pairwise
-from pathlib import Path
-from typing import Any
 
 from rich.cells import set_cell_size
 from rich.text import Text
@@ -27,7 +24,6 @@ _NUMBERS_WIDTH = 24
 _MOST_CURVES, _MOST_PHASES, _MOST_SAMPLES = 10, 8, 6
 _WINDOW = 20
 """Iterations whose mean duration predicts the rest."""
-_LARGEST_SAMPLES = 4 << 20
 
 
 def draw_run(run: LiveRun, *, width: int, height: int | None = None, ascii_only: bool = False) -> list[Text]:
@@ -143,41 +139,18 @@ def _draw_phases(run: LiveRun, width: int, ascii_only: bool) -> list[Text]:
 
 
 def _draw_samples(run: LiveRun) -> list[Text]:
-    """The last samples, two lines each: of an iteration, or those that the run leaves at its end."""
+    """The samples of the last iteration that has any, two lines each."""
     iteration, *_ = run.samples.nearest(None)
-    rows: list[tuple[str, str, float | None]]
-    if iteration is not None:
-        found, notes = run.samples.read(iteration)
-        rows = [(each.prompt, each.response, each.score) for each in found]
-        lines = [_heading(f"Samples of iteration {iteration:,}, {len(rows):,} rows")]
-        lines += [Text(f"  {_clean(note)}", "yellow") for note in notes]
-    else:
-        moment, rows = _read_moments(run.directory)
-        lines = [_heading(f"Samples {moment}")]
-    for prompt, response, score in rows[:_MOST_SAMPLES]:
-        mark = "" if score is None else f"{format_number(score):>7}  "
-        lines.append(Text.assemble(f"  {mark}", (_clean(prompt), "dim")))
-        lines.append(Text(f"  {' ' * len(mark)}{_clean(response)}"))
+    if iteration is None:
+        return []
+    rows, notes = run.samples.read(iteration)
+    lines = [_heading(f"Samples of iteration {iteration:,}, {len(rows):,} rows")]
+    lines += [Text(f"  {_clean(note)}", "yellow") for note in notes]
+    for row in rows[:_MOST_SAMPLES]:
+        mark = "" if row.score is None else f"{format_number(row.score):>7}  "
+        lines.append(Text.assemble(f"  {mark}", (_clean(row.prompt), "dim")))
+        lines.append(Text(f"  {' ' * len(mark)}{_clean(row.response)}"))
     return lines if rows else []
-
-
-def _read_moments(directory: Path) -> tuple[str, list[tuple[str, str, float | None]]]:
-    """The rows of `samples.json` after the run, else before it."""
-    path = directory / "samples.json"
-    try:
-        body: Any = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < _LARGEST_SAMPLES else {}
-    except (OSError, ValueError, RecursionError):
-        return "", []
-    for moment in ("after", "before"):
-        rows = body.get(moment) if isinstance(body, Mapping) else None
-        if isinstance(rows, list) and rows:
-            return moment, [_read_row(row) for row in rows if isinstance(row, Mapping)]
-    return "", []
-
-
-def _read_row(row: Mapping[str, Any]) -> tuple[str, str, float | None]:
-    score = row.get("score")
-    return str(row.get("prompt", "")), str(row.get("response", "")), score if isinstance(score, int | float) else None
 
 
 def _draw_notes(run: LiveRun) -> list[Text]:
