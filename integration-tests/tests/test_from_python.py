@@ -116,3 +116,15 @@ def test_importing_the_functions_loads_no_torch() -> None:
     program = "import hf_algorithms, sys; hf_algorithms.train; print('torch' in sys.modules, 'ray' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert found.stdout.split() == ["False", "False"]
+
+
+def test_functions_of_one_name_all_count(notebook: Path) -> None:
+    def make(value: float) -> Any:
+        def score(completions: list[str], **_: Any) -> list[float]:
+            return [value] * len(completions)
+
+        return score
+
+    result = hf_algorithms.train(TINY, ROWS, [make(1.0), make(2.0)], set=SMALL)
+    row = result.metrics[0]
+    assert (row["reward/score/mean"], row["reward/score_2/mean"], row["reward/mean"]) == (1.0, 2.0, 3.0)

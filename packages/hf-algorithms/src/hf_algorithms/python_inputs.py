@@ -94,7 +94,7 @@ class InputFolder:
             name, holds = self._name_function(reward, "reward", is_in_process=is_in_process)
             return {"function": name} | ({"processes": 0} if holds else {})
         if isinstance(reward, Sequence):
-            reward = {_find_name(each, number): each for number, each in enumerate(reward, start=1)}
+            reward = _name_each(reward)
         if not isinstance(reward, Mapping) or not reward:
             raise ConfigError(f"reward = {show(reward)}: is not a function. Pass one, its name, or a list of these")
         named = {key: self._name_function(each, key, is_in_process=is_in_process) for key, each in reward.items()}
@@ -147,6 +147,15 @@ def __getattr__(name: str) -> Any:
     if name not in HELD_FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return HELD_FUNCTIONS[name]
+
+
+def _name_each(functions: Sequence[Any]) -> dict[str, Any]:
+    """The functions by their names; a later one of the same name has its number in it."""
+    found: dict[str, Any] = {}
+    for number, function in enumerate(functions, start=1):
+        name = _find_name(function, number)
+        found[f"{name}_{number}" if name in found else name] = function
+    return found
 
 
 def _find_name(function: Any, number: int) -> str:
