@@ -37,6 +37,7 @@ from hf_engine.model_directory import (
     read_end_of_sequence_ids,
     read_model_directory,
 )
+from hf_engine.resharding.tensor_parallel import layer_of
 from hf_protocols.arguments import show
 from hf_protocols.models import ModelShape
 
@@ -245,7 +246,11 @@ def _refuse_surplus(
     files: ModelDirectory, loaded: Any, unexpected: Collection[str], heads: Collection[str] = ()
 ) -> None:
     """Of families that `ModelShape` does not know; transformers leaves out what a family is known to carry beside."""
-    if surplus := sorted(name for name in unexpected if not is_buffer(name) and name not in heads):
+    surplus = sorted(name for name in unexpected if not is_buffer(name) and name not in heads)
+    if files.num_extra_layers:  # which predict further tokens: neither trained nor used to generate
+        num_layers = loaded.config.get_text_config().num_hidden_layers
+        surplus = [name for name in surplus if (layer_of(name) or 0) < num_layers]
+    if surplus:
         raise files.refusal(
             f"holds {surplus[0]} ({len(surplus)} such), for which a {type(loaded).__name__} has no place: it would be "
             "ignored. Give a whole directory of one model"
