@@ -143,7 +143,7 @@ def write_algorithm_keys() -> Iterator[str]:
 
 
 def describe_type(field: FieldInfo) -> str:
-    """What a value may be, in a few words."""
+    """Describes the values that a key takes, in a few words."""
     return escape(_describe(field.annotation, field.metadata))
 
 

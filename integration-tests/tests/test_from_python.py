@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 import hf_algorithms
@@ -27,7 +28,7 @@ SMALL = {"training.shard": "root", "run.iterations": 1, "run.eval_every": 1, "ro
 
 @pytest.fixture
 def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What IPython has while it runs a cell, in a folder of its own."""
+    """A folder of its own, with the name that IPython defines while it runs a cell."""
     monkeypatch.setattr(builtins, "get_ipython", lambda: None, raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -106,7 +107,6 @@ def test_wrong_arguments_are_one_line(notebook: Path, arguments: dict[str, Any],
 
 
 def test_a_dataset_of_datasets_is_rows(notebook: Path) -> None:
-    datasets = pytest.importorskip("datasets")
     result = hf_algorithms.sft(TINY, datasets.Dataset.from_list(ROWS), set={
         "training.shard": "root", "run.iterations": 1, "algorithm.batch_size": 8})  # fmt: skip
     assert result.summary["rows"] == 8

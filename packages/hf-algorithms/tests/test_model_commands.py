@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from click.testing import CliRunner
@@ -233,7 +234,6 @@ def test_an_exported_model_loads_like_its_source(model: Path, tmp_path: Path) ->
 
 
 def test_an_adapter_is_merged_into_its_base(model: Path, rows: Path) -> None:
-    peft: Any = pytest.importorskip("peft")
     base: Any = AutoModelForCausalLM.from_pretrained(model)
     base.config._name_or_path = str(model)
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], base_model_name_or_path=str(model))

@@ -1,4 +1,4 @@
-"""What adapters on a frozen base cost, against counts made by hand."""
+"""Costs of adapters on a frozen base, against counts made by hand."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationResult:
-    """What `generate` wrote.
+    """The file that `generate` wrote.
 
     Attributes:
         output: the file.

@@ -38,7 +38,7 @@ Data = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """What `evaluate` found.
+    """The numbers that `evaluate` found.
 
     Attributes:
         model: as the user named it.

@@ -1,4 +1,4 @@
-"""Where a command finds its model: a model directory, a hub name, or the directory of a run."""
+"""The model that a command is given: a model directory, a hub name, or the directory of a run."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ __all__ = ["TrainingResult", "dpo", "reward_model", "sft", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """What a run left.
+    """The files and numbers of a run that has ended.
 
     Attributes:
         summary: contents of `summary.json`.

@@ -1,6 +1,7 @@
-"""What a program or a notebook passes in place of files: rows, functions, sections; each becomes what a file would say.
+"""Rows, functions and sections that a program or a notebook passes in place of files.
 
-Rows and functions are written next to the run's directory, in `OUTPUT.inputs`, so that its `config.toml` runs again.
+They become what a file would say. Rows and functions are written next to the run's directory, in `OUTPUT.inputs`, so
+that its `config.toml` runs again.
 """
 
 from __future__ import annotations

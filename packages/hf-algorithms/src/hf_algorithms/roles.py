@@ -56,7 +56,7 @@ class _PlayedGroup:
 
     @property
     def methods(self) -> Mapping[str, Any]:
-        """What the group registers for the methods of the role."""
+        """Returns what the group registers for the methods of the role."""
         return {name: self._group.methods[other] for name, other in self._names.items()}
 
     def __getattr__(self, name: str) -> Any:

@@ -62,8 +62,8 @@ class SupervisedInputs(ModelInputs):
     def count_tokens(self, names: Sequence[str]) -> tuple[int, int]:
         """Returns tokens of a prompt and of a response for which a run is planned.
 
-        They are the longest of the named data sets, where rows have their longest prompt and their longest response
-        apart. Together they are no more than the smallest context, as no row is.
+        They are the longest prompt and the longest response of the named data sets, which may be of two rows. No row
+        exceeds the smallest context, and neither does their sum: the prompt is cut to it.
         """
         sets: list[SupervisedDataset] = [getattr(self, name) for name in names]
         response = max(data.max_response_tokens for data in sets)

@@ -179,7 +179,7 @@ class AnswerDataset:
             yield found
 
     def _list_turns(self, row: Row, number: int) -> list[tuple[str | tuple[Message, ...], str]]:
-        """What stands before each message of the assistant, and its text; the last one is the answer."""
+        """Returns what stands before each message of the assistant, with its text; the last one is the answer."""
         if not row.answer:
             lack = "has no answer" if row.answer is None else "has an empty answer"
             raise DataError(

@@ -1,4 +1,4 @@
-"""What a reader sees of a metric's name, and which metrics come first."""
+"""Titles of metrics, and the order in which they are shown."""
 
 from __future__ import annotations
 

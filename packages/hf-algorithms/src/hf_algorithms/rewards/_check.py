@@ -81,7 +81,7 @@ class _Named:
 
 @dataclass(frozen=True)
 class _Checked:
-    """What a function takes, and what it says of answers."""
+    """Parameters of a function, and its need of answers."""
 
     binding: Binding
     check_answer: Callable[[str], object] | None

@@ -316,7 +316,7 @@ class SupportsAdapters(Protocol):
 
     @property
     def lora(self) -> LoraConfig:
-        """What the adapters were built with."""
+        """Settings of the adapters."""
         ...
 
     def keep_adapters_apart(self, apart: bool) -> None:
@@ -353,5 +353,5 @@ class TakesAdapters(Protocol):
     """A rollout backend whose `build` takes `lora`, and whose layout then has adapters apart, unmerged."""
 
     def held_adapters(self) -> LoraConfig | None:
-        """What it was built with; None: without adapters."""
+        """Settings of its adapters; None: without adapters."""
         ...

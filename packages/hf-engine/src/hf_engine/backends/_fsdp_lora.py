@@ -55,7 +55,7 @@ class AdaptedFsdpBackend(FsdpBackend):
 
     @property
     def lora(self) -> LoraConfig:
-        """What the adapters were built with."""
+        """Settings of the adapters."""
         assert self._config.lora is not None, "chosen by it"
         return self._config.lora
 

@@ -150,7 +150,7 @@ class TransformersBackend:
             )
 
     def held_adapters(self) -> LoraConfig | None:
-        """What the adapters were built with; see `TakesAdapters`."""
+        """Settings of the adapters; see `TakesAdapters`."""
         return self._lora
 
     @property

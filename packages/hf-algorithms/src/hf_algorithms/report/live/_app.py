@@ -1,4 +1,4 @@
-"""What answers requests: the page, its parts as HTML, and what changed since."""
+"""Answers to requests: the page, its parts as HTML, and what has changed since."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _Pages:
             yield
 
     def state(self) -> dict[str, Any]:
-        """What the page polls: where each run stands, and a version that changes with what it shows."""
+        """Answers the page's polls: where each run stands, and a version that changes with what is shown."""
         found = []
         with self.locked():
             for run in self.runs:

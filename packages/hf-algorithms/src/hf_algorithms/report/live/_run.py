@@ -26,7 +26,7 @@ __all__ = ["AXES", "LiveRun", "open_runs"]
 T = TypeVar("T")
 
 AXES = {"iteration": "iteration", "tokens": "tokens", "seconds": "seconds"}
-"""What curves may be drawn over, and its name in a chart."""
+"""Horizontal axes that curves may have, with their names in a chart."""
 _STEP_BYTES = 1 << 18
 """Of `metrics.jsonl`, parsed while a request waits; the rest is read behind it."""
 _LARGEST_TRACE = 64 << 20
@@ -35,7 +35,7 @@ _MARKS = (".hybridflow-run", "config.toml", "metrics.jsonl", "summary.json")
 
 
 class _File(Generic[T]):
-    """What a file holds, parsed again when it changed; a file that was deleted or damaged keeps its last contents."""
+    """Contents of a file, parsed again when it has changed. One that is deleted or damaged keeps its last ones."""
 
     def __init__(self, path: Path, parse: Callable[[str], T], empty: T, largest: int = 16 << 20) -> None:
         self.path = path
@@ -219,7 +219,7 @@ class LiveRun:
 
     @property
     def trace_note(self) -> str:
-        """Says why there are no timelines, or an empty string."""
+        """Returns the reason for which no timeline is drawn; an empty string if one is."""
         if self._trace.note:
             return self._trace.note
         return "" if self.timelines() else "trace.json is absent or has no call: a run writes it when it ends."

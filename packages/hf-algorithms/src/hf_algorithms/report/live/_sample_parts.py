@@ -26,7 +26,7 @@ _LONGEST_TEXT = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What the reader chose.
+    """The reader's choice.
 
     Attributes:
         iteration: None for the last one.
