@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from hf_algorithms.report._breakdown import Breakdown, Usage
 from hf_algorithms.report._numbers import format_bytes, format_duration
+
+if TYPE_CHECKING:  # pages do without rich
+    from rich.console import Console
+    from rich.table import Table
 
 __all__ = ["render_breakdown"]
 
@@ -27,6 +28,9 @@ def render_breakdown(breakdown: Breakdown, console: Console) -> None:
 
 
 def _build_table(*headings: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)
@@ -34,6 +38,8 @@ def _build_table(*headings: str) -> Table:
 
 
 def _build_role_table(breakdown: Breakdown) -> Table:
+    from rich.text import Text
+
     table = _build_table("role, method", "calls", "compute", "fetch", "queue", "read", "remote", "busy")
     for role in breakdown.roles:
         table.add_row(Text(role.role), *_cells(role), style="bold")
@@ -50,6 +56,8 @@ def _cells(usage: Usage) -> list[str]:
 
 
 def _build_pool_table(breakdown: Breakdown) -> Table:
+    from rich.text import Text
+
     table = _build_table("pool", "slots", "busy", "idle")
     for pool in breakdown.pools:
         table.add_row(Text(pool.pool), str(pool.num_slots), _format_s(pool.busy_s), f"{pool.idle_share:.1%}")

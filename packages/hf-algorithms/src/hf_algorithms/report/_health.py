@@ -62,7 +62,7 @@ def measure_health(columns: Mapping[str, Sequence[float]]) -> list[HealthNumber]
     found = []
     for name, metrics in _WATCHED.items():
         known = [columns[metric] for metric in metrics if metric in columns]
-        values = known[0] if len(known) == 1 else [math.fsum(row) for row in zip(*known, strict=True)]
+        values = known[0] if len(known) == 1 else list(map(math.fsum, zip(*known, strict=True)))
         finite = [value for value in values if math.isfinite(value)]
         if finite:
             found.append(

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +17,8 @@ _SAMPLED_FROM_BYTES = 4 << 20
 """A file with more unparsed bytes is sampled, so that the first look at it takes the same time at any length."""
 _NUM_SAMPLED = 800
 _LONGEST_LINE = 1 << 20
+_LARGEST = 1e300
+"""Beyond it, sums over a run's iterations leave the range of a float; such a value is left out like NaN."""
 
 
 class MetricsFile:
@@ -148,23 +150,19 @@ class MetricsFile:
 
 
 def parse_row(line: bytes | str) -> dict[str, float] | None:
-    """Returns the finite numbers of a line of `metrics.jsonl`; None if it is not a JSON object."""
+    """Returns the numbers, at most 1e300 in size, of a line of `metrics.jsonl`; None if it is not a JSON object."""
     try:
         body: Any = json.loads(line)
     except (ValueError, RecursionError):
         return None
     if not isinstance(body, dict):
         return None
-    return dict(_read_numbers(body.items()))
-
-
-def _read_numbers(items: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, float]]:
-    for name, value in items:
-        if type(value) is float:
-            if math.isfinite(value):
-                yield name, value
-        elif type(value) is int and abs(value) < 1 << 1000:
-            yield name, float(value)
+    # a comparison with NaN is false, and booleans are not of these types
+    return {
+        name: float(value)
+        for name, value in body.items()
+        if (type(value) is float or type(value) is int) and -_LARGEST < value < _LARGEST
+    }
 
 
 def _sample_rows(file: BinaryIO, size: int) -> list[Mapping[str, float]]:

@@ -106,6 +106,7 @@ class LiveRun:
         self._was_seen = False
         self._health: tuple[str, list[HealthNumber]] = ("", [])
         self._points: dict[tuple[str, str], tuple[str, Decimated]] = {}
+        self._progress: dict[str, tuple[str, Sequence[float]]] = {}
 
     def refresh(self) -> None:
         """Looks at all files, and reads what a request can wait for; the rest of a long one is read behind it."""
@@ -183,10 +184,17 @@ class LiveRun:
         version = self._metrics.version
         known = self._points.get((metric, axis))
         if known is None or known[0] != version:
-            iterations, columns = self._metrics.columns()
-            xs = _measure_progress(iterations, columns, axis)
-            found = decimate(xs, columns[metric], _MOST_POINTS) if metric in columns else Decimated([], [])
+            columns = self.columns()
+            found = decimate(self._measure(axis), columns[metric], _MOST_POINTS) if metric in columns else Decimated([], [])
             known = self._points[metric, axis] = (version, found)
+        return known[1]
+
+    def _measure(self, axis: str) -> Sequence[float]:
+        """The horizontal values, which all metrics share."""
+        version = self._metrics.version
+        known = self._progress.get(axis)
+        if known is None or known[0] != version:
+            known = self._progress[axis] = (version, _measure_progress(*self._metrics.columns(), axis))
         return known[1]
 
     def describe_state(self) -> tuple[str, str]:
