@@ -23,13 +23,17 @@ NUM_ITERATIONS = 100_000
 NUM_ROUNDS = 5
 MAX_SHOWN_S = 2.0
 MAX_RSS_BYTES = 256 << 20
-FIRST = ("", "page.css", "page.js", "state", *(f"parts/{name}" for name in ("health", "curves", "samples", "compare", "gantt")))  # fmt: skip
-METRICS = """actor/clip_high actor/clip_low actor/entropy actor/grad_norm actor/policy_loss actor/update_kl batch/padding
-    critic/explained_variance critic/grad_norm critic/value_loss group/filtered group/zero_variance kl/k1 kl/k2 kl/k3
-    kl_sequence/k1 kl_sequence/k3 memory/peak_bytes perf/samples_per_s perf/tokens_per_s response/tokens
-    response/truncated reward/exact_match/mean reward/mean reward/std reward/unscorable rollout/masked
-    rollout/mismatch_k3 rollout/weight_max time/advantages_s time/generate_s time/iteration_s time/logprobs_s
-    time/other_s time/score_s time/sync_s time/train_s""".split()
+PARTS = ("state", *(f"parts/{name}" for name in ("health", "curves", "samples", "compare", "gantt")))
+"""Asked for at first, and whenever a run went on."""
+METRICS = """
+    actor/clip_high actor/clip_low actor/entropy actor/grad_norm actor/policy_loss actor/update_kl
+    batch/padding critic/explained_variance critic/grad_norm critic/value_loss group/filtered
+    group/zero_variance kl/k1 kl/k2 kl/k3 kl_sequence/k1 kl_sequence/k3 memory/peak_bytes
+    perf/samples_per_s perf/tokens_per_s response/tokens response/truncated reward/exact_match/mean
+    reward/mean reward/std reward/unscorable rollout/masked rollout/mismatch_k3 rollout/weight_max
+    time/advantages_s time/generate_s time/iteration_s time/logprobs_s time/other_s time/score_s
+    time/sync_s time/train_s
+"""
 
 
 def main() -> int:
@@ -62,7 +66,7 @@ def write_metrics(path: Path) -> None:
     draw = random.Random(0)
     with path.open("w") as file:
         for iteration in range(1, NUM_ITERATIONS + 1):
-            file.write(json.dumps({"iteration": iteration, **{name: draw.random() for name in METRICS}}) + "\n")
+            file.write(json.dumps({"iteration": iteration, **{name: draw.random() for name in METRICS.split()}}) + "\n")
 
 
 def open_page(folder: str) -> tuple[float, float, float, int]:
@@ -73,14 +77,14 @@ def open_page(folder: str) -> tuple[float, float, float, int]:
         try:
             assert process.stderr is not None
             address = process.stderr.readline().split()[0]
-            for part in FIRST:
+            for part in ("", "page.css", "page.js", *PARTS):
                 fetch(address, part)
             shown_s = time.perf_counter() - start
             while json.loads(fetch(address, "state"))["runs"][0]["notes"]:
                 time.sleep(0.1)
             whole_s = time.perf_counter() - start
             again = time.perf_counter()
-            for part in FIRST[3:]:
+            for part in PARTS:
                 fetch(address, part)
             again_s = time.perf_counter() - again
             return shown_s, whole_s, again_s, psutil.Process(process.pid).memory_info().rss

@@ -75,6 +75,9 @@ def _check_samples(run: Path) -> None:
         assert max(row["rollout_logprobs"]) <= 0
         assert row["response"] == "".join(text for text in row["token_texts"] if len(text) == 1)
         assert row["score"] == pytest.approx(len(row["response"]) / 5)  # what the reward of this run counts
+        assert list(row["rewards"].values()) == pytest.approx([row["score"]])
+        assert (row["iteration"], len(row["sample"])) == (2, 4)
+    assert len({tuple(row["sample"]) for row in trained}) == len(trained)
     client = TestClient(build_app([run]), base_url="http://localhost")
     assert client.get("/state").json()["runs"][0]["state"] == "finished"
     longest = max(trained, key=lambda row: row["tokens"])

@@ -117,6 +117,20 @@ def test_two_runs_are_shown_on_one_scale(run, tmp_path):
     assert "0.75" in compared
 
 
+def test_ratios_that_no_step_computed_are_said(run):
+    row = {name: value for name, value in _sample(1, 0, 1.0).items() if name != "old_logprobs"}
+    row["sample"] = [0, 7, 1, 0]
+    (run / "samples" / "30.jsonl").write_text(json.dumps(row) + "\n")
+    client = _client(run)
+    groups = _get(client, "samples")
+    assert "Ratios are not computed: algorithm.old_logprobs = &#x27;current&#x27;" in groups
+    assert "exact 1" in groups
+    shown = _get(client, "sample?row=0")
+    assert "<td>ratio</td><td>not computed" in shown
+    assert "0/7/1/0" in shown
+    assert "not computed" not in _get(client, "samples?iteration=20")
+
+
 def test_axes_count_what_was_spent(run):
     client = _client(run)
     tokens = sum(2.0 * (100 + i) for i in range(1, 41))

@@ -137,7 +137,9 @@ def test_weighted_functions_make_one_score_and_a_curve_each(folder: Path) -> Non
         named = group.compute_named_reward(batch_of(folder), "only_even").result()["named_scores"]
         metrics = group.drain_metrics().result()
         empty = group.drain_metrics().sums()
+        recalled = group.recall_scores(batch_of(folder)[[1, 2]]).result()
     nan = math.nan
+    assert recalled == [{"length": 2.0, "only_even": 10.0, "hangs": 1.0}, {"length": 3.0}]
     assert scores.dtype == torch.float32
     assert scores.tolist() == pytest.approx([1 + 2, 2 + 5 + 2, nan, 4 + 5.5 + 2], nan_ok=True)
     assert named.tolist() == pytest.approx([nan, 10.0, nan, 11.0], nan_ok=True)

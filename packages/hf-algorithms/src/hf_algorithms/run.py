@@ -32,7 +32,7 @@ from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.run_evaluations import RunEvaluations
 from hf_algorithms.step_metrics import average_metrics
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
-from hf_algorithms.training_samples import list_training_samples, select_training_samples
+from hf_algorithms.training_samples import collect_training_samples
 from hf_algorithms.warm_start import warm_start
 from hf_algorithms.wiring import build_roles, build_sampling
 from hf_controller import Executor, InProcessExecutor, RayExecutor
@@ -321,8 +321,9 @@ class _Run:
     def _write_samples(self, iteration: int, shown: Sequence[BatchFuture]) -> None:
         """Writes down some responses of the last batch that the step showed."""
         if shown:
-            batch = select_training_samples(shown[-1], self._config.rollout.samples_per_prompt).result()
-            rows = list_training_samples(batch, self._inputs.model.tokenizer, stop_ids=self._inputs.stop_ids)
+            size, tokenizer = self._config.rollout.samples_per_prompt, self._inputs.model.tokenizer
+            stop_ids = self._inputs.stop_ids
+            rows = collect_training_samples(shown[-1], self._roles, tokenizer, group_size=size, stop_ids=stop_ids)
             self._directory.append_samples(iteration, rows)
 
     def _note_progress(self, iteration: int) -> None:

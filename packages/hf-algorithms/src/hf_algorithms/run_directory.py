@@ -147,8 +147,8 @@ class RunDirectory:
             listener.hear_metrics(metrics)
 
     def append_samples(self, iteration: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Adds objects to ``samples/<iteration>.jsonl``, one for each response."""
-        lines = [json.dumps(each, ensure_ascii=False) + "\n" for each in samples]
+        """Adds objects to `samples/<iteration>.jsonl`, one for each response, which name the iteration."""
+        lines = [json.dumps({"iteration": iteration, **each}, ensure_ascii=False) + "\n" for each in samples]
         if not lines:
             return
         path = self.path / "samples" / f"{iteration}.jsonl"

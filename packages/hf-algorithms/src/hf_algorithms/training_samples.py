@@ -12,29 +12,55 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
     from transformers import PreTrainedTokenizerBase
 
+    from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture
 
-__all__ = ["list_training_samples", "select_training_samples"]
+__all__ = ["collect_training_samples", "list_training_samples"]
 
 MOST_ROWS = 32
 MOST_BYTES = 256 << 10
 """Of one iteration's rows. Tokens are left out before a row is."""
 _TOKEN_COLUMNS = ("rollout_logprobs", "old_logprobs", "advantages", "response_mask")
 _COLUMNS = (
-    "prompt_ids", "response_ids", "answer?", "scores?", "group_id?", "row_id?", "finish_reason?",
+    "prompt_ids", "response_ids", "answer?", "scores?", "group_id?", "row_id?", "sample_id?", "finish_reason?",
     *(f"{name}?" for name in _TOKEN_COLUMNS),
 )  # fmt: skip
 
 
-def select_training_samples(batch: BatchFuture, group_size: int) -> BatchFuture:
-    """Returns the first groups of a batch, at most `MOST_ROWS` rows, with the columns that are written.
+def collect_training_samples(
+    batch: BatchFuture,
+    roles: Roles,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    group_size: int,
+    stop_ids: Collection[int] = (),
+) -> list[dict[str, Any]]:
+    """Returns a mapping for each of the first responses of a batch, with the scores of every function by name.
 
     Args:
         batch: responses; those to one prompt lie one after another.
+        roles: that scored them.
+        tokenizer: of the policy.
         group_size: responses to a prompt. Of a larger group than `MOST_ROWS` the first rows are taken.
+        stop_ids: tokens at which responses end, which no text has.
     """
     whole = MOST_ROWS // group_size * group_size or MOST_ROWS
-    return batch.rows(range(min(whole, batch.num_rows))).select(_COLUMNS)
+    chosen = batch.rows(range(min(whole, batch.num_rows))).select(_COLUMNS)
+    given = chosen.result()
+    scores: dict[str, list[dict[str, float]]] = {}
+    if "sample_id" in given:
+        for role, group in roles.groups.items():
+            if "recall_scores" in group.methods:
+                scores[role] = group.recall_scores(chosen).result()
+    rows = list_training_samples(given, tokenizer, stop_ids=stop_ids)
+    for number, row in enumerate(rows):
+        # a name may be a reward's and a cost's
+        named = [(role, name, value) for role, found in scores.items() for name, value in found[number].items()]
+        names = [name for _, name, _ in named]
+        rewards = {name if names.count(name) == 1 else f"{role}/{name}": value for role, name, value in named}
+        if rewards:
+            row["rewards"] = rewards
+    return rows
 
 
 def list_training_samples(
@@ -43,10 +69,10 @@ def list_training_samples(
     """Returns a mapping for each row, at most `MOST_BYTES` together as JSON.
 
     `rollout_logprobs` are the sampler's and `old_logprobs` the trainer's before the update; what the algorithm does not
-    compute is absent.
+    compute is absent. `sample` is `[epoch, row, number in the group, attempt]`, unique in a run.
 
     Args:
-        batch: rows that `select_training_samples` chose.
+        batch: rows of texts, with any of the columns that are written.
         tokenizer: of the policy.
         stop_ids: tokens at which responses end, which no text has.
     """
@@ -90,6 +116,8 @@ def _read_columns(batch: TensorDict) -> Mapping[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     if "row_id" in batch:
         found["row"] = batch["row_id"].tolist()
+    if "sample_id" in batch:
+        found["sample"] = batch["sample_id"].tolist()
     if "group_id" in batch:
         found["group"] = batch["group_id"].tolist()
     if "answer" in batch:

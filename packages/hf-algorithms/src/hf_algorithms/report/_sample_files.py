@@ -56,6 +56,7 @@ class Sample:
         number: of the line, from 0.
         set: name of the rows that it belongs to: `train`, or an evaluation's.
         group: responses to the same prompt have the same one.
+        sample: name of the response in its run, `epoch/row/number/attempt`; empty where the file has none.
         rewards: by name; the weighted sum is `score`.
         num_tokens: of the response; 0 where unknown.
         tokens: of the response, where the run wrote them.
@@ -65,6 +66,7 @@ class Sample:
     number: int
     set: str
     group: str
+    sample: str
     prompt: str
     response: str
     answer: str | None
@@ -75,6 +77,13 @@ class Sample:
     num_tokens: int = 0
     tokens: Sequence[Token] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def lacks_ratios(self) -> bool:
+        """True if the sampler's log-probs of the response are known, and the trainer's are not."""
+        return any(token.sampler_logprob is not None for token in self.tokens) and all(
+            token.ratio is None for token in self.tokens
+        )
 
     def reward(self, name: str) -> float | None:
         """Returns the reward of that name, or the score for an empty name."""
@@ -174,6 +183,7 @@ def _to_sample(number: int, body: Mapping[str, Any]) -> Sample:
         number=number,
         set=_text(body.get("set")) or _TRAINED,
         group=_text(row),
+        sample=_name_sample(body.get("sample")),
         prompt=prompt,
         response=_text(body.get("response")),
         answer=None if body.get("answer") is None else _text(body["answer"]),
@@ -185,6 +195,10 @@ def _to_sample(number: int, body: Mapping[str, Any]) -> Sample:
         tokens=tokens,
         extra=extra if isinstance(extra, dict) else {},
     )
+
+
+def _name_sample(value: object) -> str:
+    return "/".join(map(_text, value)) if isinstance(value, list) else _text(value)
 
 
 def _read_tokens(body: Mapping[str, Any]) -> tuple[Token, ...]:

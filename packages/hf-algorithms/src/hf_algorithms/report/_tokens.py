@@ -9,10 +9,12 @@ from html import escape
 from hf_algorithms.report._numbers import format_number
 from hf_algorithms.report._sample_files import Token
 
-__all__ = ["COLOURINGS", "describe_shades", "list_colourings", "render_tokens"]
+__all__ = ["COLOURINGS", "NO_RATIO", "describe_shades", "list_colourings", "render_tokens"]
 
 COLOURINGS = {"trainer": "trainer's probability", "sampler": "sampler's probability", "ratio": "ratio", "mask": "mask"}
 """By what tokens may be coloured, in the order of preference."""
+NO_RATIO = "not computed: algorithm.old_logprobs = 'current' takes the trainer's log-probs from the update itself"
+"""Reason for which a response has the sampler's log-probs alone."""
 _MOST_TOKENS = 4096
 _NUM_SHADES = 8
 _NARROW_LOG_RATIO = 0.02

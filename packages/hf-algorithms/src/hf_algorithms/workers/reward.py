@@ -82,6 +82,8 @@ class _FunctionWorker(Worker):
         self._sums: Metrics = {}
         self._trainer_state = TrainerState()
         self._last: tuple[list[tuple[int, ...]], list[ScoredSamples]] | None = None
+        self._scores: dict[tuple[int, ...], dict[str, float]] = {}
+        self._is_drained = False
         self._model_weight = model_weight
         self._num_functions = len(functions)
         self._has_metric = metric is not None
@@ -103,7 +105,17 @@ class _FunctionWorker(Worker):
         whose call met its deadline or ended its process. `reward/model/mean` is a model's.
         """
         found, self._sums = self._sums, {}
+        self._is_drained = True
         return found
+
+    @register(protocol=RANK_ZERO, returns="object", reads=("sample_id",))
+    def recall_scores(self, batch: TensorDict) -> list[dict[str, float]]:
+        """Returns the scores of each response by the function's name, or `model`, as they were when they counted.
+
+        Calls no function. Known are the responses that were scored between the last two calls of `drain_metrics`, or
+        since; a response that is not known, or that a function did not score, lacks the name.
+        """
+        return [self._scores.get(tuple(each), {}) for each in batch["sample_id"].tolist()]
 
     @register(protocol=RANK_ZERO, returns="object")
     def note_progress(self, state: TrainerState) -> None:
@@ -125,6 +137,7 @@ class _FunctionWorker(Worker):
             for spec, each in zip(specs, scored, strict=True):
                 self._count(spec.name, each)
             self._last = ([tuple(each) for each in samples.sample_ids], scored)
+            self._keep_scores(batch, self._last[0], dict(zip((spec.name for spec in specs), scored, strict=True)))
         parts = {
             spec.name: (spec.weight, torch.tensor(each.scores, dtype=torch.float64))
             for spec, each in zip(specs, scored, strict=True)
@@ -138,6 +151,18 @@ class _FunctionWorker(Worker):
             if spec.weight:
                 total[torch.tensor(each.failed, dtype=torch.bool)] = torch.nan
         return total.float()
+
+    def _keep_scores(
+        self, batch: TensorDict, ids: Sequence[tuple[int, ...]], scored: Mapping[str, ScoredSamples]
+    ) -> None:
+        if self._is_drained:
+            self._scores, self._is_drained = {}, False
+        columns = {name: each.scores for name, each in scored.items()}
+        if self._model_weight is not None:
+            columns["model"] = batch["model_scores"].tolist()
+        for row, sample in enumerate(ids):
+            known = {name: float(values[row]) for name, values in columns.items()}
+            self._scores[sample] = {name: value for name, value in known.items() if math.isfinite(value)}
 
     def _count(self, name: str, scored: ScoredSamples) -> None:
         """Adds to the metrics: means over the responses that have a number, and numbers of responses."""

@@ -185,7 +185,9 @@ class LiveRun:
         known = self._points.get((metric, axis))
         if known is None or known[0] != version:
             columns = self.columns()
-            found = decimate(self._measure(axis), columns[metric], _MOST_POINTS) if metric in columns else Decimated([], [])
+            found = (
+                decimate(self._measure(axis), columns[metric], _MOST_POINTS) if metric in columns else Decimated([], [])
+            )
             known = self._points[metric, axis] = (version, found)
         return known[1]
 

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 from hf_algorithms.report._histogram import Bin, compute_bins, render_histogram
 from hf_algorithms.report._numbers import format_number
 from hf_algorithms.report._sample_files import Sample
-from hf_algorithms.report._tokens import COLOURINGS, describe_shades, list_colourings, render_tokens
+from hf_algorithms.report._tokens import COLOURINGS, NO_RATIO, describe_shades, list_colourings, render_tokens
 from hf_algorithms.report.live._run import LiveRun
 
 __all__ = ["Choice", "export_samples", "render_sample_part", "render_samples_part"]
@@ -130,6 +130,8 @@ def _list_groups(found: _Chosen, choice: Choice) -> str:
     share = f", {equal / len(several):.0%} of them with equal rewards" if several else ""
     chosen = f" {found.reward or 'score'} {found.bin.label}," if found.bin else ""
     lead = f"<p>{len(found.shown)} responses,{escape(chosen)} to {len(kept)} prompts{share}.</p>"
+    if any(row.lacks_ratios for row in found.shown):
+        lead += _note(f"Ratios are {NO_RATIO}.")
     pages = -(-len(kept) // _MOST_GROUPS)
     page = min(max(choice.page, 0), max(pages - 1, 0))
     cards = "".join(
@@ -188,11 +190,13 @@ def render_sample_part(run: LiveRun, choice: Choice) -> str:
     if row is None:
         return _note(f"samples/{found.iteration}.jsonl has no line {choice.row + 1}.")
     facts = {
+        "sample (epoch/row/number/attempt)": row.sample or None,
         "score": row.score,
         **row.rewards,
         "advantage": row.advantage,
         "finish reason": row.finish_reason or None,
         "tokens": row.num_tokens or None,
+        "ratio": NO_RATIO if row.lacks_ratios else None,
         "trained tokens": sum(token.is_trained for token in row.tokens) if row.tokens else None,
         **row.extra,
     }
