@@ -43,8 +43,8 @@ def lose_a_rank(model, backend_name, sizes, method, dies, told):
     batch = build_batch(4, vocab_size=64)
     backend.train_step(batch, negative_logprobs, 10.0)
     directory = Path(told).with_name("directory")
-    if method == "load_checkpoint":
-        backend.save_checkpoint(directory)
+    if method == "load_state":
+        backend.save_state(directory)
     if dist.get_rank() == 1:
         if method == "load_hf":
             die_while_reading(backend, backend_name, model)
@@ -59,7 +59,7 @@ def lose_a_rank(model, backend_name, sizes, method, dies, told):
         "train_step": partial(backend.train_step, batch, negative_logprobs, 10.0),
         "scoring": partial(backend.compute_logprobs, batch),
         "sum_over_data": partial(backend.sum_over_data, [1.0]),
-        **{name: partial(getattr(backend, name), directory) for name in ("save_checkpoint", "load_checkpoint")},
+        **{name: partial(getattr(backend, name), directory) for name in ("save_state", "load_state")},
         "export_hf": partial(backend.export_hf, directory),
         "load_hf": partial(backend.load_hf, model),
     }
@@ -67,7 +67,7 @@ def lose_a_rank(model, backend_name, sizes, method, dies, told):
         BackendError, match=rf"{method} lost another rank on rank 0: (.|\n)*timeout of init_process_group"
     ):
         calls[method]()
-    assert directory.exists() == (method == "load_checkpoint"), "a directory appears whole or not at all"
+    assert directory.exists() == (method == "load_state"), "a directory appears whole or not at all"
     Path(told).touch()
     return True
 
@@ -91,14 +91,14 @@ def test_a_rank_that_stays_away_is_an_error_within_the_deadline(tmp_path, backen
     ("backend", "sizes", "method"),
     [
         ("fsdp", "1-1-2", "train_step"),
-        pytest.param("fsdp", "1-1-2", "save_checkpoint", marks=pytest.mark.slow),
-        pytest.param("fsdp", "1-1-2", "load_checkpoint", marks=pytest.mark.slow),
+        pytest.param("fsdp", "1-1-2", "save_state", marks=pytest.mark.slow),
+        pytest.param("fsdp", "1-1-2", "load_state", marks=pytest.mark.slow),
         pytest.param("fsdp", "1-1-2", "export_hf", marks=pytest.mark.slow),
         ("fsdp", "1-1-2", "load_hf"),
         pytest.param("megatron", "1-2-1", "load_hf", marks=pytest.mark.slow),
         pytest.param("fsdp", "1-1-2", "sum_over_data", marks=pytest.mark.slow),
         pytest.param("megatron", "1-2-1", "train_step", marks=pytest.mark.slow),
-        pytest.param("megatron", "1-1-2", "save_checkpoint", marks=pytest.mark.slow),
+        pytest.param("megatron", "1-1-2", "save_state", marks=pytest.mark.slow),
         pytest.param("megatron", "2-1-1", "export_hf", marks=pytest.mark.slow),
     ],
 )
@@ -116,19 +116,19 @@ def load_what_rank_1_refuses(backend_name, sizes, models, folder):
     topology, is_second = Topology(ParallelSpec.parse(sizes)), dist.get_rank() == 1
     config = TrainConfig(learning_rate=1e-2)
     backend = load_train_backend(backend_name).build(models["mine"], topology=topology, config=config)
-    backend.save_checkpoint(folder / "checkpoint")
+    backend.save_state(folder / "checkpoint")
     backend.train_step(build_batch(4, vocab_size=64), negative_logprobs, 10.0)
     changes = backend.weight_changes
     before = {name: [part.clone() for part in parts] for name, parts in as_parts(backend.local_weights()).items()}
     with pytest.raises(BackendError, match=r"could not load: rank 1: .*wide holds another model"):
         backend.load_hf(models["wide" if is_second else "other"])
     with pytest.raises(BackendError, match=r"could not load: rank 1: .*absent holds no sharded checkpoint"):
-        backend.load_checkpoint(folder / ("absent" if is_second else "checkpoint"))
+        backend.load_state(folder / ("absent" if is_second else "checkpoint"))
     if backend_name == "fsdp":
         (folder / f"foreign{dist.get_rank()}").mkdir()
         (folder / f"foreign{dist.get_rank()}" / "checkpoint.json").write_text("{}")
         with pytest.raises(BackendError, match="it is one of backend 'megatron', load it there"):
-            backend.load_checkpoint(folder / f"foreign{dist.get_rank()}")
+            backend.load_state(folder / f"foreign{dist.get_rank()}")
     for name, parts in as_parts(backend.local_weights()).items():
         assert all(torch.equal(part, old) for part, old in zip(parts, before[name], strict=True)), name
     assert (backend.weight_changes, backend.optimizer_steps) == (changes, 1)

@@ -45,13 +45,13 @@ def write_over_others_files(model, folder):
         (folder / "folders", "holds other files than a model's or a checkpoint's, such as 'model.safetensors'"),
         (folder / "notes" / "notes.txt", "is a file: give a directory"),
     ):
-        for write in (backend.export_hf, backend.save_checkpoint):
+        for write in (backend.export_hf, backend.save_state):
             with pytest.raises(BackendError, match=re.escape(reason)):
                 write(directory)
     for directory in ("model", folder / "empty", folder / "link"):
         for _ in range(2):
             backend.export_hf(directory)
-        backend.save_checkpoint(directory)
+        backend.save_state(directory)
     backend.close()
 
 
@@ -93,7 +93,7 @@ def write_beside_a_tokenizer(model, folder):
         patch.setattr(_directories, "_replace", fail_to_rename(folder))
         with pytest.raises(BackendError, match=r"could not write: rank 0: .*no room"):
             backend.export_hf(target)
-    for write in (backend.export_hf, backend.save_checkpoint):
+    for write in (backend.export_hf, backend.save_state):
         with pytest.raises(BackendError, match=r"different directories \(rank 0 '.*own-0', rank 1 '.*own-1'\)"):
             write(folder / f"own-{dist.get_rank()}")
     with pytest.MonkeyPatch.context() as patch:
@@ -255,7 +255,7 @@ def load_a_damaged_checkpoint(backend, sizes, model, folder):
     """Cut short it is refused before a weight is touched; damaged inside, the weights count as changed."""
     topology = Topology(ParallelSpec.parse(sizes))
     train = load_train_backend(backend).build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
-    train.save_checkpoint(folder / "checkpoint")
+    train.save_state(folder / "checkpoint")
     train.train_step(build_batch(4, vocab_size=64), negative_logprobs, 10.0)
     before = {name: [part.clone() for part in parts] for name, parts in as_parts(train.local_weights()).items()}
     changes = train.weight_changes
@@ -267,7 +267,7 @@ def load_a_damaged_checkpoint(backend, sizes, model, folder):
             file.write_bytes(content) if content is not None else file.unlink()
         dist.barrier()
         with pytest.raises(BackendError, match=r"could not load: .*(damaged|cannot be read|incomplete)"):
-            train.load_checkpoint(folder / "checkpoint")
+            train.load_state(folder / "checkpoint")
         assert train.weight_changes == changes
         for name, parts in as_parts(train.local_weights()).items():
             assert all(torch.equal(part, old) for part, old in zip(parts, before[name], strict=True)), name
@@ -279,9 +279,9 @@ def load_a_damaged_checkpoint(backend, sizes, model, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(*reading, fail_to_read)
         with pytest.raises((BackendError, OSError), match="cannot be read"):
-            train.load_checkpoint(folder / "checkpoint")
+            train.load_state(folder / "checkpoint")
     assert train.weight_changes == changes + 1, "the next generation() sends what there is now"
-    train.load_checkpoint(folder / "checkpoint")
+    train.load_state(folder / "checkpoint")
     assert train.weight_changes == changes + 2
     train.close()
 

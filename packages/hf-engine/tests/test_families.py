@@ -117,9 +117,9 @@ def test_a_transition_of_two_ranks_brings_buffers_in_their_own_dtype(ranks2, tmp
 def load_and_generate(model, other, checkpoint):
     train, rollout = build("fsdp", model), build("transformers", model, dtype="bfloat16")
     train.load_hf(other)
-    train.save_checkpoint(checkpoint)
+    train.save_state(checkpoint)
     train.load_hf(model)
-    train.load_checkpoint(checkpoint)
+    train.load_state(checkpoint)
     engine = HybridEngine(train, rollout, Topology(ParallelSpec(dp_size=2), GenerationSpec()))
     with engine.generation():
         state = {name: tensor.clone() for name, tensor in rollout._model.state_dict().items()}

@@ -96,11 +96,11 @@ def train_with_and_without_saving(model, directory):
     for saves in (False, True):
         backend = build(model)
         if saves:
-            backend.save_checkpoint(Path(directory) / "start")
+            backend.save_state(Path(directory) / "start")
         for _ in range(2):
             backend.train_step(local_rows(4), negative_logprobs, 10.0)
         weights.append(gather_weights(backend, topology_of_all_ranks()))
-    backend.load_checkpoint(Path(directory) / "start")
+    backend.load_state(Path(directory) / "start")
     assert backend.optimizer_steps == 0
     for _ in range(2):
         backend.train_step(local_rows(4), negative_logprobs, 10.0)
@@ -160,7 +160,7 @@ def save_after_three_steps(model, directory):
     backend.load_hf(model)
     for _ in range(3):
         backend.train_step(local_rows(6), squared_values, 10.0)
-    backend.save_checkpoint(Path(directory) / "checkpoint")
+    backend.save_state(Path(directory) / "checkpoint")
     backend.export_hf(Path(directory) / "export")
     saved = gather_weights(backend, topology_of_all_ranks())
     for _ in range(2):
@@ -171,9 +171,9 @@ def save_after_three_steps(model, directory):
 def step_from_checkpoint(model, directory, again):
     """Saves what it loads, and takes two steps; their learning rates, and the weights before and after."""
     backend = build(model, SCHEDULED, head="value")
-    backend.load_checkpoint(directory)
+    backend.load_state(directory)
     assert backend.optimizer_steps == 3
-    backend.save_checkpoint(again)
+    backend.save_state(again)
     loaded = gather_weights(backend, topology_of_all_ranks())
     metrics = [backend.train_step(local_rows(6), squared_values, 10.0) for _ in range(2)]
     rates = [each["learning_rate"][0] for each in metrics]
@@ -300,9 +300,9 @@ def export_where_a_file_is(model, directory):
     with pytest.raises(BackendError, match=r"could not write: rank 0: .*occupied"):
         backend.export_hf(Path(directory) / "occupied" / "model")
     with pytest.raises(BackendError, match="could not write"):
-        backend.save_checkpoint(Path(directory) / "occupied" / "model")
+        backend.save_state(Path(directory) / "occupied" / "model")
     with pytest.raises(BackendError, match="no sharded checkpoint"):
-        backend.load_checkpoint(directory)
+        backend.load_state(directory)
 
 
 def test_an_unwritable_directory_is_an_error_on_every_rank(ranks2, models, tmp_path):

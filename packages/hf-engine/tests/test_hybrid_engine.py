@@ -188,7 +188,7 @@ def use_moved_weights(model, backend, directory):
     rollout = load_rollout_backend("transformers").build(model, topology=topology)
     engine = HybridEngine(train, rollout, topology, training_weights="move")
     batch = build_batch(4, vocab_size=VOCAB_SIZE)
-    train.save_checkpoint(directory / "before")
+    train.save_state(directory / "before")
     expected = train.compute_logprobs(batch)["logprobs"].values()
     calls = {
         "scoring": lambda: train.compute_logprobs(batch),
@@ -196,8 +196,8 @@ def use_moved_weights(model, backend, directory):
         "local_weights": train.local_weights,
         "export_hf": lambda: train.export_hf(directory / "inside"),
         "load_hf": lambda: train.load_hf(model),
-        "save_checkpoint": lambda: train.save_checkpoint(directory / "inside"),
-        "load_checkpoint": lambda: train.load_checkpoint(directory / "before"),
+        "save_state": lambda: train.save_state(directory / "inside"),
+        "load_state": lambda: train.load_state(directory / "before"),
         "offload": lambda: train.offload(weights=True),
     }
     with engine.generation():
@@ -272,8 +272,8 @@ def use_what_was_closed(model, backend):
         "reload": train.reload,
         "export_hf": lambda: train.export_hf(Path(model).with_name("closed")),
         "load_hf": lambda: train.load_hf(model),
-        "save_checkpoint": lambda: train.save_checkpoint(Path(model).with_name("closed")),
-        "load_checkpoint": lambda: train.load_checkpoint(model),
+        "save_state": lambda: train.save_state(Path(model).with_name("closed")),
+        "load_state": lambda: train.load_state(model),
         "weight_buffers": rollout.weight_buffers,
         "rollout.weight_layout": rollout.weight_layout,
         "rollout.generate": lambda: rollout.generate(build_prompts(4, vocab_size=VOCAB_SIZE), GREEDY),

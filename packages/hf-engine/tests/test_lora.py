@@ -161,11 +161,11 @@ def come_back(directory, folder):
     first = backend.compute_logprobs(own_rows(batch))["logprobs"].values()
     step(backend, batch)
     trained = backend.compute_logprobs(own_rows(batch))["logprobs"].values()
-    backend.save_checkpoint(folder / "checkpoint")
+    backend.save_state(folder / "checkpoint")
     backend.load_hf(directory)
     assert torch.equal(backend.compute_logprobs(own_rows(batch))["logprobs"].values(), first)
     assert backend.optimizer_steps == 0
-    backend.load_checkpoint(folder / "checkpoint")
+    backend.load_state(folder / "checkpoint")
     assert torch.equal(backend.compute_logprobs(own_rows(batch))["logprobs"].values(), trained)
     other = build(directory, replace(CONFIG, lora=replace(LORA, dropout=0.5)))
     step(other, batch)

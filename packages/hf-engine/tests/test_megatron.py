@@ -178,32 +178,32 @@ def save_after_two_steps(model, directory, topology, frozen_too):
     backend = build(model, topology, SCHEDULED)
     for _ in range(2):
         backend.train_step(local_rows(topology), negative_logprobs, 10.0)
-    backend.save_checkpoint(Path(directory) / "checkpoint")
+    backend.save_state(Path(directory) / "checkpoint")
     saved = gather_weights(backend, topology)
     backend.train_step(local_rows(topology), negative_logprobs, 10.0)
     onwards = gather_weights(backend, topology)
     backend.close()
     if frozen_too:
         frozen = build(model, topology, trainable=False)
-        frozen.save_checkpoint(Path(directory) / "frozen")
+        frozen.save_state(Path(directory) / "frozen")
         frozen.close()
     return saved, onwards
 
 
 def step_from_checkpoint(model, directory, topology):
     backend = build(model, topology, SCHEDULED)
-    backend.load_checkpoint(Path(directory) / "checkpoint")
+    backend.load_state(Path(directory) / "checkpoint")
     assert backend.optimizer_steps == 2
-    backend.save_checkpoint(Path(directory) / "again")
+    backend.save_state(Path(directory) / "again")
     loaded = gather_weights(backend, topology)
     metrics = backend.train_step(local_rows(topology), negative_logprobs, 10.0)
     assert metrics["learning_rate"] == pytest.approx((0.75e-2, 1.0))
     onwards = gather_weights(backend, topology)
     with pytest.raises(BackendError, match=r"saved from a frozen model: it lacks exp_avg, exp_avg_sq"):
-        backend.load_checkpoint(Path(directory) / "frozen")
+        backend.load_state(Path(directory) / "frozen")
     backend.close()
     frozen = build(model, topology, trainable=False)
-    frozen.load_checkpoint(Path(directory) / "checkpoint")
+    frozen.load_state(Path(directory) / "checkpoint")
     weights = gather_weights(frozen, topology)
     frozen.close()
     assert all(torch.equal(weights[name], tensor) for name, tensor in loaded.items())

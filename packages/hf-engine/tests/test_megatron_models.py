@@ -121,7 +121,7 @@ def refuse_directories(folder):
     with pytest.raises(BackendError, match="tie_word_embeddings is True here and False there"):
         backend.load_hf(folder / "untied")
     with pytest.raises(BackendError, match="no sharded checkpoint"):
-        backend.load_checkpoint(folder)
+        backend.load_state(folder)
     with pytest.raises(BackendError, match="trainable=True"):
         backend.train_step(build_batch(1, vocab_size=VOCAB_SIZE), negative_logprobs, 1.0)
     with pytest.raises(BackendError, match="head='value'"):

@@ -108,8 +108,8 @@ def offload_states(backend, batch, scored):
     assert torch.equal(backend.compute_logprobs(batch)["logprobs"].values(), scored)
     with pytest.raises(BackendError, match=r"train_step needs the optimizer's state, .* call reload\(\) first"):
         backend.train_step(batch, negative_logprobs, 10.0)
-    with pytest.raises(BackendError, match=r"save_checkpoint needs .* call reload\(\) first"):
-        backend.save_checkpoint("unused")
+    with pytest.raises(BackendError, match=r"save_state needs .* call reload\(\) first"):
+        backend.save_state("unused")
     return freed
 
 
@@ -122,7 +122,7 @@ def offload_weights(backend, batch):
         ("local_weights", backend.local_weights),
         ("export_hf", lambda: backend.export_hf("unused")),
         ("load_hf", lambda: backend.load_hf("unused")),
-        ("load_checkpoint", lambda: backend.load_checkpoint("unused")),
+        ("load_state", lambda: backend.load_state("unused")),
     ):
         with pytest.raises(BackendError, match=rf"{name} needs the weights, .* call reload\(\) first"):
             call()

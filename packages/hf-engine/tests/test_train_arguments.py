@@ -62,7 +62,7 @@ def name_no_directory(model, backend_name, absent):
     backend = load_train_backend(backend_name).build(
         model, topology=topology_of_all_ranks(), config=TrainConfig(learning_rate=1e-2)
     )
-    for method in ("export_hf", "save_checkpoint", "load_hf", "load_checkpoint"):
+    for method in ("export_hf", "save_state", "load_hf", "load_state"):
         with pytest.raises(BackendError, match="directory=None: give the path of a directory"):
             getattr(backend, method)(None)
     with pytest.raises(BackendError) as failed:

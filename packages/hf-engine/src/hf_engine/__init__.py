@@ -50,6 +50,7 @@ from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_l
 from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
 from hf_engine.resharding.transition import Exchange, TransitionPlan, plan_transition
+from hf_engine.training.state import LoadedState, StateFile
 from hf_engine.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ __all__ = [
     "FormsReplicas",
     "HoldsPadding",
     "HybridEngine",
+    "LoadedState",
     "LogprobGap",
     "LoraConfig",
     "LossFunction",
@@ -80,6 +82,7 @@ __all__ = [
     "RolloutBackend",
     "SamplingParams",
     "Settles",
+    "StateFile",
     "StopStrings",
     "SupportsAdapters",
     "SupportsBufferLoading",

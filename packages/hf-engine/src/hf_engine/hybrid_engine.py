@@ -51,9 +51,8 @@ class Transition:
     recv_bytes: int
     """Bytes of weights received from other ranks."""
     is_unchanged: bool
-    """The backend says that its weights changed, but this rank's bits are those of the last transition: an optimizer
-    step with a gradient and a learning rate above zero that changed nothing points to a broken sync. False on a rank
-    that holds no weights."""
+    """The backend says that its weights changed, but this rank's bits are those of the last transition: after a real
+    optimizer step this points to a broken sync. False on a rank that holds no weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +70,7 @@ class TransitionMemory:
     training_bytes: int
     """Device bytes of the training shard beside the generation shard, less padding; 0 when moved or offloaded."""
     host_bytes: int
-    """On the host: the training shard when it is offloaded; when it is moved copies of what lies outside the generation
-    shard and of padding, allocated once."""
+    """On the host: the training shard when offloaded; when moved, copies of what only training holds, and padding."""
     peak_bytes: int
     """The most bytes of training and generation weights that are live at once on the way into generation, in it and on
     the way back. Where the training shard is moved a parameter is there twice while it is copied: this may pass the
@@ -194,8 +192,12 @@ class HybridEngine:
 
     @property
     def weight_version(self) -> int:
-        """Grows by one whenever generation sees weights that changed since it last ran."""
+        """Grows by one whenever generation sees weights that changed since it last ran; may be set to a saved one."""
         return self._weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: int) -> None:
+        self._weight_version = max(self._weight_version, version)
 
     @property
     def last_transition(self) -> Transition | None:
@@ -208,9 +210,8 @@ class HybridEngine:
         one rank cannot enter no rank does, and a block that fails on one fails on all. Others that wait for that rank
         in `generate` get an error there; in other collectives of the block they wait for the groups' deadline.
 
-        Where the training weights are moved or offloaded they cannot be used inside the block: the training backend
-        refuses what needs them. They are back when it ends, however it ends. Where both are kept nothing moves if the
-        training weights did not change since the last time.
+        Where the training weights are moved or offloaded, the training backend refuses what needs them inside the
+        block. They are back when it ends. Where both are kept, nothing moves if the training weights did not change.
 
         An engine that keeps its weights itself is asked what no digest can see: when the first block that generated
         ends, and the first after the weights changed, the training backend scores some samples again.

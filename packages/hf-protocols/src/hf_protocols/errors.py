@@ -14,6 +14,7 @@
     |   |-- BackendUnavailableError   its library is missing; the message has the line that installs it
     |   |-- ModelError                files of a model or tokenizer that cannot be used  (also a ValueError)
     |   |-- ReshardError              a weight transfer that is incomplete or does not match
+    |   |-- StateError                a training state that cannot be written or read
     |   `-- NonFiniteLossError        a loss or gradient norm that is NaN or infinite
     |-- PoolError               slots that the cluster does not have
     `-- WorkerError             a call that failed on a rank
@@ -38,6 +39,7 @@ __all__ = [
     "ProtocolError",
     "ReshardError",
     "RewardError",
+    "StateError",
     "TopologyError",
     "WorkerError",
     "WorkerTimeoutError",
@@ -90,6 +92,10 @@ class ModelError(BackendError, ConfigError):
 
 class ReshardError(BackendError):
     """A weight transfer whose tensors are missing, extra, mis-shaped or different from their source."""
+
+
+class StateError(BackendError):
+    """A training state whose files cannot be written, or are missing, damaged or another model's."""
 
 
 class NonFiniteLossError(BackendError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from hf_algorithms.losses import Loss
     from hf_algorithms.workers._setup import RoleSetup
-    from hf_engine import TrainBackend
+    from hf_engine import LoadedState, StateFile, TrainBackend
     from hf_engine.model_directory import ExportDtype
 
 __all__ = ["SEQUENCE", "Metrics", "ModelWorker", "on_device"]
@@ -121,6 +121,32 @@ class ModelWorker(Worker):
     def export_model(self, directory: str, *, dtype: ExportDtype = "source") -> None:
         """Write the weights as a Hugging Face directory, atomically, from rank 0; see `TrainBackend.export_hf`."""
         self._train.export_hf(directory, dtype=dtype)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    @on_device
+    def save_state(self, path: str, *, background: bool = False) -> None:
+        """Write weights, optimizer and random numbers to a new directory; see `TrainBackend.save_state`."""
+        self._train.save_state(path, background=background, weight_version=self._weight_version())
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def finish_state(self, *, timeout_s: float | None = None) -> tuple[StateFile, ...]:
+        """Wait for what `save_state` writes; this rank's files and digests. See `TrainBackend.finish_state`."""
+        return self._train.finish_state(timeout_s)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    @on_device
+    def load_state(self, path: str, *, files: Sequence[StateFile] | None = None) -> LoadedState:
+        """Go on from what `save_state` wrote, under any layout; see `TrainBackend.load_state`.
+
+        Args:
+            path: of the directory.
+            files: of all ranks, as `finish_state` returned them: digests are verified first.
+        """
+        return self._train.load_state(path, files=files)
+
+    def _weight_version(self) -> int:
+        """The version that the last samples carry; 0 where nothing is generated."""
+        return 0
 
     @classmethod
     def one_layout_per_process(cls, kwargs: Mapping[str, Any]) -> bool:

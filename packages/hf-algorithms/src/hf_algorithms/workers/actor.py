@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hf_algorithms.losses import Loss
     from hf_algorithms.workers._setup import RoleSetup
     from hf_controller import WorkerContext
-    from hf_engine import TrainConfig
+    from hf_engine import LoadedState, StateFile, TrainConfig
 
 __all__ = ["ActorWorker"]
 
@@ -174,6 +174,14 @@ class ActorWorker(PolicyWorker):
         self._has_stepped = False  # they may be the weights that generation has seen
 
     @register(protocol=ONE_TO_ALL, returns="object")
+    def load_state(self, path: str, *, files: Sequence[StateFile] | None = None) -> LoadedState:
+        """Go on from what `save_state` wrote, samples carry on with its weight version; see `ModelWorker`."""
+        loaded = super().load_state(path, files=files)
+        self._engine.weight_version = loaded.weight_version
+        self._has_stepped = False
+        return loaded
+
+    @register(protocol=ONE_TO_ALL, returns="object")
     def set_learning_rate(self, learning_rate: float, *, constant: bool = False) -> None:
         """Use ``learning_rate`` from the next step on; a ``constant`` one has no schedule until a model is loaded."""
         self._train.set_learning_rate(learning_rate, **({"constant": True} if constant else {}))
@@ -189,6 +197,9 @@ class ActorWorker(PolicyWorker):
     def describe_transition(self) -> dict[str, Any]:
         """Weight version, seconds and bytes received of this rank's last transition."""
         return {"weight_version": self._engine.weight_version, "last_transition": self._engine.last_transition}
+
+    def _weight_version(self) -> int:
+        return self._engine.weight_version
 
     def close(self) -> None:
         """Free both backends."""

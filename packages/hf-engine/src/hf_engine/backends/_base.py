@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hf_engine.model_directory import ExportDtype
     from hf_engine.resharding.execute import Weights
     from hf_engine.resharding.layouts import WeightLayout
+    from hf_engine.training.state import LoadedState, StateFile
     from hf_protocols.topology import GenerationSpec, Topology
 
 __all__ = ["Head", "LossFunction", "Metrics", "RolloutBackend", "SamplingParams", "TrainBackend", "TrainConfig"]
@@ -138,7 +139,7 @@ class TrainBackend(Protocol):
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps taken, those of a loaded checkpoint included."""
+        """Optimizer steps taken, those of a loaded state included."""
         ...
 
     @property
@@ -250,12 +251,52 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def save_checkpoint(self, directory: str | Path) -> None:
-        """Writes weights and optimizer state sharded, whole or not at all, where `export_hf` would write."""
+    def save_state(self, directory: str | Path, *, background: bool = False, weight_version: int = 0) -> None:
+        """Writes what training goes on from. Collective.
+
+        That is weights as they are trained (of a model with adapters the adapters, and the digest of their base),
+        persistent buffers, the optimizer's moments, steps and learning rate, and each rank's random numbers. Tensors
+        are safetensors under Hugging Face names, each element once over all ranks; all else is in `state.json`.
+
+        Args:
+            directory: new or empty, on a file system that all ranks share.
+            background: returns when everything is copied to host memory, and writes in a thread. `finish_state` has to
+                be called before the next save.
+            weight_version: kept for the caller, who gets it back from `load_state`.
+
+        Raises:
+            StateError: on every rank, for a directory that is not empty or differs between ranks, a save that was not
+                finished, or a file system that refuses on any rank. The files of this save are removed then.
+        """
         ...
 
-    def load_checkpoint(self, directory: str | Path) -> None:
-        """Reads what `save_checkpoint` wrote, under any number of ranks; damaged inside, it leaves parts of both."""
+    def finish_state(self, timeout_s: float | None = None) -> tuple[StateFile, ...]:
+        """Waits until the files of the last `save_state` are on disk; this rank's files with their digests. Collective.
+
+        Args:
+            timeout_s: deadline; None: that of the process group.
+
+        Raises:
+            StateError: on every rank, if any could not write its files or passed the deadline (then the call can be
+                repeated), or if nothing was saved.
+        """
+        ...
+
+    def load_state(self, directory: str | Path, *, files: Sequence[StateFile] | None = None) -> LoadedState:
+        """Goes on from what `save_state` wrote, on any number of ranks, in any layout, by any backend. Collective.
+
+        Only the byte ranges that a rank holds are read, and nothing is unpickled. Hyperparameters stay those that the
+        model was built with; a rate of `set_learning_rate` comes back. Random numbers are restored in the layout of
+        the save. In another one they are derived from the seed, the optimizer step and the rank, and `notice` says so.
+
+        Args:
+            directory: of one state.
+            files: of all ranks, from `finish_state`: their digests are verified before any of them is parsed.
+
+        Raises:
+            StateError: on every rank, naming the file that is missing, damaged, of another schema, or of another
+                model. Nothing has changed then, unless a file fails while it is read.
+        """
         ...
 
     def offload(self, *, weights: bool = False) -> int:

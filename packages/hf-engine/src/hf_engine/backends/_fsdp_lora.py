@@ -15,6 +15,7 @@ from hf_engine.backends._agreement import together
 from hf_engine.backends._base import LossFunction, Metrics
 from hf_engine.backends._directories import check_directory, write_directory
 from hf_engine.backends._fsdp_model import gather_on_first
+from hf_engine.backends._fsdp_state import FsdpState, digest_base
 from hf_engine.backends._lora import (
     FACTORS,
     adapted_weights,
@@ -50,6 +51,7 @@ class AdaptedFsdpBackend(FsdpBackend):
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
         self._is_apart = False
+        self._base_digest: str | None = None
         self._adapted = adapted_weights(list(self._parameters))
         self._transposed = {name for name in self._adapted if is_transposed(model, name)}
 
@@ -141,6 +143,21 @@ class AdaptedFsdpBackend(FsdpBackend):
                 write_adapter(path, full, self.lora, self._model, head=self._head, base=base)
 
         write_directory(directory, write, self._group)
+
+    def load_hf(self, directory: str | Path) -> None:
+        """Replaces the base; adapters and optimizer start again. See `TrainBackend.load_hf`."""
+        self._base_digest = None
+        super().load_hf(directory)
+
+    def _state_parts(self, method: str) -> FsdpState:
+        parts = super()._state_parts(method)
+        if self._base_digest is None:
+            boxes, shards = self._layout.boxes_of(dist.get_rank()), self._shards()
+            base = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
+            held = {name: (boxes[name][0].offset[0], shards[name]) for name in base}
+            self._base_digest = digest_base(self._layout.shapes, held, self._group)
+        parts.base = {"alpha": float(self.lora.alpha), "digest": self._base_digest}
+        return parts
 
     def _merged(self) -> WeightLayout:
         names = [name for name in self._layout.shapes if not any(f".{factor}." in name for factor in FACTORS)]

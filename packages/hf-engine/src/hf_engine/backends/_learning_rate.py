@@ -21,25 +21,26 @@ class LearningRate:
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        self._whole = config.learning_rate
-        self._is_constant = False
+        self.given: tuple[float, bool] | None = None
+        """What `set` was called with last; None for the configured rate."""
 
     def set(self, learning_rate: float, *, constant: bool = False) -> None:
         """Uses another whole rate; warm-up takes its share of it, and the schedule unless it is `constant`."""
         check_number(BackendError, "learning_rate", learning_rate, may_be_zero=True)
-        self._whole, self._is_constant = learning_rate, constant
+        self.given = (learning_rate, constant)
 
     def reset(self) -> None:
         """Uses the configured rate and schedule again."""
-        self._whole, self._is_constant = self._config.learning_rate, False
+        self.given = None
 
     def at(self, step: int) -> float:
         """The rate of step number `step`, counted from 0."""
         config = self._config
+        whole, is_constant = self.given or (config.learning_rate, False)
         if step < config.warmup_steps:
-            return self._whole * (step + 1) / config.warmup_steps
-        if config.schedule == "constant" or self._is_constant:
-            return self._whole
+            return whole * (step + 1) / config.warmup_steps
+        if config.schedule == "constant" or is_constant:
+            return whole
         done = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
         left = 1.0 - done if config.schedule == "linear" else (1.0 + cos(pi * done)) / 2
-        return self._whole * (config.floor + (1.0 - config.floor) * left)
+        return whole * (config.floor + (1.0 - config.floor) * left)

@@ -36,7 +36,7 @@ class ShardedAdamW:
             fused=True,
         )
         for parameter in self._parameters:
-            # torch.distributed.checkpoint would create a missing state by a step of its own, and count it.
+            # torch creates moments in its first step; here they can be saved and loaded before.
             moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
             self.adamw.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
 
@@ -63,6 +63,12 @@ class ShardedAdamW:
     def zero_grad(self) -> None:
         """Drops the gradients."""
         self.adamw.zero_grad(set_to_none=True)
+
+    def continue_from(self, steps: int) -> None:
+        """Counts on from a number of steps."""
+        self.steps = steps
+        for parameter in self._parameters:
+            self.adamw.state[parameter]["step"].fill_(float(steps))
 
     def moments(self) -> Iterator[torch.Tensor]:
         """This rank's shards of both moments of every parameter; the live ones."""

@@ -23,7 +23,6 @@ from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_fin
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._build_arguments import check_data_parallel, check_train_arguments, require_head
 from hf_engine.backends._causal_lm import find_head_name, save_causal_lm
-from hf_engine.backends._checkpoint import check_sharded, load_sharded, save_sharded
 from hf_engine.backends._classifier import build_by_architecture
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._conversions import persistent_buffers, read_file_names
@@ -36,6 +35,7 @@ from hf_engine.backends._fsdp_model import (
     shapes_of,
     shard_model,
 )
+from hf_engine.backends._fsdp_state import FsdpState, StateFacts
 from hf_engine.backends._lora import check_model_adapters, named_parameters
 from hf_engine.backends._lora_config import LoraConfig
 from hf_engine.backends._loss import ForwardPasses, StepLoss
@@ -45,6 +45,7 @@ from hf_engine.backends._optimizer import ShardedAdamW
 from hf_engine.backends._outputs import OutputRequest, TokenColumn
 from hf_engine.backends._scored import forward_scores, read_sequences
 from hf_engine.backends._stacked_experts import layout_in_files, tensors_in_files
+from hf_engine.backends._state import KeepsState
 from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.model_directory import VALUE_HEAD, ExportDtype, ModelDirectory, check_export_dtype
 from hf_engine.process_groups import build_groups, local_device
@@ -58,7 +59,7 @@ from hf_protocols.topology import ParallelSpec, Topology
 __all__ = ["FsdpBackend"]
 
 
-class FsdpBackend:
+class FsdpBackend(KeepsState):
     """The FSDP2 training backend; see `TrainBackend` for what every method means.
 
     Supports data parallelism only: `pp_size = tp_size = cp_size = ep_size = 1`. Dropout is off, so that scored,
@@ -74,6 +75,8 @@ class FsdpBackend:
         self._head_name = find_head_name(model)
         self._device, self._model, self._file_names = local_device(), model, read_file_names(model)
         self._group, self._ranks = build_groups(topology, "dp"), topology.group_of("dp", dist.get_rank())
+        super().__init__(self._group)
+        self._facts = StateFacts(topology, config, head=head, head_name=self._head_name, seed=seed)
         self._root = shard_model(
             model, config, DeviceMesh.from_group(self._group, self._device.type, mesh_dim_names=("dp",))
         )
@@ -84,7 +87,6 @@ class FsdpBackend:
         self._optimizer = ShardedAdamW(self._parameters.values(), config) if trainable else None
         self._offloaded = OffloadedMemory(lambda: self._shards().values())
         self._has_unreduced_gradients = False
-        self._weight_changes = 0
 
     @classmethod
     @lost_peers_are_errors("build")
@@ -136,16 +138,6 @@ class FsdpBackend:
     def compute_dtype(self) -> str:
         """Of forward and backward passes, by torch's name."""
         return self._config.dtype
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps taken, those of a loaded checkpoint included."""
-        return self._optimizer.steps if self._optimizer is not None else 0
-
-    @property
-    def weight_changes(self) -> int:
-        """Grows with every optimizer step and every load."""
-        return self._weight_changes
 
     def weight_layout(self) -> WeightLayout:
         """dim-0 shards of every parameter, experts whole: those of a layer are stacked. A tied embedding once."""
@@ -269,20 +261,6 @@ class FsdpBackend:
 
         write_directory(directory, write, self._group)
 
-    @lost_peers_are_errors("save_checkpoint")
-    def save_checkpoint(self, directory: str | Path) -> None:
-        """Writes weights and optimizer state sharded; see `TrainBackend.save_checkpoint`."""
-        self._offloaded.require_all("save_checkpoint")
-        save_sharded(directory, self._model, self._optimizer, self._group)
-
-    @lost_peers_are_errors("load_checkpoint")
-    def load_checkpoint(self, directory: str | Path) -> None:
-        """Reads what `save_checkpoint` wrote, under any number of ranks."""
-        self._offloaded.require_all("load_checkpoint")
-        check_sharded(directory, self._group)
-        self._weight_changes += 1  # also where reading fails on the way
-        load_sharded(directory, self._model, self._optimizer, self._group)
-
     def offload(self, *, weights: bool = False) -> int:
         """Gives up the moments; the weights are the float32 masters. See `TrainBackend.offload`."""
         states = [] if self._optimizer is None else list(self._optimizer.moments())
@@ -305,6 +283,16 @@ class FsdpBackend:
 
     def _shards(self) -> dict[str, torch.Tensor]:
         return {name: cast("DTensor", p.detach()).to_local() for name, p in self._parameters.items()}
+
+    def _state_optimizer(self) -> ShardedAdamW | None:
+        return self._optimizer
+
+    def _state_parts(self, method: str) -> FsdpState:
+        self._offloaded.require_all(method)
+        self._root.reshard()  # gathered weights that scoring left behind would hide a load
+        return FsdpState(
+            self._facts, self._parameters, self._layout, self._file_names, self._optimizer, buffers=self.buffers()
+        )
 
     def _whole_model(self) -> tuple[WeightLayout, Mapping[str, torch.Tensor]]:
         """Layout and shards of the model that an export holds, under the names of its modules."""

@@ -20,7 +20,7 @@ from hf_engine.model_directory._checks import (
 from hf_engine.model_directory._directory import ModelDirectory, read_model_directory
 from hf_engine.model_directory._end_tokens import check_end_of_sequence_ids, read_end_of_sequence_ids
 from hf_engine.model_directory._export import ExportDtype, ExportSource, check_export_dtype, describe_export
-from hf_engine.model_directory._headers import StoredTensor
+from hf_engine.model_directory._headers import StoredTensor, read_header
 from hf_engine.model_directory._paths import find_file, find_model, is_hub_name
 from hf_engine.model_directory._weight_files import find_weight_files
 
@@ -49,5 +49,6 @@ __all__ = [
     "one_line",
     "read_adapter",
     "read_end_of_sequence_ids",
+    "read_header",
     "read_model_directory",
 ]

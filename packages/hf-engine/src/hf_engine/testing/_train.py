@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,8 @@ from hf_protocols.topology import Topology
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+
+    from hf_engine.training.state import StateFile
 
 __all__ = ["check_train_backend", "gather_weights"]
 
@@ -72,7 +74,7 @@ def check_train_backend(
     AdamW steps, on a loss that reads entropies and log-probs of candidates as well, end at the parameters of the same
     steps in one process, under torch's schedulers, at any token budget; a non-finite
     loss is refused on every rank and leaves the weights alone; what was offloaded is refused, and comes back bit by
-    bit; a checkpoint and an export bring the same numbers back, a checkpoint the place in the schedule, too.
+    bit; a state and an export bring the same numbers back, a state the moments and the place in the schedule, too.
 
     Args:
         build: builds the backend afresh, with the reference's weights.
@@ -221,22 +223,25 @@ class _Laws:
         assert not changed, f"offload and reload changed {changed}"
 
     def check_restoring(self, backend: TrainBackend, directory: Path, trained: torch.nn.Module) -> None:
-        """Checkpoint and export, another step, and back."""
-        backend.save_checkpoint(directory / "checkpoint")
+        """State and export, another step, and back."""
+        backend.save_state(directory / "state", background=True, weight_version=3)
         backend.export_hf(directory / "export", dtype="float32")
         changes = backend.weight_changes
         self._step(backend)
         onwards = gather_weights(backend, self._topology)
+        files = _on_all_ranks(backend.finish_state())
         self._score(backend)  # whatever scoring leaves behind must not hide the load that follows
-        backend.load_checkpoint(directory / "checkpoint")
-        assert backend.optimizer_steps == 5, f"{backend.optimizer_steps} optimizer steps in a checkpoint of five"
+        loaded = backend.load_state(directory / "state", files=files)
+        assert loaded.notice is None, f"the layout of the save is that of the load, but {loaded.notice}"
+        assert loaded.weight_version == 3, f"weight version {loaded.weight_version} in a state saved with 3"
+        assert backend.optimizer_steps == 5, f"{backend.optimizer_steps} optimizer steps in a state of five"
         assert backend.weight_changes == changes + 2, "a step and a load are two changes of the weights"
-        self.check_scores(backend, "from the checkpoint", trained)
+        self.check_scores(backend, "from the state", trained)
         metrics = self._step(backend)
-        _close(metrics["learning_rate"], self._rates[_NUM_STEPS], 1e-12, "learning rate after the checkpoint")
+        _close(metrics["learning_rate"], self._rates[_NUM_STEPS], 1e-12, "learning rate after the state")
         again = gather_weights(backend, self._topology)
         off = max(float((onwards[name] - again[name]).abs().max()) for name in onwards)
-        assert off <= self._tolerance, f"a step from the checkpoint ends {off} off: optimizer state was lost"
+        assert off == 0, f"a step from the state ends {off} off: optimizer state was lost"
         self._score(backend)
         backend.set_learning_rate(10 * self._config.learning_rate)
         backend.load_hf(directory / "export")
@@ -294,6 +299,12 @@ class _Laws:
         assert [len(row) for row in found] == [len(row) for row in expected], f"{what}: rows are not aligned"
         off = max(float((row - wanted).abs().max()) for row, wanted in zip(found, expected, strict=True))
         assert off <= self._tolerance, f"{what}: {off} off"
+
+
+def _on_all_ranks(files: Sequence[StateFile]) -> list[StateFile]:
+    told: list[Sequence[StateFile]] = [()] * dist.get_world_size()
+    dist.all_gather_object(told, files)
+    return [file for each in told for file in each]
 
 
 def _token_loss(

@@ -19,13 +19,14 @@ from hf_engine.backends._directories import write_directory
 from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._outputs import OutputRequest, TokenColumn
-from hf_engine.backends.megatron._checkpoint import load_sharded, open_sharded, write_shard
+from hf_engine.backends._state import KeepsState
 from hf_engine.backends.megatron._config import ModelConfig, check_divisible
 from hf_engine.backends.megatron._export import export_stage
 from hf_engine.backends.megatron._optimizer import DistributedAdamW
 from hf_engine.backends.megatron._parallel import ParallelGroups, check_sizes
 from hf_engine.backends.megatron._schedule import run_backward, run_forward
 from hf_engine.backends.megatron._stage import Stage
+from hf_engine.backends.megatron._state import MegatronState
 from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.model_directory import (
     ExportDtype,
@@ -45,7 +46,7 @@ from hf_protocols.topology import ParallelSpec, Topology
 __all__ = ["MegatronBackend"]
 
 
-class MegatronBackend:
+class MegatronBackend(KeepsState):
     """The megatron-core training backend; see `TrainBackend` for what every method means.
 
     Runs any pp-tp-dp layout, and ep for a mixture of experts. Every rank of a replica gets the same rows, which is
@@ -72,8 +73,8 @@ class MegatronBackend:
         self._window = model.window
         self._world = dist.distributed_c10d._get_default_group()
         self._device = local_device()
+        super().__init__(self._world)
         self._stage = Stage(model, groups, config, head=head, trainable=trainable, device=self._device)
-        self._weight_changes = 0
 
     @classmethod
     @lost_peers_are_errors("build")
@@ -124,16 +125,6 @@ class MegatronBackend:
     def compute_dtype(self) -> str:
         """Of forward and backward passes, by torch's name."""
         return self._config.dtype
-
-    @property
-    def optimizer_steps(self) -> int:
-        """Optimizer steps taken, those of a loaded checkpoint included."""
-        return self._stage.optimizer.steps if self._stage.optimizer is not None else 0
-
-    @property
-    def weight_changes(self) -> int:
-        """Grows with every optimizer step and every load."""
-        return self._weight_changes
 
     def weight_layout(self) -> WeightLayout:
         """Tensor-parallel boxes of each pipeline stage, in the dtype of the computation."""
@@ -229,20 +220,6 @@ class MegatronBackend:
 
         write_directory(directory, write, self._world)
 
-    @lost_peers_are_errors("save_checkpoint")
-    def save_checkpoint(self, directory: str | Path) -> None:
-        """Writes weights and optimizer state sharded; see `TrainBackend.save_checkpoint`."""
-        self._stage.offloaded.require_all("save_checkpoint")
-        write_directory(directory, lambda path: write_shard(path, self._stage), self._world)
-
-    @lost_peers_are_errors("load_checkpoint")
-    def load_checkpoint(self, directory: str | Path) -> None:
-        """Reads what `save_checkpoint` wrote, under this or another layout."""
-        self._stage.offloaded.require_all("load_checkpoint")
-        stored = open_sharded(directory, self._stage)
-        self._weight_changes += 1  # also where reading fails on the way
-        load_sharded(stored, self._stage)
-
     def offload(self, *, weights: bool = False) -> int:
         """Gives up gradients, moments, and masters that are not the weights; see `TrainBackend.offload`."""
         return self._stage.offload(weights=weights)
@@ -258,6 +235,14 @@ class MegatronBackend:
             # hooks of the gradient buffers and the modules refer to each other
             gc.collect()
             self._groups.close()
+
+    def _state_optimizer(self) -> DistributedAdamW | None:
+        return self._stage.optimizer
+
+    def _state_parts(self, method: str) -> MegatronState:
+        self._stage.offloaded.require_all(method)
+        topology, seed = self._groups.topology, self._groups.seed
+        return MegatronState(self._stage, topology, self._config, head=self._head, seed=seed)
 
     @lost_peers_are_errors("scoring")
     def _score(self, batch: TensorDict, request: OutputRequest, kinds: Mapping[str, TokenColumn]) -> TensorDict:

@@ -47,6 +47,7 @@ class ParallelGroups:
     def __init__(self, topology: Topology, *, seed: int) -> None:
         _check_supported(topology)
         self.topology = topology
+        self.seed = seed
         self.rank = dist.get_rank()
         self.at: Coordinate = topology.coordinate(self.rank)
         layout = (topology.train, topology.order)

@@ -30,6 +30,7 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import megatron_layout
 from hf_engine.resharding.tensor_parallel import split_layers
+from hf_engine.training.state.parts import WEIGHTS
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 
@@ -173,13 +174,13 @@ class Stage:
 
         Args:
             live: one of `parameters`.
-            kind: `weight` in the masters' precision, `exp_avg` or `exp_avg_sq`.
+            kind: `weights` in the masters' precision, `exp_avg` or `exp_avg_sq`.
         """
-        if self.optimizer is None or (kind == "weight" and live.dtype == torch.float32):
+        if self.optimizer is None or (kind == WEIGHTS and live.dtype == torch.float32):
             return live.detach()
         shard = self.optimizer.shard(live)
         whole = torch.zeros_like(live, dtype=torch.float32)
-        whole.view(-1)[shard.start : shard.stop] = shard.tensors["master" if kind == "weight" else kind]
+        whole.view(-1)[shard.start : shard.stop] = shard.tensors["master" if kind == WEIGHTS else kind]
         is_expert = not getattr(live, "allreduce", True)
         # Every element has one owner: the sum is a copy.
         dist.all_reduce(whole, group=self._groups.expert_dp if is_expert else self._groups.dp)

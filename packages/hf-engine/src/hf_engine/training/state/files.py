@@ -1,0 +1,165 @@
+"""Files of a state: written whole and fsynced, with the digest of what is on disk, and verified against a list."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from hf_engine.backends._agreement import together
+from hf_protocols.arguments import check_count, check_kind, show
+from hf_protocols.errors import BackendError, StateError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["StateFile", "agreed", "check_files", "sync_directory", "verify_files", "write_json", "write_tensors"]
+
+_CHUNK_BYTES = 1 << 24
+_HEX = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateFile:
+    """One file of a state.
+
+    Raises:
+        StateError: for a path that leaves the state's directory, or a size or digest that is not one.
+    """
+
+    path: str
+    """Relative to the state's directory, with `/` between its parts."""
+    bytes: int
+    sha256: str
+    """Of the bytes on disk, in hexadecimal."""
+
+    def __post_init__(self) -> None:
+        check_kind(StateError, "path", self.path, str, "the path of a file")
+        parts = PurePosixPath(self.path).parts
+        if not parts or self.path.startswith("/") or ".." in parts or "\0" in self.path or "\\" in self.path:
+            raise StateError(f"path={show(self.path)} is not a path inside the state's directory")
+        check_count(StateError, f"bytes of {show(self.path)}", self.bytes, least=0)
+        check_kind(StateError, f"sha256 of {show(self.path)}", self.sha256, str, "64 hexadecimal digits")
+        if len(self.sha256) != 64 or not _HEX.issuperset(self.sha256):
+            raise StateError(f"sha256={show(self.sha256)} of {show(self.path)} is not 64 hexadecimal digits")
+
+
+@contextmanager
+def agreed(action: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """`together` with errors of states.
+
+    Raises:
+        StateError: on every rank, if the block failed on any.
+    """
+    try:
+        with together(action, group):
+            yield
+    except BackendError as error:
+        raise StateError(str(error)) from error.__cause__
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> StateFile:
+    """Writes contiguous host tensors as a safetensors file that is on disk when this returns.
+
+    Raises:
+        StateError: naming the file, if the file system refuses.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with _named(path):
+        try:
+            save_file(dict(tensors), path, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk, among others
+            raise OSError(str(error)) from error
+        return _settle(path)
+
+
+def write_json(path: Path, body: Mapping[str, Any]) -> StateFile:
+    """Writes a JSON object that is on disk when this returns.
+
+    Raises:
+        StateError: naming the file, if the file system refuses.
+    """
+    with _named(path):
+        path.write_text(json.dumps(body, allow_nan=False) + "\n", encoding="utf-8")
+        return _settle(path)
+
+
+def sync_directory(directory: Path) -> None:
+    """Has the names of a directory's files on disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check_files(files: object) -> tuple[StateFile, ...] | None:
+    """The list of a state's files, or None for none.
+
+    Raises:
+        StateError: for something else, two entries of one file, or a list without `state.json`.
+    """
+    if files is None:
+        return None
+    if not isinstance(files, Sequence) or not all(isinstance(each, StateFile) for each in files):
+        raise StateError(f"files={show(files)}: give what finish_state() of all ranks returned, a list of StateFile")
+    paths = [each.path for each in files]
+    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+        raise StateError(f"files: {show(twice[0])} is listed twice. Give the files of one state")
+    return tuple(files)
+
+
+def verify_files(directory: Path, files: Sequence[StateFile]) -> None:
+    """Reads files and compares them with their digests.
+
+    Raises:
+        StateError: naming a file that is missing, has another size, or other bytes.
+    """
+    for each in files:
+        path = directory / each.path
+        if not path.is_file():
+            raise StateError(f"{path} does not exist: the state is incomplete. Load another one")
+        size = path.stat().st_size
+        if size != each.bytes:
+            raise StateError(f"{path} has {size} bytes, {each.bytes} were written: it is damaged. Load another state")
+        with _named(path, "read"):
+            found = _digest(path)
+        if found != each.sha256:
+            raise StateError(
+                f"{path} is damaged: its SHA-256 is {found[:12]}..., {each.sha256[:12]}... was written. "
+                "Load another state"
+            )
+
+
+def _settle(path: Path) -> StateFile:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return StateFile(path=path.name, bytes=path.stat().st_size, sha256=_digest(path))
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _named(path: Path, action: str = "written") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StateError(f"{path} cannot be {action}: {error.strerror or error}") from error

@@ -1,0 +1,213 @@
+"""Saving: a staged copy on the host, then files, in the background if asked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_engine.backends._directories import agree_on_directory, check_directory
+from hf_engine.process_groups import default_timeout, local_device
+from hf_engine.resharding.boxes import Box
+from hf_engine.training.state.description import DESCRIPTION, RankFiles, StateDescription, file_name, key_of
+from hf_engine.training.state.files import StateFile, agreed, sync_directory, write_json, write_tensors
+from hf_engine.training.state.generators import capture_generators
+from hf_engine.training.state.parts import BUFFERS, StateParts, StateProgress
+from hf_protocols.errors import StateError
+
+__all__ = ["StateWriter"]
+
+_LIBRARIES = ("hf-engine", "torch", "safetensors")
+
+
+@dataclass
+class _Staged:
+    """What one rank writes."""
+
+    directory: Path
+    tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """By file, then by key."""
+    description: dict[str, Any] | None = None
+    """On the first rank."""
+
+    def write(self) -> tuple[StateFile, ...]:
+        """Writes all files; removes them again if one fails."""
+        names = sorted(self.tensors)
+        try:
+            written = [write_tensors(self.directory / name, self.tensors.pop(name)) for name in names]
+            if self.description is not None:
+                names.append(DESCRIPTION)
+                written.append(write_json(self.directory / DESCRIPTION, self.description))
+            sync_directory(self.directory)
+        except BaseException:
+            for name in names:
+                with suppress(OSError):
+                    (self.directory / name).unlink(missing_ok=True)
+            raise
+        return tuple(written)
+
+
+class StateWriter:
+    """Saves states of one rank of a backend, one at a time.
+
+    Args:
+        group: the ranks that save together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._pending: Future[tuple[StateFile, ...]] | None = None
+        self._directory = Path()
+        self._files: tuple[StateFile, ...] | None = None
+
+    def save(
+        self, directory: str | Path, parts: StateParts, progress: StateProgress, *, background: bool = False
+    ) -> None:
+        """Stages a state and writes it. Collective; see `TrainBackend.save_state`."""
+        with agreed("save the state", self._group):
+            if self._pending is not None:
+                raise StateError(
+                    f"save_state({str(directory)!r}): the state in {self._directory} is still being written. "
+                    "Call finish_state() first"
+                )
+            check_directory(directory)
+            target = Path(directory).resolve()
+        agree_on_directory(target, self._group)
+        with agreed("save the state", self._group):
+            if dist.get_rank(self._group) == 0:
+                _prepare(target)
+        self._files, self._directory = None, target
+        staged = self._stage(target, parts, progress)
+        self._pending = Future()
+        if background:
+            # Not a daemon: a program that ends waits for its last state.
+            pool = ThreadPoolExecutor(1, thread_name_prefix="save-state")
+            self._pending = pool.submit(staged.write)
+            pool.shutdown(wait=False)
+        else:
+            _run(self._pending, staged)
+            self.finish()
+
+    def finish(self, timeout_s: float | None = None) -> tuple[StateFile, ...]:
+        """Waits for the files. Collective; see `TrainBackend.finish_state`."""
+        pending, self._pending = self._pending, None
+        with agreed("save the state", self._group):
+            if pending is not None:
+                deadline = default_timeout().total_seconds() if timeout_s is None else timeout_s
+                try:
+                    self._files = pending.result(deadline)
+                except FutureTimeoutError:
+                    self._pending = pending
+                    raise StateError(
+                        f"{self._directory}: the state was not written within {deadline:g} s. Raise timeout_s, or "
+                        "look at the file system"
+                    ) from None
+            if self._files is None:
+                raise StateError("finish_state() before save_state(): no state was saved")
+        return self._files
+
+    @torch.no_grad()
+    def _stage(self, directory: Path, parts: StateParts, progress: StateProgress) -> _Staged:
+        rank = dist.get_rank(self._group)
+        found: dict[str, dict[str, list[tuple[Box, torch.Tensor]]]] = defaultdict(lambda: defaultdict(list))
+        for piece in parts.stored():
+            if piece.box.numel:
+                found[piece.kind][piece.name].append((piece.box, _copy(piece.tensor)))
+        boxes: dict[str, tuple[Box, ...]] = {}
+        tensors: dict[str, dict[str, torch.Tensor]] = {}
+        for kind, by_name in found.items():
+            joined = {name: _join(pieces) for name, pieces in by_name.items()}
+            boxes = {name: tuple(box for box, _ in pieces) for name, pieces in joined.items()}
+            tensors[file_name(kind, rank)] = {
+                key_of(name, box, boxes[name]): tensor for name, pieces in joined.items() for box, tensor in pieces
+            }
+        buffers = parts.buffers()
+        if buffers and rank == 0:
+            tensors[file_name(BUFFERS, rank)] = {name: _copy(buffer) for name, buffer in buffers.items()}
+        own = RankFiles(boxes=boxes, generators=capture_generators(local_device()))
+        ranks = self._gather(own)
+        staged = _Staged(directory, tensors)
+        if ranks is not None:
+            staged.description = _describe(directory, parts, progress, ranks, buffers)
+        return staged
+
+    def _gather(self, own: RankFiles) -> tuple[RankFiles, ...] | None:
+        """What every rank stores, on the first. Collective."""
+        first, *_ = dist.get_process_group_ranks(self._group)
+        is_first = dist.get_rank(self._group) == 0
+        told: list[Any] | None = [None] * dist.get_world_size(self._group) if is_first else None
+        dist.gather_object(own, told, dst=first, group=self._group)
+        return None if told is None else tuple(told)
+
+
+def _run(pending: Future[tuple[StateFile, ...]], staged: _Staged) -> None:
+    try:
+        pending.set_result(staged.write())
+    except Exception as error:  # noqa: BLE001 - finish() raises it, on all ranks
+        pending.set_exception(error)
+
+
+def _prepare(directory: Path) -> None:
+    """A directory that is there and empty."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        present = next(directory.iterdir(), None)
+    except OSError as error:
+        raise StateError(f"{directory} cannot be written: {error.strerror}") from error
+    if present is not None:
+        raise StateError(f"{directory} is not empty, it holds {present.name!r}. Save to a new directory")
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _join(pieces: list[tuple[Box, torch.Tensor]]) -> list[tuple[Box, torch.Tensor]]:
+    """Boxes that follow each other in dim 0 become one."""
+    joined: list[tuple[Box, torch.Tensor]] = []
+    for box, tensor in sorted(pieces, key=lambda piece: piece[0]):
+        before = joined[-1][0] if joined else None
+        if before is not None and box.shape and _follows(before, box):
+            shape = (before.shape[0] + box.shape[0], *box.shape[1:])
+            joined[-1] = (Box(before.offset, shape), torch.cat([joined[-1][1], tensor]))
+        else:
+            joined.append((box, tensor))
+    return joined
+
+
+def _follows(first: Box, second: Box) -> bool:
+    return second.offset == (first.stop[0], *first.offset[1:]) and second.shape[1:] == first.shape[1:]
+
+
+def _describe(
+    directory: Path,
+    parts: StateParts,
+    progress: StateProgress,
+    ranks: tuple[RankFiles, ...],
+    buffers: Mapping[str, torch.Tensor],
+) -> dict[str, Any]:
+    description = StateDescription(
+        path=directory / DESCRIPTION,
+        backend=parts.backend,
+        head=parts.head,
+        dtype=parts.dtype,
+        seed=parts.seed,
+        layout=parts.layout,
+        optimizer=parts.optimizer,
+        base=parts.base,
+        kinds=parts.kinds,
+        shapes=parts.shapes,
+        buffers={name: tuple(buffer.shape) for name, buffer in buffers.items()},
+        progress=progress,
+        ranks=ranks,
+    )
+    return description.to_json({library: version(library) for library in _LIBRARIES})
