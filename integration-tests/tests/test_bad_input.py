@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hf_algorithms.run_lock import RunLock
 from hf_protocols import GenerationSpec, MachinePlan, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
 from small_runs import Outcome, read_metrics
 
@@ -240,6 +241,17 @@ def test_an_earlier_run_is_not_overwritten_unasked(small_config: Path, hybridflo
     assert (output / "precious.txt").read_text() == "mine"
 
 
+def test_a_directory_in_use_is_refused(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
+    output = small_config.parent / "run"
+    output.mkdir()
+    lock = RunLock(output)
+    before = sorted(output.iterdir())
+    for words in (("train", small_config, "--overwrite"), ("quickstart", "--output", output)):
+        assert_one_message(hybridflow(*words), 2, "writes there")
+    assert sorted(output.iterdir()) == before
+    lock.release()
+
+
 def test_inputs_that_overwriting_would_remove_are_refused(
     small_config: Path, hybridflow: Callable[..., Outcome]
 ) -> None:
@@ -313,7 +325,9 @@ def test_a_reward_function_that_fails(
     small_config.with_name("my_rewards.py").write_text(REWARDS)
     outcome = hybridflow("train", small_config, "--set", f"reward.function=my_rewards:{function}")
     assert_one_message(outcome, 1, *parts)
-    assert json.loads((small_config.parent / "run" / "summary.json").read_text())["iterations"] == 0
+    summary = json.loads((small_config.parent / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["iterations"]) == ("failed", 0)
+    assert summary["error"]["type"] and summary["error"]["message"] in outcome.errors
 
 
 @pytest.mark.parametrize(

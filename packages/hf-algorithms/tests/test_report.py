@@ -234,7 +234,8 @@ def test_everything_from_a_file_is_escaped(tmp_path):
     run = tmp_path / "<b>run"
     run.mkdir()
     (run / "metrics.jsonl").write_text(json.dumps({"iteration": 1, HOSTILE: 1.0, f"{HOSTILE}loss": 2}) + "\n")
-    (run / "summary.json").write_text(json.dumps({"stopped": HOSTILE, "versions": {HOSTILE: HOSTILE}}))
+    error = {"type": "E", "message": HOSTILE}
+    (run / "summary.json").write_text(json.dumps({"error": error, "versions": {HOSTILE: HOSTILE}}))
     (run / "config.toml").write_text(f'[algorithm]\nname = """{HOSTILE} """\n')
     sample = {"prompt": HOSTILE, "response": HOSTILE, "answer": HOSTILE, "score": HOSTILE, "extra": {HOSTILE: HOSTILE}}
     (run / "samples").mkdir()

@@ -26,6 +26,7 @@ def test_metrics_are_one_object_a_line(tmp_path: Path) -> None:
 def test_an_earlier_run_is_replaced_only_when_asked_and_only_at_the_beginning(tmp_path: Path) -> None:
     first = begun(tmp_path / "run")
     first.write_json("summary.json", {"iterations": 1})
+    first.close()
     with pytest.raises(ConfigError, match="is not empty: choose another directory, or --overwrite"):
         RunDirectory(tmp_path / "run")
     second = RunDirectory(tmp_path / "run", overwrite=True)

@@ -88,7 +88,7 @@ def follow(config: Config, path: Path, act: Callable[[RunDirectory], None]) -> l
 def write_three(directory: RunDirectory) -> None:
     for iteration in (1, 2, 3):
         directory.append_metrics({"iteration": iteration, "reward/mean": iteration / 2, "kl/k1": float("nan")})
-    directory.write_json("summary.json", {"iterations": 3, "stopped": "DataError: row 'text'"})
+    directory.write_json("summary.json", {"iterations": 3, "error": {"type": "DataError", "message": "row 'text'"}})
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_tracker_gets_all_that_is_written(recorder: type[Recorder], tmp_path: 
     (made,) = recorder.made
     assert (made.facts.name, made.facts.algorithm, made.facts.config["run"]["seed"]) == ("my-run", "ppo", 3)
     assert made.rows == [(number, {"reward/mean": number / 2}) for number in (1, 2, 3)]
-    assert made.ends == [("finished", {"iterations": 3.0, "stopped": "DataError"}, 3)]
+    assert made.ends == [("finished", {"iterations": 3.0, "error.type": "DataError"}, 3)]
     assert notes == ["a note"]
     assert "trackers" not in json.loads((tmp_path / "my-run" / "summary.json").read_text())
 
@@ -221,13 +221,12 @@ def test_no_secret_is_sent() -> None:
 def test_a_summary_is_sent_without_rows() -> None:
     body = {
         "score_after": 0.5, "infeasible": True, "metric": "m", "samples": [{"prompt": "p"}], "loss": float("inf"),
-        "error": {"type": "DataError", "message": "row 'p'"}, "stopped": "DataError: row 'p'",
+        "error": {"type": "DataError", "message": "row 'p'"},
     }  # fmt: skip
     expected = {
         "score_after": 0.5,
         "infeasible": "True",
         "metric": "m",
         "error.type": "DataError",
-        "stopped": "DataError",
     }
     assert select_summary(body) == expected

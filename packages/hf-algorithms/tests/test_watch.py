@@ -93,9 +93,10 @@ def test_a_killed_run_has_half_a_line(directory: Path) -> None:
 
 def test_a_run_that_ended_shows_its_result(directory: Path) -> None:
     shutil.rmtree(directory / "samples")
-    (directory / "summary.json").write_text(json.dumps({"stopped": "ConfigError: no"}))
+    error = {"type": "ConfigError", "message": "no"}
+    (directory / "summary.json").write_text(json.dumps({"status": "failed", "error": error}))
     text = "\n".join(read_lines(look(directory)))
-    assert "stopped  iteration 40 of 100\nConfigError: no" in text
+    assert "failed  iteration 40 of 100\nConfigError: no" in text
     assert "Samples" not in text
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -207,3 +208,32 @@ def test_labels_that_cannot_be_written_are_refused_when_they_are_given():
     with trace.label(step=given):
         given.append(object())
         assert trace.labels == {"step": [1]}
+
+
+def test_a_streamed_trace_is_the_written_one_and_keeps_no_span(tmp_path):
+    whole, streamed = Trace(), Trace()
+    streamed.stream_chrome(tmp_path / "streamed.json")
+    for number in range(3):
+        for trace in (whole, streamed):
+            trace.note_place(number, "program.py:1")
+            trace.note([CallReport(span=span(call_id=number, role=f"role {number}"))], POOL)
+            assert len(trace.drain()) == 1
+        assert not (tmp_path / "streamed.json").exists()
+    assert not streamed._spans and not streamed._places
+    whole.write_chrome(tmp_path / "whole.json")
+    streamed.finish_chrome()
+    assert json.loads((tmp_path / "streamed.json").read_text()) == json.loads((tmp_path / "whole.json").read_text())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["streamed.json", "whole.json"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_ends_the_trace_and_not_the_program(tmp_path):
+    (tmp_path / "trace.json").write_text("an earlier one")
+    (tmp_path / ".trace.json.part").symlink_to("/dev/full")
+    trace = Trace()
+    trace.stream_chrome(tmp_path / "trace.json")
+    trace.note([CallReport(span=span())], POOL)
+    assert len(trace.drain()) == 1
+    with pytest.raises(OSError, match="No space left"):
+        trace.finish_chrome()
+    assert (tmp_path / "trace.json").read_text() == "an earlier one"

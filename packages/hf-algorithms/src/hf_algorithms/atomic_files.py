@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from hf_protocols import ConfigError
 
-__all__ = ["find_part", "refuse_unwritable", "write_text", "writing_lines"]
+__all__ = ["find_part", "refuse_unwritable", "replace_folder", "sync", "sync_tree", "write_text", "writing_lines"]
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def write_text(path: str | Path, text: str) -> Path:
@@ -29,6 +33,7 @@ def write_text(path: str | Path, text: str) -> Path:
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
+        sync(path.parent)
     finally:
         part.unlink(missing_ok=True)
     return path
@@ -78,3 +83,55 @@ def refuse_unwritable(folder: Path, label: str) -> None:
         raise ConfigError(f"{label}: {place} is not a folder. Choose another path")
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"{label}: {place} cannot be written. Choose another path")
+
+
+def sync(path: Path) -> None:
+    """Flushes a file, or the names in a folder, to the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flushes all files of a folder to the disk, and then the folders with their names."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            sync(Path(place, name))
+        sync(Path(place))
+
+
+def replace_folder(fresh: Path, folder: Path) -> None:
+    """Puts a folder in the place of another one, which is removed.
+
+    Linux exchanges both in one step, so that a reader always finds one of them. Where the system or the file system
+    cannot, the name is absent between two renames.
+
+    Raises:
+        OSError: when the file system refuses; `folder` is then as it was.
+    """
+    if not folder.exists():
+        fresh.replace(folder)
+    elif _exchange(fresh, folder):
+        shutil.rmtree(fresh, ignore_errors=True)
+    else:
+        earlier = fresh.with_name(f"{fresh.name}.earlier")
+        shutil.rmtree(earlier, ignore_errors=True)
+        folder.replace(earlier)
+        try:
+            fresh.replace(folder)
+        except OSError:
+            earlier.replace(folder)
+            raise
+        shutil.rmtree(earlier, ignore_errors=True)
+    sync(folder.parent)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchanges two names in one step; False where that is not possible."""
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
+    if exchange is None:
+        return False
+    names = (os.fsencode(one), os.fsencode(other))
+    return bool(exchange(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)

@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -30,6 +29,7 @@ from hf_algorithms.role_models import describe_generic_shapes
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.run_evaluations import RunEvaluations
+from hf_algorithms.run_summary import RunSummary
 from hf_algorithms.step_metrics import average_metrics
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
 from hf_algorithms.training_samples import collect_training_samples
@@ -48,7 +48,6 @@ __all__ = [
     "check_inputs",
     "describe_unscorable",
     "run_training",
-    "versions",
 ]
 
 Inputs = TypeVar("Inputs", bound=ModelInputs)
@@ -56,7 +55,6 @@ Inputs = TypeVar("Inputs", bound=ModelInputs)
 _LEAST_START_TIMEOUT_S = 120.0
 _NUM_LEARNED = "pretraining/rows"
 """Key of the run's state: rows of `data.pretraining` that were learned."""
-_PACKAGES = ("hf-algorithms", "torch", "ray", "transformers", "tensordict")
 
 
 def run_training(
@@ -83,7 +81,7 @@ def run_training(
     """
     started_s = time.perf_counter()
     tracking = prepare_tracking(config, on_metrics=on_metrics, search_path=search_path)
-    with TemporaryDirectory() as folder:
+    with closing(directory), TemporaryDirectory() as folder:
         fresh = Path(folder) / "initial_model"
         inputs, plan = check_run(config, fresh, plan=plan, search_path=search_path)
         check_machine(config, plan)
@@ -102,15 +100,21 @@ def run_training(
             executor = stack.enter_context(build_executor(config, plan))
             inputs = begin_run(config, directory, plan, inputs, fresh)
             stack.enter_context(tracking.follow(directory, display.note))
+            facts = {
+                "algorithm": config.algorithm.name,
+                "metric": config.reward.metric_name,
+                "workload": compute_workload(config, prompt_tokens=inputs.train.max_prompt_tokens),
+            }
+            summary = RunSummary(directory, executor, memory, started_s=started_s, facts=facts, note=display.note)
+            stack.enter_context(summary)
             roles = build_roles(executor, config, plan, inputs, search_path)
             if spare := inputs.model.num_spare_logits:
                 display.note(f"{inputs.model.label}: {spare} logits are beyond its tokenizer's ids and have no text")
             evaluations = RunEvaluations(config, inputs, executor, roles, search_path)
             stack.enter_context(closing(evaluations))
-            run = _Run(config, directory, inputs, executor, roles, evaluations, display, memory, started_s)
-            summary = run.execute()
-    write_report(directory.path)
-    return summary
+            _Run(config, directory, inputs, executor, roles, evaluations, display, summary).execute()
+        write_report(directory.path)
+    return summary.body
 
 
 def describe_unscorable(iteration: int, metrics: Mapping[str, float]) -> str:
@@ -126,11 +130,6 @@ def describe_unscorable(iteration: int, metrics: Mapping[str, float]) -> str:
 
 def _is_failure(name: str, count: float) -> bool:
     return name.startswith("reward/") and name.endswith("/failed") and count > 0
-
-
-def versions() -> dict[str, str]:
-    """The versions of what a run's numbers depend on."""
-    return {name: version(name) for name in _PACKAGES}
 
 
 def check_inputs(config: Config, directory: RunDirectory) -> None:
@@ -171,8 +170,7 @@ class _Run:
         roles: Roles,
         evaluations: RunEvaluations,
         display: RunDisplay,
-        memory: MemoryMeter,
-        started_s: float,
+        summary: RunSummary,
     ) -> None:
         self._config = config
         self._directory = directory
@@ -181,8 +179,7 @@ class _Run:
         self._roles = roles
         self._evaluations = evaluations
         self._display = display
-        self._memory = memory
-        self._started_s = started_s
+        self._summary = summary
         self._validation = self._put_first_rows(inputs.validation)
         self._test = self._put_first_rows(inputs.test)
         self._metric = config.reward.metric_name
@@ -190,37 +187,22 @@ class _Run:
         self._base = inputs.models[roles.having("generate_sequences").role].path
         self._busy_s = 0.0
         self._num_tokens = 0.0
-        self._summary: dict[str, Any] = {
-            "algorithm": config.algorithm.name,
-            "iterations": 0,
-            "metric": self._metric,
-            "versions": versions(),
-            "workload": compute_workload(config, prompt_tokens=inputs.train.max_prompt_tokens),
-        }
 
-    def execute(self) -> dict[str, Any]:
+    def execute(self) -> None:
         """All phases in order; whatever happens, what was reached is on disk."""
-        try:
-            self._note_progress(0)
-            self._warm_start()
-            probe_sampler(self._config, self._roles, self._validation, self._sampling(0))
-            self._display.phase("evaluating the starting point")
-            self._commit_model(0)
-            self._summary["score_before"] = self._evaluate("test", 0)
-            self._display.phase(self._config.algorithm.name)
-            for iteration in range(1, self._config.run.iterations + 1):
-                self._iterate(iteration)
-            self._display.phase("evaluating the result")
-            self._summary["score_after"] = self._evaluate("test", self._config.run.iterations)
-            if (divergence := measure_divergence(self._roles, self._test, self._sampling(0))) is not None:
-                self._summary["kl_to_reference"] = divergence
-        except BaseException as error:
-            self._summary["stopped"] = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            self._write_summary()
-            self._executor.trace.write_chrome(self._directory.path / "trace.json")
-        return self._summary
+        self._note_progress(0)
+        self._warm_start()
+        probe_sampler(self._config, self._roles, self._validation, self._sampling(0))
+        self._display.phase("evaluating the starting point")
+        self._commit_model(0)
+        self._summary["score_before"] = self._evaluate("test", 0)
+        self._display.phase(self._config.algorithm.name)
+        for iteration in range(1, self._config.run.iterations + 1):
+            self._iterate(iteration)
+        self._display.phase("evaluating the result")
+        self._summary["score_after"] = self._evaluate("test", self._config.run.iterations)
+        if (divergence := measure_divergence(self._roles, self._test, self._sampling(0))) is not None:
+            self._summary["kl_to_reference"] = divergence
 
     def _warm_start(self) -> None:
         """Supervised training of the policy; every role that starts from the same weights then gets the result.
@@ -305,6 +287,8 @@ class _Run:
         metrics["time/iteration_s"] = elapsed_s
         metrics |= measure_phases(self._executor.trace.drain(), self._roles.groups, iteration)
         self._summary["iterations"] = iteration
+        self._summary["samples_per_s"] = samples * iteration / self._busy_s
+        self._summary["tokens_per_s"] = self._num_tokens / self._busy_s
         if "constraint/infeasible" in metrics:
             self._summary["infeasible"] = bool(metrics["constraint/infeasible"])
         for role in self._roles.groups:
@@ -371,16 +355,6 @@ class _Run:
             for written in export_trained(policy, self._config, folder, base=self._base):
                 self._directory.write_files(written, self._inputs.exported_files())
         self._summary["model_iteration"] = iteration
-
-    def _write_summary(self) -> None:
-        rollout = self._config.rollout
-        if self._busy_s:
-            samples = rollout.batch_size * rollout.samples_per_prompt * self._summary["iterations"]
-            self._summary["samples_per_s"] = samples / self._busy_s
-            self._summary["tokens_per_s"] = self._num_tokens / self._busy_s
-        self._summary["wall_s"] = time.perf_counter() - self._started_s
-        self._summary["peak_rss_bytes"] = self._memory.peak_bytes
-        self._directory.write_json("summary.json", self._summary)
 
 
 def build_executor(config: Config, plan: MappingPlan) -> Executor:

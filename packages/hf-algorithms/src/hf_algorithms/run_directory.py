@@ -13,7 +13,8 @@ from errno import EACCES, ENOTDIR
 from pathlib import Path
 from typing import Any, Protocol
 
-from hf_algorithms.atomic_files import write_text
+from hf_algorithms.atomic_files import replace_folder, sync_tree, write_text
+from hf_algorithms.run_lock import RunLock, check_unlocked
 from hf_protocols import ConfigError, HybridFlowError
 from hf_protocols.arguments import show
 
@@ -61,6 +62,7 @@ class RunDirectory:
         with self._refusing():
             self.path = path.resolve()
             is_used = self.path.exists() and any(self.path.iterdir())
+            check_unlocked(self.path)
             place = next(each for each in (self.path, *self.path.parents) if each.exists())
             if not place.is_dir():
                 raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR))
@@ -72,6 +74,7 @@ class RunDirectory:
                 "replace an earlier run"
             )
         self._has_begun = False
+        self._lock: RunLock | None = None
         self._listeners: list[RunListener] = []
 
     @property
@@ -99,13 +102,16 @@ class RunDirectory:
     def begin(self) -> None:
         """Make the directory and remove what an earlier run left; call it once the new run's inputs were found good.
 
+        The run holds the directory's lock until `close`.
+
         Raises:
-            ConfigError: if the directory cannot be made; then nothing was.
+            ConfigError: if the directory cannot be made, then nothing was; or if another run writes there.
         """
         missing = _missing(self.path)
         with self._refusing():
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
+                self._lock = self._lock or RunLock(self.path)
                 (self.path / _MARK).touch()
             except OSError:
                 _remove_empty(missing)
@@ -117,6 +123,12 @@ class RunDirectory:
             for name in _FOLDERS:
                 shutil.rmtree(self.path / name, ignore_errors=True)
             (self.path / "metrics.jsonl").touch()
+
+    def close(self) -> None:
+        """Lets another run use the directory."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def listen(self, listener: RunListener) -> None:
         """Lets a listener hear what is written from now on."""
@@ -143,6 +155,8 @@ class RunDirectory:
         with self._reporting("metrics.jsonl"), (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             file.write(json.dumps(known) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         for listener in self._listeners:
             listener.hear_metrics(metrics)
 
@@ -164,8 +178,8 @@ class RunDirectory:
         shutil.rmtree(fresh, ignore_errors=True)
         yield fresh
         with self._reporting(name):
-            shutil.rmtree(self.path / name, ignore_errors=True)
-            os.replace(fresh, self.path / name)
+            sync_tree(fresh)
+            replace_folder(fresh, self.path / name)
 
     def write_files(self, folder: Path, files: Mapping[str, bytes]) -> None:
         """Writes files of a folder that `replacing` yields, by their paths in it."""
@@ -178,6 +192,8 @@ class RunDirectory:
     def _refusing(self) -> Iterator[None]:
         try:
             yield
+        except ConfigError:
+            raise
         except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(

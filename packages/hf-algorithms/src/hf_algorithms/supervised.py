@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,8 @@ from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.recipes import StepContext, SupervisedDataset, SupervisedRecipe
 from hf_algorithms.report import write_report
 from hf_algorithms.role_models import find_role_models, list_main_backends
-from hf_algorithms.run import begin_run, build_executor, check_inputs, run_training, versions
+from hf_algorithms.run import begin_run, build_executor, check_inputs, run_training
+from hf_algorithms.run_summary import RunSummary
 from hf_algorithms.step_metrics import average_metrics
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
 from hf_algorithms.wiring import build_roles
@@ -101,7 +102,7 @@ def run_supervised(
     """
     started_s = time.perf_counter()
     tracking = prepare_tracking(config, on_metrics=on_metrics, search_path=search_path)
-    with TemporaryDirectory() as folder:
+    with closing(directory), TemporaryDirectory() as folder:
         fresh = Path(folder) / "initial_model"
         inputs, plan = check_supervised(config, fresh, plan=plan)
         check_machine(config, plan)
@@ -113,10 +114,13 @@ def run_supervised(
             executor = stack.enter_context(build_executor(config, plan))
             inputs = begin_run(config, directory, plan, inputs, fresh)
             stack.enter_context(tracking.follow(directory, display.note))
+            facts = _describe_run(config, inputs)
+            summary = RunSummary(directory, executor, memory, started_s=started_s, facts=facts, note=display.note)
+            stack.enter_context(summary)
             roles = build_roles(executor, config, plan, inputs, search_path)
-            summary = _SupervisedRun(config, directory, inputs, executor, roles, display).execute(memory, started_s)
-    write_report(directory.path)
-    return summary
+            _SupervisedRun(config, directory, inputs, executor, roles, display, summary).execute()
+        write_report(directory.path)
+    return summary.body
 
 
 def run_recipe(
@@ -195,6 +199,17 @@ def load_supervised(config: Config, folder: Path) -> SupervisedInputs:
     return SupervisedInputs(model=model, models=models, turns=turns, stop_ids=(), files=files, **sets)
 
 
+def _describe_run(config: Config, inputs: SupervisedInputs) -> dict[str, Any]:
+    """What the summary says at the beginning."""
+    recipe, (prompt_tokens, response_tokens) = _recipe_of(config), inputs.count_tokens(["train"])
+    return {
+        "algorithm": config.algorithm.name,
+        "metric": recipe.metric,
+        "lower_is_better": recipe.lower_is_better,
+        "workload": compute_workload(config, prompt_tokens=prompt_tokens, response_tokens=response_tokens),
+    }
+
+
 def _recipe_of(config: Config) -> SupervisedRecipe:
     assert isinstance(config.recipe, SupervisedRecipe), "a configuration that was read for a supervised command"
     return config.recipe
@@ -248,6 +263,7 @@ class _SupervisedRun:
         executor: Executor,
         roles: Roles,
         display: RunDisplay,
+        summary: RunSummary,
     ) -> None:
         self._config = config
         self._recipe = _recipe_of(config)
@@ -259,38 +275,18 @@ class _SupervisedRun:
         self._display = display
         self._busy_s = 0.0
         self._held_out = {name: self._put(getattr(inputs, name)) for name in ("validation", "test")}
-        prompt_tokens, response_tokens = inputs.count_tokens(["train"])
-        self._summary: dict[str, Any] = {
-            "algorithm": config.algorithm.name,
-            "iterations": 0,
-            "metric": self._recipe.metric,
-            "lower_is_better": self._recipe.lower_is_better,
-            "versions": versions(),
-            "workload": compute_workload(config, prompt_tokens=prompt_tokens, response_tokens=response_tokens),
-        }
+        self._summary = summary
 
-    def execute(self, memory: MemoryMeter, started_s: float) -> dict[str, Any]:
+    def execute(self) -> None:
         """All phases in order; what was reached is on disk, whatever happens."""
-        try:
-            self._display.phase("evaluating the starting point")
-            self._summarise("before")
-            self._commit_model(0)
-            self._display.phase(self._config.algorithm.name)
-            for iteration in range(1, self._config.run.iterations + 1):
-                self._iterate(iteration)
-            self._display.phase("evaluating the result")
-            self._summarise("after")
-        except BaseException as error:
-            self._summary["stopped"] = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            if self._busy_s:
-                self._summary["samples_per_s"] = self._batch_size * self._summary["iterations"] / self._busy_s
-            self._summary["wall_s"] = time.perf_counter() - started_s
-            self._summary["peak_rss_bytes"] = memory.peak_bytes
-            self._directory.write_json("summary.json", self._summary)
-            self._executor.trace.write_chrome(self._directory.path / "trace.json")
-        return self._summary
+        self._display.phase("evaluating the starting point")
+        self._summarise("before")
+        self._commit_model(0)
+        self._display.phase(self._config.algorithm.name)
+        for iteration in range(1, self._config.run.iterations + 1):
+            self._iterate(iteration)
+        self._display.phase("evaluating the result")
+        self._summarise("after")
 
     def _iterate(self, iteration: int) -> None:
         config, data = self._config, self._inputs.train
@@ -319,6 +315,7 @@ class _SupervisedRun:
         metrics["time/iteration_s"] = elapsed_s
         metrics |= measure_phases(self._executor.trace.drain(), self._roles.groups, iteration)
         self._summary["iterations"] = iteration
+        self._summary["samples_per_s"] = self._batch_size * iteration / self._busy_s
         self._directory.append_metrics({"iteration": iteration, **metrics})
         self._display.iteration(iteration, metrics)
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from hf_controller.chrome_trace import ChromeTraceFile
 from hf_controller.failures import Failure
 from hf_protocols import ConfigError
 from hf_protocols.arguments import show
@@ -164,6 +164,7 @@ class Trace:
         self._failed: dict[int, Watched] = {}
         self._undrained: list[Span] = []
         self._spans: list[Span] = []
+        self._stream: ChromeTraceFile | None = None
         self.labels: dict[str, Any] = {}
         self._places: dict[int, str] = {}
         self._untold: dict[str, _Untold] = {}
@@ -276,8 +277,18 @@ class Trace:
         """The spans that ended since the last call of drain. A long run drains once per iteration."""
         self._collect()
         spans, self._undrained = self._undrained, []
-        self._spans += spans
+        if self._stream is None:
+            self._spans += spans
+        else:
+            self._stream.write(spans)
+        self._forget_places()
         return spans
+
+    def _forget_places(self) -> None:
+        """Keeps the places of calls that a message may still name."""
+        named = {call.call_id for call in self._watched.values()} | self._failed.keys()
+        named |= {each.call_id for each in self._untold.values()}
+        self._places = {call_id: place for call_id, place in self._places.items() if call_id in named}
 
     def _collect(self) -> None:
         """Take the reports that are there."""
@@ -293,65 +304,34 @@ class Trace:
             self._failed[call.call_id] = call
 
     def write_chrome(self, path: str | os.PathLike[str]) -> None:
-        """Write every span so far as a Chrome trace (chrome://tracing, Perfetto): one row per host and rank."""
+        """Writes every span so far as a Chrome trace (chrome://tracing, Perfetto): one row per host and rank.
+
+        The file is whole or absent. Spans that `stream_chrome` wrote are in its file alone.
+
+        Raises:
+            OSError: when it cannot be written.
+        """
         self.drain()
-        Path(path).write_text(json.dumps({"traceEvents": list(_chrome_events(self._spans))}) + "\n", encoding="utf-8")
+        file = ChromeTraceFile(path)
+        file.write(self._spans)
+        file.finish()
+
+    def stream_chrome(self, path: str | os.PathLike[str]) -> None:
+        """Writes spans to the disk whenever they are drained, and keeps none; `finish_chrome` names the file."""
+        self._stream = ChromeTraceFile(path)
+
+    def finish_chrome(self) -> None:
+        """Completes the file of `stream_chrome` with the spans so far.
+
+        Raises:
+            OSError: when it could not be written, now or before.
+        """
+        self.drain()
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.finish()
 
 
 def _in_order(calls: Iterable[Watched]) -> list[Watched]:
     by_number = {call.call_id: call for call in calls}
     return [by_number[call_id] for call_id in sorted(by_number)]
-
-
-def _chrome_events(spans: Iterable[Span]) -> Iterable[dict[str, Any]]:
-    rows: dict[tuple[str, str], int] = {}
-    named: set[tuple[int, int]] = set()
-    for span in spans:
-        pid = rows.setdefault((span.pool, span.host), len(rows) + 1)
-        if (pid, span.rank) not in named:
-            named.add((pid, span.rank))
-            label = span.host if span.pool == span.host else f"{span.pool}: {span.host}"
-            yield {"ph": "M", "name": "process_name", "pid": pid, "tid": span.rank, "args": {"name": label}}
-            yield {
-                "ph": "M",
-                "name": "thread_name",
-                "pid": pid,
-                "tid": span.rank,
-                "args": {"name": f"rank {span.rank}"},
-            }
-        yield _complete(pid, span.rank, f"{span.role}.{span.method}", span.ready_s, span.end_s, _arguments(span))
-        if span.fetch_s > 0:
-            yield _complete(pid, span.rank, "fetch", span.ready_s, span.fetched_s, {})
-        for sub in span.sub_spans:
-            yield _complete(pid, span.rank, sub.name, sub.start_s, sub.end_s, {})
-        if span.store_s > 0:
-            yield _complete(pid, span.rank, "store", span.computed_s, span.end_s, {})
-
-
-def _complete(pid: int, rank: int, name: str, start_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
-    """A Chrome complete event; times are microseconds."""
-    return {
-        "ph": "X",
-        "name": name,
-        "pid": pid,
-        "tid": rank,
-        "ts": start_s * 1e6,
-        "dur": max(0.0, end_s - start_s) * 1e6,
-        "args": args,
-    }
-
-
-def _arguments(span: Span) -> dict[str, Any]:
-    return {
-        "call": span.call_id,
-        "pool": span.pool,
-        "queue_ms": round(span.queue_s * 1e3, 3),
-        "fetch_ms": round(span.fetch_s * 1e3, 3),
-        "compute_ms": round(span.compute_s * 1e3, 3),
-        "store_ms": round(span.store_s * 1e3, 3),
-        "bytes_read": span.bytes_read,
-        "bytes_from_afar": span.bytes_from_afar,
-        "bytes_written": span.bytes_written,
-        "failed": span.failed,
-        **span.labels,
-    }

@@ -13,7 +13,7 @@ from hf_algorithms.report._metrics_file import MetricsFile
 from hf_algorithms.report._sample_files import SampleFiles
 from hf_protocols.errors import DataError
 
-__all__ = ["RunFiles", "parse_settings", "read_run", "read_trace"]
+__all__ = ["RunFiles", "describe_end", "parse_settings", "read_run", "read_trace"]
 
 _NAMES = ("config.toml", "metrics.jsonl", "summary.json", "trace.json")
 _SHOWN_SET = "test"
@@ -79,6 +79,14 @@ def read_run(directory: Path) -> RunFiles:
         },
         unreadable=[*metrics.notes, *unreadable],
     )
+
+
+def describe_end(summary: Mapping[str, Any]) -> str:
+    """The error with which a run ended, by its summary; an empty string without one."""
+    error = summary.get("error")
+    if not isinstance(error, Mapping):
+        return ""
+    return ": ".join(filter(None, (str(error.get("type") or ""), str(error.get("message") or ""))))
 
 
 def read_trace(directory: Path) -> Sequence[Mapping[str, Any]]:

@@ -9,7 +9,7 @@ from importlib.resources import files
 
 from hf_algorithms.report._curves import Curve, Line, render_curve
 from hf_algorithms.report._decimation import decimate
-from hf_algorithms.report._files import RunFiles
+from hf_algorithms.report._files import RunFiles, describe_end
 from hf_algorithms.report._gantt import choose_colours, render_gantt
 from hf_algorithms.report._metric_names import choose_first, format_title
 from hf_algorithms.report._numbers import format_bytes, format_duration, format_number
@@ -40,8 +40,7 @@ def render_page(run: RunFiles) -> str:
 
 def _header(run: RunFiles) -> str:
     kind = f"<span>{escape(run.algorithm.upper())}</span>" if run.algorithm else ""
-    warnings = [str(run.summary["stopped"])] if run.summary.get("stopped") else []
-    warnings += list(run.unreadable[:5])
+    warnings = [*filter(None, [describe_end(run.summary)]), *run.unreadable[:5]]
     notes = "".join(f'<p class="warning">{escape(warning)}</p>' for warning in warnings)
     return f'<header><p class="brand">HybridFlow {kind}</p><h1>{escape(run.name)}</h1>{notes}</header>'
 

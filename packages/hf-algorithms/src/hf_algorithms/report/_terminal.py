@@ -17,7 +17,7 @@ from hf_algorithms.report.live import LiveRun
 
 __all__ = ["draw_run"]
 
-_STYLES = {"finished": "green", "running": "cyan", "failed": "bold red", "stopped": "bold red", "gone": "bold red"}
+_STYLES = {"finished": "green", "running": "cyan", "failed": "bold red", "interrupted": "yellow", "gone": "bold red"}
 _HEALTH_STYLES = {"above": "bold yellow", "below": "bold yellow", "within": "green"}
 _TITLE_WIDTH = 26
 _NUMBERS_WIDTH = 24

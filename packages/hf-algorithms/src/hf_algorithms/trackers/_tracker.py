@@ -69,9 +69,7 @@ def select_summary(body: Mapping[str, Any]) -> dict[str, str | float]:
     """
     found: dict[str, str | float] = {}
     for name, value in flatten(body):
-        if name == "stopped":
-            found[name] = str(value).partition(":")[0]
-        elif isinstance(value, bool | str):
+        if isinstance(value, bool | str):
             if name.rpartition(".")[2] != "message":
                 found[name] = str(value)
         elif isinstance(value, int | float) and math.isfinite(value):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from hf_algorithms.report._decimation import Decimated, decimate
-from hf_algorithms.report._files import parse_settings
+from hf_algorithms.report._files import describe_end, parse_settings
 from hf_algorithms.report._health import HealthNumber, measure_health
 from hf_algorithms.report._metrics_file import MetricsFile
 from hf_algorithms.report._numbers import format_bytes, format_duration
@@ -205,9 +205,7 @@ class LiveRun:
         if not self.directory.is_dir():
             return "gone", "the directory was deleted or moved; shown is what was read before"
         if isinstance(status := summary.get("status"), str) and status != "running":
-            return status, str(summary.get("stopped") or "")
-        if summary.get("stopped"):
-            return "stopped", str(summary["stopped"])
+            return status, describe_end(summary)
         if summary and "status" not in summary:
             return "finished", ""
         try:

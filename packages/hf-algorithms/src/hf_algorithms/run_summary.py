@@ -1,0 +1,119 @@
+"""`summary.json` of a run: written when the run begins, and at its end whatever happens, together with its trace."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from hf_algorithms.run_directory import RunDirectoryError
+
+if TYPE_CHECKING:
+    from hf_algorithms.process_tree import MemoryMeter
+    from hf_algorithms.run_directory import RunDirectory
+    from hf_controller import Executor
+
+__all__ = ["RunSummary", "versions"]
+
+_PACKAGES = ("hf-algorithms", "torch", "ray", "transformers", "tensordict")
+_ERROR_FACTS = ("role", "rank", "method", "exit_code", "signal")
+
+
+def versions() -> dict[str, str]:
+    """The versions of what a run's numbers depend on."""
+    return {name: version(name) for name in _PACKAGES}
+
+
+class RunSummary:
+    """Numbers of a run, by the names of `summary.json`; a context manager around all that follows its beginning.
+
+    Calls stream into `trace.json` meanwhile. Neither file hides an error: where it cannot be written during one, the
+    error gets a note.
+
+    Args:
+        directory: of the run, which has begun.
+        executor: whose calls are traced.
+        memory: measures the peak.
+        started_s: of `time.perf_counter`, when the run was started.
+        facts: what is known at the beginning.
+        note: shows the user a line.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        executor: Executor,
+        memory: MemoryMeter,
+        *,
+        started_s: float,
+        facts: Mapping[str, Any],
+        note: Callable[[str], None],
+    ) -> None:
+        self._directory = directory
+        self._executor = executor
+        self._memory = memory
+        self._started_s = started_s
+        self._note = note
+        self._body: dict[str, Any] = {"status": "running", **facts, "iterations": 0, "error": None}
+        self._body |= {"versions": versions()}
+
+    def __enter__(self) -> RunSummary:
+        self._executor.trace.stream_chrome(self._directory.path / "trace.json")
+        self.write()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._body["status"] = "finished"
+        else:
+            self._body["status"] = "failed" if isinstance(error, Exception) else "interrupted"
+            self._body["error"] = _describe(error)
+        self._finish_trace()
+        try:
+            self.write()
+        except RunDirectoryError as failure:
+            if error is None:
+                raise
+            error.add_note(f"summary.json was not written: {failure}")
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._body[name] = value
+
+    def __getitem__(self, name: str) -> Any:
+        return self._body[name]
+
+    def update(self, facts: Mapping[str, Any]) -> None:
+        """Sets several numbers."""
+        self._body |= facts
+
+    def write(self) -> None:
+        """Writes the file with the numbers so far.
+
+        Raises:
+            RunDirectoryError: if it cannot be written.
+        """
+        self._body["wall_s"] = time.perf_counter() - self._started_s
+        self._body["peak_rss_bytes"] = self._memory.peak_bytes
+        self._directory.write_json("summary.json", self._body)
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The contents of the file."""
+        return self._body
+
+    def _finish_trace(self) -> None:
+        try:
+            self._executor.trace.finish_chrome()
+        except OSError as failure:
+            self._note(f"warning: trace.json was not written: {failure.strerror}")
+
+
+def _describe(error: BaseException) -> dict[str, Any]:
+    """The failure as a table: its class and message, and the rank and process where that is known."""
+    facts = {name: getattr(error, name, None) for name in _ERROR_FACTS}
+    known = {name: value if isinstance(value, str | int) else None for name, value in facts.items()}
+    return {"type": type(error).__name__, "message": str(error), **known}
