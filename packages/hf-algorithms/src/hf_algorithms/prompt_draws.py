@@ -45,6 +45,8 @@ class PromptDraws:
         self.num_learned = num_learned
         """Rows that `pretraining` returned in the run."""
         self._attempt = 0
+        self.newest: list[tuple[int, int, int]] = []
+        """Epoch, row and attempt of the prompts that were drawn last, in order."""
 
     def first(self) -> TensorDict:
         """The prompts that the iteration begins with; see `PromptDataset.prompts`."""
@@ -98,4 +100,5 @@ class PromptDraws:
     def _number(self, rows: list[int], epochs: list[int]) -> TensorDict:
         batch = self._data.prompts(rows, epochs=epochs, attempt=self._attempt, first_group=self._num_drawn)
         self._num_drawn += len(rows)
+        self.newest = [(epoch, row, self._attempt) for epoch, row in zip(epochs, rows, strict=True)]
         return batch

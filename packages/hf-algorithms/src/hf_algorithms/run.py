@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from hf_algorithms.adapters import MERGED_MODELS, export_trained, keep_merged_models, probe_sampler
+from hf_algorithms.checkpoints import Ledger
 from hf_algorithms.config import Config, format_toml
 from hf_algorithms.data import PromptDataset
 from hf_algorithms.display import RunDisplay
@@ -21,14 +22,13 @@ from hf_algorithms.phases import measure_phases
 from hf_algorithms.placement import compute_workload
 from hf_algorithms.preflight import check_run
 from hf_algorithms.process_tree import MemoryMeter
-from hf_algorithms.prompt_draws import PromptDraws
-from hf_algorithms.recipes import StepContext
 from hf_algorithms.report import write_report
 from hf_algorithms.rewards import TrainerState, describe_logs
 from hf_algorithms.role_models import describe_generic_shapes
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.run_evaluations import RunEvaluations
+from hf_algorithms.run_iteration import RunIteration
 from hf_algorithms.run_summary import RunSummary
 from hf_algorithms.step_metrics import average_metrics
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
@@ -53,8 +53,6 @@ __all__ = [
 Inputs = TypeVar("Inputs", bound=ModelInputs)
 
 _LEAST_START_TIMEOUT_S = 120.0
-_NUM_LEARNED = "pretraining/rows"
-"""Key of the run's state: rows of `data.pretraining` that were learned."""
 
 
 def run_training(
@@ -184,6 +182,7 @@ class _Run:
         self._test = self._put_first_rows(inputs.test)
         self._metric = config.reward.metric_name
         self._state: dict[str, Any] = {}
+        self._ledger = Ledger(directory)
         self._base = inputs.models[roles.having("generate_sequences").role].path
         self._busy_s = 0.0
         self._num_tokens = 0.0
@@ -240,39 +239,22 @@ class _Run:
         """One step of the recipe, its metrics, and an evaluation every now and then."""
         config = self._config
         start_s = time.perf_counter()
-        draws = PromptDraws(
-            self._inputs.train,
-            config.rollout.batch_size,
-            iteration=iteration,
-            seed=config.run.seed,
-            pretraining=self._inputs.pretraining,
-            num_learned=self._state.get(_NUM_LEARNED, 0),
+        current = RunIteration(
+            config, self._inputs, self._executor, self._ledger, self._state, self._sampling(iteration)
         )
-        prompts = self._executor.put(draws.first())
-        trained: list[BatchFuture] = []
-        context = StepContext(
-            sampling=self._sampling(iteration),
-            iteration=iteration,
-            state=self._state,
-            more_prompts=lambda num_prompts: self._executor.put(draws.more(num_prompts)),
-            count_prompts_left=lambda: draws.num_left,
-            pretrain_rows=lambda num_rows: self._executor.put(
-                draws.pretraining(num_rows, max_response_tokens=config.rollout.max_new_tokens)
-            ),
-            show_samples=trained.append,
-        )
+        prompts, context = current.first(), current.context()
         with self._executor.trace.label(iteration=iteration):
             futures = [
                 *config.recipe.run_step(self._roles, prompts, config.algorithm, context),
                 *(group.drain_metrics() for group in self._roles.groups.values() if "drain_metrics" in group.methods),
             ]
             metrics = average_metrics(config.recipe.name, futures)
-        self._state[_NUM_LEARNED] = draws.num_learned
+        self._ledger.settle(is_skipped=any(name.endswith("/skipped_steps") for name in metrics))
         self._note_progress(iteration)
         elapsed_s = time.perf_counter() - start_s
         is_last = iteration == config.run.iterations
         if iteration % config.run.eval_every == 0 or is_last:
-            self._write_samples(iteration, trained)
+            self._write_samples(iteration, current.shown)
             metrics[f"eval/validation/{self._metric}"] = self._evaluate("validation", iteration)
             self._commit_model(iteration)
         found, shown = self._evaluations.evaluate_due(iteration, is_last=is_last)
@@ -286,7 +268,7 @@ class _Run:
         metrics["perf/tokens_per_s"] = tokens / elapsed_s
         metrics["time/iteration_s"] = elapsed_s
         metrics |= measure_phases(self._executor.trace.drain(), self._roles.groups, iteration)
-        self._summary["iterations"] = iteration
+        self._summary.update({"iterations": iteration, "ledger": self._ledger.counts})
         self._summary["samples_per_s"] = samples * iteration / self._busy_s
         self._summary["tokens_per_s"] = self._num_tokens / self._busy_s
         if "constraint/infeasible" in metrics:

@@ -22,7 +22,7 @@ __all__ = ["RunDirectory", "RunDirectoryError", "RunListener", "is_run"]
 
 _MARK = ".hybridflow-run"
 _FILES = (
-    "config.toml", "plan.json", "metrics.jsonl", "summary.json", "trace.json", "report.html",
+    "config.toml", "plan.json", "metrics.jsonl", "summary.json", "trace.json", "report.html", "ledger.jsonl",
 )  # fmt: skip
 _FOLDERS = ("initial_model", "warm_model", "model", "samples", "tensorboard", "wandb")
 
@@ -152,13 +152,17 @@ class RunDirectory:
 
     def append_metrics(self, metrics: Mapping[str, float | int]) -> None:
         """Adds one object to ``metrics.jsonl`` at once, NaN and infinity as null."""
-        with self._reporting("metrics.jsonl"), (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-            file.write(json.dumps(known) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self.append_line("metrics.jsonl", json.dumps(known))
         for listener in self._listeners:
             listener.hear_metrics(metrics)
+
+    def append_line(self, name: str, line: str) -> None:
+        """Adds a line to a file, on the disk when this returns."""
+        with self._reporting(name), (self.path / name).open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def append_samples(self, iteration: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Adds objects to `samples/<iteration>.jsonl`, one for each response, which name the iteration."""

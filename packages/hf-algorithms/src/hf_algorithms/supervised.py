@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.adapters import MERGED_MODELS, check_adapters, export_trained, merge_given_adapters
 from hf_algorithms.atomic_files import write_text
+from hf_algorithms.checkpoints import Ledger
 from hf_algorithms.data import Row
 from hf_algorithms.display import RunDisplay
 from hf_algorithms.initial_model import build_initial_model
@@ -273,6 +274,7 @@ class _SupervisedRun:
         self._executor = executor
         self._roles = roles
         self._display = display
+        self._ledger = Ledger(directory)
         self._busy_s = 0.0
         self._held_out = {name: self._put(getattr(inputs, name)) for name in ("validation", "test")}
         self._summary = summary
@@ -293,6 +295,8 @@ class _SupervisedRun:
         start_s = time.perf_counter()
         drawn = self._inputs.order.draw(self._batch_size, iteration=iteration - 1, seed=config.run.seed)
         rows = [row for _, row in drawn]
+        self._ledger.begin(iteration, 1)
+        self._ledger.plan([(epoch, row, 0) for epoch, row in drawn])
         batch = self._executor.put(data.batch(rows))
         context = StepContext(
             sampling=SamplingParams(max_new_tokens=1, seed=config.run.seed, step=iteration),
@@ -305,6 +309,7 @@ class _SupervisedRun:
         with self._executor.trace.label(iteration=iteration):
             futures = self._recipe.run_step(self._roles, batch, config.algorithm, context)
             metrics = average_metrics(self._recipe.name, futures)
+        self._ledger.settle()
         elapsed_s = time.perf_counter() - start_s
         if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
             found = self._evaluate("validation")
@@ -314,7 +319,7 @@ class _SupervisedRun:
         metrics["perf/samples_per_s"] = self._batch_size / elapsed_s
         metrics["time/iteration_s"] = elapsed_s
         metrics |= measure_phases(self._executor.trace.drain(), self._roles.groups, iteration)
-        self._summary["iterations"] = iteration
+        self._summary.update({"iterations": iteration, "ledger": self._ledger.counts})
         self._summary["samples_per_s"] = self._batch_size * iteration / self._busy_s
         self._directory.append_metrics({"iteration": iteration, **metrics})
         self._display.iteration(iteration, metrics)

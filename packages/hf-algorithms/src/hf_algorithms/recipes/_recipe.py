@@ -78,8 +78,8 @@ class Role:
         return found
 
 
-def _leave(batch: BatchFuture) -> None:
-    """A step that no run makes writes no samples."""
+def _leave(found: Any) -> None:
+    """A step that no run makes writes no samples and has no ledger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +97,9 @@ class StepContext:
             `response_ids`, for a supervised term of the loss. Texts come in blocks of `data.block_tokens`.
         show_samples: takes responses with what is known of them, such as advantages. The run writes some of the last
             batch that a step shows into `samples/`.
+        note_trained: takes the batch whose rows the updates learn, for the ledger; `mini_batches` calls it.
+        note_filtered: takes the numbers of prompts, in the order in which they were drawn, whose responses are left
+            out, for the ledger.
     """
 
     sampling: SamplingParams
@@ -106,6 +109,8 @@ class StepContext:
     count_prompts_left: Callable[[], int]
     pretrain_rows: Callable[[int], BatchFuture]
     show_samples: Callable[[BatchFuture], None] = _leave
+    note_trained: Callable[[BatchFuture], None] = _leave
+    note_filtered: Callable[[Iterable[int]], None] = _leave
 
     @property
     def seed(self) -> int:

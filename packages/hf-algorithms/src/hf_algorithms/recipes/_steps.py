@@ -162,6 +162,7 @@ def mini_batches(roles: Roles, batch: BatchFuture, config: PolicyConfig, context
         BatchError: if groups must stay whole, and the batch has a part of one.
     """
     context.show_samples(batch)
+    context.note_trained(batch)
     if config.aggregation == "prompt-mean":
         batch = batch.union(roles.advantage.count_group_tokens(batch, overlong_filter=config.overlong_filter))
     group_size = context.sampling.n if config.keeps_groups else 1

@@ -121,6 +121,7 @@ def fill(
             for sample in range(samples)
         ]
         rows = rows[: (wanted - num_kept) * samples]
+        context.note_filtered(group for group in groups if group not in kept)
         num_drawn += len(groups)
         num_kept += len(rows) // samples
         if rows:

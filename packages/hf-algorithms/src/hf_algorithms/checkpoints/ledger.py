@@ -1,0 +1,172 @@
+"""The ledger of a run: where every sample that was planned ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_protocols import HybridFlowError
+
+if TYPE_CHECKING:
+    from hf_algorithms.run_directory import RunDirectory
+    from hf_controller import BatchFuture
+
+__all__ = ["LEDGER", "STATES", "Ledger", "LedgerError", "count_ledger"]
+
+LEDGER = "ledger.jsonl"
+STATES = ("planned", "trained", "filtered", "dropped")
+"""Of the lines of the file. A sample that is planned and nothing else is in flight."""
+
+Prompt = tuple[int, int, int]
+"""Epoch, row and attempt: a `prompt_id`."""
+SampleId = tuple[int, int, int, int]
+"""Epoch, row, number among the prompt's samples, and attempt: a `sample_id`."""
+
+
+class LedgerError(HybridFlowError):
+    """Samples that are lost, or in two states."""
+
+
+class Ledger:
+    """Writes `ledger.jsonl`: one line for the samples of an iteration that enter a state.
+
+    A line is `{iteration, state, samples, prompts}`, where all `samples` responses to these prompts are in the state,
+    or `{iteration, state, sample_ids}`. Prompts are epoch, row and attempt; ids are those of the column `sample_id`.
+
+    Args:
+        directory: of the run.
+        counts: of an earlier part of the run, by state.
+    """
+
+    def __init__(self, directory: RunDirectory, counts: Mapping[str, int] | None = None) -> None:
+        self._directory = directory
+        self._counts = dict.fromkeys(STATES, 0) | dict(counts or {})
+        self._counts.pop("in_flight", None)
+        self._begin(0, 1)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Samples of the run by their state; `planned` counts all."""
+        settled = sum(self._counts[state] for state in STATES[1:])
+        return {**self._counts, "in_flight": self._counts["planned"] - settled}
+
+    def begin(self, iteration: int, samples: int) -> None:
+        """Starts an iteration with so many responses to each prompt."""
+        self._begin(iteration, samples)
+
+    def plan(self, prompts: Sequence[Prompt]) -> None:
+        """Takes prompts that were drawn, before anything is generated."""
+        self._prompts += prompts
+        self._counts["planned"] += len(prompts) * self._samples
+        self._write("planned", prompts)
+
+    def note_trained(self, batch: BatchFuture) -> None:
+        """Takes the rows that updates of this iteration learn."""
+        self._batches.append(batch)
+
+    def note_filtered(self, groups: Iterable[int]) -> None:
+        """Takes the numbers of prompts, in the order in which the iteration drew them, whose responses are left out."""
+        self._filtered.update(groups)
+
+    def settle(self, *, is_skipped: bool = False) -> None:
+        """Gives every sample of the iteration its last state, once its metrics are known.
+
+        Samples are trained if a batch has them, else filtered or dropped. A batch without ids stands for all, and so
+        does a step that names no batch.
+
+        Args:
+            is_skipped: a step that names no batch has learned nothing.
+
+        Raises:
+            LedgerError: if the states do not add up to the samples that were planned.
+        """
+        planned = {(*prompt[:2], number, prompt[2]) for prompt in self._prompts for number in range(self._samples)}
+        trained = self._read_trained(planned) if self._batches or is_skipped else planned
+        of_groups = {(*self._prompts[group][:2], self._prompts[group][2]) for group in self._filtered}
+        filtered = {each for each in planned - trained if (*each[:2], each[3]) in of_groups}
+        self._move("trained", trained)
+        self._move("filtered", filtered)
+        self._move("dropped", planned - trained - filtered)
+        self._begin(self._iteration, self._samples)
+        self.check()
+
+    def check(self) -> None:
+        """Holds planned = trained + filtered + dropped + in flight between iterations, where nothing is in flight.
+
+        Raises:
+            LedgerError: naming the counts.
+        """
+        if self.counts["in_flight"]:
+            shown = ", ".join(f"{state} {count}" for state, count in self.counts.items())
+            raise LedgerError(f"{LEDGER}: its states do not add up after iteration {self._iteration}: {shown}")
+
+    def _begin(self, iteration: int, samples: int) -> None:
+        self._iteration, self._samples = iteration, samples
+        self._prompts: list[Prompt] = []
+        self._batches: list[BatchFuture] = []
+        self._filtered: set[int] = set()
+
+    def _read_trained(self, planned: set[SampleId]) -> set[SampleId]:
+        found: set[SampleId] = set()
+        for batch in self._batches:
+            columns = batch.select(["response_mask", "sample_id?"]).result()
+            if "sample_id" not in columns:
+                return planned
+            found.update((epoch, row, number, attempt) for epoch, row, number, attempt in columns["sample_id"].tolist())
+        # a step of one's own may learn more than it was given
+        return found & planned
+
+    def _move(self, state: str, ids: set[SampleId]) -> None:
+        self._counts[state] += len(ids)
+        whole = [
+            prompt
+            for prompt in self._prompts
+            if all((*prompt[:2], number, prompt[2]) in ids for number in range(self._samples))
+        ]
+        of_whole = {(*prompt[:2], number, prompt[2]) for prompt in whole for number in range(self._samples)}
+        if whole:
+            self._write(state, whole)
+        if rest := sorted(ids - of_whole):
+            self._append({"iteration": self._iteration, "state": state, "sample_ids": rest})
+
+    def _write(self, state: str, prompts: Sequence[Prompt]) -> None:
+        body = {"iteration": self._iteration, "state": state, "samples": self._samples, "prompts": prompts}
+        self._append(body)
+
+    def _append(self, body: Mapping[str, Any]) -> None:
+        self._directory.append_line(LEDGER, json.dumps(body))
+
+
+def count_ledger(path: Path) -> dict[str, int]:
+    """Counts the samples of a file by their state, and checks that each ended once.
+
+    Args:
+        path: of `ledger.jsonl`.
+
+    Raises:
+        LedgerError: for a sample that is planned twice, in two states or in none that was planned, with its line.
+    """
+    states: dict[tuple[int, SampleId], str] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        body = json.loads(line)
+        for each in _list_ids(body):
+            before = states.get((body["iteration"], each))
+            if before != (None if body["state"] == "planned" else "planned"):
+                raise LedgerError(
+                    f"{path}, line {number}: sample {list(each)} of iteration {body['iteration']} becomes "
+                    f"{body['state']} and was {before or 'not planned'}"
+                )
+            states[body["iteration"], each] = body["state"]
+    found = list(states.values())
+    counts = {state: found.count(state) for state in STATES[1:]}
+    return {"planned": len(found), **counts, "in_flight": found.count("planned")}
+
+
+def _list_ids(body: Mapping[str, Any]) -> list[SampleId]:
+    if "sample_ids" in body:
+        return [(epoch, row, number, attempt) for epoch, row, number, attempt in body["sample_ids"]]
+    return [
+        (epoch, row, number, attempt) for epoch, row, attempt in body["prompts"] for number in range(body["samples"])
+    ]

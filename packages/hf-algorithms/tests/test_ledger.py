@@ -1,0 +1,70 @@
+"""Each planned sample ends in one state, and the file says which."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from hf_algorithms.checkpoints import LEDGER, Ledger, LedgerError, count_ledger
+from hf_algorithms.run_directory import RunDirectory
+from hf_controller import BatchFuture, InProcessExecutor
+
+PROMPTS = [(0, 7, 0), (0, 3, 0), (1, 7, 0)]
+
+
+def put(ids: list[tuple[int, int, int, int]]) -> BatchFuture:
+    columns = {"sample_id": torch.tensor(ids), "response_mask": torch.ones(len(ids), 1)}
+    return InProcessExecutor().put(TensorDict(columns, batch_size=[len(ids)]))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    directory.begin()
+    return directory
+
+
+def test_samples_are_trained_filtered_or_dropped_once(directory: RunDirectory) -> None:
+    ledger = Ledger(directory)
+    ledger.begin(1, 2)
+    ledger.plan(PROMPTS)
+    assert ledger.counts == {"planned": 6, "trained": 0, "filtered": 0, "dropped": 0, "in_flight": 6}
+    ledger.plan([(1, 2, 1)])
+    ledger.note_filtered([1])
+    ledger.note_trained(put([(0, 7, 0, 0), (0, 7, 1, 0), (1, 2, 1, 1), (1, 2, 1, 1), (9, 9, 9, 9)]))
+    ledger.settle()
+    expected = {"planned": 8, "trained": 3, "filtered": 2, "dropped": 3, "in_flight": 0}
+    assert ledger.counts == count_ledger(directory.path / LEDGER) == expected
+    lines = [json.loads(line) for line in (directory.path / LEDGER).read_text().splitlines()]
+    assert lines[2] == {"iteration": 1, "state": "trained", "samples": 2, "prompts": [[0, 7, 0]]}
+    assert lines[3] == {"iteration": 1, "state": "trained", "sample_ids": [[1, 2, 1, 1]]}
+
+
+@pytest.mark.parametrize(("is_skipped", "state"), [(True, "dropped"), (False, "trained")])
+def test_a_step_that_names_no_batch_learned_all_or_nothing(
+    directory: RunDirectory, is_skipped: bool, state: str
+) -> None:
+    ledger = Ledger(directory, {"planned": 4, "trained": 4, "filtered": 0, "dropped": 0, "in_flight": 0})
+    ledger.begin(2, 1)
+    ledger.plan(PROMPTS)
+    ledger.settle(is_skipped=is_skipped)
+    assert ledger.counts[state] == (3 if is_skipped else 7)
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        (["planned", "trained", "trained"], "line 3: sample .* becomes trained and was trained"),
+        (["planned", "planned"], "line 2: sample .* becomes planned and was planned"),
+        (["trained"], "line 1: sample .* becomes trained and was not planned"),
+    ],
+)
+def test_a_sample_in_two_states_is_named(tmp_path: Path, lines: list[str], problem: str) -> None:
+    body = {"iteration": 1, "samples": 1, "prompts": PROMPTS[:1]}
+    (tmp_path / LEDGER).write_text("".join(json.dumps({**body, "state": state}) + "\n" for state in lines))
+    with pytest.raises(LedgerError, match=problem):
+        count_ledger(tmp_path / LEDGER)
