@@ -104,7 +104,7 @@ def test_a_transition_of_two_ranks_brings_buffers_in_their_own_dtype(ranks2, tmp
     """A routing bias stays in float32 where the weights generate in bfloat16."""
     model = write_tiny_family(tmp_path / "model", "deepseek_v3")
     other = write_tiny_family(tmp_path / "other", "deepseek_v3", seed=1)
-    found = ranks2.run(load_and_generate, model, other, tmp_path / "checkpoint")
+    found = ranks2.run(load_and_generate, model, other, tmp_path / "state")
     expected = AutoModelForCausalLM.from_pretrained(other, dtype=torch.bfloat16).state_dict()
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert expected[name].dtype == torch.float32
@@ -114,12 +114,12 @@ def test_a_transition_of_two_ranks_brings_buffers_in_their_own_dtype(ranks2, tmp
         assert state[name].dtype == torch.float32
 
 
-def load_and_generate(model, other, checkpoint):
+def load_and_generate(model, other, state):
     train, rollout = build("fsdp", model), build("transformers", model, dtype="bfloat16")
     train.load_hf(other)
-    train.save_state(checkpoint)
+    train.save_state(state)
     train.load_hf(model)
-    train.load_state(checkpoint)
+    train.load_state(state)
     engine = HybridEngine(train, rollout, Topology(ParallelSpec(dp_size=2), GenerationSpec()))
     with engine.generation():
         state = {name: tensor.clone() for name, tensor in rollout._model.state_dict().items()}

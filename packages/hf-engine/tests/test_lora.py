@@ -153,7 +153,7 @@ def probe(directory):
 
 
 def come_back(directory, folder):
-    """A checkpoint brings the adapters back, `load_hf` starts them again on another base."""
+    """A state brings the adapters back, `load_hf` starts them again on another base."""
     backend, batch = (
         build(directory, replace(CONFIG, lora=replace(LORA, dropout=0.5))),
         build_batch(vocab_size=64, num_rows=4),
@@ -161,11 +161,11 @@ def come_back(directory, folder):
     first = backend.compute_logprobs(own_rows(batch))["logprobs"].values()
     step(backend, batch)
     trained = backend.compute_logprobs(own_rows(batch))["logprobs"].values()
-    backend.save_state(folder / "checkpoint")
+    backend.save_state(folder / "state")
     backend.load_hf(directory)
     assert torch.equal(backend.compute_logprobs(own_rows(batch))["logprobs"].values(), first)
     assert backend.optimizer_steps == 0
-    backend.load_state(folder / "checkpoint")
+    backend.load_state(folder / "state")
     assert torch.equal(backend.compute_logprobs(own_rows(batch))["logprobs"].values(), trained)
     other = build(directory, replace(CONFIG, lora=replace(LORA, dropout=0.5)))
     step(other, batch)
@@ -242,7 +242,7 @@ def test_perturbed_adapters_come_back(ranks2, models):
     ranks2.run(probe, models["tied"])
 
 
-def test_checkpoint_and_load_bring_adapters_back(ranks2, models, tmp_path):
+def test_state_and_load_bring_adapters_back(ranks2, models, tmp_path):
     ranks2.run(come_back, models["qwen2"], tmp_path)
 
 

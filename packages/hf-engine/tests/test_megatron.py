@@ -1,17 +1,16 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_engine import TrainConfig, load_train_backend
 from hf_engine.testing import LocalRanks, check_train_backend, gather_weights, write_tiny_model
 from hf_engine.testing._cases import build_batch, reference_outputs, rows_of, select_rows
+from hf_engine.testing._state import read_whole_state
 from hf_protocols import BackendError, ParallelSpec, Topology
 from hf_protocols.standard import THREE_D
 
@@ -178,7 +177,7 @@ def save_after_two_steps(model, directory, topology, frozen_too):
     backend = build(model, topology, SCHEDULED)
     for _ in range(2):
         backend.train_step(local_rows(topology), negative_logprobs, 10.0)
-    backend.save_state(Path(directory) / "checkpoint")
+    backend.save_state(Path(directory) / "state")
     saved = gather_weights(backend, topology)
     backend.train_step(local_rows(topology), negative_logprobs, 10.0)
     onwards = gather_weights(backend, topology)
@@ -190,9 +189,9 @@ def save_after_two_steps(model, directory, topology, frozen_too):
     return saved, onwards
 
 
-def step_from_checkpoint(model, directory, topology):
+def step_from_state(model, directory, topology):
     backend = build(model, topology, SCHEDULED)
-    backend.load_state(Path(directory) / "checkpoint")
+    backend.load_state(Path(directory) / "state")
     assert backend.optimizer_steps == 2
     backend.save_state(Path(directory) / "again")
     loaded = gather_weights(backend, topology)
@@ -203,7 +202,7 @@ def step_from_checkpoint(model, directory, topology):
         backend.load_state(Path(directory) / "frozen")
     backend.close()
     frozen = build(model, topology, trainable=False)
-    frozen.load_state(Path(directory) / "checkpoint")
+    frozen.load_state(Path(directory) / "state")
     weights = gather_weights(frozen, topology)
     frozen.close()
     assert all(torch.equal(weights[name], tensor) for name, tensor in loaded.items())
@@ -218,38 +217,20 @@ def step_from_checkpoint(model, directory, topology):
         ("qwen3_moe", topology_of("1-1-2", ep_size=2), topology_of("2-1-1")),
     ],
 )
-def test_a_checkpoint_loads_under_another_layout(ranks2, models, tmp_path, model, written, read):
+def test_a_state_loads_under_another_layout(ranks2, models, tmp_path, model, written, read):
     (saved, onwards), _ = ranks2.run(save_after_two_steps, models[model], tmp_path, written, True)
-    (loaded, continued), _ = ranks2.run(step_from_checkpoint, models[model], tmp_path, read)
+    (loaded, continued), _ = ranks2.run(step_from_state, models[model], tmp_path, read)
     for name, tensor in saved.items():
         assert torch.equal(loaded[name], tensor), name
         torch.testing.assert_close(continued[name], onwards[name], atol=1e-4, rtol=0)
-    state, again = (whole_state(tmp_path / folder) for folder in ("checkpoint", "again"))
-    assert len(state) == 3 * len(saved)
-    assert all(state[f"exp_avg_sq/{name}"].any() for name in saved if ".experts." not in name)
-    assert state.keys() == again.keys()
-    for key, tensor in state.items():
-        assert torch.equal(tensor, again[key]), key
+    state, again = (read_whole_state(tmp_path / folder) for folder in ("state", "again"))
+    assert all(state["exp_avg_sq"][name].any() for name in saved if ".experts." not in name)
+    for kind, tensors in state.items():
+        assert tensors.keys() == saved.keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, again[kind][name]), (kind, name)
     for name, tensor in saved.items():
-        assert torch.equal(state[f"weight/{name}"], tensor), name
-
-
-def whole_state(directory):
-    """Weights and moments by kind and name, put together from the files; every element is in one of them."""
-    description = json.loads((directory / "checkpoint.json").read_text())
-    assert description["steps"] == 2
-    whole = {
-        f"{kind}/{name}": torch.full(shape, torch.nan)
-        for kind in description["kinds"]
-        for name, shape in description["shapes"].items()
-    }
-    for path in directory.glob("*.safetensors"):
-        for key, part in load_file(path).items():
-            name, _, offset = key.rpartition("@")
-            start = [int(number) for number in offset.split(",") if number]
-            whole[name][tuple(slice(a, a + n) for a, n in zip(start, part.shape, strict=True))] = part
-    assert not any(tensor.isnan().any() for tensor in whole.values())
-    return whole
+        assert torch.equal(state["weights"][name], tensor), name
 
 
 def train_and_export(model, directory, topology):

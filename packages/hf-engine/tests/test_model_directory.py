@@ -333,7 +333,7 @@ KINDS = {
     "adapter": (lambda d: (d / "adapter_config.json").write_text("{}"), "holds an adapter (adapter_config.json)"),
     "adapter alone": (lambda d: only(d, "adapter_config.json", b"{}"), "holds an adapter (adapter_config.json)"),
     "GGUF": (lambda d: only(d, "model-Q4_K_M.gguf"), "has no config.json: it holds model-Q4_K_M.gguf. Give"),
-    "sharded": (lambda d: only(d, ".metadata"), "is a sharded checkpoint of a training backend"),
+    "state": (lambda d: only(d, "state.json"), "is the state of a training backend, not a model. Give an"),
     "empty": (lambda d: [path.unlink() for path in d.iterdir()], "has no config.json: it is empty"),
     "pickled": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),

@@ -242,7 +242,7 @@ class TrainBackend(Protocol):
         ...
 
     def export_hf(self, directory: str | Path, *, dtype: ExportDtype = "source") -> None:
-        """Writes config and safetensors from rank 0, whole or not at all; replaces a model or checkpoint, no more.
+        """Writes config and safetensors from rank 0, whole or not at all; replaces a model, no more.
 
         Args:
             directory: where to write.

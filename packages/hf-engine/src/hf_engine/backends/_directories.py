@@ -17,7 +17,7 @@ from hf_protocols.errors import BackendError
 __all__ = ["agree_on_directory", "check_directory", "write_directory"]
 
 _WRITTEN = re.compile(
-    r"\.metadata|__\d+_\d+\.distcp|checkpoint\.json|rank-\d+\.safetensors|config\.json|generation_config\.json|"
+    r"config\.json|generation_config\.json|"
     r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|adapter_config\.json|adapter_model\.safetensors"
 )
 _OF_TOKENIZERS = {
@@ -30,11 +30,11 @@ _OF_TOKENIZERS = {
     "tokenizer_config.json",
     "vocab.json",
 }
-"""What a model or checkpoint consists of, and what stays beside it: any other file makes it somebody's own."""
-_WEIGHTS = re.compile(r"\.metadata|.*\.distcp|.*\.safetensors")
-"""Without any of them a directory holds neither."""
-_UNFINISHED = re.compile(_WRITTEN.pattern + r"|part-\d+\.safetensors|\.metadata\.tmp|\.tmp\w+")
-"""What a crash may leave of them, temporary files of safetensors and torch included."""
+"""What a model consists of, and what stays next to it: any other file makes it somebody's own."""
+_WEIGHTS = re.compile(r".*\.safetensors")
+"""Without any of them a directory holds no model."""
+_UNFINISHED = re.compile(_WRITTEN.pattern + r"|part-\d+\.safetensors|\.tmp\w+")
+"""What a crash may leave of them, temporary files of safetensors included."""
 
 
 def check_directory(directory: object) -> None:
@@ -47,7 +47,7 @@ def check_directory(directory: object) -> None:
 def write_directory(directory: str | Path, write: Callable[[Path], None], group: dist.ProcessGroup) -> None:
     """Fills a directory beside `directory` and then renames it there. Collective.
 
-    An earlier model or checkpoint there is replaced, a tokenizer beside it stays, and there may be nothing else. One
+    An earlier model there is replaced, a tokenizer beside it stays, and there may be nothing else. One
     that a crash left aside is put back first, so that this holds for it too.
 
     Args:
@@ -109,9 +109,8 @@ def _refuse_others_files(target: Path, written: re.Pattern[str] = _WRITTEN) -> N
     foreign = [path.name for path in target.iterdir() if not _is_replaced(path, written) and not _is_kept(path)]
     if foreign:
         raise BackendError(
-            f"{target} holds other files than a model's or a checkpoint's, such as {show(min(foreign))}, which "
-            "would be "
-            "lost: give a directory of its own, or move them away"
+            f"{target} holds other files than a model's, such as {show(min(foreign))}, which would be lost: give a "
+            "directory of its own, or move them away"
         )
 
 

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from hf_engine.lost_peers import lost_peers_are_errors
-from hf_engine.training.state import LoadedState, StateFile, StateParts, StateProgress, StateWriter, load_parts
+from hf_engine.training.state import LoadedState, StateFile
+from hf_engine.training.state.loading import load_parts
+from hf_engine.training.state.parts import StateParts, StateProgress
+from hf_engine.training.state.saving import StateWriter
 from hf_protocols.arguments import check_count, check_number
 from hf_protocols.errors import StateError
 

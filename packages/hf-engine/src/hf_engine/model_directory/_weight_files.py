@@ -86,7 +86,7 @@ def read_index(directory: Path) -> dict[str, str]:
 
 
 def refuse_other_kinds(directory: Path) -> None:
-    """Refuses a directory that is something else than a model: an adapter, a checkpoint, a run, a hub's cache.
+    """Refuses a directory that is something else than a model: an adapter, a training state, a run, a hub's cache.
 
     Raises:
         ModelError: with the directory to give instead, where there is one.
@@ -98,8 +98,8 @@ def refuse_other_kinds(directory: Path) -> None:
         )
     if (directory / "config.json").exists() or (directory / "config.json").is_symlink():
         return
-    if (directory / ".metadata").exists() or (directory / "checkpoint.json").exists():
-        raise ModelError("is a sharded checkpoint of a training backend, not a model. Give an exported model")
+    if (directory / "state.json").exists() or (directory / ".metadata").exists():
+        raise ModelError("is the state of a training backend, not a model. Give an exported model")
     if inner := sorted(path.parent for path in _below(directory, ("model", "*", "snapshots/*"))):
         raise ModelError(f"has no config.json. Did you mean {str(inner[-1])!r}?")
     raise ModelError(f"has no config.json: {_describe_contents(directory)}. Give a model in Hugging Face format")

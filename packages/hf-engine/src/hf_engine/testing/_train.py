@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LR
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainBackend, TrainConfig
 from hf_engine.backends._conversions import read_file_names
 from hf_engine.backends._stacked_experts import tensors_in_files
+from hf_engine.model_directory import VALUE_HEAD
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import replicated_layout
@@ -27,6 +28,7 @@ from hf_engine.testing._cases import (
     rows_of,
     select_rows,
 )
+from hf_engine.testing._state import read_whole_state
 from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.standard import THREE_D
 from hf_protocols.topology import Topology
@@ -98,10 +100,11 @@ def check_train_backend(
     backend = build(config)
     laws.check_scores(backend, "as built")
     laws.check_refusal(backend)
-    trained = laws.check_training(backend)
+    trained, moments = laws.check_training(backend)
     laws.check_offloading(backend)
     laws.check_scores(backend, "after training", trained)
     laws.check_restoring(backend, directory, trained)
+    laws.check_files(directory, trained, moments)
     backend.close()
     for micro_batch_tokens in (16, 10_000):
         other = build(replace(config, micro_batch_tokens=micro_batch_tokens))
@@ -177,8 +180,8 @@ class _Laws:
         changed = [name for name in before if not torch.equal(before[name], after[name])]
         assert not changed, f"a refused step changed {changed}"
 
-    def check_training(self, backend: TrainBackend) -> torch.nn.Module:
-        """Returns a reference that was trained alike, with the backend's own weights."""
+    def check_training(self, backend: TrainBackend) -> tuple[torch.nn.Module, dict[str, dict[str, torch.Tensor]]]:
+        """Returns a reference that was trained alike, with the backend's own weights, and its moments by name."""
         reference = deepcopy(self._reference)
         optimizer = torch.optim.AdamW(
             reference.parameters(),
@@ -199,12 +202,32 @@ class _Laws:
         assert backend.optimizer_steps == 5, f"{backend.optimizer_steps} optimizer steps after five"
         weights = gather_weights(backend, self._topology)
         expected = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-        for name, parameter in tensors_in_files(read_file_names(reference), expected).items():
+        for name, parameter in _in_files(reference, expected).items():
             difference = float((weights[name] - parameter).abs().max())
             assert difference <= self._tolerance, f"{name} is {difference} off after five AdamW steps"
             # Scores are compared under one set of weights: a small difference of weights may be a larger one of scores.
             parameter.copy_(weights[name])
-        return reference
+        return reference, {
+            kind: _in_files(reference, {name: optimizer.state[p][kind] for name, p in reference.named_parameters()})
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
+
+    def check_files(
+        self, directory: Path, trained: torch.nn.Module, moments: dict[str, dict[str, torch.Tensor]]
+    ) -> None:
+        """Safetensors alone reads from a state what torch's own optimizer keeps, each element once."""
+        weights = {name: parameter.detach() for name, parameter in trained.named_parameters()}
+        expected = {"weights": _in_files(trained, weights), **moments}
+        found = read_whole_state(directory / "state")
+        assert found.keys() == expected.keys(), f"a state holds {sorted(found)}, not {sorted(expected)}"
+        for kind, tensors in expected.items():
+            for name, tensor in tensors.items():
+                stored = found[kind].get(name, found[kind].get(VALUE_HEAD))
+                assert stored is not None, f"{kind} of {name} are not in the state"
+                # Weights are the backend's own bits, where they are not masters of coarser ones.
+                bound = 1e-3 * float(tensor.abs().max()) + 1e-7 if kind != "weights" else self._tolerance
+                off = float((stored - tensor).abs().max())
+                assert off <= bound, f"{kind} of {name} in the state are {off} off"
 
     def check_offloading(self, backend: TrainBackend) -> None:
         before = gather_weights(backend, self._topology)
@@ -299,6 +322,10 @@ class _Laws:
         assert [len(row) for row in found] == [len(row) for row in expected], f"{what}: rows are not aligned"
         off = max(float((row - wanted).abs().max()) for row, wanted in zip(found, expected, strict=True))
         assert off <= self._tolerance, f"{what}: {off} off"
+
+
+def _in_files(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return tensors_in_files(read_file_names(model), tensors)
 
 
 def _on_all_ranks(files: Sequence[StateFile]) -> list[StateFile]:

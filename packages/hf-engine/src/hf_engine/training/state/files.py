@@ -7,48 +7,32 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from hf_engine.backends._agreement import together
-from hf_protocols.arguments import check_count, check_kind, show
+from hf_engine.backends._directories import agree_on_directory, check_directory
+from hf_engine.training.state.records import StateFile
+from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, StateError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["StateFile", "agreed", "check_files", "sync_directory", "verify_files", "write_json", "write_tensors"]
+__all__ = [
+    "StateFile",
+    "agree_on_path",
+    "agreed",
+    "check_files",
+    "sync_directory",
+    "verify_files",
+    "write_json",
+    "write_tensors",
+]
 
 _CHUNK_BYTES = 1 << 24
-_HEX = frozenset("0123456789abcdef")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateFile:
-    """One file of a state.
-
-    Raises:
-        StateError: for a path that leaves the state's directory, or a size or digest that is not one.
-    """
-
-    path: str
-    """Relative to the state's directory, with `/` between its parts."""
-    bytes: int
-    sha256: str
-    """Of the bytes on disk, in hexadecimal."""
-
-    def __post_init__(self) -> None:
-        check_kind(StateError, "path", self.path, str, "the path of a file")
-        parts = PurePosixPath(self.path).parts
-        if not parts or self.path.startswith("/") or ".." in parts or "\0" in self.path or "\\" in self.path:
-            raise StateError(f"path={show(self.path)} is not a path inside the state's directory")
-        check_count(StateError, f"bytes of {show(self.path)}", self.bytes, least=0)
-        check_kind(StateError, f"sha256 of {show(self.path)}", self.sha256, str, "64 hexadecimal digits")
-        if len(self.sha256) != 64 or not _HEX.issuperset(self.sha256):
-            raise StateError(f"sha256={show(self.sha256)} of {show(self.path)} is not 64 hexadecimal digits")
 
 
 @contextmanager
@@ -58,9 +42,30 @@ def agreed(action: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     Raises:
         StateError: on every rank, if the block failed on any.
     """
+    with _as_state_errors(), together(action, group):
+        yield
+
+
+def agree_on_path(directory: str | Path, action: str, group: dist.ProcessGroup) -> Path:
+    """The absolute path of a directory that all ranks were given. Collective.
+
+    Raises:
+        StateError: on every rank, if any was given another one, or no path.
+    """
+    with agreed(action, group):
+        check_directory(directory)
+        path = Path(directory).resolve()
+    with _as_state_errors():
+        agree_on_directory(path, group)
+    return path
+
+
+@contextmanager
+def _as_state_errors() -> Iterator[None]:
     try:
-        with together(action, group):
-            yield
+        yield
+    except StateError:
+        raise
     except BackendError as error:
         raise StateError(str(error)) from error.__cause__
 

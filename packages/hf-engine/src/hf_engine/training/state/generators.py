@@ -7,14 +7,14 @@ import random
 import struct
 import sys
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from hf_protocols.errors import StateError
 
-__all__ = ["capture_generators", "derive_generators", "fits_generators", "restore_generators"]
+__all__ = ["capture_generators", "derive_generators", "fits_generators", "parse_generators"]
 
 _PYTHON_WORDS = 625
 
@@ -45,11 +45,11 @@ def fits_generators(states: Mapping[str, Any], device: torch.device) -> bool:
     return ("cuda" in states) == (device.type == "cuda")
 
 
-def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
-    """Sets what `capture_generators` returned.
+def parse_generators(states: Mapping[str, Any], device: torch.device) -> Callable[[], None]:
+    """What sets the states that `capture_generators` returned.
 
     Raises:
-        StateError: for something else, before anything is set.
+        StateError: for something else.
     """
     try:
         setters = [_python(states["python"]), _torch(states["torch"])]
@@ -59,9 +59,13 @@ def restore_generators(states: Mapping[str, Any], device: torch.device) -> None:
             cuda = _bytes(states["cuda"])
             setters.append(lambda: torch.cuda.set_rng_state(cuda, device))
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as error:
-        raise StateError(f"state.json: the states of random numbers are damaged: {error}") from error
-    for apply in setters:
-        apply()
+        raise StateError(f"state.json is damaged in its random numbers: {type(error).__name__}: {error}") from error
+
+    def restore() -> None:
+        for apply in setters:
+            apply()
+
+    return restore
 
 
 def derive_generators(seed: int, step: int, rank: int) -> None:
@@ -74,20 +78,20 @@ def derive_generators(seed: int, step: int, rank: int) -> None:
         numpy.random.seed(derived & 0xFFFFFFFF)
 
 
-def _python(state: Mapping[str, Any]) -> Any:
+def _python(state: Mapping[str, Any]) -> Callable[[], None]:
     words = struct.unpack(f"<{_PYTHON_WORDS}I", b64decode(state["words"], validate=True))
     found = (int(state["version"]), words, None if state["gauss"] is None else float(state["gauss"]))
     random.Random().setstate(found)  # refuses what is damaged
     return lambda: random.setstate(found)
 
 
-def _torch(state: str) -> Any:
+def _torch(state: str) -> Callable[[], None]:
     found = _bytes(state)
     torch.Generator().set_state(found)
     return lambda: torch.set_rng_state(found)
 
 
-def _numpy(state: Mapping[str, Any]) -> Any:
+def _numpy(state: Mapping[str, Any]) -> Callable[[], None]:
     import numpy
 
     keys = numpy.frombuffer(b64decode(state["keys"], validate=True), dtype="<u4").astype("u4")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -12,31 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._directories import agree_on_directory, check_directory
 from hf_engine.model_directory import StoredTensor, errors_of, read_header
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.boxes import Box
 from hf_engine.training.state.description import DESCRIPTION, StateDescription
-from hf_engine.training.state.files import StateFile, agreed, check_files, verify_files
-from hf_engine.training.state.generators import derive_generators, fits_generators, restore_generators
+from hf_engine.training.state.files import agree_on_path, agreed, check_files, verify_files
+from hf_engine.training.state.generators import derive_generators, fits_generators, parse_generators
 from hf_engine.training.state.parts import BUFFERS, MOMENTS, StateParts, StateProgress
+from hf_engine.training.state.records import LoadedState, StateFile
 from hf_protocols.arguments import show
 from hf_protocols.errors import ModelError, StateError
 
-__all__ = ["LoadedState", "load_parts"]
+__all__ = ["load_parts"]
 
 _DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedState:
-    """What `load_state` found."""
-
-    optimizer_steps: int
-    weight_version: int
-    """As it was given to `save_state`."""
-    notice: str | None
-    """What is not as it was saved, for the log; None where every bit is."""
 
 
 def load_parts(
@@ -57,14 +46,11 @@ def load_parts(
         before: called when nothing is refused any more, before the first tensor changes.
     """
     rank, world_size, device = dist.get_rank(group), dist.get_world_size(group), local_device()
+    path = agree_on_path(directory, "load the state", group)
     with agreed("load the state", group):
-        check_directory(directory)
         listed = check_files(files)
-        path = Path(directory).resolve()
         if not path.is_dir():
             raise StateError(f"{path} does not exist, or is not a directory. Give what save_state() wrote")
-    agree_on_directory(path, group)
-    with agreed("load the state", group):
         if listed is not None:
             verify_files(path, listed[rank::world_size])
     with ExitStack() as opened:
@@ -73,19 +59,20 @@ def load_parts(
             description.check_fits(parts)
             reader = _Reader(path, description, listed, opened)
             reader.check(parts)
-            keeps = description.is_of_layout(parts, world_size) and fits_generators(
-                description.ranks[rank].generators, device
-            )
+            own = description.ranks[rank].generators if description.is_of_layout(parts, world_size) else {}
+            keeps = bool(own) and fits_generators(own, device)
+            if keeps:
+                set_generators = parse_generators(own, device)
+            else:
+                seed, steps = description.seed, description.progress.optimizer_steps
+                set_generators = partial(derive_generators, seed, steps, rank)
         if before is not None:
             before()
         with agreed("load the state", group), torch.no_grad():
             parts.fill(reader.fill)
             for name, buffer in parts.buffers().items():
                 reader.fill(BUFFERS, name, Box.whole(buffer.shape), buffer)
-            if keeps:
-                restore_generators(description.ranks[rank].generators, device)
-            else:
-                derive_generators(description.seed, description.progress.optimizer_steps, rank)
+            set_generators()
     progress = description.progress
     return (
         LoadedState(

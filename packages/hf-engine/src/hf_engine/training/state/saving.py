@@ -15,13 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._directories import agree_on_directory, check_directory
 from hf_engine.process_groups import default_timeout, local_device
 from hf_engine.resharding.boxes import Box
 from hf_engine.training.state.description import DESCRIPTION, RankFiles, StateDescription, file_name, key_of
-from hf_engine.training.state.files import StateFile, agreed, sync_directory, write_json, write_tensors
+from hf_engine.training.state.files import agree_on_path, agreed, sync_directory, write_json, write_tensors
 from hf_engine.training.state.generators import capture_generators
 from hf_engine.training.state.parts import BUFFERS, StateParts, StateProgress
+from hf_engine.training.state.records import StateFile
 from hf_protocols.errors import StateError
 
 __all__ = ["StateWriter"]
@@ -79,9 +79,7 @@ class StateWriter:
                     f"save_state({str(directory)!r}): the state in {self._directory} is still being written. "
                     "Call finish_state() first"
                 )
-            check_directory(directory)
-            target = Path(directory).resolve()
-        agree_on_directory(target, self._group)
+        target = agree_on_path(directory, "save the state", self._group)
         with agreed("save the state", self._group):
             if dist.get_rank(self._group) == 0:
                 _prepare(target)
