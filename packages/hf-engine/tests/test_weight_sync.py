@@ -52,6 +52,34 @@ def train_on_two_generate_on_two():
     return sync.plan.recv_bytes[rank], sync.plan.send_bytes[rank]
 
 
+def bring_buffers():
+    """A bias in bfloat16, a table of ids and a flag come with every version, in place; others are refused."""
+    rank, layout = dist.get_rank(), fsdp_layout({"w": (8, 4)}, range(2))
+    side = "source" if rank % 2 else "target"
+    held = {
+        "gate.bias": torch.full((3,), float(rank), dtype=torch.bfloat16),
+        "ids": torch.full((2, 2), rank),
+        "is_set": torch.tensor(rank == 1),
+    }
+    sync, weights = WeightSync(layout, side=side, buffers=held), {"w": torch.full((4, 4), 2.0)}
+    for version in (1, 2):
+        if side == "source":
+            held["gate.bias"].fill_(rank / 2 + version)
+            sync.send(weights, version=version)
+            continue
+        received = {"w": torch.zeros(4, 4)}
+        sync.receive(received)
+        assert torch.equal(received["w"], weights["w"])
+        assert held["gate.bias"].tolist() == [0.5 + version] * 3, "of the first source rank, which is rank 1"
+        assert held["ids"].tolist() == [[1, 1], [1, 1]] and held["is_set"].item()
+    with pytest.raises(ReshardError, match=r"rank \d was given other buffers than rank 0, such as 'ids'"):
+        WeightSync(layout, side=side, buffers=held if rank == 1 else {"gate.bias": held["gate.bias"]})
+
+
+def test_buffers_come_with_the_weights(ranks4):
+    ranks4.run(bring_buffers)
+
+
 def test_two_ranks_send_to_two_others(ranks4):
     moved = ranks4.run(train_on_two_generate_on_two)
     target = generation_layout(MODEL, Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -32,10 +33,12 @@ class WeightSync:
     """Sends weights between the two sides of one process group. Every rank of the group makes one, at the same time.
 
     Example:
-        sync = WeightSync(train.weight_layout(), side="source", group=group)  # on training ranks
+        # on training ranks
+        sync = WeightSync(train.weight_layout(), side="source", group=group, buffers=train.buffers())
         sync.send(train.local_weights(), version=3)
 
-        sync = WeightSync(rollout.weight_layout(), side="target", group=group)  # on generation ranks
+        # on generation ranks
+        sync = WeightSync(rollout.weight_layout(), side="target", group=group, buffers=rollout.buffers())
         rollout.commit_weights(sync.receive(rollout.weight_buffers()))
 
     Args:
@@ -44,11 +47,13 @@ class WeightSync:
         group: joins both sides (`hf_controller.connect` makes one); None is the default group.
         bucket_bytes: bound on the communication buffers.
         device: where these live.
+        buffers: the live persistent buffers of this rank's model, whole, such as those of a backend that
+            `SupportsBuffers`. Those of the first source rank come with the weights, each in its own dtype.
 
     Raises:
-        ReshardError: on every rank, if a side has no ranks, or other ranks than its layout, the layouts are not of one
-            model or differ between the ranks of a side, or any rank was given an argument that cannot be; on those that
-            live, where a rank died or did not come.
+        ReshardError: on every rank, if a side has no ranks, or other ranks than its layout, the layouts or buffers are
+            not of one model or differ between the ranks of a side, or any rank was given an argument that cannot be; on
+            those that live, where a rank died or did not come.
     """
 
     def __init__(
@@ -59,11 +64,14 @@ class WeightSync:
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         device: torch.device | str = "cpu",
+        buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
         self._side = side
         self._version = -1
+        self._buffers, self._group, self._device = dict(buffers), group, device
         members, _ = find_members(group, None)
-        sides, machines = _agreed_sides(side, layout, bucket_bytes, device, group)
+        sides, machines = _agreed_sides(side, layout, bucket_bytes, device, group, buffers)
+        self._first_source = sides.index("source") if "source" in sides else 0
         source, target = (
             _share(layout if side == name else None, [i for i, other in enumerate(sides) if other == name], name, group)
             for name in ("source", "target")
@@ -96,6 +104,7 @@ class WeightSync:
         refusal = self._refusal("source", "send", version)
         if refusal is None and version is None:
             refusal = ReshardError("send needs the version of the weights: a whole number of at least 0")
+        self._bring_buffers()
         transfer = self._executor.run(weights, {}, version=version, refusal=refusal)
         self._version = version
         return transfer
@@ -113,11 +122,22 @@ class WeightSync:
                 senders of different versions or of one that is not expected, or a layout under which nobody receives
                 anything. The buffers are not complete then: do not commit them.
         """
+        self._bring_buffers()
         transfer = self._executor.run({}, buffers, version=version, refusal=self._refusal("target", "receive", version))
         if transfer.version is None or not self._plan.shipments:
             raise ReshardError("no weights were sent: the layout of the target side holds none on any of its ranks")
         self._version = transfer.version
         return self._version
+
+    @torch.no_grad()
+    def _bring_buffers(self) -> None:
+        """Copies the first source rank's buffers into those of the target side."""
+        for buffer in self._buffers.values():
+            sent = buffer.detach().to(self._device).contiguous().clone()
+            with ends_with_lost_peers(self._group, rank_in(self._group)):
+                dist.broadcast(sent.view(-1).view(torch.uint8), group=self._group, group_src=self._first_source)
+            if self._side == "target":
+                buffer.copy_(sent)
 
     def _refusal(self, side: str, method: str, version: int | None) -> ReshardError | None:
         """What is wrong with a call before its tensors are looked at."""
@@ -138,6 +158,7 @@ def _agreed_sides(
     bucket_bytes: int,
     device: torch.device | str,
     group: dist.ProcessGroup | None,
+    buffers: Mapping[str, torch.Tensor],
 ) -> tuple[list[str], list[list[int]]]:
     """The side of every rank of the group, and the ranks of every machine; one rank's mistake is an error on all."""
     mistake = None
@@ -151,15 +172,27 @@ def _agreed_sides(
         mistake = str(error)
     told: list[Any] = [None] * dist.get_world_size(group)
     with ends_with_lost_peers(group, rank_in(group)):
-        dist.all_gather_object(told, (side, bucket_bytes, mistake, socket.gethostname()), group=group)
-    if mistakes := [f"rank {rank}: {mistake}" for rank, (_, _, mistake, _) in enumerate(told) if mistake]:
+        held = [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in buffers.items()]
+        dist.all_gather_object(told, (side, bucket_bytes, mistake, socket.gethostname(), held), group=group)
+    if mistakes := [f"rank {rank}: {mistake}" for rank, (_, _, mistake, _, _) in enumerate(told) if mistake]:
         raise ReshardError("; ".join(mistakes))
-    if len(sizes := {size for _, size, _, _ in told}) > 1:
+    if len(sizes := {size for _, size, _, _, _ in told}) > 1:
         raise ReshardError(f"the ranks were given bucket_bytes of {sorted(sizes)}: give all the same")
+    _check_buffers([each for *_, each in told])
     machines: dict[str, list[int]] = {}
-    for rank, (_, _, _, machine) in enumerate(told):
+    for rank, (_, _, _, machine, _) in enumerate(told):
         machines.setdefault(machine, []).append(rank)
-    return [each for each, _, _, _ in told], [*machines.values()]
+    return [each for each, *_ in told], [*machines.values()]
+
+
+def _check_buffers(held: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:
+    """Refuses buffers that are not those of one model on all ranks."""
+    for rank, buffers in enumerate(held):
+        if differing := sorted({*buffers} ^ {*held[0]}) or ([buffers[0]] if list(buffers) != list(held[0]) else []):
+            raise ReshardError(
+                f"rank {rank} was given other buffers than rank 0, such as {show(differing[0][0])}. Give all ranks "
+                "those of one model"
+            )
 
 
 def _is_same(layout: WeightLayout, shared: WeightLayout) -> bool:
