@@ -33,6 +33,7 @@ def run(*words: str) -> str:
 
 
 SIDES = ("chosen", "rejected")
+ONE_LAYER = {"hidden_size": 8, "intermediate_size": 16, "num_layers": 1, "num_heads": 1}
 
 
 @pytest.fixture
@@ -105,8 +106,7 @@ def test_every_kind_of_row_has_a_report(tmp_path: Path, record: dict[str, Any], 
 
 
 def test_the_context_of_the_model_bounds_prompts(rows: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_layers": 1, "num_heads": 1, "max_positions": 9}
-    config = ModelConfig.model_validate({"tokenizer": "characters", **sizes})
+    config = ModelConfig.model_validate({"tokenizer": "characters", "max_positions": 9, **ONE_LAYER})
     build_initial_model(config, load_rows(rows), directory=tmp_path / "model", seed=0)
     words = ("check", rows, "--model", str(tmp_path / "model"), "--max-new-tokens")
     found = CliRunner().invoke(cli, ["data", *words, "4", "--json"], standalone_mode=False)
@@ -120,6 +120,22 @@ def test_the_context_of_the_model_bounds_prompts(rows: str, tmp_path: Path) -> N
         report
     ), "what the longest prompt leaves"
     assert "prompts above 6 tokens: 0 of 2" in report
+
+
+def test_an_adapter_is_read_as_its_base(rows: str, tmp_path: Path) -> None:
+    config = ModelConfig.model_validate({"tokenizer": "characters", "max_positions": 9, **ONE_LAYER})
+    build_initial_model(config, load_rows(rows), directory=tmp_path / "model", seed=0)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_model.safetensors").touch()
+    words = ("check", rows, "--max-new-tokens", "2", "--json", "--model")
+    for base in ("model", "absent"):
+        about = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / base)}
+        (adapter / "adapter_config.json").write_text(json.dumps(about))
+        if base == "model":
+            assert run(*words, str(adapter)) == run(*words, str(tmp_path / "model"))
+    with pytest.raises(ModelError, match=rf"^--model {adapter}: is an adapter of '.*absent': no such directory"):
+        run(*words, str(adapter))
 
 
 def test_the_report_shows_the_template_and_where_turns_end(tmp_path: Path) -> None:

@@ -37,6 +37,20 @@ def test_json_has_every_rank(capsys):
     assert [exchange["ranks"] for exchange in row["exchanges"]][:2] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
+def test_an_adapter_is_planned_and_checked_as_its_base(tmp_path, capsys):
+    base, adapter = write_tiny_model(tmp_path / "base"), tmp_path / "adapter"
+    adapter.mkdir()
+    about = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
+    (adapter / "adapter_config.json").write_text(json.dumps(about))
+    (adapter / "adapter_model.safetensors").touch()
+    found = []
+    for command in ("plan", "check"):
+        for model in (base, adapter):
+            main([command, "--model", str(model), "--train", "1-2-1", "--gen", "1-1"])
+            found.append(capsys.readouterr().out)
+    assert found[0] == found[1] and found[2] == found[3] and "bit-exact" in found[3]
+
+
 def test_experts_context_and_machines_are_planned(capsys):
     mixture = ["plan", "--model", "mixtral-8x7b", "--train", "1-2-4", "--gen", "1-2", "--json"]
     mixture += ["--ranks-per-machine", "4"]

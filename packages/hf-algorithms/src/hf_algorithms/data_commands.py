@@ -243,15 +243,22 @@ class _GivenModel(NamedTuple):
 
 
 def _load_model(model: str) -> _GivenModel:
-    """Reads the tokenizer of a directory or hub name, and the configuration of its model."""
+    """Reads the tokenizer of a directory or hub name, and the configuration of its model; of an adapter, its base's."""
     from hf_algorithms.data import load_tokenizer
     from hf_algorithms.initial_model import check_vocabulary
     from hf_engine import derive_shape
-    from hf_engine.model_directory import find_model, read_end_of_sequence_ids, read_model_directory
+    from hf_engine.model_directory import (
+        find_model,
+        is_adapter,
+        read_adapter,
+        read_end_of_sequence_ids,
+        read_model_directory,
+    )
 
     label = f"--model {model}"
-    tokenizer = load_tokenizer(model, label=label)
-    path = find_model(model, label=label, needs_weights=False)
+    adapter = read_adapter(model, label=label) if is_adapter(model) else None
+    tokenizer = load_tokenizer(model if adapter is None else str(adapter.tokenizer), label=label)
+    path = find_model(model, label=label, needs_weights=False) if adapter is None else adapter.base
     if not (Path(path) / "config.json").is_file():
         return _GivenModel(tokenizer)
     files = read_model_directory(path, label=label, needs_weights=False)

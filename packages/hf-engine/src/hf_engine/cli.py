@@ -198,14 +198,14 @@ def _exchanges(exchanges: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _check(options: argparse.Namespace) -> str:
-    from hf_engine.model_directory import check_model_directory, read_model_directory
+    from hf_engine.model_directory import check_model_directory, find_base, read_model_directory
     from hf_engine.resharding.checking import check_conversion
     from hf_engine.resharding.model_layouts import generation_layout
     from hf_engine.resharding.transition import training_layout
 
     topology = _topology(options)
-    path = read_path("--model", options.model)
-    files = read_model_directory(path, label=f"--model {show(options.model)}")
+    label = f"--model {show(options.model)}"
+    files = read_model_directory(find_base(read_path("--model", options.model), label=label), label=label)
     check_model_directory(files)
     model, directory = files.require_shape(), files.path
     source = training_layout(model, topology, options.sharding)
@@ -221,9 +221,10 @@ def _check(options: argparse.Namespace) -> str:
 def _model_shape(name: str) -> ModelShape:
     path = Path(read_path("--model", name))
     if path.is_dir():
-        from hf_engine.model_directory import check_model_directory, read_model_directory
+        from hf_engine.model_directory import check_model_directory, find_base, read_model_directory
 
-        files = read_model_directory(path, label=f"--model {show(name)}", needs_weights=False)
+        label = f"--model {show(name)}"
+        files = read_model_directory(find_base(path, label=label), label=label, needs_weights=False)
         check_model_directory(files)
         return files.require_shape()
     if path.exists():

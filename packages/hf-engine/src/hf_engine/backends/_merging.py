@@ -10,16 +10,6 @@ from hf_protocols.errors import ModelError
 
 __all__ = ["merge_adapter"]
 
-_TOKENIZER = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.jinja",
-    "*.model",
-)
-
 
 def merge_adapter(model: str | Path, directory: str | Path, *, label: str | None = None) -> None:
     """Writes the whole model that a LoRA adapter in peft's format makes of its base, each tensor in the base's dtype.
@@ -43,10 +33,5 @@ def merge_adapter(model: str | Path, directory: str | Path, *, label: str | None
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     write_merged(adapter, target)
-    files = _tokenizer_files(adapter.path) or _tokenizer_files(adapter.base)
-    for path in files:
+    for path in adapter.tokenizer_files:
         shutil.copy2(path, target / path.name)
-
-
-def _tokenizer_files(directory: Path) -> list[Path]:
-    return [path for pattern in _TOKENIZER for path in directory.glob(pattern) if path.is_file()]

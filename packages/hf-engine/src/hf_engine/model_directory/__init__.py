@@ -6,7 +6,7 @@ Only headers are read, with the standard library. What belongs to a backend stay
 
 from __future__ import annotations
 
-from hf_engine.model_directory._adapters import AdapterDirectory, is_adapter, read_adapter
+from hf_engine.model_directory._adapters import AdapterDirectory, find_base, is_adapter, read_adapter
 from hf_engine.model_directory._borders import errors_of, one_line
 from hf_engine.model_directory._checks import (
     SCORE_HEADS,
@@ -39,6 +39,7 @@ __all__ = [
     "check_model_directory",
     "describe_export",
     "errors_of",
+    "find_base",
     "find_file",
     "find_model",
     "find_score_head",

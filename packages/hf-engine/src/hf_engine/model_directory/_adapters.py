@@ -10,9 +10,18 @@ from hf_protocols.arguments import show
 from hf_protocols.errors import ModelError
 from hf_protocols.outer_files import read_json_object
 
-__all__ = ["AdapterDirectory", "is_adapter", "read_adapter"]
+__all__ = ["AdapterDirectory", "find_base", "is_adapter", "read_adapter"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+    "*.model",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +39,29 @@ class AdapterDirectory:
     path: Path
     base: Path
     is_classifier: bool
+
+    @property
+    def tokenizer_files(self) -> list[Path]:
+        """Files of the adapter's tokenizer, or of the base's where the adapter has none."""
+        return _tokenizer_files(self.path) or _tokenizer_files(self.base)
+
+    @property
+    def tokenizer(self) -> Path:
+        """The directory of `tokenizer_files`."""
+        return self.path if _tokenizer_files(self.path) else self.base
+
+
+def find_base(model: str | Path, *, label: str | None = None) -> str | Path:
+    """The base's directory of an adapter; any other directory or name as it is.
+
+    Args:
+        model: directory or hub name.
+        label: what messages begin with; the value given by default.
+
+    Raises:
+        ModelError: as `read_adapter`.
+    """
+    return read_adapter(model, label=label).base if is_adapter(model) else model
 
 
 def is_adapter(model: str | Path) -> bool:
@@ -74,3 +106,7 @@ def read_adapter(model: str | Path, *, label: str | None = None) -> AdapterDirec
     if is_adapter(found):
         raise ModelError(f"{wanted}, which is an adapter too. Merge that one into its base first")
     return AdapterDirectory(label=name, path=path, base=found, is_classifier=config.get("task_type") == "SEQ_CLS")
+
+
+def _tokenizer_files(directory: Path) -> list[Path]:
+    return [path for pattern in _TOKENIZER for path in directory.glob(pattern) if path.is_file()]

@@ -93,8 +93,8 @@ def refuse_other_kinds(directory: Path) -> None:
     """
     if (directory / "adapter_config.json").exists():
         raise ModelError(
-            "holds an adapter (adapter_config.json), such as LoRA's, not a whole model. Merge it into its base model "
-            "with peft's merge_and_unload() and give that directory"
+            "holds an adapter (adapter_config.json), such as LoRA's, not a whole model. Merge it into its base with "
+            "`hybridflow export ADAPTER --merge`, or peft's merge_and_unload(), and give that directory"
         )
     if (directory / "config.json").exists() or (directory / "config.json").is_symlink():
         return
