@@ -79,6 +79,40 @@ def test_a_run_leaves_an_adapter_and_the_next_one_builds_on_it(hybridflow: Comma
         torch.testing.assert_close(base[name], tensor, rtol=0, atol=1e-6)
 
 
+def test_two_ranks_on_ray_train_adapters(
+    hybridflow: Command, lora_config: Path, cluster_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GRPO with the actor on two ranks: the adapter that it leaves is what was trained."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))  # ranks import the reward function
+    changes = ("run.executor=ray", f"cluster.address={cluster_address}", "cluster.gpus_per_machine=2")
+    changes += ("cluster.call_timeout_s=200", "warm_start.max_steps=0", "optimizer.actor_learning_rate=1e-2")
+    done = hybridflow("train", lora_config, *GRPO, *(word for each in changes for word in ("--set", each)))
+    assert done.exit_code == 0, done.errors
+    run = lora_config.parent / "run"
+    assert json.loads((run / "plan.json").read_text())["models"]["actor"]["train"]["dp_size"] == 2
+    assert "merged" not in done.output + done.errors, "transformers computes them as they are"
+    first, last = read_metrics(run)
+    assert first["kl/k3"] == 0.0 and last["kl/k1"] != 0.0
+    adapter = AutoPeftModelForCausalLM.from_pretrained(run / "model").eval()
+    factors = load_file(run / "model" / "adapter_model.safetensors")
+    assert any(bool(tensor.any()) for name, tensor in factors.items() if ".lora_B." in name)
+    with torch.no_grad():
+        found = adapter(input_ids=IDS).logits
+        with adapter.disable_adapter():
+            assert not torch.allclose(found, adapter(input_ids=IDS).logits, atol=1e-4)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_a_run_sends_vllm_the_adapters_alone(hybridflow: Command, lora_config: Path) -> None:
+    changes = ("rollout.backend=vllm", "rollout.options.cache_bytes=16777216", "warm_start.max_steps=0")
+    changes += ("model.hidden_size=64", "model.num_heads=2", "optimizer.actor_learning_rate=1e-2")
+    done = hybridflow("train", lora_config, *(word for each in changes for word in ("--set", each)))
+    assert done.exit_code == 0, done.errors
+    assert "merged" not in done.output + done.errors
+    assert all(row["rollout/logprob_gap_max"] < 1e-4 for row in read_metrics(lora_config.parent / "run"))
+
+
 def test_a_sampler_that_forgets_the_adapters_is_found_at_once(
     hybridflow: Command, lora_config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

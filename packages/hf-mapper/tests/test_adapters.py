@@ -16,8 +16,10 @@ from hf_mapper import (
     read_config,
     simulate_training,
 )
+from hf_mapper.simulators.layouts import read_generation, read_layouts
+from hf_mapper.simulators.memory import received_weight_bytes
 from hf_mapper.software import SoftwareSpec
-from hf_protocols import ConfigError, Dataflow, ModelCall, ModelShape, ParallelSpec
+from hf_protocols import ConfigError, Dataflow, GenerationSpec, ModelCall, ModelShape, ParallelSpec
 
 LLAMA = ModelShape.preset("llama-2-7b")
 WHOLE = WorkloadSpec(global_batch=64, prompt_tokens=512, response_tokens=512)
@@ -70,6 +72,20 @@ def test_the_plan_says_what_is_trained() -> None:
     assert "adapters" not in plans[0].estimates
     count = count_adapter_parameters(tiny, AdapterSpec(rank=16))
     assert plans[1].estimates["adapters"] == {"rank": 16, "parameters": {"actor": count}}
+
+
+def test_adapters_that_are_sent_alone_are_all_that_is_received() -> None:
+    layouts = read_layouts(LLAMA, ParallelSpec(dp_size=4), "fsdp")
+    generation = read_generation(layouts, GenerationSpec(gen_tp_size=2), 1)
+    found = {}
+    for sends in ("both", "adapters", "merged"):
+        workload = dataclasses.replace(ADAPTED, dtype="bfloat16", adapters=AdapterSpec(rank=16, sends=sends))
+        found[sends] = float(received_weight_bytes(LLAMA, layouts, generation, workload))
+    assert found["adapters"] == pytest.approx(2 * ALL_LINEAR * 3 / 4)
+    assert found["merged"] == pytest.approx(2 * LLAMA.num_parameters / 2 * 3 / 4)
+    assert found["both"] == pytest.approx(found["merged"] + found["adapters"] / 2)
+    with pytest.raises(ConfigError, match=r"sends='nothing' is unknown\. Use one of both, adapters, merged"):
+        AdapterSpec(rank=16, sends="nothing")  # type: ignore[arg-type]
 
 
 def test_a_rank_below_one_is_refused() -> None:

@@ -70,6 +70,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     from hf_algorithms.recipes import SupervisedRecipe
     from hf_algorithms.rewards import describe_logs
     from hf_algorithms.role_models import describe_generic_shapes
+    from hf_algorithms.sampler_adapters import describe_merging
     from hf_algorithms.supervised import check_supervised
 
     require_mapper()
@@ -84,7 +85,8 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
             inputs, found = check_run(settings, Path(folder) / "initial_model", search_path=search_path_of(config))
             models, lines = inputs.models, inputs.describe_data()
             lines += describe_logs(settings, search_path=search_path_of(config))
-    for note in describe_generic_shapes(models):
+        notes = [*describe_generic_shapes(models), *describe_merging(settings, models)]
+    for note in notes:
         click.echo(note, err=True)
     if as_json:
         click.echo(found.to_json(), nl=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -200,7 +200,12 @@ def plan_dataflow(config: Config) -> Dataflow:
 
 
 def plan_placement(
-    config: Config, shapes: Mapping[str, ModelShape], *, prompt_tokens: int, response_tokens: int | None = None
+    config: Config,
+    shapes: Mapping[str, ModelShape],
+    *,
+    prompt_tokens: int,
+    response_tokens: int | None = None,
+    sends: Literal["both", "adapters", "merged"] = "both",
 ) -> MappingPlan:
     """The mapper's best plan for the configured algorithm, cluster and workload.
 
@@ -209,6 +214,7 @@ def plan_placement(
         shapes: of the roles that hold a model, by role.
         prompt_tokens: longest prompt of the training rows.
         response_tokens: longest response of supervised rows; None: `rollout.max_new_tokens`.
+        sends: what reaches the sampler where adapters are trained; see `AdapterSpec`.
 
     Raises:
         PlanError: if nothing fits, or hf-mapper is not installed.
@@ -223,7 +229,7 @@ def plan_placement(
         **compute_workload(config, prompt_tokens=prompt_tokens, response_tokens=response_tokens),
         software=SoftwareSpec(gathers="model" if config.training.shard == "root" else "layer"),
         largest_generation=load_rollout_backend(config.rollout.backend).largest_generation,
-        adapters=None if lora is None else AdapterSpec(rank=lora.rank, targets=lora.targets or ()),
+        adapters=None if lora is None else AdapterSpec(rank=lora.rank, targets=lora.targets or (), sends=sends),
     )
     models = {role: shapes[role] for role in dataflow.roles if role in shapes}
     backends = {role: (config.train_backend(role)[1],) for role in models}

@@ -24,6 +24,7 @@ from hf_algorithms.placement import (
 )
 from hf_algorithms.rewards import check_rewards
 from hf_algorithms.run_evaluations import check_evaluations, load_evaluation_rows, tokenize_evaluations
+from hf_algorithms.sampler_adapters import find_sent
 from hf_algorithms.walk import walk_calls
 from hf_protocols import ConfigError, HybridFlowError
 
@@ -82,7 +83,8 @@ def check_run(
     problems.refuse()
     check_cache(config.rollout, inputs)
     shapes = {role: each.shape for role, each in inputs.models.items()}
-    found = plan or plan_placement(config, shapes, prompt_tokens=inputs.train.max_prompt_tokens)
+    sends = find_sent(config, inputs.models)
+    found = plan or plan_placement(config, shapes, prompt_tokens=inputs.train.max_prompt_tokens, sends=sends)
     check_plan(config, found, shapes)
     check_blocks(config, found, inputs)
     check_calls(config, found, walk_calls(config, found, inputs), is_given=plan is not None)

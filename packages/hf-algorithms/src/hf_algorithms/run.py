@@ -30,6 +30,7 @@ from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.run_evaluations import RunEvaluations
 from hf_algorithms.run_iteration import RunIteration
 from hf_algorithms.run_summary import RunSummary
+from hf_algorithms.sampler_adapters import describe_merging
 from hf_algorithms.step_metrics import average_metrics
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
 from hf_algorithms.training_samples import collect_training_samples
@@ -85,7 +86,7 @@ def run_training(
         check_machine(config, plan)
         check_inputs(config, directory)
         with MemoryMeter() as memory, RunDisplay(config.run.iterations) as display, ExitStack() as stack:
-            for note in describe_generic_shapes(inputs.models):
+            for note in (*describe_generic_shapes(inputs.models), *describe_merging(config, inputs.models)):
                 display.note(note)
             for line in describe_logs(config, search_path=search_path):
                 display.note(line)

@@ -24,6 +24,7 @@ from hf_engine.backends import (
     SamplingParams,
     Settles,
     SupportsAdapters,
+    SupportsAdapterUpdates,
     SupportsBufferLoading,
     SupportsBuffers,
     SupportsModelCheck,
@@ -36,11 +37,12 @@ from hf_engine.backends import (
     available_rollout_backends,
     available_train_backends,
     derive_shape,
+    find_merging_reason,
     load_rollout_backend,
     load_train_backend,
     merge_adapter,
 )
-from hf_engine.hybrid_engine import HybridEngine, Transition, TransitionMemory
+from hf_engine.hybrid_engine import HybridEngine
 from hf_engine.logprob_check import LOGPROB_BOUNDS, LogprobGap, check_logprobs, measure_logprob_gap
 from hf_engine.process_groups import build_groups
 from hf_engine.resharding.boxes import Box
@@ -51,6 +53,7 @@ from hf_engine.resharding.model_layouts import generation_layout, megatron_layou
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
 from hf_engine.resharding.transition import Exchange, TransitionPlan, plan_transition
 from hf_engine.training.state import LoadedState, StateFile
+from hf_engine.transitions import Transition, TransitionMemory
 from hf_engine.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -84,6 +87,7 @@ __all__ = [
     "Settles",
     "StateFile",
     "StopStrings",
+    "SupportsAdapterUpdates",
     "SupportsAdapters",
     "SupportsBufferLoading",
     "SupportsBuffers",
@@ -109,6 +113,7 @@ __all__ = [
     "derive_shape",
     "draw_uniforms",
     "execute_reshard",
+    "find_merging_reason",
     "fsdp_layout",
     "generation_layout",
     "load_rollout_backend",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -28,8 +27,9 @@ from hf_engine.resharding.digest import compute_digests
 from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, ReshardExecutor, Weights, as_parts
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan
-from hf_engine.resharding.streaming import ShardStream
 from hf_engine.sample_proof import SampleProof
+from hf_engine.transitions import Transition, TransitionMemory
+from hf_engine.weight_feed import WeightFeed
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import Topology
@@ -37,49 +37,7 @@ from hf_protocols.topology import Topology
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["HybridEngine", "Transition", "TransitionMemory"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transition:
-    """What one entry into generation did on this rank."""
-
-    weight_version: int
-    """Version of the weights that generation sees."""
-    seconds: float
-    """Wall time; 0 where nothing had to move."""
-    recv_bytes: int
-    """Bytes of weights received from other ranks."""
-    is_unchanged: bool
-    """The backend says that its weights changed, but this rank's bits are those of the last transition: after a real
-    optimizer step this points to a broken sync. False on a rank that holds no weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransitionMemory:
-    """What one rank holds while it generates, in bytes; known before anything moves."""
-
-    generation_bytes: int
-    """The generation shard; 0 where the engine keeps it itself."""
-    engine_bytes: int
-    """What an engine that keeps its weights itself holds: the generation shard and the KV cache. 0 for others."""
-    released_bytes: int
-    """What of these bytes was given back when generation last ended; 0 where nothing can be freed."""
-    training: Literal["moved", "kept", "offloaded"]
-    """Whether the training shard lies inside the generation shard, stays beside it, or waits on the host."""
-    training_bytes: int
-    """Device bytes of the training shard beside the generation shard, less padding; 0 when moved or offloaded."""
-    host_bytes: int
-    """On the host: the training shard when offloaded; when moved, copies of what only training holds, and padding."""
-    peak_bytes: int
-    """The most bytes of training and generation weights that are live at once on the way into generation, in it and on
-    the way back. Where the training shard is moved a parameter is there twice while it is copied: this may pass the
-    generation shard, by the largest training storage at most or by what one bucket brings; where the engine stacks the
-    experts of a layer by such a stack, too. What both layouts hold alike is lent to an engine that `AdoptsWeights`, and
-    is never there twice. Where it is moved the padding of a training backend that `HoldsPadding` counts, too."""
-    staging_bytes: int
-    """Communication buffers, kept for the engine's lifetime; and for an engine that keeps its weights itself the shards
-    on their way into it, with what it needs to take them."""
+__all__ = ["HybridEngine"]
 
 
 class HybridEngine:
@@ -125,6 +83,7 @@ class HybridEngine:
         self._train, self._rollout, self._plan = train, rollout, plan
         self._offloads = training_weights == "offload"
         self._mover: ShardMover | None = None
+        self._feed: WeightFeed | None = None
         self._proof: SampleProof | None = None
         self._released_bytes = 0
         self._engine_bytes = self._loading_bytes = 0
@@ -161,7 +120,8 @@ class HybridEngine:
             self._rollout.release()
 
     def _prepare_stream(self, rollout: SupportsShardLoading, bucket_bytes: int) -> None:
-        self._stream = ShardStream(self._plan, group=self._group, bucket_bytes=bucket_bytes, device=local_device())
+        options: dict[str, Any] = {"group": self._group, "bucket_bytes": bucket_bytes, "device": local_device()}
+        self._feed = WeightFeed(self._train, rollout, self._plan, **options)
         self._engine_bytes, self._loading_bytes = rollout.engine_bytes, rollout.staging_bytes
         self._released_bytes = self._rollout.release()
 
@@ -175,19 +135,19 @@ class HybridEngine:
         """What this rank holds while it generates."""
         self._check_open("memory")
         rank = dist.get_rank()
-        moved, fed = self._mover is not None, not isinstance(self._rollout, SupportsWeightBuffers)
+        moved, feed = self._mover is not None, self._feed
         held, trained = self._plan.target.held_bytes(rank), self._plan.source.held_bytes(rank)
         outside = self._mover.host_bytes if self._mover is not None else 0
-        both = trained + (0 if fed else held)
+        both = trained + (0 if feed else held)
         return TransitionMemory(
-            generation_bytes=0 if fed else held,
+            generation_bytes=0 if feed else held,
             engine_bytes=self._engine_bytes,
             released_bytes=held if moved else self._released_bytes,
             training="moved" if moved else "offloaded" if self._offloads else "kept",
             training_bytes=0 if moved or self._offloads else trained,
             host_bytes=trained if self._offloads else outside,
             peak_bytes=both if self._mover is None else self._executor.peak_bytes(self._mover),
-            staging_bytes=self._stream.staging_bytes + self._loading_bytes if fed else self._executor.buffer_bytes,
+            staging_bytes=self._executor.buffer_bytes if feed is None else feed.staging_bytes + self._loading_bytes,
         )
 
     @property
@@ -251,16 +211,19 @@ class HybridEngine:
         before = _, changes, digest, _ = self._weight_version, self._weight_changes, self._digest, self._last_transition
         changed = self._train.weight_changes != changes
         moves = self._mover is not None or not self._is_current or changed
+        whole = True
         if self._mover is None:  # nothing has begun yet; with a mover all ranks move
-            agree_on_moving(moves, None, local_device())
+            needs_base = self._feed is None or self._feed.needs_base
+            whole = agree_on_moving(moves, None, local_device(), whole=needs_base)
         try:
             # Ranks between which nothing moves do not hear of each other in the transfer, nor of what comes after it.
             with all_or_none("no rank generates"), _settled(self._rollout):
-                received = self._transfer() if moves else 0
+                received = self._transfer(whole) if moves else 0
                 self._last_transition = Transition(
                     weight_version=self._weight_version,
                     seconds=time.perf_counter() - start if moves else 0.0,
                     recv_bytes=received,
+                    fed_bytes=self._feed.fed_bytes if moves and self._feed else 0,
                     is_unchanged=changed and digest is not None and digest == self._digest and self._holds_weights,
                 )
                 if self._offloads:
@@ -269,6 +232,8 @@ class HybridEngine:
                     self._rollout.resume()
         except BaseException as error:
             self._is_current = False
+            if self._feed is not None:
+                self._feed.forget()
             self._weight_version, self._weight_changes, self._digest, self._last_transition = before
             try:
                 self._leave()
@@ -333,7 +298,7 @@ class HybridEngine:
 
     def _end_group(self) -> None:
         # They hold communication buffers and the group, whose threads end with what refers to it.
-        self._executor = self._stream = cast("Any", None)
+        self._executor = self._feed = cast("Any", None)
         group, self._group = self._group, cast("Any", None)
         if group not in (None, dist.group.WORLD):
             dist.destroy_process_group(group)
@@ -342,7 +307,7 @@ class HybridEngine:
         if self._is_closed:
             raise BackendError(f"{method}: this HybridEngine was closed, and its backends with it; build others")
 
-    def _transfer(self) -> int:
+    def _transfer(self, whole: bool) -> int:
         self._is_current = False
         changes, digest = self._train.weight_changes, self._digest
         version = self._weight_version + (changes != self._weight_changes)
@@ -351,12 +316,13 @@ class HybridEngine:
         try:
             weights = self._train.local_weights()
             if changes != self._weight_changes or digest is None:
-                digest = hash(tuple(compute_digests(part for parts in as_parts(weights).values() for part in parts)))
+                parts = [part for each in as_parts(weights).values() for part in each]
+                digest = self._feed.digest(weights) if self._feed else hash(tuple(compute_digests(parts)))
         except Exception as error:  # noqa: BLE001 - the other ranks of the transfer are told, and wait no longer
             refusal = error
-        if isinstance(self._rollout, SupportsShardLoading):
+        if self._feed is not None:
             try:  # also after a refusal: it is collective over a replica, which this rank's transfer is not
-                self._rollout.begin_weights()
+                self._feed.begin(whole=whole)
             except Exception as error:  # noqa: BLE001 - as above
                 refusal = refusal or error
         received = self._send(weights, version, refusal)
@@ -364,6 +330,8 @@ class HybridEngine:
         wait_for_device()
         self._weight_version, self._weight_changes, self._digest = version, changes, digest
         self._rollout.commit_weights(version)
+        if self._feed is not None:
+            self._feed.finish()
         self._is_current = True
         return received
 
@@ -375,8 +343,8 @@ class HybridEngine:
             except Exception as error:  # noqa: BLE001 - as in `_transfer`
                 refusal = refusal or error
             return self._executor.run(weights, buffers, version=version, mover=self._mover, refusal=refusal).recv_bytes
-        assert isinstance(self._rollout, SupportsShardLoading), "the constructor has refused any other"
-        return self._stream.run(weights, self._rollout.load_shards, version=version, refusal=refusal)
+        assert self._feed is not None, "the constructor has refused any other"
+        return self._feed.run(weights, version=version, refusal=refusal)
 
 
 @contextmanager

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from hf_protocols import ConfigError, ModelShape
 from hf_protocols.arguments import show
 
 __all__ = ["AdapterSpec", "count_adapter_parameters"]
 
+_SENDS = Literal["both", "adapters", "merged"]
 _LAYER = re.compile(r"\.\d+\.")
 _NOT_LINEAR = re.compile(r"\.experts\.|(mlp|block_sparse_moe)\.(gate|router)\.|norm")
 """In a layer: experts, which are stacked, the router before them, and norms."""
@@ -19,18 +21,23 @@ _NOT_LINEAR = re.compile(r"\.experts\.|(mlp|block_sparse_moe)\.(gate|router)\.|n
 class AdapterSpec:
     """Adapters of `rank` in the linear layers whose names end with one of `targets`; without targets in all of them.
 
-    The weights are frozen then: held in float32, without gradients and optimizer state.
+    The weights are frozen then: held in float32, without gradients and optimizer state. `sends` says what a transition
+    to generation brings: both, the adapters alone, or weights into which they were merged.
 
     Raises:
-        ConfigError: for a rank below 1.
+        ConfigError: for a rank below 1, or another word for `sends`.
     """
 
     rank: int
     targets: tuple[str, ...] = ()
+    sends: _SENDS = "both"
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
             raise ConfigError(f"adapters: rank={show(self.rank)} must be a whole number of at least 1")
+        if self.sends not in get_args(_SENDS):
+            words = ", ".join(get_args(_SENDS))
+            raise ConfigError(f"adapters: sends={show(self.sends)} is unknown. Use one of {words}")
         object.__setattr__(self, "targets", tuple(self.targets))
 
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.jagged import pad_rows
+from hf_algorithms.sampler_adapters import takes_adapters
 from hf_algorithms.workers._adapter_probe import probe_adapters
 from hf_algorithms.workers._model import SEQUENCE, Metrics, on_device
 from hf_algorithms.workers.policy import PolicyWorker
@@ -18,7 +19,6 @@ from hf_engine import (
     SamplingParams,
     SupportsAdapters,
     SupportsWeightBuffers,
-    TakesAdapters,
     check_logprobs,
     load_rollout_backend,
 )
@@ -76,7 +76,7 @@ class ActorWorker(PolicyWorker):
     def configure(cls, setup: RoleSetup) -> dict[str, Any]:
         """Returns the constructor's arguments for a role of a run."""
         rollout = setup.config.rollout
-        takes = setup.lora is not None and issubclass(load_rollout_backend(rollout.backend), TakesAdapters)
+        takes = takes_adapters(setup.config, setup.model.path)
         return super().configure(setup) | {
             "rollout": rollout.backend,
             "rollout_options": {**rollout.options, **({"lora": setup.lora} if takes else {})},

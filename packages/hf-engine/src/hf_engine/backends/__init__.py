@@ -13,6 +13,7 @@ from hf_engine.backends._abilities import (
     HoldsPadding,
     Settles,
     SupportsAdapters,
+    SupportsAdapterUpdates,
     SupportsBufferLoading,
     SupportsBuffers,
     SupportsModelCheck,
@@ -21,6 +22,7 @@ from hf_engine.backends._abilities import (
     SupportsWeightBuffers,
     TakesAdapters,
 )
+from hf_engine.backends._adapter_rules import find_merging_reason
 from hf_engine.backends._base import (
     Head,
     LossFunction,
@@ -56,6 +58,7 @@ __all__ = [
     "RolloutBackend",
     "SamplingParams",
     "Settles",
+    "SupportsAdapterUpdates",
     "SupportsAdapters",
     "SupportsBufferLoading",
     "SupportsBuffers",
@@ -69,6 +72,7 @@ __all__ = [
     "available_rollout_backends",
     "available_train_backends",
     "derive_shape",
+    "find_merging_reason",
     "load_rollout_backend",
     "load_train_backend",
     "merge_adapter",

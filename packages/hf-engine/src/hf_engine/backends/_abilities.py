@@ -27,6 +27,7 @@ __all__ = [
     "FormsReplicas",
     "HoldsPadding",
     "Settles",
+    "SupportsAdapterUpdates",
     "SupportsAdapters",
     "SupportsBufferLoading",
     "SupportsBuffers",
@@ -329,6 +330,11 @@ class SupportsAdapters(Protocol):
         """Inside, `compute_logprobs` is the base's."""
         ...
 
+    @property
+    def base_changes(self) -> int:
+        """Grows whenever the base is written, alike on all ranks. While it stays an engine needs the adapters alone."""
+        ...
+
     def perturbed_adapters(self, *, seed: int, std: float) -> AbstractContextManager[None]:
         """Inside, every `B` is normal noise of this standard deviation, alike on all ranks; afterwards every bit of the
         adapters is back. `weight_changes` grows on both ends.
@@ -352,6 +358,36 @@ class SupportsAdapters(Protocol):
 class TakesAdapters(Protocol):
     """A rollout backend whose `build` takes `lora`, and whose layout then has adapters apart, unmerged."""
 
+    @classmethod
+    def find_adapter_refusal(
+        cls, model: ModelDirectory, lora: LoraConfig, options: Mapping[str, Any], *, on_cpu: bool
+    ) -> str | None:
+        """Says why `build` refuses these adapters, so that merged weights are sent; None if it takes them.
+
+        Args:
+            model: as it was read.
+            lora: of the training backend.
+            options: as `ChecksOptions` has them.
+            on_cpu: True if ranks run on host processors.
+        """
+        ...
+
     def held_adapters(self) -> LoraConfig | None:
         """Settings of its adapters; None: without adapters."""
+        ...
+
+
+@runtime_checkable
+class SupportsAdapterUpdates(Protocol):
+    """A rollout backend that is fed with shards and can take new adapters on the base that it has."""
+
+    def begin_adapters(self) -> None:
+        """Starts an update of the adapters alone, instead of `begin_weights`.
+
+        `load_shards` and `commit_weights` follow as they do for an update of everything. The base stays as it was
+        committed; prompts' keys and values are dropped.
+
+        Raises:
+            BackendError: without adapters, or after an update of the base that was not committed.
+        """
         ...

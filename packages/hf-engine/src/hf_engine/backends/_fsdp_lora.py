@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -52,6 +52,7 @@ class AdaptedFsdpBackend(FsdpBackend):
         super().__init__(model, **options)
         self._is_apart = False
         self._base_digest: str | None = None
+        self._adapter_changes = 0
         self._adapted = adapted_weights(list(self._parameters))
         self._transposed = {name for name in self._adapted if is_transposed(model, name)}
 
@@ -60,6 +61,11 @@ class AdaptedFsdpBackend(FsdpBackend):
         """Settings of the adapters."""
         assert self._config.lora is not None, "chosen by it"
         return self._config.lora
+
+    @property
+    def base_changes(self) -> int:
+        """Grows with every change that is neither a step nor a perturbation of the adapters."""
+        return self.weight_changes - self._adapter_changes
 
     def keep_adapters_apart(self, apart: bool) -> None:
         """Has layout and weights show the base and the adapters, or the merged model."""
@@ -98,12 +104,12 @@ class AdaptedFsdpBackend(FsdpBackend):
                 (box,) = boxes[name]
                 start = box.offset[0]
                 shards[name].copy_(whole[start : start + box.shape[0]])
-            self._weight_changes += 1
+            self._note_adapter_change()
             yield
         finally:
             for name, values in kept.items():
                 self._shards()[name].copy_(values)
-            self._weight_changes += 1
+            self._note_adapter_change()
 
     def train_step(
         self,
@@ -117,11 +123,12 @@ class AdaptedFsdpBackend(FsdpBackend):
     ) -> Metrics:
         """One optimizer step of adapters and head; see `TrainBackend.train_step`."""
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "candidates": candidates}
-        if not self.lora.dropout:
-            return super().train_step(batch, loss_fn, denominator, **options)
         place = self.optimizer_steps * dist.get_world_size() + dist.get_rank()
-        with dropping_inputs(self._model, seed=self._adapting[1] * 1_000_003 + place):
-            return super().train_step(batch, loss_fn, denominator, **options)
+        drops = dropping_inputs(self._model, seed=self._adapting[1] * 1_000_003 + place)
+        with drops if self.lora.dropout else nullcontext():
+            metrics = super().train_step(batch, loss_fn, denominator, **options)
+        self._adapter_changes += 1
+        return metrics
 
     @lost_peers_are_errors("export_adapter")
     def export_adapter(self, directory: str | Path, *, base: str) -> None:
@@ -158,6 +165,10 @@ class AdaptedFsdpBackend(FsdpBackend):
             self._base_digest = digest_base(self._layout.shapes, held, self._group)
         parts.base = {"alpha": float(self.lora.alpha), "digest": self._base_digest}
         return parts
+
+    def _note_adapter_change(self) -> None:
+        self._weight_changes += 1
+        self._adapter_changes += 1
 
     def _merged(self) -> WeightLayout:
         names = [name for name in self._layout.shapes if not any(f".{factor}." in name for factor in FACTORS)]

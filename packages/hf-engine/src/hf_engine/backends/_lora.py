@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 
+from hf_engine.backends._abilities import TakesAdapters
+from hf_engine.backends._adapter_rules import add_adapters_apart
 from hf_engine.backends._base import Head
 from hf_engine.backends._causal_lm import build_without_memory, find_head_name, load_causal_lm, save_causal_lm
 from hf_engine.backends._classifier import build_classifier_without_memory, has_classifier, load_classifier
 from hf_engine.backends._lora_config import LoraConfig
 from hf_engine.backends._versions import PEFT
-from hf_engine.model_directory import AdapterDirectory, ModelDirectory, errors_of
+from hf_engine.model_directory import AdapterDirectory, ModelDirectory, errors_of, read_model_directory
+from hf_engine.resharding.layouts import WeightLayout
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 from hf_protocols.similar_names import find_similar
@@ -36,6 +39,7 @@ __all__ = [
     "is_transposed",
     "list_heads",
     "named_parameters",
+    "plan_engine_adapters",
     "write_adapter",
     "write_merged",
 ]
@@ -67,6 +71,29 @@ def find_targets(model: Any, lora: LoraConfig) -> list[str]:
                 f"{show(target)}. The nearest are {', '.join(near[:_MOST_NAMED])}"
             )
     return [name for name in linear if any(name in names for names in found.values())]
+
+
+def plan_engine_adapters(
+    backend: type[TakesAdapters], model: str | Path, layout: WeightLayout, lora: LoraConfig | None
+) -> tuple[WeightLayout, list[str]]:
+    """The layout of an engine with its adapters apart, and the names of the layers that have one.
+
+    Args:
+        backend: the engine's rollout backend.
+        model: directory or hub name.
+        layout: of the base.
+        lora: settings of the adapters; None: without.
+
+    Raises:
+        BackendError: for adapters that the engine does not compute, or targets that the model lacks.
+    """
+    if lora is None:
+        return layout, []
+    files, on_cpu = read_model_directory(model), not torch.cuda.is_available()
+    if reason := backend.find_adapter_refusal(files, lora, {"dtype": layout.dtype}, on_cpu=on_cpu):
+        raise BackendError(f"lora: {backend.__name__} does not compute adapters unmerged: {reason}. Leave lora out")
+    layers = find_targets(build_without_memory(files), lora)
+    return add_adapters_apart(layout, layers, lora), layers
 
 
 def check_model_adapters(files: ModelDirectory, lora: LoraConfig, head: Head) -> None:

@@ -149,6 +149,14 @@ class TransformersBackend:
                 f"keys and values. Raise it to at least {row_bytes}, or lower n or max_new_tokens"
             )
 
+    @classmethod
+    def find_adapter_refusal(
+        cls, model: ModelDirectory, lora: LoraConfig, options: Mapping[str, Any], *, on_cpu: bool
+    ) -> str | None:
+        """None: its modules are those of the training backend; see `TakesAdapters`."""
+        del model, lora, options, on_cpu
+        return None
+
     def held_adapters(self) -> LoraConfig | None:
         """Settings of the adapters; see `TakesAdapters`."""
         return self._lora

@@ -98,23 +98,30 @@ def agree(
     refuse_together(refusal, group, ranks, ReshardError, "the other ranks moved no weights")
 
 
-def agree_on_moving(moves: bool, group: dist.ProcessGroup | None, device: torch.device | str) -> None:
+def agree_on_moving(
+    moves: bool, group: dist.ProcessGroup | None, device: torch.device | str, *, whole: bool = True
+) -> bool:
     """Refuses on every rank of the group a transfer that some take part in and others do not. Collective.
 
     Args:
         moves: whether this rank takes part.
         group: the ranks that would.
         device: where the group communicates.
+        whole: this rank needs all weights in the transfer, not the adapters alone.
+
+    Returns:
+        True if any rank needs all of them.
 
     Raises:
         ReshardError: saying on which side this rank is.
     """
-    lowest, highest = spread(moves, moves, group, device)
-    if lowest < highest:
+    lowest, highest = spread(moves, moves + (moves and whole), group, device)
+    if not lowest and highest:
         raise ReshardError(
             f"the training weights of some ranks changed since the last transition, those of rank {dist.get_rank()} "
             f"{'did' if moves else 'did not'}: call train_step and what loads weights on all ranks alike"
         )
+    return highest > 1
 
 
 def refuse_together(

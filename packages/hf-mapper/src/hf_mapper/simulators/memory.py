@@ -252,9 +252,13 @@ def received_weight_bytes(
 
     Of Megatron's nested sizes what the shard lacks (Table 2, as ``hf_protocols.compute_transition_cost``); for FSDP
     a rank has 1/n of what it needs, adapters included (exact for replicas of one rank, an estimate for larger ones).
+    Adapters that are sent alone are whole on every rank.
     """
-    adapters = 0 if workload.adapters is None else trained_parameters(model, workload) * workload.element_bytes
-    wanted = (weight_bytes(model, workload) + adapters) / generation.replica_size
+    wanted = weight_bytes(model, workload) / generation.replica_size
+    if workload.adapters is not None and workload.adapters.sends != "merged":
+        adapters = trained_parameters(model, workload) * workload.element_bytes
+        alone = workload.adapters.sends == "adapters"
+        wanted = adapters if alone else wanted + adapters / generation.replica_size
     shard = workload.element_bytes * rank_parameters(model, layouts)
     return np.where(layouts.fsdp, wanted * (1 - 1 / layouts.world_size), wanted - shard)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -10,19 +10,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from hf_engine.backends._adapter_rules import FLOAT32_REFUSAL, find_engine_refusal
 from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._engine_rules import check_sglang_runs
 from hf_engine.backends._loading import check_complete, check_shards, check_version
+from hf_engine.backends._lora import plan_engine_adapters
+from hf_engine.backends._lora_config import LoraConfig
 from hf_engine.backends._memory import check_sizes, choose_cache_bytes, choose_positions
 from hf_engine.backends._replica import Replica, build_replica, require_process_group
 from hf_engine.backends._versions import SGLANG
-from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_options, check_more
-from hf_engine.backends.sglang._process import EngineProcess
-from hf_engine.backends.sglang._replicas import build_engine, require_topology
-from hf_engine.backends.sglang._staging import REPORT_BYTES, Staging, staged_bytes
+from hf_engine.backends.sglang._adapters import build_adapter_options, find_partial_stack
+from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_options, check_cache_rows, check_more
+from hf_engine.backends.sglang._process import EngineProcess, cut_sample
+from hf_engine.backends.sglang._replicas import build_engine, choose_class, require_topology
+from hf_engine.backends.sglang._staging import REPORT_BYTES, Staging, cut_buckets, staged_bytes
 from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.model_directory import ModelDirectory
 from hf_engine.resharding.agreement import refusals_of, relayed
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["SglangBackend"]
 
 _STOP, _LENGTH = 0, 1
+_LARGEST_RANK = 512
 _SENT = ("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "greedy")
 
 
@@ -81,6 +86,7 @@ class SglangBackend:
         self._loaded: set[str] | None = None
         self._is_complete = True
         self._is_released = False
+        self._requested: dict[str, Any] = {}
 
     @classmethod
     @lost_peers_are_errors("build")
@@ -99,6 +105,7 @@ class SglangBackend:
         start_timeout_s: float = 900.0,
         timeout_s: float = 3600.0,
         engine_options: Mapping[str, Any] | None = None,
+        lora: LoraConfig | None = None,
     ) -> SglangBackend:
         """Starts an engine for every replica. Collective over all ranks; the default process group must be there.
 
@@ -115,10 +122,11 @@ class SglangBackend:
             start_timeout_s: deadline of the start.
             timeout_s: deadline of every later request to the engine, one whole `generate` included.
             engine_options: more of SGLang's own server arguments, beside those that the others set.
+            lora: SGLang computes adapters like those of the training backend, which a transition brings.
 
         Raises:
-            BackendError: on every rank, for a layout or a model that does not run, too small a cache, or an engine
-                that does not start.
+            BackendError: on every rank, for a layout, a model or adapters that do not run, too small a cache, or an
+                engine that does not start.
         """
         require_process_group("sglang")
         # Ranks meet when the replicas form, and would wait there for one that was refused.
@@ -131,6 +139,7 @@ class SglangBackend:
             topology = require_topology(topology)
             found_model = EngineModel(model)
             layout = generation_layout(found_model.shape, topology, dtype=dtype)
+            layout, adapted = plan_engine_adapters(cls, found_model.directory, layout, lora)
             positions = choose_positions(max_positions, found_model.shape.max_positions)
             options = build_options(
                 found_model,
@@ -141,14 +150,14 @@ class SglangBackend:
                 cache_bytes=cache_bytes,
                 max_rows=max_rows,
                 more={} if engine_options is None else engine_options,
-            )
+            ) | ({} if lora is None else build_adapter_options(lora, adapted))
         with ExitStack() as undo:
             with all_or_none("no engine was started"):
                 replica = build_replica(topology)
                 undo.callback(replica.close)
                 engine = build_engine(replica)
                 undo.callback(engine.close if engine is not None else lambda: None)
-            backend = cls(
+            backend = choose_class(cls, lora, adapted)(
                 engine,
                 replica,
                 model=found_model,
@@ -178,6 +187,19 @@ class SglangBackend:
     def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
         """Refuses families without a known layout, and experts on a CPU; see `SupportsModelCheck`."""
         check_sglang_runs(model, on_cpu=on_cpu)
+
+    @classmethod
+    def find_adapter_refusal(
+        cls, model: ModelDirectory, lora: LoraConfig, options: Mapping[str, Any], *, on_cpu: bool
+    ) -> str | None:
+        """Says why adapters come merged; see `TakesAdapters`."""
+        if not on_cpu and options.get("dtype", "float32") == "float32":
+            return FLOAT32_REFUSAL
+        return find_engine_refusal(model, lora, largest_rank=_LARGEST_RANK) or find_partial_stack(lora)
+
+    def held_adapters(self) -> LoraConfig | None:
+        """None: an engine with adapters has a class of its own; see `TakesAdapters`."""
+        return None
 
     @property
     def weight_version(self) -> int:
@@ -227,9 +249,7 @@ class SglangBackend:
         if len({tuple(names) for names in self._replica.gather(list(shards))}) > 1:
             told = f"the ranks {self._replica.ranks} of one replica load different parameters at a time"
             raise relayed(ReshardError(told), {})  # one that has none after an error says why
-        held = {name: boxes[0] for name, boxes in self._layout.boxes_of(dist.get_rank()).items()}
-        for names in self._buckets(list(shards)):
-            self._load({name: shards[name][0] for name in names}, self._layout.shapes, held)
+        self._load_parts(shards)
         self._loaded |= shards.keys()
 
     @lost_peers_are_errors("load_buffers")
@@ -241,6 +261,11 @@ class SglangBackend:
                 raise BackendError("load_buffers without an update: call begin_weights first")
         boxes = {name: Box.whole(tuple(buffer.shape)) for name, buffer in buffers.items()}
         self._load(buffers, {name: box.shape for name, box in boxes.items()}, boxes)
+
+    def _load_parts(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        held = {name: boxes[0] for name, boxes in self._layout.boxes_of(dist.get_rank()).items()}
+        for names in cut_buckets(list(shards), self._staged_bytes, self._max_staging_bytes):
+            self._load({name: shards[name][0] for name in names}, self._layout.shapes, held)
 
     def _load(
         self, shards: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]], boxes: Mapping[str, Box]
@@ -260,11 +285,14 @@ class SglangBackend:
             check_version(version)
             check_complete(self._layout, dist.get_rank(), self._loaded)
         if self._loaded is not None:
-            self._call("end_weights")
+            self._end_update()
             self._loaded = None
             self._is_complete = True
         self._call("flush")
         self._weight_version = version
+
+    def _end_update(self) -> None:
+        self._call("end_weights")
 
     @lost_peers_are_errors("generate")
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
@@ -278,15 +306,16 @@ class SglangBackend:
             ends, vocab_size = self._model.stop_token_ids, self._model.shape.vocab_size
             prompts = read_prompts(batch, sampling, vocab_size=vocab_size, positions=self._max_positions, ends=ends)
             given.append(digest_request(prompts, batch["row_id"], sampling))
-            self._check_cache(prompts.lengths.tolist(), sampling)
+            check_cache_rows(prompts.lengths.tolist(), sampling, self._cache_tokens, self._cache_token_bytes)
             strings = load_stop_strings(self._model.directory, sampling)
         rows = [row.tolist() for row in batch["prompt_ids"].unbind()]
         uniforms = draw_uniforms(batch["row_id"], sampling).tolist()
         options = {name: getattr(sampling, name) for name in _SENT}
         stops = sorted(ends | set(sampling.stop_token_ids))
-        samples = self._call("generate", rows, uniforms, n=sampling.n, sampling=options, stops=stops) if rows else []
+        asked = {"n": sampling.n, "sampling": options, "stops": stops, **self._requested}
+        samples = self._call("generate", rows, uniforms, **asked) if rows else []
         if strings is not None:
-            samples = [_cut(sample, strings.cut(sample[0])) for sample in samples]
+            samples = [cut_sample(sample, strings.cut(sample[0])) for sample in samples]
         return build_responses(
             torch.tensor([token for ids, _, _ in samples for token in ids], dtype=torch.int64),
             torch.tensor([logprob for _, logprobs, _ in samples for logprob in logprobs], dtype=torch.float32),
@@ -365,36 +394,7 @@ class SglangBackend:
         if self._is_released:
             raise BackendError("the KV cache was released; resume before generating")
 
-    def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Parameters that fit the staging memory together, the same on every rank; at least one at a time."""
-        bucket: list[str] = []
-        taken = 0
-        for name in names:
-            size = self._staged_bytes(name)
-            if bucket and taken + size > self._max_staging_bytes:
-                yield bucket
-                bucket, taken = [], 0
-            bucket.append(name)
-            taken += size
-        if bucket:
-            yield bucket
-
     def _staged_bytes(self, name: str) -> int:
         """Of the largest part that a rank of the replica has of a parameter."""
         numel = max(self._layout.boxes_of(rank)[name][0].numel for rank in self._replica.ranks)
         return staged_bytes(numel * self._layout.element_bytes)
-
-    def _check_cache(self, lengths: Sequence[int], sampling: SamplingParams) -> None:
-        for row, length in enumerate(lengths):
-            tokens = length + sampling.max_new_tokens
-            if tokens > self._cache_tokens - RESERVED:
-                raise BackendError(
-                    f"row {row} needs {tokens} tokens x {self._cache_token_bytes} bytes of keys and values, of which "
-                    f"the cache holds {self._cache_tokens - RESERVED} tokens; raise cache_bytes or lower max_new_tokens"
-                )
-
-
-def _cut(sample: tuple[list[int], list[float], str], length: int | None) -> tuple[list[int], list[float], str]:
-    """The sample up to the token that completes a stop string; None: it has none."""
-    ids, logprobs, _ = sample
-    return sample if length is None else (ids[:length], logprobs[:length], "stop")

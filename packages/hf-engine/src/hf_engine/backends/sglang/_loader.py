@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_engine.backends._shard import Shard
+from hf_engine.backends.sglang._adapters import unwrapped
 from hf_engine.backends.sglang._staging import read_staging, write_report
 from hf_protocols.errors import ReshardError
 
@@ -28,7 +29,8 @@ def load_staged(model: Any, messages: Sequence[tuple[str, torch.Tensor]]) -> Non
     memory, found = read_staging(description)
     shards = [(name, Shard(name, shape, box, part)) for name, shape, box, part in found]
     try:
-        model.load_weights(iter(shards))
+        with unwrapped(model):
+            model.load_weights(iter(shards))
         if unused := sorted(name for name, shard in shards if not shard.is_used):
             raise ReshardError(f"SGLang's {type(model).__name__} has no place for the parameters {unused}")
     except Exception as error:  # noqa: BLE001 - reported to the rank that sent the shards

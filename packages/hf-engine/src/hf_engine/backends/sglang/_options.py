@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._engine_rules import check_sglang_runs
 from hf_engine.backends.sglang._plugins import LOADER, SAMPLER
 from hf_engine.model_directory import check_model_directory, read_end_of_sequence_ids, read_model_directory
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 
-__all__ = ["RESERVED", "EngineModel", "build_options", "check_more"]
+__all__ = ["RESERVED", "EngineModel", "build_options", "check_cache_rows", "check_more"]
 
 RESERVED = 6
 """Positions, and tokens of the cache, that SGLang keeps to itself: it refuses a prompt that leaves it fewer."""
@@ -85,6 +86,21 @@ def check_more(more: object) -> None:
             f"engine_options={dict(more)} would change {', '.join(taken)}, which is set by the other arguments of the "
             "backend, or must be as it is: leave it out"
         )
+
+
+def check_cache_rows(lengths: Sequence[int], sampling: SamplingParams, cache_tokens: int, token_bytes: int) -> None:
+    """Refuses prompts whose keys and values the cache does not hold.
+
+    Raises:
+        BackendError: naming the row.
+    """
+    held = cache_tokens - RESERVED
+    for row, length in enumerate(lengths):
+        if (tokens := length + sampling.max_new_tokens) > held:
+            raise BackendError(
+                f"row {row} needs {tokens} tokens x {token_bytes} bytes of keys and values, of which "
+                f"the cache holds {held} tokens; raise cache_bytes or lower max_new_tokens"
+            )
 
 
 def build_options(

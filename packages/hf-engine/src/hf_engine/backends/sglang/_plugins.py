@@ -19,6 +19,13 @@ PLATFORM = "hybridflow_cpu"
 SAMPLER = "pytorch"
 """The sampling backend whose sampler ours takes the place of: on a CPU SGLang accepts no other."""
 
+_PINNING = (
+    "backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
+    "lora_manager.LoRAManager.init_state",
+    "lora_manager.LoRAManager.update_lora_info",
+)
+"""Functions of SGLang's adapters that pin memory."""
+
 
 def activate_platform() -> str | None:
     """Where the CPU platform is; None unless it was asked for by name."""
@@ -52,6 +59,11 @@ def register() -> None:
                 lambda config, *_: config,
                 HookType.REPLACE,
             )
+            # It computes adapters there, on memory that it would pin for a device.
+            from hf_engine.backends.sglang._adapters import unpinned
+
+            for function in _PINNING:
+                HookRegistry.register(f"sglang.srt.lora.{function}", unpinned, HookType.AROUND)
     elif os.environ.get("SGLANG_PLATFORM") == PLATFORM:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

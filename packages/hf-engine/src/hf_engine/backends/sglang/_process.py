@@ -18,7 +18,7 @@ from typing import Any
 from hf_engine.backends.sglang._session import end_session, find_segments
 from hf_protocols.errors import BackendError
 
-__all__ = ["EngineProcess"]
+__all__ = ["EngineProcess", "cut_sample"]
 
 _LOG_BYTES = 1 << 16
 
@@ -141,3 +141,9 @@ class EngineProcess:
             lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception"))]
         return (errors or ["it left no message"])[-1][:500]
+
+
+def cut_sample(sample: tuple[list[int], list[float], str], length: int | None) -> tuple[list[int], list[float], str]:
+    """The sample up to the token that completes a stop string; None: it has none."""
+    ids, logprobs, _ = sample
+    return sample if length is None else (ids[:length], logprobs[:length], "stop")

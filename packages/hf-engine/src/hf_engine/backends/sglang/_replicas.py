@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
+from typing import TYPE_CHECKING
 
 from hf_engine.backends._replica import Replica, require_ranks
 from hf_engine.backends.sglang._library import build_environment
@@ -12,7 +14,11 @@ from hf_engine.process_groups import local_device
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import Topology
 
-__all__ = ["build_engine", "require_topology"]
+if TYPE_CHECKING:
+    from hf_engine.backends._lora_config import LoraConfig
+    from hf_engine.backends.sglang._backend import SglangBackend
+
+__all__ = ["build_engine", "choose_class", "require_topology"]
 
 
 def require_topology(topology: Topology) -> Topology:
@@ -53,3 +59,20 @@ def build_engine(replica: Replica) -> EngineProcess | None:
         engine = replica.on_all("build", create)
         undo.pop_all()
     return engine
+
+
+def choose_class(
+    plain: type[SglangBackend], lora: LoraConfig | None, adapted: Collection[str]
+) -> Callable[..., SglangBackend]:
+    """The class of an engine's backend: one of its own where the engine computes adapters.
+
+    Args:
+        plain: for engines without.
+        lora: settings of the adapters.
+        adapted: names of the layers that have one.
+    """
+    if lora is None:
+        return plain
+    from hf_engine.backends.sglang._adapted import AdaptedSglangBackend
+
+    return partial(AdaptedSglangBackend, lora=lora, adapted=adapted)

@@ -31,6 +31,7 @@ class Server:
         from sglang.srt.entrypoints.engine import Engine
 
         self._engine = Engine(**options)
+        self._adapters: set[str] = set()
         return {"cache_tokens": self._engine.get_server_info()["max_total_num_tokens"]}
 
     def generate(
@@ -41,6 +42,7 @@ class Server:
         n: int,
         sampling: dict[str, Any],
         stops: list[int],
+        adapter: str | None = None,
     ) -> list[tuple[list[int], list[float], str]]:
         """Token ids, log-probs and finish reason of every sample, the n samples of a prompt one after the other."""
         from hf_engine.backends.sglang._sampler import Carrier
@@ -65,6 +67,7 @@ class Server:
             sampling_params=parameters,
             return_logprob=True,
             custom_logit_processor=[Carrier.to_str()] * len(repeated),
+            lora_path=None if adapter is None else [adapter] * len(repeated),
         )
         return [_read_answer(answer) for answer in answers]
 
@@ -94,6 +97,18 @@ class Server:
     def end_weights(self) -> None:
         """Closes an update."""
         _require(self._engine.end_weight_update())
+
+    def put_adapter(self, name: str, description: str, config: dict[str, Any]) -> None:
+        """Replaces the adapter by what lies in the staging memory of one rank."""
+        from hf_engine.backends.sglang._staging import read_staging
+
+        _, found = read_staging(description)
+        if name in self._adapters:
+            _require_update(self._engine.unload_lora_adapter(name))
+            self._adapters.remove(name)
+        factors = {f"base_model.model.{factor}": part.clone() for factor, _, _, part in found}
+        _require_update(self._engine.load_lora_adapter_from_tensors(name, factors, config))
+        self._adapters.add(name)
 
     def flush(self) -> None:
         """Drops the prefix cache.
@@ -138,6 +153,11 @@ def _read_answer(answer: dict[str, Any]) -> tuple[list[int], list[float], str]:
     if reason["type"] not in ("stop", "length"):
         raise RuntimeError(f"SGLang gave up on a request: {reason}")
     return answer["output_ids"], [logprob for logprob, *_ in about["output_token_logprobs"]], reason["type"]
+
+
+def _require_update(outcome: Any) -> None:
+    """As `_require`, for what SGLang returns of adapters."""
+    _require((outcome.success, outcome.error_message or "the adapter was not taken"))
 
 
 def _require(outcome: tuple[bool, str]) -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from hf_engine.resharding.boxes import Box
 from hf_protocols.errors import ReshardError
 
-__all__ = ["REPORT_BYTES", "Staging", "read_staging", "staged_bytes", "write_report"]
+__all__ = ["REPORT_BYTES", "Staging", "cut_buckets", "read_staging", "staged_bytes", "write_report"]
 
 REPORT_BYTES = 4096
 """Of the memory, before the shards: the room for what a loader could not do."""
@@ -80,6 +80,27 @@ class Staging:
         if num_bytes > self.num_bytes:
             os.ftruncate(self._file, num_bytes)
             self._memory = torch.frombuffer(mmap.mmap(self._file, num_bytes), dtype=torch.uint8)
+
+
+def cut_buckets(names: Sequence[str], size_of: Callable[[str], int], most: int) -> Iterator[list[str]]:
+    """Parameters that fit the memory together, at least one at a time.
+
+    Args:
+        names: in their order, the same on every rank.
+        size_of: bytes of a parameter.
+        most: bytes of a bucket with more than one.
+    """
+    bucket: list[str] = []
+    taken = 0
+    for name in names:
+        size = size_of(name)
+        if bucket and taken + size > most:
+            yield bucket
+            bucket, taken = [], 0
+        bucket.append(name)
+        taken += size
+    if bucket:
+        yield bucket
 
 
 def staged_bytes(num_bytes: int) -> int:

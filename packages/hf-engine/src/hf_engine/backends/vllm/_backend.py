@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from hf_engine.backends._adapter_rules import FLOAT32_REFUSAL, find_engine_refusal, is_adapter_name
 from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
 from hf_engine.backends._engine_rules import check_vllm_runs
 from hf_engine.backends._loading import check_complete, check_shards, check_version
+from hf_engine.backends._lora import plan_engine_adapters
+from hf_engine.backends._lora_config import LoraConfig
 from hf_engine.backends._memory import check_sizes, choose_cache_bytes
 from hf_engine.backends._replica import Replica, build_replica, require_process_group, require_ranks
 from hf_engine.backends._versions import VLLM
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["VllmBackend"]
 
 _STOP, _LENGTH = 0, 1
+_LARGEST_RANK = 512
+"""Of vLLM 0.32's adapters."""
 
 
 class VllmBackend:
@@ -51,10 +56,16 @@ class VllmBackend:
     """What is installed; without a supported version this class cannot be imported."""
     largest_generation: ClassVar[GenerationSpec | None] = GenerationSpec(gen_tp_size=64)
 
-    def __init__(self, engine: Engine, *, layout: WeightLayout, replica: Replica) -> None:
+    def __init__(
+        self, engine: Engine, *, layout: WeightLayout, replica: Replica, lora: LoraConfig | None = None
+    ) -> None:
         self._engine: Engine | None = engine
         self._replica = replica
         self._layout = layout
+        self._lora = lora
+        self._factors: dict[str, torch.Tensor] = {}
+        self._sends_base = False
+        self._has_base = True
         self._weight_version = 0
         self._loaded: set[str] | None = None
         self._is_released = False
@@ -71,6 +82,7 @@ class VllmBackend:
         cache_bytes: int | None = None,
         cache_fraction: float | None = None,
         max_positions: int | None = None,
+        lora: LoraConfig | None = None,
     ) -> VllmBackend:
         """Starts an engine on every rank. Collective over all ranks; the default process group must be there.
 
@@ -83,10 +95,11 @@ class VllmBackend:
             cache_fraction: instead, as a share of the device's memory (the host's, without a device), below 1.
             max_positions: prompt and response together, where fewer than the model's are enough: the cache must hold
                 one sequence of them.
+            lora: vLLM computes adapters like those of the training backend, which a transition brings.
 
         Raises:
             BackendError: on every rank, for a layout, architecture or head size that does not run, a cache too small
-                for one sequence, or another engine in a process.
+                for one sequence, adapters that vLLM does not compute, or another engine in a process.
         """
         require_process_group("vllm")
         with embedded():
@@ -100,6 +113,7 @@ class VllmBackend:
                 cls.check_options({"max_positions": max_positions})
                 cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
                 shape, layout = plan_layout(model, topology, dtype)
+                layout, adapted = plan_engine_adapters(cls, model, layout, lora)
                 check_cache(shape, topology, dtype=dtype, cache_bytes=cache_bytes, max_positions=max_positions)
             with ExitStack() as undo:
                 with all_or_none("every engine was ended"):
@@ -111,11 +125,26 @@ class VllmBackend:
                         seed=seed,
                         cache_bytes=cache_bytes,
                         max_positions=max_positions,
+                        lora=lora,
+                        adapted=adapted,
                     )
                     undo.callback(engine.close)
                 replica = build_replica(topology)
                 undo.pop_all()
-        return cls(engine, layout=layout, replica=replica)
+        return cls(engine, layout=layout, replica=replica, lora=lora)
+
+    @classmethod
+    def find_adapter_refusal(
+        cls, model: ModelDirectory, lora: LoraConfig, options: Mapping[str, Any], *, on_cpu: bool
+    ) -> str | None:
+        """Says why adapters come merged; see `TakesAdapters`."""
+        if not on_cpu and options.get("dtype", "float32") == "float32":
+            return FLOAT32_REFUSAL
+        return find_engine_refusal(model, lora, largest_rank=_LARGEST_RANK)
+
+    def held_adapters(self) -> LoraConfig | None:
+        """Settings of the adapters; see `TakesAdapters`."""
+        return self._lora
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
@@ -135,18 +164,24 @@ class VllmBackend:
     @property
     def engine_bytes(self) -> int:
         """Bytes of this rank's weights and of the KV cache; nothing of the latter while it is released."""
-        return self._layout.held_bytes(dist.get_rank()) + self._open().cache_bytes
+        engine = self._open()
+        return self._layout.held_bytes(dist.get_rank()) + engine.adapter_bytes + engine.cache_bytes
 
     @property
     def staging_bytes(self) -> int:
         """Most that an update takes: vLLM keeps a module's shards until all are there, then packs them.
 
-        That is twice a module; experts are packed into a third copy.
+        That is twice a module; experts are packed into a third copy. Adapters are kept until all are there.
         """
         sizes: dict[str, int] = defaultdict(int)
+        adapters = 0
         for name, (box,) in self._layout.boxes_of(dist.get_rank()).items():
-            sizes[_module_of(name)] += box.numel * self._layout.element_bytes
-        return max((3 if module.endswith(".experts") else 2) * size for module, size in sizes.items())
+            num_bytes = box.numel * self._layout.element_bytes
+            if is_adapter_name(name):
+                adapters += num_bytes
+            else:
+                sizes[_module_of(name)] += num_bytes
+        return max((3 if module.endswith(".experts") else 2) * size for module, size in sizes.items()) + adapters
 
     def replica_ranks(self) -> tuple[int, ...]:
         """The ranks of vLLM's tensor-parallel group."""
@@ -159,15 +194,26 @@ class VllmBackend:
     def begin_weights(self) -> None:
         """Starts an update; see `SupportsShardLoading`."""
         engine = self._open()
-        self._loaded = set()
+        self._loaded, self._factors, self._sends_base, self._has_base = set(), {}, True, False
         engine.begin_update()
+
+    def begin_adapters(self) -> None:
+        """Starts an update of the adapters alone; see `SupportsAdapterUpdates`."""
+        self._open()
+        if self._lora is None or not self._has_base:
+            raise BackendError("begin_adapters needs adapters next to a complete base: call begin_weights")
+        self._loaded = {name for name in self._layout.shapes if not is_adapter_name(name)}
+        self._factors, self._sends_base = {}, False
 
     def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Hands this rank's boxes to vLLM's loaders; a layer is packed as soon as it is complete."""
         if self._loaded is None:
             raise BackendError("load_shards needs an update: call begin_weights first")
         check_shards(self._layout, dist.get_rank(), shards, self._loaded)
-        self._open().load({name: part for name, (part,) in shards.items()}, self._layout)
+        parts = {name: part for name, (part,) in shards.items()}
+        self._factors |= {name: part for name, part in parts.items() if is_adapter_name(name)}
+        if base := {name: part for name, part in parts.items() if name not in self._factors}:
+            self._open().load(base, self._layout)
         self._loaded |= shards.keys()
 
     def load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -186,8 +232,11 @@ class VllmBackend:
         check_complete(self._layout, dist.get_rank(), self._loaded)
         engine = self._open()
         if self._loaded is not None:
-            engine.finish_update()
-            self._loaded = None
+            if self._sends_base:
+                engine.finish_update()
+            if self._factors:
+                engine.put_adapter(self._factors)
+            self._loaded, self._factors, self._has_base = None, {}, True
         engine.reset_prefix_cache()
         self._weight_version = version
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,10 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._engine_rules import check_vllm_runs, refuse_wrapped
+from hf_engine.backends._lora_config import LoraConfig
 from hf_engine.backends._memory import choose_positions, take_again
 from hf_engine.backends._shard import Shard
+from hf_engine.backends.vllm._adapters import EngineAdapter, build_adapter_arguments
 from hf_engine.backends.vllm._draws import DrawProcessor
 from hf_engine.backends.vllm._groups import GROUPS, current_tp_ranks, destroy_groups
 from hf_engine.backends.vllm._library import options_set, serving_threads
@@ -104,6 +106,8 @@ class Engine:
         seed: vLLM's own.
         cache_bytes: keys and values of this rank.
         max_positions: longest sequence; None for the model's.
+        lora: settings of an adapter that is computed unmerged; None: without one.
+        adapted: names of the layers that have it.
 
     Raises:
         BackendError: if another engine is in this process, or vLLM refuses.
@@ -119,6 +123,8 @@ class Engine:
         seed: int,
         cache_bytes: int,
         max_positions: int | None,
+        lora: LoraConfig | None = None,
+        adapted: Collection[str] = (),
     ) -> None:
         register_transfer()
         groups = topology.groups("gen_tp")
@@ -145,6 +151,7 @@ class Engine:
             enforce_eager=True,
             async_scheduling=False,
             disable_log_stats=True,
+            **({} if lora is None else build_adapter_arguments(lora, adapted)),
         )
         try:
             self._engine = LLMEngine.from_engine_args(arguments)
@@ -168,6 +175,7 @@ class Engine:
                 "class of this family derives it; choose another model, or rollout backend 'transformers'"
             )
         self._worker = self._engine.model_executor.driver_worker.worker
+        self._adapter = None if lora is None else EngineAdapter(self._worker, lora, adapted)
         caches = [cache.untyped_storage() for cache in self._worker.model_runner.kv_caches]
         self._caches = list({storage._cdata: storage for storage in caches}.values())
         self._cache_sizes = [storage.nbytes() for storage in self._caches]
@@ -198,6 +206,11 @@ class Engine:
         """Bytes of the KV cache that are allocated now."""
         return sum(storage.nbytes() for storage in self._caches)
 
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the buffers in which layers hold the adapter."""
+        return 0 if self._adapter is None else self._adapter.num_bytes
+
     def tp_ranks(self) -> tuple[int, ...]:
         """Global ranks of vLLM's tensor-parallel group."""
         return current_tp_ranks()
@@ -215,9 +228,10 @@ class Engine:
             # What it left of its requests keeps vLLM busy without an end.
             raise BackendError("vLLM was interrupted while it generated; close this backend, build another")
         self._is_broken = True
+        adapter = None if self._adapter is None else self._adapter.request
         try:
             with serving_threads():
-                responses = run_requests(self._engine, batch, sampling, stops, strings)
+                responses = run_requests(self._engine, batch, sampling, stops, strings, adapter=adapter)
         except Exception as error:
             raise BackendError(
                 f"vLLM failed while it generated; close this backend, build another: {type(error).__name__}: {error}"
@@ -248,8 +262,14 @@ class Engine:
 
     @options_set()
     def finish_update(self) -> None:
-        """Packs the weights."""
+        """Packs the weights. vLLM forgets the adapter then."""
         self._engine.collective_rpc("finish_weight_update")
+
+    @options_set()
+    def put_adapter(self, factors: Mapping[str, torch.Tensor]) -> None:
+        """Replaces the adapter; the base stays."""
+        assert self._adapter is not None, "the layout has none else"
+        self._adapter.put(factors)
 
     @options_set()
     def reset_prefix_cache(self) -> None:

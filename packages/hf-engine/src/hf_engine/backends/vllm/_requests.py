@@ -16,6 +16,7 @@ from hf_engine.backends.vllm._draws import EXTRA, Draw
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
+    from vllm.lora.request import LoRARequest
 
     from hf_engine.backends._stop_strings import StopStrings
 
@@ -34,7 +35,13 @@ class Response:
 
 
 def run_requests(
-    engine: Any, batch: TensorDict, sampling: SamplingParams, stops: Sequence[int], strings: StopStrings | None
+    engine: Any,
+    batch: TensorDict,
+    sampling: SamplingParams,
+    stops: Sequence[int],
+    strings: StopStrings | None,
+    *,
+    adapter: LoRARequest | None = None,
 ) -> list[Response]:
     """Runs a batch to its end.
 
@@ -44,6 +51,7 @@ def run_requests(
         sampling: how to draw.
         stops: all tokens that end a response.
         strings: what else ends one; it is looked for after every token.
+        adapter: with which all are computed; None: with the base alone.
 
     Returns:
         The n samples of a prompt one after the other.
@@ -64,7 +72,7 @@ def run_requests(
                 output_kind=RequestOutputKind.CUMULATIVE if strings else RequestOutputKind.FINAL_ONLY,
                 extra_args={EXTRA: draw},
             )
-            engine.add_request(str(sample), {"prompt_token_ids": prompt_ids}, parameters)
+            engine.add_request(str(sample), {"prompt_token_ids": prompt_ids}, parameters, lora_request=adapter)
     finished: dict[int, Response] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():

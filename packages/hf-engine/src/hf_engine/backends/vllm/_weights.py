@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
+from hf_engine.backends.vllm._adapters import unwrap_layers, wrap_layers
 from hf_protocols.errors import ReshardError
 
 __all__ = ["TRANSFER", "ShardTransferEngine", "register_transfer"]
@@ -48,6 +49,7 @@ class ShardTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     @torch.no_grad()
     def start_weight_update(self) -> None:
         """Prepares every layer; what an update that never finished left behind is dropped."""
+        unwrap_layers(self.model)
         self._drop_unfinished()
         self._name_loaders()
         initialize_layerwise_reload(self.model)
@@ -82,6 +84,7 @@ class ShardTransferEngine(WeightTransferEngine):  # type: ignore[misc]
                 f"vLLM's parameters {missing} were not loaded: their names do not map to the model's, or its loader of "
                 "this family takes none in an update"
             )
+        wrap_layers(self.model)
 
     def shutdown(self) -> None:
         """Nothing is held."""
