@@ -15,7 +15,7 @@ SLOW_PARTS := learning integration-tests hf-engine hf-controller hf-mapper
 # Runs that learn compute for minutes: a part of their own in the slow lane, next to those that wait for clusters.
 LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_learning.py
 
-.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-trackers test-matrix test-families
+.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-trackers test-matrix test-families fuzz
 .PHONY: check fmt docs
 .PHONY: bench bench-learning bench-gpu wheels constraints clean
 
@@ -60,6 +60,9 @@ test-sglang: env ## set up .venv-sglang and test the SGLang backend with real en
 
 test-trackers: ## set up .venv-trackers and test runs that TensorBoard, W&B, MLflow and Trackio follow
 	@$(call named,trackers,scripts/env.sh trackers && .venv-trackers/bin/pytest $(TRACKED) -m trackers $(DURATIONS))
+
+fuzz: env ## read 100,000 damaged files with every reader; INPUTS=N for others
+	$(BIN)/python integration-tests/fuzz.py --inputs $(or $(INPUTS),100000)
 
 test-matrix: env ## test every training layout and the quickstart with every engine, and keep the dated result
 	scripts/env.sh vllm

@@ -279,6 +279,20 @@ def test_damaged_files_are_named_on_the_page(tmp_path):
     assert "reward/mean" not in events
 
 
+def test_half_characters_and_huge_numbers_are_shown(tmp_path):
+    """JSON can hold what no file and no float can; a page shows the rest."""
+    half = "\ud800"
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"iteration": 1, f"{half}loss": 1.0, "a/loss": 10**400}) + "\n")
+    (tmp_path / "summary.json").write_text(json.dumps({"stopped": half, "wall_s": 10**400, "iterations": 3}))
+    (tmp_path / "samples").mkdir()
+    _write_samples(tmp_path / "samples" / "0.jsonl", [{"set": "test", "prompt": f"whole{half}", "score": 10**400}])
+    span = _span("actor.generate_sequences", 0, 10**400, 5, iteration=1)
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [span]}))
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "whole\ufffd" in page
+    assert "\ufffdloss" in page
+
+
 @pytest.mark.parametrize(
     "event",
     [{}, {"ph": "X"}, {"ph": "X", "ts": "a", "dur": 1}, {"ph": "X", "ts": 1, "dur": 1, "args": {"iteration": "one"}}],

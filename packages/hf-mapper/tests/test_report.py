@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hf_mapper import map_dataflow, render_plan
+from hf_mapper import build_page, map_dataflow, render_plan
 from hf_protocols import GenerationSpec, MachinePlan, MappingPlan, ModelPlan, PlanError, PoolPlan
 
 
@@ -75,3 +77,37 @@ def test_the_bound_on_generation_layouts_is_said(paper_problem: Callable[..., An
         [f"generation layouts of at most 2-8 {more}"],
         [],
     ]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "place"),
+    [
+        (("iteration_s",), "long", "iteration_s"),
+        (("stages",), {"calls": []}, "stages"),
+        (("stages", 0, "calls"), 3, r"stages\[0\].calls"),
+        (("stages", 0, "latency_s"), math.inf, r"stages\[0\].latency_s"),
+        (("pools", "*", "usable_bytes"), 0, "usable_bytes"),
+        (("pools", "*", "stage_s"), [1.0], "stage_s"),
+        (("models", "actor", "state_bytes"), 10**400, "models.actor.state_bytes"),
+        (("models", "actor"), [], "models.actor"),
+        (("search",), True, "search"),
+        (("adapters",), {"rank": 4}, "adapters"),
+    ],
+)
+def test_damaged_estimates_are_one_error(plan: MappingPlan, path: tuple[Any, ...], value: Any, place: str) -> None:
+    """Of tables and of the page alike, and it says where."""
+    estimates = copy.deepcopy(dict(plan.estimates))
+    holder: Any = estimates
+    for key in path[:-1]:
+        holder = holder[next(iter(holder)) if key == "*" else key]
+    holder[path[-1]] = value
+    damaged = MappingPlan(pools=plan.pools, models=plan.models, estimates=estimates)
+    for draw in (printed, build_page):
+        with pytest.raises(PlanError, match=rf"estimates\.\S*{place}.*Regenerate the plan"):
+            draw(damaged)
+
+
+def test_names_in_brackets_are_printed_as_they_are(plan: MappingPlan) -> None:
+    first = plan.estimates["stages"][0] | {"calls": ["actor.[/b][red]x"]}
+    estimates = dict(plan.estimates, stages=[first, *plan.estimates["stages"][1:]])
+    assert "actor.[/b][red]x" in printed(MappingPlan(pools=plan.pools, models=plan.models, estimates=estimates))

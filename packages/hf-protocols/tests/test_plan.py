@@ -9,6 +9,7 @@ import pytest
 
 from hf_protocols import (
     SCHEMA_VERSION,
+    ConfigError,
     GenerationSpec,
     MachinePlan,
     MappingPlan,
@@ -17,6 +18,7 @@ from hf_protocols import (
     PlanError,
     PoolPlan,
     TopologyError,
+    load_plan,
 )
 
 GOLDEN = Path(__file__).parent / "golden" / "mapping_plan.json"
@@ -280,3 +282,17 @@ def test_roles_of_a_plan_are_names(role: Any) -> None:
 def test_a_model_that_generates_has_a_training_layout() -> None:
     with pytest.raises(PlanError, match=r"a model's generation=.* without train: give the layout that it is cut from"):
         make(generation=GenerationSpec(gen_tp_size=7))
+
+
+def test_a_file_that_is_not_a_plan_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(PLAN.to_json())
+    assert load_plan(file) == PLAN
+    file.write_bytes(PLAN.to_json().replace("main", "\udcff").encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError, match=r"the plan \S*plan\.json is not UTF-8 text"):
+        load_plan(file)
+    file.write_text(PLAN.to_json().replace("main", "\\ud800"))
+    with pytest.raises(PlanError, match=r"--plan \S*plan\.json: .* unpaired surrogate"):
+        load_plan(file, "--plan")
+    with pytest.raises(ConfigError, match=r"plan\.json cannot be read"):
+        load_plan(tmp_path / "absent" / "plan.json")

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from hf_protocols import HybridFlowError, PlanError
-from hf_protocols.paths import read_path, read_text
+from hf_protocols import HybridFlowError
+from hf_protocols.paths import read_path
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_algorithms.run_directory import RunDirectory
-    from hf_protocols import MappingPlan
 
-__all__ = ["UserPath", "describe_error", "exit_codes", "fail", "print_summary", "read_plan", "search_path_of"]
+__all__ = ["UserPath", "describe_error", "exit_codes", "fail", "print_summary", "search_path_of"]
 
 
 class UserPath(click.Path):
@@ -63,21 +62,6 @@ def fail(message: str, code: int) -> NoReturn:
 def search_path_of(config: Path) -> tuple[str, ...]:
     """Folders where a user's own modules are: the current one and that of the configuration."""
     return (os.getcwd(), str(config.resolve().parent))
-
-
-def read_plan(path: Path) -> MappingPlan:
-    """Reads a mapping plan.
-
-    Raises:
-        PlanError: for a file that cannot be read or is not a plan.
-    """
-    from hf_protocols import MappingPlan
-
-    text = read_text(path, "the plan", "a plan, as `hybridflow plan --json` prints it")
-    try:
-        return MappingPlan.from_json(text)
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from None
 
 
 def print_summary(summary: dict[str, Any], directory: Path, config: Config) -> None:

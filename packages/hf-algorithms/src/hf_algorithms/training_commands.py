@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from hf_algorithms.command_line import UserPath, exit_codes, print_summary, read_plan, search_path_of
+from hf_algorithms.command_line import UserPath, exit_codes, print_summary, search_path_of
+from hf_protocols.plan import load_plan
 
 __all__ = ["dpo", "reward_model", "sft", "train"]
 
@@ -58,7 +59,7 @@ def _run(command: str, config: Path, overrides: tuple[str, ...], plan_file: Path
 
     search_path = search_path_of(config)
     settings = load_config(config, overrides, search_path=search_path, command=command)
-    plan = read_plan(plan_file) if plan_file else None
+    plan = load_plan(plan_file) if plan_file else None
     directory = RunDirectory(Path(settings.run.output_dir), overwrite=overwrite)
     with exit_codes(directory):
         summary = run_recipe(settings, directory, plan=plan, search_path=search_path)

@@ -24,7 +24,7 @@ from hf_mapper.simulation_report import render_simulation, render_stage_errors
 from hf_mapper.terminal import build_console
 from hf_mapper.traces import TraceConstants, calibrate_traces, validate_trace
 from hf_mapper.validation import build_report, validate_folder
-from hf_protocols import ConfigError, HybridFlowError, MappingPlan
+from hf_protocols import ConfigError, HybridFlowError, load_plan
 from hf_protocols.arguments import show
 from hf_protocols.paths import read_path, read_text
 
@@ -172,7 +172,7 @@ def simulate(config: Path, placement: str, as_json: bool) -> None:
     problem = read_config(config)
     if placement.endswith(".json"):
         file = Path(read_path("--placement", placement))
-        pools = read_placement(MappingPlan.from_json(read_text(file, "--placement", "a plan")))
+        pools = read_placement(load_plan(file, "--placement"))
     else:
         pools = parse_placement(placement)
     found = simulate_placement(
@@ -248,7 +248,11 @@ def calibrate(
 def _validate_trace(trace: Path, constants: Path | None, *, as_json: bool) -> None:
     known = None
     if constants is not None:
-        known = TraceConstants.from_json(read_text(constants, "--constants", "a file of calibrate --output"))
+        text = read_text(constants, "--constants", "a file of calibrate --output")
+        try:
+            known = TraceConstants.from_json(text)
+        except ConfigError as error:
+            raise ConfigError(f"--constants {constants}: {error}") from None
     errors = validate_trace(trace, known)
     if as_json:
         click.echo(json.dumps({"stages": [asdict(stage) for stage in errors]}, indent=2))

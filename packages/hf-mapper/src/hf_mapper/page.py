@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from hf_mapper.estimates import check_estimates
 from hf_mapper.explanation import Explanation
 from hf_mapper.reasons import (
     describe_bottleneck,
@@ -16,7 +17,6 @@ from hf_mapper.reasons import (
     describe_winner,
 )
 from hf_mapper.report import (
-    check_estimates,
     describe_devices,
     describe_generation,
     describe_generation_limit,
@@ -31,6 +31,8 @@ __all__ = ["build_page"]
 
 _DRAWN_MACHINES = 64
 """Machines of a pool whose devices are drawn one by one; the others are alike and are counted."""
+_DRAWN_SLOTS = 64
+"""Devices of a machine that are drawn; its label has their number."""
 _ROW_PX, _BAR_PX = 26, 18
 _CELL_PX, _CELL_HEIGHT_PX = 12, 30
 
@@ -212,15 +214,15 @@ def _draw_devices(pool: PoolPlan, used: float, usable: float) -> str:
 
 def _draw_machine(number: int, machine: MachinePlan, full: float) -> str:
     """The devices of a machine side by side, each filled from the bottom."""
-    height = full * _CELL_HEIGHT_PX
+    height, drawn = full * _CELL_HEIGHT_PX, min(machine.slots, _DRAWN_SLOTS)
     cells = "".join(
         f'<rect x="{slot * _CELL_PX + 1}" y="1" width="{_CELL_PX - 3}" height="{_CELL_HEIGHT_PX}" class="track"/>'
         f'<rect x="{slot * _CELL_PX + 1}" y="{_CELL_HEIGHT_PX + 1 - height:.1f}" width="{_CELL_PX - 3}" '
         f'height="{height:.1f}" class="s0"/>'
-        for slot in range(machine.slots)
+        for slot in range(drawn)
     )
     label = f"machine {number + 1}: {machine.slots} x {machine.gpu_kind}, each {100 * full:.0f} % full"
-    width = machine.slots * _CELL_PX
+    width = drawn * _CELL_PX
     return (
         f'<svg viewBox="0 0 {width} {_CELL_HEIGHT_PX + 2}" style="width:{width}px;max-width:100%" role="img" '
         f'aria-label="{escape(label, quote=True)}"><title>{escape(label)}</title>{cells}</svg>'

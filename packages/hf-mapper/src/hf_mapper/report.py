@@ -12,15 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_mapper.calibration import Calibration
+from hf_mapper.estimates import check_estimates
 from hf_mapper.planning import find_machines
 from hf_mapper.specs import SHIPPED_GENERATION
 from hf_mapper.terminal import print_table
 from hf_mapper.validation import SourceErrors
-from hf_protocols import GenerationSpec, MappingPlan, ModelPlan, ParallelSpec, PlanError, PoolPlan
+from hf_protocols import GenerationSpec, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
 
 __all__ = [
     "build_table",
-    "check_estimates",
     "describe_devices",
     "describe_generation",
     "describe_generation_limit",
@@ -49,17 +49,6 @@ def render_plan(plan: MappingPlan, console: Console) -> None:
     print_table(console, _build_model_table(plan), drop=("work", "state", *stages, "generate"))
     print_table(console, _build_stage_table(plan), drop=("waits for pool", "s"))
     console.print(_build_summary(plan))
-
-
-def check_estimates(plan: MappingPlan) -> None:
-    """Refuse a plan whose estimates are not the mapper's.
-
-    Raises:
-        PlanError: naming those that it lacks.
-    """
-    missing = [key for key in ("iteration_s", "stages", "pools", "models", "idle_gpus") if key not in plan.estimates]
-    if missing:
-        raise PlanError(f"this plan lacks estimates ({', '.join(missing)}): make it with map_dataflow to report on it")
 
 
 def render_errors(errors: Sequence[SourceErrors], console: Console) -> None:
@@ -108,7 +97,7 @@ def _percent(fraction: float | None) -> str:
 
 def build_table(title: str, *headings: str) -> Table:
     """A table whose columns so far may wrap; numbers' columns are added by the caller."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=Text(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for heading in headings:
         table.add_column(heading, overflow="fold")
     return table
@@ -151,7 +140,10 @@ def _build_stage_table(plan: MappingPlan) -> Table:
     table = build_table("Stages", "stage", "calls", "s", "waits for pool")
     for number, stage in enumerate(plan.estimates["stages"], start=1):
         table.add_row(
-            str(number), "\n".join(stage["calls"]), format_seconds(stage["latency_s"]), stage["waits_for"] or "-"
+            str(number),
+            "\n".join(stage["calls"]),
+            format_seconds(stage["latency_s"]),
+            stage["waits_for"] or "-",
         )
     return table
 

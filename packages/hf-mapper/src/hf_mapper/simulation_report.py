@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hf_mapper.simulation import Simulation
 from hf_mapper.terminal import print_table
@@ -50,4 +51,4 @@ def _seconds(seconds: float) -> str:
 
 
 def _build_table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    return Table(title=Text(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)

@@ -40,7 +40,7 @@ def print_table(console: Console, table: Table, *, drop: Sequence[str] = ()) -> 
             table.columns[:] = [replace(column, _index=index) for index, column in enumerate(kept)]
     if _fits(console, table):
         _share_width(console, table)
-    console.print(table)
+    console.print(table, markup=False)  # a name in brackets is a name
     if dropped:
         console.print(Text(f"left out at this width: {', '.join(dropped)}", style="dim"))
 
@@ -62,7 +62,7 @@ def _share_width(console: Console, table: Table) -> None:
 
 def _measure(console: Console, table: Table) -> list[Measurement]:
     """The longest word and the longest line of each column."""
-    options = console.options.update_width(_ANY_WIDTH)
+    options = console.options.update(width=_ANY_WIDTH, markup=False)
     found = []
     for column in table.columns:
         cells = [Measurement.get(console, options, cell) for cell in (column.header, *column.cells)]
@@ -73,7 +73,7 @@ def _measure(console: Console, table: Table) -> list[Measurement]:
 
 def _frame(console: Console, table: Table) -> int:
     """Characters of a line that are lines and blanks between columns."""
-    natural = Measurement.get(console, console.options.update_width(_ANY_WIDTH), table).maximum
+    natural = Measurement.get(console, console.options.update(width=_ANY_WIDTH, markup=False), table).maximum
     return natural - sum(each.maximum for each in _measure(console, table))
 
 

@@ -23,7 +23,8 @@ from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.inference import simulate_inference
 from hf_mapper.simulators.training import simulate_training
 from hf_mapper.specs import HOST_KIND, ClusterSpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
-from hf_protocols import ConfigError, GenerationSpec, HybridFlowError, MappingPlan, ModelShape, ParallelSpec, PoolPlan
+from hf_protocols import ConfigError, GenerationSpec, HybridFlowError, ModelShape, ParallelSpec, PoolPlan, load_plan
+from hf_protocols.outer_files import read_json_object
 
 __all__ = ["StageCase", "StageError", "TraceConstants", "calibrate_traces", "read_stages", "validate_trace"]
 
@@ -190,11 +191,11 @@ def read_stages(path: Path | str, constants: TraceConstants | None = None) -> li
     """
     path = Path(path)
     run = path.parent
-    events = _load(path).get("traceEvents", [])
-    workload = _load(run / "summary.json").get("workload")
+    events = read_json_object(ConfigError, path).get("traceEvents", [])
+    workload = read_json_object(ConfigError, run / "summary.json").get("workload")
     if not isinstance(workload, dict):
         raise ConfigError(f"{run / 'summary.json'} has no workload: run it again with this release")
-    plan = MappingPlan.from_json(_read(run / "plan.json"))
+    plan = load_plan(run / "plan.json", "the run's plan")
     model = ModelShape.from_config(run / "model" / "config.json")
     try:
         stages = _measure(events)
@@ -236,27 +237,6 @@ def _fast_core() -> GpuSpec:
         memory_bandwidth_bytes_per_s=5e10,
         link_bandwidth_bytes_per_s=1e10,
     )
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; a run leaves it in its directory") from None
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        body = json.loads(_read(path))
-    except ConfigError:
-        raise
-    except RecursionError:
-        raise ConfigError(f"{path} nests too deeply for the trace of a run") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise ConfigError(f"{path} is not a JSON object. Give the trace.json of a run's directory")
-    return body
 
 
 def _build_cluster(pool: PoolPlan, constants: TraceConstants | None) -> ClusterSpec:

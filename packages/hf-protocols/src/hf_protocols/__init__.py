@@ -28,7 +28,7 @@ from hf_protocols.errors import (
 from hf_protocols.machine import MachineLimits, read_machine_limits
 from hf_protocols.metrics import merge_metrics
 from hf_protocols.models import ModelShape
-from hf_protocols.plan import SCHEMA_VERSION, MachinePlan, MappingPlan, ModelPlan, PoolPlan
+from hf_protocols.plan import SCHEMA_VERSION, MachinePlan, MappingPlan, ModelPlan, PoolPlan, load_plan
 from hf_protocols.remote import FROM_ARGUMENT, MethodSpec, method_spec, register, registered_methods
 from hf_protocols.selection import RowSelection, split_rows
 from hf_protocols.standard import (
@@ -107,6 +107,7 @@ __all__ = [
     "WorkerTimeoutError",
     "compute_held_rows",
     "compute_transition_cost",
+    "load_plan",
     "merge_metrics",
     "method_spec",
     "read_machine_limits",

@@ -7,14 +7,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from hf_protocols._json import parse_json
 from hf_protocols.arguments import check_all, check_count, check_kind, check_name, shorten, show
 from hf_protocols.errors import HybridFlowError, PlanError
+from hf_protocols.paths import read_text
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 
-__all__ = ["SCHEMA_VERSION", "MachinePlan", "MappingPlan", "ModelPlan", "PoolPlan"]
+__all__ = ["SCHEMA_VERSION", "MachinePlan", "MappingPlan", "ModelPlan", "PoolPlan", "load_plan"]
 
 Spec = TypeVar("Spec")
 
@@ -174,12 +176,31 @@ class MappingPlan:
         body = parse_json(PlanError, _NO_PLAN, text, **_HOOKS)
         if not isinstance(body, dict):
             raise PlanError(f"{_NO_PLAN}: the JSON is not an object. {_REMEDY}")
+        _refuse_surrogates(body)
         version = body.pop("schema_version", None)
         if type(version) is not int or version != SCHEMA_VERSION:
             raise PlanError(
                 f"this plan has schema_version {show(version)}, this release reads {SCHEMA_VERSION}. {_REMEDY}"
             )
         return _read(cls, "the plan", body, pools=_read_pools, models=_read_models, estimates=_as_object)
+
+
+def load_plan(path: Path, what: str = "the plan") -> MappingPlan:
+    """Returns the plan that a file holds.
+
+    Args:
+        path: of the file.
+        what: stands before the path in a message.
+
+    Raises:
+        ConfigError: for a file that cannot be read or is not UTF-8 text.
+        PlanError: as `MappingPlan.from_json`, naming the file.
+    """
+    text = read_text(path, what, "a plan, as `hybridflow plan --json` prints it")
+    try:
+        return MappingPlan.from_json(text)
+    except PlanError as error:
+        raise PlanError(f"{what} {path}: {error}") from None
 
 
 _REMEDY = "Regenerate the plan"
@@ -196,6 +217,13 @@ def _hold_as_json(place: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_hold_as_json(f"{place}[{index}]", each) for index, each in enumerate(value)]
     return value
+
+
+def _refuse_surrogates(body: Any) -> None:
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise PlanError(f"{_NO_PLAN}: a text contains an unpaired surrogate. {_REMEDY}") from None
 
 
 def _refuse_constant(name: str) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hf_algorithms.report._json_values import read_number
 from hf_algorithms.report._timeline import Call
 from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
@@ -165,7 +166,8 @@ def _pool(call: Call) -> str:
 
 
 def _number(call: Call, name: str) -> float:
-    value: Any = call.arguments.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+    value = call.arguments.get(name)
+    number = read_number(value)
+    if number is None or number < 0:
         raise DataError(f"{call.name} (call {call.key}) has {name}={show(value)} instead of a number of at least 0")
-    return float(value)
+    return number

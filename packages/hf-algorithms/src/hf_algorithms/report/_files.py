@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_algorithms.report._json_values import parse_json
 from hf_algorithms.report._metrics_file import MetricsFile
 from hf_algorithms.report._sample_files import SampleFiles
 from hf_protocols.errors import DataError
@@ -132,7 +132,7 @@ def _parse_json(name: str, texts: Mapping[str, str | None], unreadable: list[str
     if text is None:
         return {}
     try:
-        body = json.loads(text)
+        body = parse_json(text)
     except ValueError as error:
         unreadable.append(f"{name} is not JSON: {error}")
         return {}
@@ -146,7 +146,7 @@ def parse_settings(text: str) -> Mapping[str, Any]:
     """Returns what a TOML text holds; empty where it cannot be read."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return {}
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from hf_algorithms.report._json_values import parse_json, read_number
 
 __all__ = ["MetricsFile", "parse_row"]
 
@@ -17,8 +18,6 @@ _SAMPLED_FROM_BYTES = 4 << 20
 """A file with more unparsed bytes is sampled, so that the first look at it takes the same time at any length."""
 _NUM_SAMPLED = 800
 _LONGEST_LINE = 1 << 20
-_LARGEST = 1e300
-"""Beyond it, sums over a run's iterations leave the range of a float; such a value is left out like NaN."""
 
 
 class MetricsFile:
@@ -152,17 +151,12 @@ class MetricsFile:
 def parse_row(line: bytes | str) -> dict[str, float] | None:
     """Returns the numbers, at most 1e300 in size, of a line of `metrics.jsonl`; None if it is not a JSON object."""
     try:
-        body: Any = json.loads(line)
-    except (ValueError, RecursionError):
+        body: Any = parse_json(line)
+    except ValueError:
         return None
     if not isinstance(body, dict):
         return None
-    # a comparison with NaN is false, and booleans are not of these types
-    return {
-        name: float(value)
-        for name, value in body.items()
-        if (type(value) is float or type(value) is int) and -_LARGEST < value < _LARGEST
-    }
+    return {name: number for name, value in body.items() if (number := read_number(value)) is not None}
 
 
 def _sample_rows(file: BinaryIO, size: int) -> list[Mapping[str, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
@@ -11,6 +10,7 @@ from hf_algorithms.report._curves import Curve, Line, render_curve
 from hf_algorithms.report._decimation import decimate
 from hf_algorithms.report._files import RunFiles, describe_end
 from hf_algorithms.report._gantt import choose_colours, render_gantt
+from hf_algorithms.report._json_values import read_number
 from hf_algorithms.report._metric_names import choose_first, format_title
 from hf_algorithms.report._numbers import format_bytes, format_duration, format_number
 from hf_algorithms.report._samples import render_samples
@@ -79,39 +79,33 @@ def _metric(run: RunFiles) -> str:
 
 
 def _scores(run: RunFiles) -> tuple[float | None, float | None]:
-    return _number(run.summary.get("score_before")), _number(run.summary.get("score_after"))
+    return read_number(run.summary.get("score_before")), read_number(run.summary.get("score_after"))
 
 
 def _kl_tile(run: RunFiles) -> str:
     divergence = run.summary.get("kl_to_reference")
-    if not isinstance(divergence, Mapping) or (value := _number(divergence.get("value"))) is None:
+    if not isinstance(divergence, Mapping) or (value := read_number(divergence.get("value"))) is None:
         return ""
     detail = f"{divergence.get('unit', '')}, {divergence.get('estimator', '')}"
     return _tile("KL to the reference", format_number(value), escape(detail))
 
 
 def _iterations_tile(run: RunFiles) -> str:
-    value, warm = (_number(run.summary.get(name)) for name in ("iterations", "warm_start_steps"))
+    value, warm = (read_number(run.summary.get(name)) for name in ("iterations", "warm_start_steps"))
     detail = f"after {warm:.0f} steps of warm start" if warm else ""
     return "" if value is None else _tile("Iterations", format_number(value), detail)
 
 
 def _speed_tile(run: RunFiles) -> str:
-    wall, tokens, samples = (_number(run.summary.get(name)) for name in ("wall_s", "tokens_per_s", "samples_per_s"))
+    wall, tokens, samples = (read_number(run.summary.get(name)) for name in ("wall_s", "tokens_per_s", "samples_per_s"))
     rates = [(tokens, "tokens/s"), (samples, "samples/s")]
     detail = ", ".join(f"{format_number(rate)} {unit}" for rate, unit in rates if rate is not None)
     return "" if wall is None else _tile("Wall time", format_duration(wall), detail)
 
 
 def _memory_tile(run: RunFiles) -> str:
-    value = _number(run.summary.get("peak_rss_bytes"))
+    value = read_number(run.summary.get("peak_rss_bytes"))
     return "" if value is None else _tile("Peak memory", format_bytes(value), "all processes together")
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 # ----------------------------------------------------------------------------------------------------- the parts below

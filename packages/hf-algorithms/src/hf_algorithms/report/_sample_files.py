@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_algorithms.report._json_values import parse_json, read_number
+
 __all__ = ["Sample", "SampleFiles", "Token"]
 
 _FOLDER = "samples"
@@ -162,8 +164,8 @@ def _parse(data: bytes, name: str, size: int) -> tuple[list[Sample], list[str]]:
     rows: list[Sample] = []
     for number, line in enumerate(data.splitlines()):
         try:
-            body = json.loads(line)
-        except (ValueError, RecursionError):
+            body = parse_json(line)
+        except ValueError:
             body = None
         if isinstance(body, dict):
             rows.append(_to_sample(number, body))
@@ -175,7 +177,7 @@ def _parse(data: bytes, name: str, size: int) -> tuple[list[Sample], list[str]]:
 def _to_sample(number: int, body: Mapping[str, Any]) -> Sample:
     prompt = _text(body.get("prompt"))
     given: dict[str, Any] = next((body[name] for name in ("rewards", "scores") if isinstance(body.get(name), dict)), {})
-    rewards = {str(name): value for name, each in given.items() if (value := _number(each)) is not None}
+    rewards = {str(name): value for name, each in given.items() if (value := read_number(each)) is not None}
     tokens = _read_tokens(body)
     row = next((body[name] for name in ("group", "row") if body.get(name) is not None), prompt)
     extra = body.get("extra")
@@ -188,10 +190,10 @@ def _to_sample(number: int, body: Mapping[str, Any]) -> Sample:
         response=_text(body.get("response")),
         answer=None if body.get("answer") is None else _text(body["answer"]),
         finish_reason=_text(body.get("finish_reason")),
-        score=_number(body.get("score")),
+        score=read_number(body.get("score")),
         rewards=rewards,
-        advantage=_number(body.get("advantage")),
-        num_tokens=len(tokens) or int(_number(body.get("tokens")) or 0),
+        advantage=read_number(body.get("advantage")),
+        num_tokens=len(tokens) or int(read_number(body.get("tokens")) or 0),
         tokens=tokens,
         extra=extra if isinstance(extra, dict) else {},
     )
@@ -213,9 +215,9 @@ def _read_tokens(body: Mapping[str, Any]) -> tuple[Token, ...]:
         Token(
             id=number if type(number := at("token_ids", place)) is int else None,
             text=_text(at("token_texts", place)),
-            sampler_logprob=_number(at("rollout_logprobs", place)),
-            trainer_logprob=_number(at("old_logprobs", place)),
-            advantage=_number(at("advantages", place)),
+            sampler_logprob=read_number(at("rollout_logprobs", place)),
+            trainer_logprob=read_number(at("old_logprobs", place)),
+            advantage=read_number(at("advantages", place)),
             is_trained=at("response_mask", place) not in (0, False),
         )
         for place in range(max(map(len, columns.values()), default=0))
@@ -226,9 +228,3 @@ def _text(value: object) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
-        return None
-    return float(value)

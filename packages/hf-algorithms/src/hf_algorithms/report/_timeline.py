@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from hf_algorithms.report._json_values import read_number
 
 __all__ = ["Call", "Part", "Row", "Timeline", "choose_iteration", "read_calls", "read_timeline"]
 
@@ -115,7 +116,7 @@ def read_calls(events: Iterable[Mapping[str, Any]]) -> list[Call]:
     """Every span that lies in no other span of its row; spans inside it are its parts."""
     by_row: dict[RowKey, list[Mapping[str, Any]]] = {}
     for event in events:
-        if event.get("ph") == "X" and all(_is_finite(event.get(name)) for name in ("ts", "dur")):
+        if event.get("ph") == "X" and all(read_number(event.get(name)) is not None for name in ("ts", "dur")):
             by_row.setdefault(_row_key(event), []).append(event)
     calls: list[Call] = []
     for row, spans in by_row.items():
@@ -140,7 +141,6 @@ def _to_call(row: RowKey, opened: _Open) -> Call:
     arguments = _arguments(opened.event)
     iteration = arguments.get("iteration")
     name = str(opened.event.get("name", ""))
-    bytes_read = arguments.get("bytes_read")
     return Call(
         row=row,
         name=name,
@@ -149,7 +149,7 @@ def _to_call(row: RowKey, opened: _Open) -> Call:
         arguments=arguments,
         start_us=opened.event["ts"],
         end_us=_end(opened.event),
-        bytes_read=bytes_read if isinstance(bytes_read, (int, float)) else None,
+        bytes_read=read_number(arguments.get("bytes_read")),
         failed=bool(arguments.get("failed")),
         parts=tuple(opened.parts),
     )
@@ -184,7 +184,3 @@ def _arguments(event: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _end(event: Mapping[str, Any]) -> float:
     return float(event["ts"]) + float(event["dur"])
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)

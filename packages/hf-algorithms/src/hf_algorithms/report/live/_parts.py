@@ -9,6 +9,7 @@ from typing import Any
 from hf_algorithms.report._curves import Curve, Line, render_curve, render_spark
 from hf_algorithms.report._gantt import render_gantt
 from hf_algorithms.report._health import HealthNumber
+from hf_algorithms.report._json_values import read_number
 from hf_algorithms.report._metric_names import choose_first, format_title
 from hf_algorithms.report._numbers import format_duration, format_number
 from hf_algorithms.report._settings_diff import compare_settings, render_comparison
@@ -167,9 +168,9 @@ def _inside(value: object) -> object:
 
 
 def _format(value: Any, *, is_duration: bool = False) -> str | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if (number := read_number(value)) is None:
         return value if isinstance(value, str) else None
-    return format_duration(value) if is_duration else format_number(float(value))
+    return format_duration(number) if is_duration else format_number(number)
 
 
 def _note(text: str) -> str:

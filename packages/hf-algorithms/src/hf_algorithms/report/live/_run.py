@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -15,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from hf_algorithms.report._decimation import Decimated, decimate
 from hf_algorithms.report._files import describe_end, parse_settings
 from hf_algorithms.report._health import HealthNumber, measure_health
+from hf_algorithms.report._json_values import parse_json
 from hf_algorithms.report._metrics_file import MetricsFile
 from hf_algorithms.report._numbers import format_bytes, format_duration
 from hf_algorithms.report._sample_files import SampleFiles
@@ -280,7 +280,7 @@ def _check_settings(text: str) -> str:
 
 
 def _parse_object(text: str) -> Mapping[str, Any]:
-    body = json.loads(text)
+    body = parse_json(text)
     if not isinstance(body, dict):
         raise ValueError("not an object")
     return body
