@@ -7,13 +7,11 @@ Batches are TensorDicts on the CPU with batch size [B]. Per-token columns are ja
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, TypeAlias
 
+from hf_engine.backends._sampling_params import SamplingParams
 from hf_engine.backends._train_config import TrainConfig
-from hf_protocols.arguments import check_count, check_kind, check_number, show
-from hf_protocols.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -32,71 +30,6 @@ Metrics: TypeAlias = dict[str, tuple[float, float]]
 """(sum, count) by name; pairs of micro-batches and ranks are merged by `hf_protocols.merge_metrics`, then divided."""
 LossFunction: TypeAlias = "Callable[[TensorDict, TensorDict], tuple[torch.Tensor, Metrics]]"
 """loss_fn(outputs, micro_batch) -> (loss_sum, metrics): see `TrainBackend.train_step`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How responses are drawn.
-
-    A sample's random numbers derive from (seed, step, row_id, sample index) only: the same samples come out of any
-    number of replicas. Reported log-probs are always those of the full distribution at `temperature`, which
-    `TrainBackend.compute_logprobs` reproduces: `top_p`, `top_k` and `min_new_tokens` restrict what may be drawn and
-    never rescale what is reported, so that no truncation leaks into a policy ratio.
-
-    Raises:
-        ConfigError: for a value out of range.
-    """
-
-    max_new_tokens: int
-    """A response ends here at the latest, with finish reason 1 (length)."""
-    min_new_tokens: int = 0
-    """Stop tokens cannot be drawn before this many tokens, and a stop string that is complete by then ends nothing."""
-    temperature: float = 1.0
-    """Logits are divided by it."""
-    top_p: float = 1.0
-    """Draw from the smallest set of most likely tokens whose probabilities reach this sum."""
-    top_k: int = 0
-    """Draw from this many most likely tokens; 0 means all."""
-    n: int = 1
-    """Samples per prompt."""
-    greedy: bool = False
-    """Take the most likely token instead of drawing; temperature still scales the reported log-probs."""
-    stop_token_ids: tuple[int, ...] = ()
-    """A response ends with any of these, beside the model's own end-of-sequence tokens; the token is kept."""
-    stop_strings: tuple[str, ...] = ()
-    """A response ends with the token that completes any of these in its text; the token is kept. Needs
-    `tokenizer.json` beside the model, in its directory or on the hub."""
-    seed: int = 0
-    """Seed of the run."""
-    step: int = 0
-    """Iteration of the run; another step draws other numbers."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 1), ("n", 1), ("min_new_tokens", 0), ("top_k", 0)):
-            check_count(ConfigError, name, getattr(self, name), least=least)
-        for name in ("seed", "step"):
-            check_kind(ConfigError, name, getattr(self, name), int, "a whole number")
-        check_kind(ConfigError, "greedy", self.greedy, bool, "True or False")
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ConfigError(f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}")
-        check_number(ConfigError, "greedy=True takes the most likely token; temperature", self.temperature)
-        if self.temperature < 1e-6:  # logits divided by less may overflow
-            raise ConfigError(f"temperature={self.temperature} is below 1e-06: use greedy=True for the likeliest token")
-        check_number(ConfigError, "top_p", self.top_p)
-        if self.top_p > 1:
-            raise ConfigError(f"top_p={self.top_p} must be at most 1")
-        check_kind(ConfigError, "stop_token_ids", self.stop_token_ids, tuple | list, "a tuple of token ids, (3,)")
-        for token_id in self.stop_token_ids:
-            check_count(ConfigError, "an id in stop_token_ids", token_id, least=0)
-        check_kind(ConfigError, "stop_strings", self.stop_strings, tuple | list, 'a tuple of strings, ("end",)')
-        for text in self.stop_strings:
-            check_kind(ConfigError, "a text in stop_strings", text, str, "strings")
-            if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-                raise ConfigError(f"a text in stop_strings={show(text)} has half a character, which no response has")
-        if "" in self.stop_strings:
-            raise ConfigError("stop_strings: give no empty string, which would stop everything")
-        if self.greedy and self.n > 1:
-            raise ConfigError(f"n={self.n} with greedy=True: all samples would be equal")
 
 
 class TrainBackend(Protocol):
@@ -195,7 +128,8 @@ class TrainBackend(Protocol):
     ) -> Metrics:
         """One optimizer step on the loss `sum over all micro-batches and ranks of loss_sum / denominator`.
 
-        The result does not depend on how rows are cut into micro-batches or spread over ranks.
+        It is `forward_backward` and `optim_step` in a row. The result does not depend on how rows are cut into
+        micro-batches or spread over ranks.
 
         Args:
             batch: this rank's rows: `prompt_ids`, `response_ids` and whatever `loss_fn` reads.
@@ -220,6 +154,42 @@ class TrainBackend(Protocol):
             NonFiniteLossError: on every rank, before the step, if loss or gradient norm is not finite on any.
             BackendError: for a loss without gradient, or metrics of another kind; if another rank failed, died or did
                 not come within the deadline of the process groups, which is that of the default group.
+        """
+        ...
+
+    def forward_backward(
+        self,
+        batch: TensorDict,
+        loss_fn: LossFunction,
+        denominator: float,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        candidates: bool = False,
+    ) -> Metrics:
+        """Adds the gradients of a loss to those that wait for `optim_step`; arguments are those of `train_step`.
+
+        Calls add up: two of them with one denominator have the gradients of one with both batches. Between calls a
+        model may score, generate, be saved, offloaded and reloaded: the weights are still those of the last step. A
+        load drops the gradients, which were of other weights.
+
+        Returns:
+            This rank's metrics summed over micro-batches.
+
+        Raises:
+            HybridFlowError: as `train_step` does. Any error drops the gradients of all calls since the last step.
+        """
+        ...
+
+    def optim_step(self) -> Metrics:
+        """Takes one optimizer step on the gradients that wait, and drops them, also where the step is refused.
+
+        Returns:
+            `grad_norm` (before clipping) and `learning_rate`.
+
+        Raises:
+            BackendError: if no gradients wait.
+            NonFiniteLossError: on every rank, before the step, if a loss or the gradient norm is not finite on any.
         """
         ...
 
@@ -302,8 +272,9 @@ class TrainBackend(Protocol):
     def offload(self, *, weights: bool = False) -> int:
         """Moves what only training needs from the device to the host, so that something else fits on the device.
 
-        That is AdamW's moments, and the float32 masters where they are not the weights themselves; gradients are
-        freed. Scoring still works. On a CPU all of it is on the host already: nothing moves and the answer is 0.
+        That is AdamW's moments, the float32 masters where they are not the weights themselves, and gradients that wait
+        for `optim_step`. Scoring still works. On a CPU all of it is on the host already: nothing moves and the answer
+        is 0.
 
         Args:
             weights: the weights too; then nothing may read them, views from `local_weights` included. Views are

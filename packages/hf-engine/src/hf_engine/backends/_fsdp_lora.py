@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends._agreement import together
-from hf_engine.backends._base import LossFunction, Metrics
+from hf_engine.backends._base import Metrics
 from hf_engine.backends._directories import check_directory, write_directory
 from hf_engine.backends._fsdp_model import gather_on_first
 from hf_engine.backends._fsdp_state import FsdpState, digest_base
@@ -33,7 +33,6 @@ from hf_engine.lost_peers import lost_peers_are_errors
 from hf_protocols.errors import BackendError
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
     from torch.distributed.tensor import DTensor
 
     from hf_engine.resharding.layouts import WeightLayout
@@ -111,22 +110,18 @@ class AdaptedFsdpBackend(FsdpBackend):
                 self._shards()[name].copy_(values)
             self._note_adapter_change()
 
-    def train_step(
-        self,
-        batch: TensorDict,
-        loss_fn: LossFunction,
-        denominator: float,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        candidates: bool = False,
-    ) -> Metrics:
-        """One optimizer step of adapters and head; see `TrainBackend.train_step`."""
-        options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "candidates": candidates}
+    def _add_gradients(self, *arguments: Any, **options: Any) -> None:
+        """As of whole weights; adapters drop inputs, which differ by step, call and rank."""
+        if not self.lora.dropout:
+            super()._add_gradients(*arguments, **options)
+            return
         place = self.optimizer_steps * dist.get_world_size() + dist.get_rank()
-        drops = dropping_inputs(self._model, seed=self._adapting[1] * 1_000_003 + place)
-        with drops if self.lora.dropout else nullcontext():
-            metrics = super().train_step(batch, loss_fn, denominator, **options)
+        seed = self._adapting[1] * 1_000_003 + place + self._waiting.calls * 1_000_000_007
+        with dropping_inputs(self._model, seed=seed):
+            super()._add_gradients(*arguments, **options)
+
+    def _take_step(self, method: str) -> Metrics:
+        metrics = super()._take_step(method)
         self._adapter_changes += 1
         return metrics
 

@@ -47,14 +47,14 @@ class ShardedAdamW:
 
     def squared_grad_norm(self) -> float:
         """Sum of squares of this rank's gradient shards; the sum over ranks is the squared global norm."""
-        norms = torch._foreach_norm(self._local_grads())
+        norms = torch._foreach_norm(self.gradients())
         return float(torch.stack(norms).double().square().sum()) if norms else 0.0
 
     @torch.no_grad()
     def step(self, grad_norm: float) -> None:
         """Clips by the global norm and steps."""
         if grad_norm > self._config.max_grad_norm:
-            torch._foreach_mul_(self._local_grads(), self._config.max_grad_norm / (grad_norm + 1e-6))
+            torch._foreach_mul_(self.gradients(), self._config.max_grad_norm / (grad_norm + 1e-6))
         for group in self.adamw.param_groups:
             group["lr"] = self.next_learning_rate
         self.adamw.step()
@@ -77,6 +77,7 @@ class ShardedAdamW:
                 moment = self.adamw.state[parameter][name]
                 yield moment.to_local() if isinstance(moment, DTensor) else moment
 
-    def _local_grads(self) -> list[torch.Tensor]:
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's shards of the gradients; the live ones."""
         grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]

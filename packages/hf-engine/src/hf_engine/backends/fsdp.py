@@ -19,8 +19,8 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite, together
-from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
+from hf_engine.backends._agreement import agree_on_micro_batches, together
+from hf_engine.backends._base import Head, LossFunction, TrainConfig
 from hf_engine.backends._build_arguments import check_data_parallel, check_train_arguments, require_head
 from hf_engine.backends._causal_lm import find_head_name, save_causal_lm
 from hf_engine.backends._classifier import build_by_architecture
@@ -45,21 +45,21 @@ from hf_engine.backends._optimizer import ShardedAdamW
 from hf_engine.backends._outputs import OutputRequest, TokenColumn
 from hf_engine.backends._scored import forward_scores, read_sequences
 from hf_engine.backends._stacked_experts import layout_in_files, tensors_in_files
-from hf_engine.backends._state import KeepsState
 from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.model_directory import VALUE_HEAD, ExportDtype, ModelDirectory, check_export_dtype
 from hf_engine.process_groups import build_groups, local_device
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout
+from hf_engine.training.steps import TrainSteps
 from hf_protocols.arguments import check_number
-from hf_protocols.errors import BackendError, NonFiniteLossError
+from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec, Topology
 
 __all__ = ["FsdpBackend"]
 
 
-class FsdpBackend(KeepsState):
+class FsdpBackend(TrainSteps):
     """The FSDP2 training backend; see `TrainBackend` for what every method means.
 
     Supports data parallelism only: `pp_size = tp_size = cp_size = ep_size = 1`. Dropout is off, so that scored,
@@ -175,42 +175,6 @@ class FsdpBackend(KeepsState):
         require_head(self._head, "score", "compute_scores")
         return self._score(batch, OutputRequest(), {"scores": TokenColumn()})
 
-    @lost_peers_are_errors("train_step")
-    def train_step(
-        self,
-        batch: TensorDict,
-        loss_fn: LossFunction,
-        denominator: float,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        candidates: bool = False,
-    ) -> Metrics:
-        """One optimizer step; see `TrainBackend.train_step`."""
-        optimizer = self._require_optimizer("train_step")
-        self._offloaded.require_all("train_step")
-        request = OutputRequest(temperature=temperature, entropy=entropy, candidates=candidates)
-        sequences, micro_batches = self._agreed_micro_batches(batch, request, denominator, needs_rows=True)
-        loss = StepLoss(loss_fn, sequences, self._device)
-        forward = partial(self._forward, request=request)
-        with failures_end_all(f"no rank took optimizer step {optimizer.steps + 1}"), self._accumulating(optimizer):
-            for number, micro_batch in enumerate(micro_batches, 1):
-                self._reduce_after_backward(number == len(micro_batches))
-                passed, outputs = self._pass(loss, micro_batch, forward)
-                torch.autograd.backward(loss.of(passed, outputs) / denominator)
-        try:
-            loss.agree(self._group, "no rank took the step")
-        except Exception:
-            optimizer.zero_grad()
-            raise
-        grad_norm = self._agreed_grad_norm(optimizer, loss.total)
-        learning_rate = optimizer.next_learning_rate
-        with failures_end_all(f"other ranks may have taken optimizer step {optimizer.steps + 1}"):
-            optimizer.step(grad_norm)
-        optimizer.zero_grad()
-        self._weight_changes += 1
-        return loss.metrics | {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0)}
-
     def set_learning_rate(self, learning_rate: float, *, constant: bool = False) -> None:
         """Uses another learning rate from the next step on; see `TrainBackend.set_learning_rate`."""
         self._require_optimizer("set_learning_rate").learning_rate.set(learning_rate, constant=constant)
@@ -233,7 +197,7 @@ class FsdpBackend(KeepsState):
             check_same_shapes({**self._layout.shapes, **shapes_of(own)}, full | buffers, directory)
         full.pop("" if has_head else self._head_name, None)
         boxes = self._layout.boxes_of(dist.get_rank())
-        self._weight_changes += 1  # also where copying fails on the way
+        self._note_change()
         with torch.no_grad():
             for name, buffer in buffers.items():
                 own[name].copy_(buffer)
@@ -262,10 +226,10 @@ class FsdpBackend(KeepsState):
         write_directory(directory, write, self._group)
 
     def offload(self, *, weights: bool = False) -> int:
-        """Gives up the moments; the weights are the float32 masters. See `TrainBackend.offload`."""
+        """Gives up moments and gradients; the weights are the float32 masters. See `TrainBackend.offload`."""
         states = [] if self._optimizer is None else list(self._optimizer.moments())
-        if self._optimizer is not None:
-            self._optimizer.zero_grad()
+        if self._optimizer is not None and self._waiting.calls:
+            states += self._optimizer.gradients()
         if weights:
             # Gathered weights that scoring left behind would be read in place of the reloaded ones.
             self._root.reshard()
@@ -331,14 +295,36 @@ class FsdpBackend(KeepsState):
             return forward_scores(self._model, micro_batch, self._device)
         return forward_tokens(self._model, micro_batch, self._device, head=self._head, request=request)
 
+    def _prepare_step(self, method: str) -> ShardedAdamW:
+        optimizer = self._require_optimizer(method)
+        self._offloaded.require_all(method)
+        return optimizer
+
+    def _add_gradients(
+        self,
+        loss: StepLoss,
+        micro_batches: Sequence[MicroBatch],
+        request: OutputRequest,
+        denominator: float,
+        *,
+        is_first: bool,
+    ) -> None:
+        forward = partial(self._forward, request=request)
+        with self._accumulating(is_first=is_first):
+            for number, micro_batch in enumerate(micro_batches, 1):
+                self._reduce_after_backward(number == len(micro_batches))
+                passed, outputs = self._pass(loss, micro_batch, forward)
+                torch.autograd.backward(loss.of(passed, outputs) / denominator)
+
     @contextmanager
-    def _accumulating(self, optimizer: ShardedAdamW) -> Iterator[None]:
-        """Starts without gradients, those included that a step which failed on its way left before their reduction."""
+    def _accumulating(self, *, is_first: bool) -> Iterator[None]:
+        """Starts a step without gradients, those included that a call which failed left before their reduction."""
         if self._has_unreduced_gradients:
             self._reduce_after_backward(True)
             outputs = self._forward(MicroBatch.dummy(), request=OutputRequest())
             torch.autograd.backward([output.sum() * 0.0 for output in outputs.values()])
-        optimizer.zero_grad()
+        if is_first:
+            self._require_optimizer("a step").zero_grad()
         self._has_unreduced_gradients = True
         try:
             yield
@@ -358,8 +344,16 @@ class FsdpBackend(KeepsState):
             self._root.set_reshard_after_backward(reduces)
 
     def _agreed_micro_batches(
-        self, batch: TensorDict, request: OutputRequest, denominator: float, *, needs_rows: bool
+        self,
+        batch: TensorDict,
+        request: OutputRequest,
+        denominator: float,
+        *,
+        needs_rows: bool,
+        loss_fn: LossFunction | None = None,
     ) -> tuple[SequenceBatch, list[MicroBatch]]:
+        del loss_fn  # ranks of their own rows may have losses of their own
+
         def prepare() -> SequenceBatch:
             check_number(BackendError, "denominator", denominator)
             vocab_size = self._model.get_input_embeddings().weight.shape[0]
@@ -369,16 +363,10 @@ class FsdpBackend(KeepsState):
         most, given = self._config.micro_batch_tokens, {"temperature": request.temperature, "denominator": denominator}
         return agree_on_micro_batches(prepare, most, self._group, self._device, needs_rows=needs_rows, arguments=given)
 
-    def _agreed_grad_norm(self, optimizer: ShardedAdamW, loss: float) -> float:
-        """The global gradient norm; refuses the step on every rank if it or the loss is not finite on any."""
+    def _measure(self, loss: float) -> tuple[float, float]:
+        optimizer = self._require_optimizer("a step")
         total, squared_norm = self.sum_over_data([loss, optimizer.squared_grad_norm()])
-        grad_norm = float(squared_norm**0.5)
-        try:
-            refuse_non_finite(total, grad_norm, optimizer.steps)
-        except NonFiniteLossError:
-            optimizer.zero_grad()
-            raise
-        return grad_norm
+        return total, float(squared_norm**0.5)
 
     def _require_optimizer(self, method: str) -> ShardedAdamW:
         if self._optimizer is None:

@@ -73,8 +73,15 @@ def select_rows(batch: TensorDict, rows: Sequence[int]) -> TensorDict:
     columns: dict[str, torch.Tensor] = {}
     for name, column in batch.items():
         assert isinstance(column, torch.Tensor)
-        columns[str(name)] = _jagged([column[r] for r in rows]) if column.is_nested else column[list(rows)]
+        columns[str(name)] = _select(column, rows) if column.is_nested else column[list(rows)]
     return TensorDict(columns, batch_size=[len(rows)])
+
+
+def _select(column: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    if rows:
+        return _jagged([column[row] for row in rows])
+    empty: torch.Tensor = torch.nested.nested_tensor_from_jagged(column.values()[:0], torch.zeros(1, dtype=torch.int64))
+    return empty
 
 
 def rows_of(column: torch.Tensor) -> list[torch.Tensor]:

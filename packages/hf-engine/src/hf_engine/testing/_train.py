@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainBackend, TrainConfig
 from hf_engine.backends._conversions import read_file_names
@@ -28,8 +27,10 @@ from hf_engine.testing._cases import (
     rows_of,
     select_rows,
 )
+from hf_engine.testing._schedules import schedule_rates
 from hf_engine.testing._state import read_whole_state
 from hf_protocols.errors import BackendError, NonFiniteLossError
+from hf_protocols.metrics import merge_metrics
 from hf_protocols.standard import THREE_D
 from hf_protocols.topology import Topology
 
@@ -73,8 +74,9 @@ def check_train_backend(
     """Checks one backend on one topology. Called on every rank.
 
     The laws: log-probs (at two temperatures), entropies, the likeliest tokens or values are those of `reference`; five
-    AdamW steps, on a loss that reads entropies and log-probs of candidates as well, end at the parameters of the same
-    steps in one process, under torch's schedulers, at any token budget; a non-finite
+    AdamW steps, on a loss that reads entropies and log-probs of candidates as well, whole or as `forward_backward` of
+    two halves of the rows and `optim_step`, end at the parameters of the same steps in one process, under torch's
+    schedulers, at any token budget; a step without gradients, or with those of a failed call, is refused; a non-finite
     loss is refused on every rank and leaves the weights alone; what was offloaded is refused, and comes back bit by
     bit; a state and an export bring the same numbers back, a state the moments and the place in the schedule, too.
 
@@ -100,6 +102,7 @@ def check_train_backend(
     backend = build(config)
     laws.check_scores(backend, "as built")
     laws.check_refusal(backend)
+    laws.check_without_gradients(backend)
     trained, moments = laws.check_training(backend)
     laws.check_offloading(backend)
     laws.check_scores(backend, "after training", trained)
@@ -140,7 +143,7 @@ class _Laws:
         self._rows = list(THREE_D.distribute(topology, len(batch))[dist.get_rank()])
         self._local = select_rows(batch, self._rows)
         self._num_tokens = float(batch["response_mask"].values().sum())
-        self._rates = _scheduled_rates(config, _NUM_STEPS + 1)
+        self._rates = schedule_rates(config, _NUM_STEPS + 1)
 
     def check_scores(self, backend: TrainBackend, when: str, reference: torch.nn.Module | None = None) -> None:
         reference = reference or self._reference
@@ -180,6 +183,22 @@ class _Laws:
         changed = [name for name in before if not torch.equal(before[name], after[name])]
         assert not changed, f"a refused step changed {changed}"
 
+    def check_without_gradients(self, backend: TrainBackend) -> None:
+        """Nothing waits for a step at first, after a call that failed, and after a load."""
+        failure = ValueError("a loss that fails")
+
+        def failing(outputs: TensorDict, micro_batch: TensorDict) -> tuple[torch.Tensor, Metrics]:
+            raise failure
+
+        self._refused_step(backend, "before any forward_backward")
+        self._accumulate(backend, self._local)
+        try:
+            self._accumulate(backend, self._local, failing)
+        except (ValueError, BackendError):
+            self._refused_step(backend, "after a forward_backward that failed")
+        else:
+            raise AssertionError("forward_backward did not raise what its loss function raised")
+
     def check_training(self, backend: TrainBackend) -> tuple[torch.nn.Module, dict[str, dict[str, torch.Tensor]]]:
         """Returns a reference that was trained alike, with the backend's own weights, and its moments by name."""
         reference = deepcopy(self._reference)
@@ -192,7 +211,7 @@ class _Laws:
         )
         for step, rate in enumerate(self._rates[:_NUM_STEPS], 1):
             expected_norm = self._reference_step(reference, optimizer, rate)
-            metrics = self._step(backend)
+            metrics = self._step_in_halves(backend) if step % 2 == 0 else self._step(backend)
             _close(metrics["grad_norm"], expected_norm, 1e-3 * expected_norm, f"gradient norm of step {step}")
             _close(metrics["learning_rate"], rate, 1e-12, f"learning rate of step {step}")
             counted = backend.sum_over_data([metrics["tokens"][0]])[0] if "tokens" in metrics else 0.0
@@ -286,6 +305,30 @@ class _Laws:
         more = self._head == "lm"
         return backend.train_step(self._local, loss or self._loss, self._num_tokens, entropy=more, candidates=more)
 
+    def _accumulate(self, backend: TrainBackend, rows: TensorDict, loss: LossFunction | None = None) -> Metrics:
+        more = self._head == "lm"
+        return backend.forward_backward(rows, loss or self._loss, self._num_tokens, entropy=more, candidates=more)
+
+    def _step_in_halves(self, backend: TrainBackend) -> Metrics:
+        """The same step on every other row and then on the rest, with scores between, which change nothing."""
+        parts = []
+        for half in (0, 1):
+            places = [place for place, row in enumerate(self._rows) if row % 2 == half]
+            parts.append(self._accumulate(backend, select_rows(self._local, places)))
+            self._score(backend)
+        return merge_metrics(parts) | backend.optim_step()
+
+    def _refused_step(self, backend: TrainBackend, when: str) -> None:
+        steps, refusal = backend.optimizer_steps, ""
+        try:
+            backend.optim_step()
+        except BackendError as error:
+            refusal = str(error)
+        assert "forward_backward" in refusal, (
+            f"optim_step {when} must be refused, and name forward_backward: {refusal!r}"
+        )
+        assert backend.optimizer_steps == steps, f"optim_step {when} was counted"
+
     def _loss(self, outputs: TensorDict, micro_batch: TensorDict) -> tuple[torch.Tensor, Metrics]:
         """A policy-gradient-like loss on log-probs with more terms, a squared error on values."""
         mask, targets = micro_batch["response_mask"], micro_batch["targets"]
@@ -344,27 +387,6 @@ def _token_loss(
         - _ENTROPY_WEIGHT * entropy
         + _CANDIDATE_WEIGHT * targets * (weights * candidates.exp()).sum(-1)
     )
-
-
-def _scheduled_rates(config: TrainConfig, num_steps: int) -> list[float]:
-    """The learning rates of the first steps, by torch's schedulers."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=config.learning_rate)
-    decay_steps = max(1, config.total_steps - config.warmup_steps)
-    warmup: LRScheduler = LinearLR(
-        optimizer, start_factor=1 / max(1, config.warmup_steps), total_iters=max(1, config.warmup_steps - 1)
-    )
-    decays: dict[str, Callable[[], LRScheduler]] = {
-        "constant": lambda: ConstantLR(optimizer, factor=1.0),
-        "linear": lambda: LinearLR(optimizer, start_factor=1.0, end_factor=config.floor, total_iters=decay_steps),
-        "cosine": lambda: CosineAnnealingLR(optimizer, decay_steps, eta_min=config.floor * config.learning_rate),
-    }
-    scheduler = SequentialLR(optimizer, [warmup, decays[config.schedule]()], milestones=[config.warmup_steps])
-    rates = []
-    for _ in range(num_steps):
-        rates.append(float(scheduler.get_last_lr()[0]))
-        optimizer.step()
-        scheduler.step()
-    return rates
 
 
 def _close(pair: tuple[float, float], expected: float, tolerance: float, what: str) -> None:

@@ -1,4 +1,4 @@
-"""What belongs to training and not to one backend: `state` saves and restores it.
+"""Parts that training backends share: an optimizer step and its two halves in `steps`, saving and restoring in `state`.
 
-Passes, losses and optimizers are in `backends`; no weights move between ranks here.
+Weights, layouts and collectives of a library live with its backend in `backends`; generation never lives here.
 """

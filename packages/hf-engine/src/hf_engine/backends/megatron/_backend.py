@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from hf_engine.backends._agreement import agree_on_micro_batches, refuse_non_finite, together
+from hf_engine.backends._agreement import agree_on_micro_batches, together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends._build_arguments import check_train_arguments
 from hf_engine.backends._closed import Closed
@@ -19,7 +19,6 @@ from hf_engine.backends._directories import write_directory
 from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._outputs import OutputRequest, TokenColumn
-from hf_engine.backends._state import KeepsState
 from hf_engine.backends.megatron._config import ModelConfig, check_divisible
 from hf_engine.backends.megatron._export import export_stage
 from hf_engine.backends.megatron._optimizer import DistributedAdamW
@@ -38,15 +37,16 @@ from hf_engine.model_directory import (
 )
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.training.steps import TrainSteps
 from hf_protocols.arguments import check_number, show
-from hf_protocols.errors import BackendError, NonFiniteLossError
+from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec, Topology
 
 __all__ = ["MegatronBackend"]
 
 
-class MegatronBackend(KeepsState):
+class MegatronBackend(TrainSteps):
     """The megatron-core training backend; see `TrainBackend` for what every method means.
 
     Runs any pp-tp-dp layout, and ep for a mixture of experts. Every rank of a replica gets the same rows, which is
@@ -151,43 +151,6 @@ class MegatronBackend(KeepsState):
         self._require_head("value", "compute_values")
         return self._score(batch, OutputRequest(), {"values": TokenColumn()})
 
-    @lost_peers_are_errors("train_step")
-    def train_step(
-        self,
-        batch: TensorDict,
-        loss_fn: LossFunction,
-        denominator: float,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        candidates: bool = False,
-    ) -> Metrics:
-        """One optimizer step; see `TrainBackend.train_step`. `loss_fn` runs on the last pipeline stage."""
-        optimizer = self._require_optimizer("train_step")
-        self._stage.offloaded.require_all("train_step")
-        self._stage.module.zero_grad_buffer()
-        request = OutputRequest(temperature=temperature, entropy=entropy, candidates=candidates)
-        sequences, micro_batches = self._agreed_micro_batches(
-            batch, request, denominator, needs_rows=True, loss_fn=loss_fn
-        )
-        loss = StepLoss(loss_fn, sequences, self._device)
-
-        def compute_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
-            outputs = self._stage.decoder.outputs(hidden, micro_batch, request)
-            return loss.of(micro_batch, outputs) / denominator
-
-        with failures_end_all(f"no rank took optimizer step {optimizer.steps + 1}"):
-            run_backward(self._stage.module, micro_batches, compute_loss, window=self._window, device=self._device)
-        loss.agree(self._world, "no rank took the step")
-        total, metrics = self._from_last_stage((loss.total, loss.metrics))
-        grad_norm = self._agreed_grad_norm(optimizer, total)
-        learning_rate = optimizer.next_learning_rate
-        with failures_end_all(f"other ranks may have taken optimizer step {optimizer.steps + 1}"):
-            optimizer.step(grad_norm)
-        optimizer.zero_grad()
-        self._weight_changes += 1
-        return dict(metrics) | {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0)}
-
     def set_learning_rate(self, learning_rate: float, *, constant: bool = False) -> None:
         """Uses another learning rate from the next step on; see `TrainBackend.set_learning_rate`."""
         self._require_optimizer("set_learning_rate").learning_rate.set(learning_rate, constant=constant)
@@ -205,7 +168,7 @@ class MegatronBackend(KeepsState):
         """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
         self._stage.offloaded.require_all("load_hf")
         files = self._stage.open_hf(directory)
-        self._weight_changes += 1  # also where reading fails on the way
+        self._note_change()
         self._stage.load_hf(files)
 
     @lost_peers_are_errors("export_hf")
@@ -222,7 +185,7 @@ class MegatronBackend(KeepsState):
 
     def offload(self, *, weights: bool = False) -> int:
         """Gives up gradients, moments, and masters that are not the weights; see `TrainBackend.offload`."""
-        return self._stage.offload(weights=weights)
+        return self._stage.offload(weights=weights, keeps_gradients=self._waiting.calls > 0)
 
     def reload(self) -> None:
         """Takes back what `offload` gave up."""
@@ -309,16 +272,40 @@ class MegatronBackend(KeepsState):
             },
         )
 
-    def _agreed_grad_norm(self, optimizer: DistributedAdamW, loss: float) -> float:
-        """The global gradient norm; refuses the step on every rank if it or the loss is not finite on any."""
+    def _prepare_step(self, method: str) -> DistributedAdamW:
+        optimizer = self._require_optimizer(method)
+        self._stage.offloaded.require_all(method)
+        return optimizer
+
+    def _add_gradients(
+        self,
+        loss: StepLoss,
+        micro_batches: Sequence[MicroBatch],
+        request: OutputRequest,
+        denominator: float,
+        *,
+        is_first: bool,
+    ) -> None:
+        """Adds this rank's gradients; `loss` is computed on the last pipeline stage."""
+        if is_first:
+            self._stage.module.zero_grad_buffer()
+
+        def compute_loss(micro_batch: MicroBatch, hidden: torch.Tensor) -> torch.Tensor:
+            outputs = self._stage.decoder.outputs(hidden, micro_batch, request)
+            return loss.of(micro_batch, outputs) / denominator
+
+        run_backward(self._stage.module, micro_batches, compute_loss, window=self._window, device=self._device)
+
+    def _shared(self, loss: StepLoss) -> tuple[float, Metrics]:
+        shared: tuple[float, Metrics] = self._from_last_stage((loss.total, loss.metrics))
+        return shared
+
+    def _measure(self, loss: float) -> tuple[float, float]:
+        optimizer = self._require_optimizer("a step")
         (total,) = self.sum_over_data([loss])
-        grad_norm = optimizer.take_gradients()
-        try:
-            refuse_non_finite(total, grad_norm, optimizer.steps)
-        except NonFiniteLossError:
-            optimizer.zero_grad()
-            raise
-        return grad_norm
+        with failures_end_all(f"no rank took optimizer step {optimizer.steps + 1}"):
+            self._stage.sum_gradients()
+            return total, optimizer.take_gradients()
 
     def _require_head(self, head: Head, method: str) -> None:
         if self._head != head:

@@ -45,7 +45,7 @@ def run_backward(
     window: int | None,
     device: torch.device,
 ) -> None:
-    """Adds the gradients of the sum of `compute_loss(micro_batch, hidden [b, T, h])`, and sums them over ranks."""
+    """Adds this rank's gradients of the sum of `compute_loss(micro_batch, hidden [b, T, h])`."""
 
     def finish(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         # A third item tells the schedule not to divide by the number of micro-batches.

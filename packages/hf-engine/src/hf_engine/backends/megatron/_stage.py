@@ -19,6 +19,7 @@ from hf_engine.backends.megatron._core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
+    quiet,
 )
 from hf_engine.backends.megatron._files import HuggingFaceFiles
 from hf_engine.backends.megatron._model import Decoder, build_decoder
@@ -74,7 +75,7 @@ class Stage:
         self.offloaded = OffloadedMemory(lambda: self.parameters.values())
         self.decoder.requires_grad_(trainable)
         if trainable:
-            transformer.finalize_model_grads_func = _sum_gradients
+            transformer.finalize_model_grads_func = _leave_unsummed
             ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
             self.module = DistributedDataParallel(transformer, ddp, self.decoder)
             self.optimizer = DistributedAdamW(self.module, config, self.dtype)
@@ -101,13 +102,28 @@ class Stage:
         assert own == layout.boxes_of(self._groups.rank), "the layout is not that of megatron-core's parameters"
         return layout
 
-    def offload(self, *, weights: bool) -> int:
-        """Gives up gradients, moments and masters, and the weights if asked; the bytes freed on the device."""
+    def sum_gradients(self) -> None:
+        """Adds the gradients of all calls of a step over ranks; losses were divided by global denominators before.
+
+        Collective, and once a step: the buffers hold sums and parts afterwards.
+        """
+        with quiet():
+            finalize_model_grads([self.module], None)
+
+    def offload(self, *, weights: bool, keeps_gradients: bool = False) -> int:
+        """Gives up gradients, moments and masters, and the weights if asked; the bytes freed on the device.
+
+        Args:
+            weights: the weights too.
+            keeps_gradients: they come back as they were, and otherwise as zeros.
+        """
         storages = {parameter.untyped_storage()._cdata for parameter in self.parameters.values()}
         gradients, states = [], []
         if self.optimizer is not None:
             gradients = [b.grad_data for b in (*self.module.buffers, *self.module.expert_parallel_buffers)]
             states = [t for t in self.optimizer.state_tensors() if t.untyped_storage()._cdata not in storages]
+        if keeps_gradients:
+            states, gradients = [*states, *gradients], []
         return self.offloaded.give_up(states=states, zeros=gradients, weights=weights)
 
     def stored_name(self, name: str) -> str:
@@ -204,7 +220,5 @@ class Stage:
         return found
 
 
-def _sum_gradients(model: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
-    """Reduces gradients over ranks; the loss was divided by the global denominator before."""
-    del num_tokens
-    finalize_model_grads(model, None, **options)
+def _leave_unsummed(model: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
+    """In place of the sum with which a schedule ends: another call of the same step may add to the gradients."""
