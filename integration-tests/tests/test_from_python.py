@@ -36,7 +36,7 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_page_runs_cell_by_cell(notebook: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(cells) == 4
+    assert len(cells) == 5
     names: dict[str, Any] = {"__name__": "__main__"}
     for cell in cells:
         exec(compile(cell, "<cell>", "exec"), names)
@@ -47,6 +47,7 @@ def test_the_page_runs_cell_by_cell(notebook: Path, capsys: pytest.CaptureFixtur
     assert first.summary["score_after"] < first.summary["score_before"]
     assert [row["iteration"] for row in second.metrics] == [1, 2]
     assert all((each.model_dir / "config.json").is_file() for each in (first, second, third))
+    assert Path("loop-model/config.json").is_file() and names["rewards"].shape == (8, 4)
     assert str(first.model_dir) in (printed := capsys.readouterr().out) and "4 64 final" in printed
 
 
@@ -89,7 +90,7 @@ def generate() -> Iterator[dict[str, str]]:
     [
         (
             {"dataset": generate()},
-            "dataset 'train': is of type generator, which has no length, and a run reads",
+            "dataset 'train': is of type generator, which has no length, and rows are read",
         ),
         ({"dataset": [1]}, "dataset 'train', row 1: is of type int, not a mapping of columns to values"),
         ({"dataset": [{"prompt": "1", "answer": b"1"}]}, "dataset 'train', row 1: Object of type bytes is not JSON"),
@@ -128,3 +129,40 @@ def test_functions_of_one_name_all_count(notebook: Path) -> None:
     result = hf_algorithms.train(TINY, ROWS, [make(1.0), make(2.0)], set=SMALL)
     row = result.metrics[0]
     assert (row["reward/score/mean"], row["reward/score_2/mean"], row["reward/mean"]) == (1.0, 2.0, 3.0)
+
+
+def score_length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(each)) for each in completions]
+
+
+def test_generate_and_evaluate_take_rows_and_callables(notebook: Path) -> None:
+    tuned = hf_algorithms.sft(
+        TINY, ROWS, set={"training.shard": "root", "run.iterations": 1, "algorithm.batch_size": 8}
+    )
+    model, lock = tuned.model_dir, threading.Lock()
+
+    def held(completions: list[str], **_: Any) -> list[float]:
+        with lock:
+            return [0.25] * len(completions)
+
+    written = hf_algorithms.generate(model, data=["1+1=", "2+2="], output="texts.jsonl", max_new_tokens=3)
+    assert written.rows == 2 and '"prompt": "1+1="' in Path("texts.jsonl").read_text()
+    sets = {"all": datasets.Dataset.from_list(ROWS), "some": ROWS[:3]}
+    for _ in range(2):
+        metrics = [score_length, "exact_match", lambda completions, **_: [0.5] * len(completions)]
+        scores = hf_algorithms.evaluate(model, data=sets, metrics=metrics, max_new_tokens=3)
+        assert {name: each.rows for name, each in scores.sets.items()} == {"all": 8, "some": 3}
+        assert set(scores.sets["some"].metrics) == {"score_length", "exact_match", "function_3"}
+        assert scores.metrics["eval/some/function_3"] == 0.5
+    scores = hf_algorithms.evaluate(model, data=ROWS, metrics={"quarter": held}, max_new_tokens=3)
+    assert scores.metrics == {"eval/data/quarter": 0.25}
+    for arguments, message in (
+        ({"data": generate()}, "data: is of type generator, which has no length"),
+        ({"data": {"mine": [1]}}, "data 'mine', row 1: is of type int"),
+        ({"metrics": [3]}, "metric 'function_1' = 3: is not a function"),
+        ({"metrics": 3}, "metrics = 3: is not a function"),
+        ({"metrics": {"a b": held}}, "the name 'a b' must consist of letters"),
+    ):
+        with pytest.raises((ConfigError, DataError)) as refused:
+            hf_algorithms.evaluate(model, **{"data": ROWS, "metrics": ["exact_match"], **arguments})
+        assert message in str(refused.value) and "\n" not in str(refused.value)

@@ -15,6 +15,7 @@ from hf_algorithms.data import PromptDataset, Rows, TurnFormat, load_tokenizer, 
 from hf_algorithms.initial_model import check_vocabulary, without_progress
 from hf_algorithms.model_source import ModelSource, find_model_source, holding_whole_model
 from hf_algorithms.placement import check_backend_options
+from hf_algorithms.python_inputs import temporary_inputs
 from hf_algorithms.responses import build_sampling_of, check_room, draw_responses
 from hf_protocols import BackendError, ConfigError
 from hf_protocols.arguments import show
@@ -262,7 +263,7 @@ def read_prompts(
 def generate(
     model: str | Path,
     *,
-    data: str | Path,
+    data: Any,
     output: str | Path,
     backend: str | None = None,
     backend_options: Mapping[str, Any] = NO_OPTIONS,
@@ -285,7 +286,8 @@ def generate(
 
     Args:
         model: directory in Hugging Face format, hub name, adapter directory or directory of a run.
-        data: rows in any format that training reads.
+        data: a path, in any format that training reads; or rows: a list of mappings or of prompts, or a
+            `datasets.Dataset`.
         output: a file that does not exist.
         backend: name of a rollout backend; by default the run's, else `transformers`.
         backend_options: more of what the backend's `build` takes.
@@ -305,14 +307,18 @@ def generate(
         ConfigError, DataError: before anything is generated, for what cannot be used.
     """
     file = _check_output(output)
-    with open_policy(
-        model,
-        backend=backend,
-        backend_options=backend_options,
-        chat_template=chat_template,
-        system_prompt=system_prompt,
-    ) as policy:
-        rows, prompts = read_prompts(policy, str(data), prompt_field=prompt_field, answer_field=answer_field)
+    with (
+        temporary_inputs() as inputs,
+        open_policy(
+            model,
+            backend=backend,
+            backend_options=backend_options,
+            chat_template=chat_template,
+            system_prompt=system_prompt,
+        ) as policy,
+    ):
+        path = inputs.name_rows(data, "data", label="data", text_column="prompt")
+        rows, prompts = read_prompts(policy, path, prompt_field=prompt_field, answer_field=answer_field)
         new_tokens = policy.choose_new_tokens(max_new_tokens, prompts)
         sampling = build_sampling_of(
             samples=samples,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["decode_text", "pad_rows", "to_jagged", "unpad_rows"]
+__all__ = ["decode_text", "encode_text", "pad_rows", "to_jagged", "unpad_rows"]
 
 
 def to_jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -29,3 +29,8 @@ def unpad_rows(padded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def decode_text(column: torch.Tensor) -> list[str]:
     """The texts of a jagged column of UTF-8 bytes."""
     return [bytes(row.tolist()).decode("utf-8") for row in column.unbind()]
+
+
+def encode_text(texts: Sequence[str]) -> torch.Tensor:
+    """A jagged column of UTF-8 bytes, which `decode_text` reads."""
+    return to_jagged([torch.tensor(list(text.encode()), dtype=torch.uint8) for text in texts])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.atomic_files import refuse_unwritable, write_text, writing_lines
 from hf_algorithms.evaluation_sets import SetResult, evaluate_set
 from hf_algorithms.generation import NO_OPTIONS, Policy, open_policy, read_prompts
+from hf_algorithms.python_inputs import temporary_inputs
 from hf_algorithms.responses import ResponseScorer, build_sampling_of, name_metrics
 from hf_algorithms.rewards import check_metric
 from hf_protocols import ConfigError
@@ -33,7 +34,8 @@ _RESULT = "evaluation.json"
 
 Keep = Callable[[list[dict[str, Any]]], None]
 Progress = Callable[[str, int, int], None]
-Data = str | Path | Sequence[str | Path] | Mapping[str, str | Path]
+Data = str | Path | Sequence[Any] | Mapping[str, Any]
+Metric = str | Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ def evaluate(
     model: str | Path,
     *,
     data: Data | None = None,
-    metrics: Sequence[str] = (),
+    metrics: Metric | Sequence[Metric] | Mapping[str, Metric] = (),
     samples: int = 1,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
@@ -89,10 +91,12 @@ def evaluate(
 
     Args:
         model: directory in Hugging Face format, hub name, adapter directory or directory of a run.
-        data: sets by name; or paths, each with `NAME=` before it or named after its file. Of a run also the names of
-            its own sets; left out, the run's test rows.
-        metrics: functions like those of a reward: shipped names, `module:function`, `file.py:function`, or URLs; of a
-            run by default its `reward.metric`.
+        data: sets by name, each a path or rows: a list of mappings or of prompts, or a `datasets.Dataset`. Or rows
+            alone, the set `data`; or paths, each with `NAME=` before it or named after its file. Of a run also the
+            names of its own sets; left out, the run's test rows.
+        metrics: functions like those of a reward: callables, shipped names, `module:function`, `file.py:function`, or
+            URLs; one, several in a list, or by metric. Of a run by default its `reward.metric`. What cannot be pickled
+            runs in this process, without a deadline.
         samples: responses to each row.
         max_new_tokens: tokens of a response at most; by default the run's, else 256, or what prompts leave of a
             smaller context.
@@ -115,12 +119,11 @@ def evaluate(
         RewardError: if a metric function fails, or scores no row of a set.
     """
     folder = None if output is None else _check_folder(output)
-    with ExitStack() as stack:
+    with ExitStack() as stack, temporary_inputs() as inputs:
         how: dict[str, str | None] = {"chat_template": chat_template, "system_prompt": system_prompt}
-        opened = open_policy(model, backend=backend, backend_options=backend_options, **how)
-        policy = stack.enter_context(opened)
-        functions = name_metrics(metrics or _find_metric(policy.config), key="metric")
-        paths = _name_sets(data, policy.config)
+        policy = stack.enter_context(open_policy(model, backend=backend, backend_options=backend_options, **how))
+        functions = _name_functions(inputs.name_metrics(metrics), policy.config)
+        paths = _name_sets(inputs.name_sets(data), policy.config)
         fields = {"prompt_field": prompt_field, "answer_field": answer_field}
         sets = {name: read_prompts(policy, path, most_rows=rows, **fields)[1] for name, path in paths.items()}
         sampling = build_sampling_of(
@@ -133,7 +136,8 @@ def evaluate(
             stop_strings=policy.stop_strings,
         )
         policy.check_room(sampling, *sets.values())
-        scorer = stack.enter_context(closing(_build_scorer(policy, functions, sets, answer_field, search_path)))
+        built = _build_scorer(policy, functions, sets, answer_field, search_path, stays=inputs.holds_functions)
+        scorer = stack.enter_context(closing(built))
         found = _score_sets(policy, sets, sampling, scorer, partial(_keeping, folder, on_progress))
     result = EvaluationResult(model=os.fspath(model), sets=found, output=folder)
     if folder is not None:
@@ -172,8 +176,10 @@ def _build_scorer(
     sets: Mapping[str, PromptDataset],
     answer_field: str | None,
     search_path: Sequence[str],
+    *,
+    stays: bool,
 ) -> ResponseScorer:
-    """Checks the functions with the rows that they will score."""
+    """Checks the functions with the rows that they will score; some may have to stay in this process."""
     config = policy.config
     name = answer_field or (config.data.answer_field if config is not None else None) or "answer"
     hosts = () if config is None else config.reward.allowed_hosts
@@ -188,7 +194,21 @@ def _build_scorer(
                 allowed_hosts=hosts,
                 search_path=search_path,
             )
-    return ResponseScorer(functions, policy.turns, search_path=search_path, answer_name=name, allowed_hosts=hosts)
+    return ResponseScorer(
+        functions,
+        policy.turns,
+        search_path=search_path,
+        answer_name=name,
+        num_processes=0 if stays else None,
+        allowed_hosts=hosts,
+    )
+
+
+def _name_functions(given: Mapping[str, str] | Sequence[str], config: Config | None) -> Mapping[str, str]:
+    """The functions by the names of their metrics; without any, the run's own."""
+    if isinstance(given, Mapping) and given:
+        return {_check_name(name, "metrics"): function for name, function in given.items()}
+    return name_metrics(list(given) or _find_metric(config), key="metric")
 
 
 def _find_metric(config: Config | None) -> list[str]:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingResult", "dpo", "reward_model", "sft", "train"]
 
+_TEXT_COLUMNS = {"train": "prompt", "sft": "text"}
+"""Column of a row that is a text alone, by command."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
@@ -55,8 +58,8 @@ def train(
 
     Args:
         model: directory or hub name, or the keys of `[model]`.
-        dataset: a path, a hub name, a list of mappings, or a `datasets.Dataset`; or these by `train`, `validation` and
-            `test`. Rows are written to `OUTPUT.inputs`.
+        dataset: a path, a hub name, a list of mappings or of prompts, or a `datasets.Dataset`; or these by `train`,
+            `validation` and `test`. Rows are written to `OUTPUT.inputs`.
         reward: a function, or its name as `module:function`, `file.py:function` or a URL; or a list of these. A
             function that cannot be pickled runs in this process, without a deadline.
         algorithm: name that `hybridflow algorithms` lists, `file.py:RECIPE`, or the keys of `[algorithm]`.
@@ -202,7 +205,10 @@ def _run(
     inputs = InputFolder(directory.path.with_name(f"{directory.path.name}.inputs"))
     try:
         if given.dataset is not None:
-            body["data"] = {**body.get("data", {}), **inputs.name_data(given.dataset)}
+            body["data"] = {
+                **body.get("data", {}),
+                **inputs.name_data(given.dataset, text_column=_TEXT_COLUMNS.get(command)),
+            }
         if given.reward is not None:
             is_here = run.get("executor") == "in_process"
             body["reward"] = {**body.get("reward", {}), **inputs.name_reward(given.reward, is_in_process=is_here)}

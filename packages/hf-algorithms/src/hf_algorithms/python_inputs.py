@@ -1,28 +1,31 @@
 """Rows, functions and sections that a program or a notebook passes in place of files.
 
-They become what a file would say. Rows and functions are written next to the run's directory, in `OUTPUT.inputs`, so
-that its `config.toml` runs again.
+They become what a file would say. Rows and functions of a run are written next to its directory, in `OUTPUT.inputs`, so
+that its `config.toml` runs again; those of `generate` and `evaluate` into a folder that goes when they return.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from os import PathLike, fspath
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hf_algorithms.users_code import pickle_with_module
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError
 
-__all__ = ["HELD_FUNCTIONS", "InputFolder"]
+__all__ = ["HELD_FUNCTIONS", "InputFolder", "temporary_inputs"]
 
 HELD_FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """Functions of this process that cannot be pickled, by the name that the configuration has for them."""
 _SETS = ("train", "validation", "test")
+_DATA = "data"
+"""Name of rows that are passed without one."""
 _LOADER = '''"""Loads a function that was passed from a program."""
 
 from pathlib import Path
@@ -59,26 +62,32 @@ class InputFolder:
                 with suppress(OSError):
                     folder.rmdir()
 
-    def name_data(self, dataset: Any) -> dict[str, Any]:
+    @property
+    def holds_functions(self) -> bool:
+        """True if this process holds a function that cannot be pickled, so that no other process can call it."""
+        return bool(self._held)
+
+    def name_data(self, dataset: Any, *, text_column: str | None = None) -> dict[str, Any]:
         """Returns keys of `[data]` for what was passed as a data set.
 
         Args:
             dataset: a path, a hub name, or rows: a list of mappings, or a `datasets.Dataset`. Or a mapping of
                 `train`, `validation` and `test` to any of these, as a `datasets.DatasetDict` is.
+            text_column: column of a row that is a text alone; None: such rows are refused.
 
         Raises:
             ConfigError: for something else, such as a generator, which can be read once.
             DataError: for a row that is not a mapping, or that JSON cannot hold.
         """
         if not isinstance(dataset, Mapping):
-            return {"train": self._name_rows(dataset, "train")}
+            return {"train": self.name_rows(dataset, "train", text_column=text_column)}
         unknown = [name for name in dataset if name not in _SETS]
         if unknown or "train" not in dataset:
             raise ConfigError(
                 f"dataset: a mapping with the keys {', '.join(map(str, dataset)) or 'none'}. Pass rows as a list, or "
                 f"a mapping of train, and of {' and '.join(_SETS[1:])} if you have them"
             )
-        return {name: self._name_rows(rows, name) for name, rows in dataset.items()}
+        return {name: self.name_rows(rows, name, text_column=text_column) for name, rows in dataset.items()}
 
     def name_reward(self, reward: Any, *, is_in_process: bool) -> dict[str, Any]:
         """Returns keys of `[reward]` for what was passed as a reward.
@@ -92,45 +101,102 @@ class InputFolder:
             ConfigError: for a function that cannot be pickled, where workers are other processes.
         """
         if isinstance(reward, str) or callable(reward):
-            name, holds = self._name_function(reward, "reward", is_in_process=is_in_process)
+            name, holds = self._name_function(reward, "reward", kind="reward", is_in_process=is_in_process)
             return {"function": name} | ({"processes": 0} if holds else {})
         if isinstance(reward, Sequence):
             reward = _name_each(reward)
         if not isinstance(reward, Mapping) or not reward:
             raise ConfigError(f"reward = {show(reward)}: is not a function. Pass one, its name, or a list of these")
-        named = {key: self._name_function(each, key, is_in_process=is_in_process) for key, each in reward.items()}
+        named = {
+            key: self._name_function(each, key, kind="reward", is_in_process=is_in_process)
+            for key, each in reward.items()
+        }
         keys: dict[str, Any] = {"functions": [{"name": key, "function": name} for key, (name, _) in named.items()]}
         return keys | ({"processes": 0} if any(holds for _, holds in named.values()) else {})
 
-    def _name_rows(self, rows: Any, name: str) -> str:
+    def name_sets(self, data: Any) -> Any:
+        """Returns the sets of an evaluation as paths, for what was passed as its data.
+
+        Args:
+            data: rows, which become the set `data`; a mapping of names to rows or paths; or paths, which stay as they
+                are, in a list too.
+
+        Raises:
+            ConfigError, DataError: as `name_data` does.
+        """
+        if isinstance(data, Mapping):
+            labels = {name: f"data {name!r}" for name in data}
+            return {
+                name: self.name_rows(rows, str(name), label=labels[name], text_column="prompt")
+                for name, rows in data.items()
+            }
+        paths = data if isinstance(data, list | tuple) else [data]
+        if data is None or all(isinstance(each, str | PathLike) for each in paths):
+            return data
+        return {_DATA: self.name_rows(data, _DATA, label=_DATA, text_column="prompt")}
+
+    def name_metrics(self, metrics: Any) -> dict[str, str] | list[str]:
+        """Returns metric functions as a configuration names them; names alone stay a list.
+
+        Args:
+            metrics: a function or its name; or several in a list, or by the name of the metric.
+
+        Raises:
+            ConfigError: for something that is neither.
+        """
+        if isinstance(metrics, str) or callable(metrics):
+            metrics = [metrics]
+        if isinstance(metrics, Sequence):
+            if all(isinstance(each, str) for each in metrics):
+                return list(metrics)
+            metrics = _name_each(metrics)
+        if not isinstance(metrics, Mapping):
+            raise ConfigError(f"metrics = {show(metrics)}: is not a function. Pass one, its name, or a list of these")
+        return {
+            str(name): self._name_function(each, str(name), kind="metric", is_in_process=True)[0]
+            for name, each in metrics.items()
+        }
+
+    def name_rows(self, rows: Any, name: str, *, label: str = "", text_column: str | None = None) -> str:
+        """Returns the path of rows, which are written unless they are a path.
+
+        Args:
+            rows: a path, a hub name, or rows as for `name_data`.
+            name: of the data set.
+            label: beginning of messages; by default the data set by its name.
+            text_column: as for `name_data`.
+
+        Raises:
+            ConfigError, DataError: as `name_data` does.
+        """
         if isinstance(rows, str | PathLike):
             return fspath(rows)
-        label = f"dataset {name!r}"
+        label = label or f"dataset {name!r}"
         if not (hasattr(rows, "__len__") and hasattr(rows, "__iter__")):
             raise ConfigError(
-                f"{label}: is of type {type(rows).__name__}, which has no length, and a run reads rows more than once. "
+                f"{label}: is of type {type(rows).__name__}, which has no length, and rows are read more than once. "
                 "Pass list(...) of it, or a path"
             )
         file = self.path / f"{name}.jsonl"
         self.path.mkdir(parents=True, exist_ok=True)
         with file.open("w", encoding="utf-8") as lines:
             for number, row in enumerate(rows, start=1):
-                lines.write(_write_row(row, f"{label}, row {number}") + "\n")
+                lines.write(_write_row(row, f"{label}, row {number}", text_column) + "\n")
         return str(file)
 
-    def _name_function(self, function: Any, name: str, *, is_in_process: bool) -> tuple[str, bool]:
+    def _name_function(self, function: Any, name: str, *, kind: str, is_in_process: bool) -> tuple[str, bool]:
         """The function as a configuration names it; and whether this process holds it."""
         if isinstance(function, str):
             return function, False
         if not callable(function):
-            raise ConfigError(f"reward {name!r} = {show(function)}: is not a function. Pass one, or its name")
+            raise ConfigError(f"{kind} {name!r} = {show(function)}: is not a function. Pass one, or its name")
         stem = "".join(each if each.isalnum() else "_" for each in name)
         try:
             pickled = pickle_with_module(function, function)
         except Exception as error:  # pickling calls a user's code
             if not is_in_process:
                 raise ConfigError(
-                    f"reward {name!r}: cannot be pickled for workers on Ray ({type(error).__name__}: {error}). Define "
+                    f"{kind} {name!r}: cannot be pickled for workers on Ray ({type(error).__name__}: {error}). Define "
                     "it in a module, or set run.executor to 'in_process'"
                 ) from error
             key = f"{stem}_{len(HELD_FUNCTIONS)}"
@@ -142,6 +208,17 @@ class InputFolder:
         file.with_suffix(".pkl").write_bytes(pickled)
         file.write_text(_LOADER, encoding="utf-8")
         return f"{file}:function", False
+
+
+@contextmanager
+def temporary_inputs() -> Iterator[InputFolder]:
+    """Yields a folder that goes with its inputs when the block ends."""
+    with TemporaryDirectory(prefix="hybridflow-") as folder:
+        inputs = InputFolder(Path(folder))
+        try:
+            yield inputs
+        finally:
+            inputs.close(is_used=True)
 
 
 def __getattr__(name: str) -> Any:
@@ -164,7 +241,9 @@ def _find_name(function: Any, number: int) -> str:
     return name if name.isidentifier() else f"function_{number}"
 
 
-def _write_row(row: Any, label: str) -> str:
+def _write_row(row: Any, label: str, text_column: str | None) -> str:
+    if isinstance(row, str) and text_column is not None:
+        row = {text_column: row}
     if not isinstance(row, Mapping):
         raise DataError(
             f"{label}: is of type {type(row).__name__}, not a mapping of columns to values. Pass a list of mappings, "

@@ -13,6 +13,7 @@ from hf_algorithms.losses._correction import Correction
 from hf_algorithms.losses._distillation import DistillationLoss
 from hf_algorithms.losses._kl_term import KLTerm
 from hf_algorithms.losses._loss import Loss
+from hf_algorithms.losses._names import find_loss
 from hf_algorithms.losses._policy import GAP_BOUND, PolicyLoss
 from hf_algorithms.losses._preference import PreferenceLoss, PreferencePairs, label_pairs
 from hf_algorithms.losses._ranking import CostRankingLoss, RankingLoss
@@ -58,5 +59,6 @@ __all__ = [
     "ValueLoss",
     "compute_explained_variance",
     "count_group_tokens",
+    "find_loss",
     "label_pairs",
 ]

@@ -1,4 +1,4 @@
-"""What actor, critic and reference share: a model on a training backend."""
+"""A model on a training backend: what trained and frozen ones share."""
 
 from __future__ import annotations
 
@@ -6,16 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from hf_algorithms.jagged import pad_rows
-from hf_algorithms.workers._outputs import read_outputs
 from hf_controller import Worker, WorkerContext
 from hf_engine import SupportsAdapters, TrainConfig, load_train_backend
 from hf_protocols import ONE_TO_ALL, register
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-    from hf_algorithms.losses import Loss
     from hf_algorithms.workers._setup import RoleSetup
     from hf_engine import LoadedState, StateFile, TrainBackend
     from hf_engine.model_directory import ExportDtype
@@ -25,9 +20,6 @@ __all__ = ["SEQUENCE", "Metrics", "ModelWorker", "on_device"]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 Metrics = dict[str, tuple[float, float]]
-
-_OUTPUT_OPTIONS = {"entropy": "entropy", "candidate_logprobs": "candidates"}
-"""Arguments of `train_step` that ask for more outputs, by the output's name."""
 
 SEQUENCE = ("prompt_ids", "response_ids", "response_mask")
 """Columns that every forward pass reads."""
@@ -92,7 +84,6 @@ class ModelWorker(Worker):
     ) -> None:
         super().__init__(context)
         self._offload = offload
-        self._pretraining: TensorDict | None = None
         self._train: TrainBackend = load_train_backend(backend).build(
             model,
             topology=context.topology,
@@ -160,32 +151,3 @@ class ModelWorker(Worker):
     def _rest(self) -> None:
         if self._offload:
             self._train.offload(weights=True)
-
-    def _update(
-        self, batch: TensorDict, loss: Loss, *, temperature: float = 1.0, pretrain_weight: float = 0.0
-    ) -> Metrics:
-        """One optimizer step on the loss of all ranks' rows. Without a trained token there is no step."""
-        held, self._pretraining = self._pretraining, None
-        asked = read_outputs(loss, self.head)
-        options = {key: True for name, key in _OUTPUT_OPTIONS.items() if name in asked}
-        tokens, count, learned = self._train.sum_over_data(
-            [_count_tokens(batch), _count(loss, batch), 0.0 if held is None else _count_tokens(held)]
-        )
-        if not tokens or not count:
-            return {f"{self.context.role}/skipped_steps": (1.0, 1.0)}
-        if held is not None and learned:
-            from hf_algorithms.workers._pretraining import join_pretraining
-
-            batch, loss = join_pretraining(batch, loss, held, weight=pretrain_weight * count / learned)
-        metrics = self._train.train_step(batch, loss, count, temperature=temperature, **options)
-        return {name if "/" in name else f"{self.context.role}/{name}": pair for name, pair in metrics.items()}
-
-
-def _count_tokens(batch: TensorDict) -> float:
-    return float(pad_rows(batch["response_mask"]).sum())
-
-
-def _count(loss: Loss, batch: TensorDict) -> float:
-    """This rank's share of the loss's denominator; of a loss without `count`, its trained tokens."""
-    count = getattr(loss, "count", None)
-    return _count_tokens(batch) if count is None else count({str(name): batch[name] for name, _ in batch.items()})

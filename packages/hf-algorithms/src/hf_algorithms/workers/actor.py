@@ -12,6 +12,7 @@ from hf_algorithms.jagged import pad_rows
 from hf_algorithms.sampler_adapters import takes_adapters
 from hf_algorithms.workers._adapter_probe import probe_adapters
 from hf_algorithms.workers._model import SEQUENCE, Metrics, on_device
+from hf_algorithms.workers._prompts import ALL_TO_REPLICAS, PromptReader, split_prompts
 from hf_algorithms.workers.policy import PolicyWorker
 from hf_engine import (
     LOGPROB_BOUNDS,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from hf_algorithms.losses import Loss
+    from hf_algorithms.workers._prompts import Prompt
     from hf_algorithms.workers._setup import RoleSetup
     from hf_controller import WorkerContext
     from hf_engine import LoadedState, StateFile, TrainConfig
@@ -68,6 +70,8 @@ class ActorWorker(PolicyWorker):
         self._dtype = self._coarser_dtype()
         self._judged_dtype = None if isinstance(generator, SupportsWeightBuffers) else self._dtype
         self._sampled: tuple[int, float] | None = None
+        self._directory, self._num_draws = model, 0
+        self._prompts: PromptReader | None = None
         # An optimizer step that must have changed the weights; transitions since the last report that saw no change.
         self._has_stepped = False
         self._num_unchanged: int | None = None
@@ -98,6 +102,46 @@ class ActorWorker(PolicyWorker):
             B * n rows, the n samples of a prompt one after another. `sample_id` int64 [B * n, 4] names each: epoch,
             row, number among the n, attempt.
         """
+        responses = self._draw(batch, sampling)
+        responses["sample_id"] = _number_samples(batch, sampling.n)
+        return responses
+
+    @register(
+        protocol=ALL_TO_REPLICAS,
+        rows="unknown",
+        writes=("row_id", "prompt_ids", "response_ids", "response_mask", "rollout_logprobs", "finish_reason", "text"),
+        kind="generation",
+    )
+    @on_device
+    def sample(self, prompts: Sequence[Prompt], sampling: SamplingParams | Mapping[str, Any]) -> TensorDict:
+        """Draws responses to prompts as users have them, from the current weights.
+
+        Args:
+            prompts: texts, lists of chat messages, or lists of token ids. A text is tokenized as it is, a chat rendered
+                by the model's chat template.
+            sampling: values by name: `max_new_tokens`, and any of `min_new_tokens, temperature, top_p, top_k, seed, n,
+                stop`. A temperature of 0 takes the likeliest tokens. The same seed draws the same responses; without
+                one every call draws others.
+
+        Returns:
+            n rows for each prompt, one after another: `row_id` int64 [B], the prompt's number; `prompt_ids` and
+            `response_ids`, jagged [B, T], the token that ended a response included; `response_mask`;
+            `rollout_logprobs`; `finish_reason` (0 stop, 1 length); `text`, jagged bytes, see `decode_text`.
+
+        Raises:
+            ConfigError: for a key or value of `sampling` that is not known.
+            DataError: for something else than prompts, or a chat that the template refuses.
+            BackendError: for a prompt that does not fit the model with `max_new_tokens`.
+        """
+        if self._prompts is None:
+            self._prompts = PromptReader(self._directory)
+        drawn = self._prompts.build_sampling(sampling, seed=self.context.seed, step=self._num_draws)
+        self._num_draws += 1
+        batch, num_kept = split_prompts(self._prompts.encode(prompts), self.context)
+        found = self._draw(batch, drawn)
+        return self._prompts.join(batch, found, num_samples=drawn.n, num_kept=num_kept)
+
+    def _draw(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         with ExitStack() as stack:
             with self.context.span("reshard"):
                 stack.enter_context(self._engine.generation())
@@ -105,7 +149,6 @@ class ActorWorker(PolicyWorker):
             with self.context.span("generate"):
                 responses = self._engine.generate(batch, sampling)
         self._sampled = (self._train.weight_changes, sampling.temperature)
-        responses["sample_id"] = _number_samples(batch, sampling.n)
         return responses
 
     @register(
@@ -153,6 +196,10 @@ class ActorWorker(PolicyWorker):
         of the generation before, although a step with a gradient and a learning rate above zero lay in between.
         """
         metrics = self._update(batch, loss, temperature=temperature, pretrain_weight=pretrain_weight)
+        self._note_step(metrics)
+        return metrics
+
+    def _note_step(self, metrics: Metrics) -> None:
         norm, rate = (
             metrics.get(f"{self.context.role}/{name}", (0.0, 1.0))[0] for name in ("grad_norm", "learning_rate")
         )
@@ -160,7 +207,6 @@ class ActorWorker(PolicyWorker):
         if self._num_unchanged is not None:
             metrics[f"{self.context.role}/weights_unchanged"] = (self._engine.sum_over_ranks(self._num_unchanged), 1.0)
             self._num_unchanged = None
-        return metrics
 
     @register(protocol=THREE_D, returns="object", reads=SEQUENCE)
     def hold_pretraining(self, batch: TensorDict) -> None:

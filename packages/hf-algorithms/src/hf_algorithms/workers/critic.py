@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_algorithms.workers._after import add_positions, find_room, split_positions
-from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker, on_device
+from hf_algorithms.workers._model import SEQUENCE, Metrics, on_device
+from hf_algorithms.workers._trained import TrainedWorker
 from hf_protocols import THREE_D, register
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["CriticWorker"]
 
 
-class CriticWorker(ModelWorker):
+class CriticWorker(TrainedWorker):
     """One rank of the critic: the model's trunk with a scalar head."""
 
     head = "value"

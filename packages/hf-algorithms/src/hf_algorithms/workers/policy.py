@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker, on_device
+from hf_algorithms.workers._model import SEQUENCE, Metrics, on_device
+from hf_algorithms.workers._trained import TrainedWorker
 from hf_engine import SupportsAdapters
 from hf_protocols import THREE_D, NonFiniteLossError, register
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["PolicyWorker"]
 
 
-class PolicyWorker(ModelWorker):
+class PolicyWorker(TrainedWorker):
     """One rank of a policy on a training backend; it generates nothing."""
 
     @register(protocol=THREE_D, reads=SEQUENCE, writes=("old_logprobs",), kind="inference")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.data import SequenceEncoder, cut_to, decode_responses, load_tokenizer
 from hf_algorithms.jagged import decode_text, to_jagged
 from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker, on_device
+from hf_algorithms.workers._trained import TrainedWorker
 from hf_controller import WorkerContext
 from hf_engine import SupportsScores
 from hf_protocols import THREE_D, register
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["PairScorer", "RewardModelWorker"]
 
 
-class PairScorer(ModelWorker):
+class PairScorer(TrainedWorker):
     """One rank of a reward model that learns from pairs."""
 
     head = "score"
@@ -46,8 +47,7 @@ class PairScorer(ModelWorker):
     def update_scores(self, batch: TensorDict, loss: Loss) -> Metrics:
         """One optimizer step on the loss of all ranks' pairs."""
         (count,) = self._train.sum_over_data([loss.count({str(name): batch[name] for name, _ in batch.items()})])
-        metrics = self._train.train_step(batch, loss, count)
-        return {name if "/" in name else f"{self.context.role}/{name}": pair for name, pair in metrics.items()}
+        return self._name(self._train.train_step(batch, loss, count))
 
 
 class RewardModelWorker(ModelWorker):
