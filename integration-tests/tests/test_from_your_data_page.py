@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import re
 import sys
@@ -12,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from chat_tokenizers import build_chat_tokenizer
@@ -63,14 +64,42 @@ def test_commands_go_the_whole_way(folder: Path, hybridflow: Callable[..., Outco
     assert names["ids"]["input_ids"].shape[0] == 1
 
 
-def test_a_notebook_goes_the_same_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builtins, "get_ipython", lambda: None, raising=False)  # what IPython has while it runs a cell
+REFUSED = """from hf_algorithms import sft
+sft("qwen", [{"prompt": "1"}, 2], output_dir="refused")"""
+FAILING = """from hf_algorithms import train
+def fails(completions, **_):
+    raise ValueError("on purpose")
+train(tuned.model_dir, data, fails, set=short | {"rollout.batch_size": 4, "rollout.max_new_tokens": 4})"""
+
+
+def read_last_line(outputs: list[Any]) -> str:
+    """What a cell printed at its end."""
+    printed = [each.text for each in outputs if each.output_type == "stream" and each.name == "stdout"]
+    return str("".join(printed).strip().splitlines()[-1])
+
+
+@pytest.mark.timeout(900)  # a kernel imports everything again
+def test_a_notebook_goes_the_same_way(folder: Path) -> None:
+    """In a real kernel, which goes on after cells that raise."""
     _, _, rest = PAGE.partition("## The same in a notebook")
-    cells = re.findall(r"```python\n(.*?)```", rest, re.DOTALL)
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for cell in cells:
-        exec(compile(cell, "<cell>", "exec"), names)
-    assert len(cells) == 3 and len(names["result"].metrics) == 4
-    assert all(0 <= value <= 1 for name, value in names["scores"].metrics.items() if "names_the_number" in name)
+    first, *others = re.findall(r"```python\n(.*?)```", rest, re.DOTALL)
+    assert len(others) == 2
+    raising = {"tags": ["raises-exception"]}
+    notebook = new_notebook(
+        cells=[
+            new_code_cell(REFUSED, metadata=raising),
+            new_code_cell(first),
+            new_code_cell(FAILING, metadata=raising),
+            *map(new_code_cell, others),
+            new_code_cell("len(result.metrics), all(0 <= value <= 1 for value in scores.metrics.values())"),
+        ]
+    )
+    NotebookClient(notebook, timeout=None, startup_timeout=250, resources={"metadata": {"path": str(folder)}}).execute()
+    refused, _, failed, trained, evaluated, last = [cell.outputs for cell in notebook.cells]
+    assert refused[-1].ename == "DataError" and "row 2" in refused[-1].evalue and not (folder / "refused").exists()
+    assert failed[-1].output_type == "error" and "on purpose" in failed[-1].evalue
+    assert list(map(type, json.loads(read_last_line(trained)))) == [float] * 4
+    assert "eval/held_out/names_the_number" in read_last_line(evaluated)
+    assert last[-1].data["text/plain"] == "(4, True)"
     assert (folder / "notebook-model" / "model.safetensors").is_file()
     assert not (folder / "notebook-model" / "adapter_config.json").exists()
