@@ -15,11 +15,13 @@ import torch
 from algorithm_agreement import build_plan
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_algorithms import evaluate
 from hf_algorithms.confidence import compute_wilson_interval
 from hf_algorithms.config import parse_config
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.supervised import check_supervised, run_recipe
-from small_runs import Outcome, read_metrics, without_times
+from hf_protocols import ConfigError
+from small_runs import Outcome, read_metrics, read_samples, without_times
 
 ROOT = Path(__file__).resolve().parents[2]
 LEARNING_RATE = 1e-3
@@ -304,3 +306,39 @@ def test_a_page_runs_as_written(
     assert re.search(line, ended.output), ended.output
     mapping = r"data\.train: \w+\.jsonl is JSONL of \d+ rows: \w+; prompt = 'prompt'"
     assert re.search(mapping, ended.output + ended.errors), ended.errors
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo"])
+def test_sets_are_generated_from_while_rows_are_learned(command: str, tmp_path: Path) -> None:
+    body = build_body(command, tmp_path)
+    answers = write(tmp_path / "answers.jsonl", build_rows("sft", range(9, 13)))
+    sampled = {"name": "sampled", "data": answers, "metrics": ["exact_match", "small_runs:response_length"], "every": 1,
+               "samples": 2, "temperature": 1.0, "max_new_tokens": 2, "rows": 3}  # fmt: skip
+    body["rollout"] = {"max_new_tokens": 3}
+    body["evaluation"] = [sampled, {"name": "last", "data": answers, "metrics": ["small_runs:response_length"]}]
+    summary, (first, second), output = run(command, body)
+    names = {f"eval/sampled/{metric}" for metric in ("exact_match", "response_length")}
+    assert names <= first.keys() and names <= second.keys() and "eval/last/response_length" not in first
+    assert len(read_samples(output, 1, "sampled")) == 6 and len(read_samples(output, 2, "last")) == 4
+    found = evaluate(output / "model", data=answers, metrics=["small_runs:response_length"], max_new_tokens=3)
+    assert found.metrics["eval/answers/response_length"] == second["eval/last/response_length"]
+    alone = build_body(command, tmp_path / "alone")
+    plain, rows, _ = run(command, alone)
+    assert plain["score_after"] == pytest.approx(summary["score_after"], rel=1e-5), "generation changes no weight"
+    assert rows[1]["actor/grad_norm"] == pytest.approx(second["actor/grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("command", "sections", "message"),
+    [
+        ("reward-model", {"evaluation": [{"name": "a", "data": "b"}]}, "[[evaluation]]: the model of reward_model gen"),
+        ("sft", {"rollout": {"backend": "vllm"}}, "rollout.backend: sft generates for [[evaluation]] alone, which is"),
+        ("dpo", {"rollout": {"top_k": 3}}, "unknown key 'rollout.top_k'"),
+        ("sft", {"evaluation": [{"name": "a", "data": "b", "metric": "c"}]}, "unknown key 'evaluation.metric'"),
+    ],
+)
+def test_sets_that_cannot_be_generated_from_are_refused(
+    command: str, sections: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_config(build_body(command, tmp_path) | sections, command=command)

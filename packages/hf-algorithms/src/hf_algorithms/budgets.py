@@ -13,7 +13,7 @@ from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config, RolloutConfig
-    from hf_algorithms.inputs import RunInputs
+    from hf_algorithms.inputs import ModelInputs, RunInputs
     from hf_algorithms.walk import PlannedCall
     from hf_protocols import MappingPlan, ModelShape
 
@@ -182,15 +182,32 @@ def check_cache(rollout: RolloutConfig, inputs: RunInputs) -> None:
     Raises:
         ConfigError: naming the option and what is needed.
     """
-    backend = load_rollout_backend(rollout.backend)
-    if not issubclass(backend, ChecksRows):
-        return
     held_out = max(inputs.validation.max_prompt_tokens, inputs.test.max_prompt_tokens)
     longest = [
         (inputs.train.max_prompt_tokens + rollout.max_new_tokens, rollout.samples_per_prompt),
         (held_out + rollout.max_new_tokens, 1),
-        *((each.data.max_prompt_tokens + each.max_new_tokens, each.config.samples) for each in inputs.evaluations),
     ]
+    _check_rows(rollout, inputs, longest)
+    check_row_cache(rollout, inputs)
+
+
+def check_row_cache(rollout: RolloutConfig, inputs: ModelInputs) -> None:
+    """Does the same for the sets of `[[evaluation]]` alone.
+
+    Raises:
+        ConfigError: naming the option and what is needed.
+    """
+    _check_rows(
+        rollout,
+        inputs,
+        [(each.data.max_prompt_tokens + each.max_new_tokens, each.config.samples) for each in inputs.evaluations],
+    )
+
+
+def _check_rows(rollout: RolloutConfig, inputs: ModelInputs, longest: Sequence[tuple[int, int]]) -> None:
+    backend = load_rollout_backend(rollout.backend)
+    if not issubclass(backend, ChecksRows):
+        return
     for tokens, samples in longest:
         try:
             backend.check_row(rollout.options, inputs.model.shape, tokens=tokens, samples=samples)

@@ -79,7 +79,8 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     settings = load_config(config, overrides, search_path=search_path_of(config), command=None)
     with tempfile.TemporaryDirectory() as folder, exit_codes():
         if isinstance(settings.recipe, SupervisedRecipe):
-            pairs, found = check_supervised(settings, Path(folder) / "initial_model")
+            folders = search_path_of(config)
+            pairs, found = check_supervised(settings, Path(folder) / "initial_model", search_path=folders)
             models, lines = pairs.models, pairs.describe_data()
         else:
             inputs, found = check_run(settings, Path(folder) / "initial_model", search_path=search_path_of(config))

@@ -48,6 +48,8 @@ class ModelInputs:
     """Tokens at which responses end; none where nothing is generated."""
     turns: TurnFormat
     """How prompts and responses are written as tokens."""
+    evaluations: tuple[EvaluationInputs, ...] = ()
+    """The sets of `[[evaluation]]`."""
 
     def exported_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name, with the template of `data.chat_template` in place of its own."""
@@ -74,8 +76,6 @@ class RunInputs(ModelInputs):
     test: PromptDataset
     pretraining: PromptDataset | TextBlocks | None = None
     """Rows of the pretraining loss; None: the rows of `train`."""
-    evaluations: tuple[EvaluationInputs, ...] = ()
-    """The sets of `[[evaluation]]`."""
 
     def describe_data(self) -> list[str]:
         """A line for each file with its format and columns, one for absent answers and one for long prompts."""

@@ -15,7 +15,7 @@ from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config, EvaluationConfig
-    from hf_algorithms.inputs import RunInputs
+    from hf_algorithms.inputs import ModelInputs
     from hf_algorithms.roles import Roles
     from hf_controller import Executor
 
@@ -71,7 +71,7 @@ def check_evaluations(config: Config, rows: Mapping[str, Rows], *, search_path: 
             )
 
 
-def tokenize_evaluations(config: Config, rows: Mapping[str, Rows], inputs: RunInputs) -> tuple[EvaluationInputs, ...]:
+def tokenize_evaluations(config: Config, rows: Mapping[str, Rows], inputs: ModelInputs) -> tuple[EvaluationInputs, ...]:
     """Returns the sets as the model's tokens.
 
     Raises:
@@ -102,7 +102,7 @@ class RunEvaluations:
     """
 
     config: Config
-    inputs: RunInputs
+    inputs: ModelInputs
     executor: Executor
     roles: Roles
     search_path: Sequence[str] = ()

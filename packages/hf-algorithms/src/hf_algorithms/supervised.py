@@ -26,8 +26,10 @@ from hf_algorithms.recipes import StepContext, SupervisedDataset, SupervisedReci
 from hf_algorithms.report import write_report
 from hf_algorithms.role_models import find_role_models, list_main_backends
 from hf_algorithms.run import begin_run, build_executor, check_inputs, run_training
+from hf_algorithms.run_evaluations import RunEvaluations
 from hf_algorithms.run_summary import RunSummary
 from hf_algorithms.step_metrics import average_metrics
+from hf_algorithms.supervised_evaluations import list_generation_backends, prepare_evaluations, with_generation
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
 from hf_algorithms.wiring import build_roles
 from hf_engine import SamplingParams
@@ -105,7 +107,7 @@ def run_supervised(
     tracking = prepare_tracking(config, on_metrics=on_metrics, search_path=search_path)
     with closing(directory), TemporaryDirectory() as folder:
         fresh = Path(folder) / "initial_model"
-        inputs, plan = check_supervised(config, fresh, plan=plan)
+        inputs, plan = check_supervised(config, fresh, plan=plan, search_path=search_path)
         check_machine(config, plan)
         check_inputs(config, directory)
         with MemoryMeter() as memory, RunDisplay(config.run.iterations) as display, ExitStack() as stack:
@@ -119,7 +121,8 @@ def run_supervised(
             summary = RunSummary(directory, executor, memory, started_s=started_s, facts=facts, note=display.note)
             stack.enter_context(summary)
             roles = build_roles(executor, config, plan, inputs, search_path)
-            _SupervisedRun(config, directory, inputs, executor, roles, display, summary).execute()
+            evaluations = stack.enter_context(closing(RunEvaluations(config, inputs, executor, roles, search_path)))
+            _SupervisedRun(config, directory, inputs, executor, roles, evaluations, display, summary).execute()
         write_report(directory.path)
     return summary.body
 
@@ -138,7 +141,7 @@ def run_recipe(
 
 
 def check_supervised(
-    config: Config, folder: Path, *, plan: MappingPlan | None = None
+    config: Config, folder: Path, *, plan: MappingPlan | None = None, search_path: Sequence[str] = ()
 ) -> tuple[SupervisedInputs, MappingPlan]:
     """Reads what a supervised run needs, and plans it.
 
@@ -146,18 +149,20 @@ def check_supervised(
         config: the run's.
         folder: where a fresh model and its tokenizer are written.
         plan: where the models go; None lets the mapper decide.
+        search_path: folders where modules of metrics are looked for first.
 
     Raises:
         HybridFlowError: for what the run could not use.
     """
     config = merge_given_adapters(config, folder.with_name(MERGED_MODELS))
     check_train_backends(config, plan)
-    inputs = load_supervised(config, folder)
+    inputs = prepare_evaluations(config, load_supervised(config, folder), search_path=search_path)
     check_adapters(config, inputs.models)
     shapes = {role: each.shape for role, each in inputs.models.items()}
     sets = {name: getattr(inputs, name) for name in DATA_SETS}
     prompts, responses = inputs.count_tokens(DATA_SETS)
     found = plan or plan_placement(config, shapes, prompt_tokens=prompts, response_tokens=responses)
+    found = with_generation(config, found)
     check_plan(config, found, shapes)
     _check_rows(config, found, sets)
     return inputs, found
@@ -184,12 +189,12 @@ def load_supervised(config: Config, folder: Path) -> SupervisedInputs:
         (text for row in train for text in _list_texts(row)),
         directory=folder,
         seed=config.run.seed,
-        backends=list_main_backends(config),
+        backends={**list_main_backends(config), **list_generation_backends(config)},
         on_cpu=config.cluster.gpu == "cpu",
         head=getattr(trained.load_worker(), "head", "lm"),
     )
     turns, most = build_turn_format(config.data, model), model.shape.max_positions
-    sets = {
+    sets: dict[str, Any] = {
         name: recipe.build_dataset(
             part, model.tokenizer, max_tokens=most, source=config.data.describe(name), turns=turns, config=config
         )
@@ -263,6 +268,7 @@ class _SupervisedRun:
         inputs: SupervisedInputs,
         executor: Executor,
         roles: Roles,
+        evaluations: RunEvaluations,
         display: RunDisplay,
         summary: RunSummary,
     ) -> None:
@@ -273,6 +279,7 @@ class _SupervisedRun:
         self._inputs = inputs
         self._executor = executor
         self._roles = roles
+        self._evaluations = evaluations
         self._display = display
         self._ledger = Ledger(directory)
         self._busy_s = 0.0
@@ -315,6 +322,9 @@ class _SupervisedRun:
             found = self._evaluate("validation")
             metrics |= {f"eval/validation/{name}": value for name, value in found.items()}
             self._commit_model(iteration)
+        scores, samples = self._evaluations.evaluate_due(iteration, is_last=iteration == config.run.iterations)
+        metrics |= scores
+        self._directory.append_samples(iteration, samples)
         self._busy_s += elapsed_s
         metrics["perf/samples_per_s"] = self._batch_size / elapsed_s
         metrics["time/iteration_s"] = elapsed_s

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from hf_algorithms.config._evaluation import EvaluationConfig
 from hf_algorithms.config._reading import apply_override, find_recipe, parse_config
 from hf_algorithms.config._sections import Config, RoleConfig
-from hf_algorithms.config._writing import find_switched_off, without_none
+from hf_algorithms.config._writing import find_switched_off, find_used, is_read, without_none
 from hf_algorithms.recipes import SupervisedRecipe
 from hf_protocols.toml import format_toml_value, read_toml
 
@@ -134,8 +134,10 @@ def format_commented(config: Config) -> str:
                 lines.append("# [[evaluation]]" if body is None else "[[evaluation]]")
                 lines += _format_keys(EvaluationConfig, EvaluationConfig.model_fields, without_none(body or {}))
         else:
-            lines.append(f"[{section}]")
-            lines += _format_keys(type(getattr(config, section)), given[section], written[section])
+            reads = is_read(config, section)  # or it may be filled in with a set of [[evaluation]]
+            lines.append(f"[{section}]" if reads else f"# [{section}]")
+            keys = find_used(config, section, given[section])
+            lines += _format_keys(type(getattr(config, section)), keys, written[section] if reads else {})
     return "\n".join(lines)
 
 

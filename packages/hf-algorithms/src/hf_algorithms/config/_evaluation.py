@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field, model_validator
 
 from hf_algorithms.config._section import Section, UserPath
+from hf_algorithms.recipes import Recipe, SupervisedRecipe
 from hf_protocols.arguments import show
+from hf_protocols.errors import ConfigError
 
-__all__ = ["EvaluationConfig", "find_wrong_sets"]
+if TYPE_CHECKING:
+    from hf_algorithms.config._sections import Config
+
+__all__ = ["EvaluationConfig", "find_idle_rollout", "find_wrong_sets", "refuse_evaluation"]
 
 _LEAST_TEMPERATURE = 1e-6
 """Logits divided by less may overflow."""
@@ -67,3 +72,31 @@ def find_wrong_sets(evaluations: Sequence[EvaluationConfig], *, has_metric: bool
     for each in evaluations:
         if not each.metrics and not has_metric:
             yield f"evaluation.metrics of {show(each.name)} is missing: [reward] names no metric function. Set it"
+
+
+def refuse_evaluation(recipe: Recipe, unknown: Sequence[str]) -> None:
+    """Refuses sets of a recipe whose model generates nothing.
+
+    Args:
+        recipe: of the configuration.
+        unknown: keys that it does not know.
+
+    Raises:
+        ConfigError: if they are those of a set.
+    """
+    refuses = isinstance(recipe, SupervisedRecipe) and "evaluation" in recipe.unused
+    if refuses and any(key.startswith("evaluation.") for key in unknown):
+        raise ConfigError(
+            f"[[evaluation]]: the model of {recipe.name} generates nothing that a metric could score. Remove it; the "
+            "pairs of data.validation are evaluated every run.eval_every iterations"
+        )
+
+
+def find_idle_rollout(config: Config) -> Iterator[str]:
+    """Yields a line for a key of `[rollout]` in a supervised run that generates nothing."""
+    given = sorted(config.rollout.model_fields_set)
+    if given and not config.evaluation and isinstance(config.recipe, SupervisedRecipe):
+        yield (
+            f"rollout.{given[0]}: {config.algorithm.name} generates for [[evaluation]] alone, which is absent. Add a "
+            "table [[evaluation]], or remove the key"
+        )

@@ -12,7 +12,7 @@ from typing import Any, cast, get_args
 
 from pydantic import BaseModel, ValidationError, create_model
 
-from hf_algorithms.config._evaluation import EvaluationConfig, find_wrong_sets
+from hf_algorithms.config._evaluation import EvaluationConfig, find_idle_rollout, find_wrong_sets, refuse_evaluation
 from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._secrets import check_secrets
 from hf_algorithms.config._sections import Config, RoleConfig
@@ -68,6 +68,7 @@ def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = (), co
     known = config_keys(with_scorers)
     unknown = [key for key in _flatten(body) if key not in known]
     if unknown:
+        refuse_evaluation(recipe, unknown)
         raise ConfigError("\n".join(shorten_list([f"unknown key {show(key)}{_hint(key, known)}" for key in unknown])))
     unwritable = find_unwritable(without_none(body))
     if unwritable is not None:
@@ -118,7 +119,7 @@ def config_keys(recipe: Recipe = RECIPES["ppo"]) -> tuple[str, ...]:
         else:
             model = recipe.config if section == "algorithm" else cast("type[BaseModel]", field.annotation)
             keys += (f"{section}.{key}" for key in model.model_fields)
-    return tuple(keys)
+    return tuple(key for key in keys if key not in unused)
 
 
 @lru_cache
@@ -180,6 +181,7 @@ def _check_meaning(config: Config) -> None:
             if _is_missing(config, key)
         ),
         *_find_wrong_scorers(config),
+        *find_idle_rollout(config),
         *find_wrong_sets(config.evaluation, has_metric=not config.reward.evaluates_model),
     ]
     if problems:

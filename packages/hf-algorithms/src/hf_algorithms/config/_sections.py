@@ -24,7 +24,7 @@ from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._run import RunConfig
 from hf_algorithms.config._scoring import CostConfig, RewardConfig
 from hf_algorithms.config._section import Positive, Section, UserPath
-from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe, share_bases
+from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe, SupervisedRecipe, share_bases
 from hf_protocols.arguments import show
 from hf_protocols.paths import expand_path
 
@@ -336,9 +336,12 @@ class Config(Section):
     def recipe(self) -> Recipe:
         """The algorithm: a shipped one by its name, or the user's own; with the models that score for its roles.
 
-        With `[model.lora]` the reference is the policy without its adapters, and has no role of its own.
+        With `[model.lora]` the reference is the policy without its adapters, and has no role of its own. With
+        `[[evaluation]]` a policy that learns from rows generates too.
         """
         recipe = (self._own_recipe or RECIPES[self.algorithm.name]).with_scorers(self.scorer_paths)
+        if self.evaluation and isinstance(recipe, SupervisedRecipe):
+            recipe = recipe.with_generator()
         if self.model.lora is None:
             return recipe
         return share_bases(recipe, [name for name, given in self.roles.items() if given.model_fields_set])

@@ -12,7 +12,7 @@ from hf_protocols.toml import format_toml_value
 if TYPE_CHECKING:
     from hf_algorithms.config._sections import Config
 
-__all__ = ["find_switched_off", "format_toml", "without_none"]
+__all__ = ["find_switched_off", "find_used", "format_toml", "is_read", "without_none"]
 
 
 def format_toml(config: Config) -> str:
@@ -22,8 +22,7 @@ def format_toml(config: Config) -> str:
     """
     lines: list[str] = []
     sections = without_none(config.model_dump())
-    if isinstance(config.recipe, SupervisedRecipe):
-        sections = {name: body for name, body in sections.items() if name not in config.recipe.unused}
+    sections = {name: find_used(config, name, body) for name, body in sections.items() if is_read(config, name)}
     sections["algorithm"] |= dict.fromkeys(find_switched_off(config), "none")
     roles, evaluations = sections.pop("roles"), sections.pop("evaluation", ())
     sections |= {f"roles.{name}": body for name, body in roles.items() if body}
@@ -32,6 +31,22 @@ def format_toml(config: Config) -> str:
     for each in map(without_none, evaluations):
         lines += ["[[evaluation]]", *(f"{key} = {format_toml_value(value)}" for key, value in each.items()), ""]
     return "\n".join(lines)
+
+
+def is_read(config: Config, section: str) -> bool:
+    """True for a section that a run of this configuration reads."""
+    recipe = config.recipe
+    if not isinstance(recipe, SupervisedRecipe):
+        return True
+    return section not in recipe.unused and (section != "rollout" or bool(config.evaluation))
+
+
+def find_used(config: Config, section: str, body: Any) -> Any:
+    """Returns the keys of a section that mean something for the recipe."""
+    recipe = config.recipe
+    if not isinstance(recipe, SupervisedRecipe) or not isinstance(body, Mapping):
+        return body
+    return {key: value for key, value in body.items() if f"{section}.{key}" not in recipe.unused}
 
 
 def find_switched_off(config: Config) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
@@ -81,7 +81,7 @@ class SupervisedDataset(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedRecipe(Recipe):
-    """A recipe that learns from rows as they are: nothing is generated. Its configuration has `batch_size`.
+    """A recipe that learns from rows as they are: its step generates nothing. Its configuration has `batch_size`.
 
     Attributes:
         columns: of the batch that its step is given.
@@ -94,7 +94,9 @@ class SupervisedRecipe(Recipe):
         lower_is_better: True for a metric that falls as the model improves.
         sequences_per_row: that a row costs in a forward pass.
         defaults: values of keys that a file leaves out, by `section.key`, in place of the general ones.
-        unused: sections of the configuration that mean nothing for it.
+        unused: sections of the configuration that mean nothing for it, and keys of others as `section.key`.
+        generator: worker of the trained role in a run that generates for `[[evaluation]]`; None: the model generates
+            nothing.
     """
 
     columns: tuple[str, ...]
@@ -106,6 +108,7 @@ class SupervisedRecipe(Recipe):
     sequences_per_row: int = 1
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     unused: tuple[str, ...] = ("warm_start", "rollout", "reward", "cost", "evaluation")
+    generator: str | None = None
 
     def fill(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the sections of a file with the recipe's own `defaults` where the file says nothing."""
@@ -116,6 +119,26 @@ class SupervisedRecipe(Recipe):
             if isinstance(given, Mapping):
                 found[section] = {name: value, **given}
         return found
+
+    def with_generator(self) -> SupervisedRecipe:
+        """Returns the recipe with a trained role that generates."""
+        assert self.generator is not None, "[[evaluation]] is refused otherwise"
+        trained, *others = self.roles
+        return replace(self, roles=(replace(trained, worker=self.generator), *others))
+
+
+GENERATOR = "hf_algorithms.workers:ActorWorker"
+"""Worker of a policy that generates."""
+UNUSED_BY_POLICIES = (
+    "warm_start",
+    "reward",
+    "cost",
+    *(
+        f"rollout.{key}"
+        for key in ("batch_size", "samples_per_prompt", "temperature", "top_p", "top_k", "min_new_tokens")
+    ),
+)
+"""Sections and keys without a meaning for a supervised policy: `[[evaluation]]` has draws of its own."""
 
 
 def refuse_unread(config: Config, keys: Iterable[str], command: str) -> None:

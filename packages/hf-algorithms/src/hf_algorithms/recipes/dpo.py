@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from hf_algorithms.recipes._config import PreferenceKeys
 from hf_algorithms.recipes._recipe import Role, StepContext
 from hf_algorithms.recipes._roles import ADVANTAGE, REFERENCE
-from hf_algorithms.recipes._supervised import UNREAD_OF_PAIRS, SupervisedConfig, SupervisedRecipe, refuse_unread
+from hf_algorithms.recipes._supervised import (
+    GENERATOR,
+    UNREAD_OF_PAIRS,
+    UNUSED_BY_POLICIES,
+    SupervisedConfig,
+    SupervisedRecipe,
+    refuse_unread,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,6 +117,8 @@ DPO = SupervisedRecipe(
     open_rows=open_pairs,
     build_dataset=build_dataset,
     evaluate=evaluate,
+    unused=UNUSED_BY_POLICIES,
+    generator=GENERATOR,
     metric="accuracy",
     sequences_per_row=2,
 )

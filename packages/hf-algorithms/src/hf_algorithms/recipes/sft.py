@@ -15,7 +15,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from hf_algorithms.recipes._recipe import Role, StepContext
-from hf_algorithms.recipes._supervised import SupervisedConfig, SupervisedRecipe, refuse_unread
+from hf_algorithms.recipes._supervised import (
+    GENERATOR,
+    UNUSED_BY_POLICIES,
+    SupervisedConfig,
+    SupervisedRecipe,
+    refuse_unread,
+)
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError
 
@@ -125,6 +131,8 @@ SFT = SupervisedRecipe(
     open_rows=open_answers,
     build_dataset=build_dataset,
     evaluate=evaluate,
+    unused=UNUSED_BY_POLICIES,
+    generator=GENERATOR,
     metric="loss",
     lower_is_better=True,
     defaults=MappingProxyType({"optimizer.actor_learning_rate": 1e-5}),
