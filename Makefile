@@ -17,7 +17,7 @@ LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/t
 
 .PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-trackers test-matrix test-families fuzz
 .PHONY: check fmt docs
-.PHONY: bench bench-learning bench-gpu wheels constraints clean
+.PHONY: bench bench-learning bench-gsm8k bench-gpu wheels constraints clean
 
 ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test_rollout_dtype.py \
 	packages/hf-engine/tests/test_matrix.py packages/hf-engine/tests/test_replica_failures.py \
@@ -93,11 +93,14 @@ docs: env ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: env ## run every benchmark; results go to benchmarks/results; fails where one misses a target
-	@failed=; for file in $(filter-out benchmarks/bench_learning.py,$(wildcard benchmarks/bench_*.py)); do echo "$$file"; $(BIN)/python "$$file" || failed+=" $$file"; done; \
+	@failed=; for file in $(filter-out benchmarks/bench_learning.py benchmarks/bench_gsm8k.py,$(wildcard benchmarks/bench_*.py)); do echo "$$file"; $(BIN)/python "$$file" || failed+=" $$file"; done; \
 		test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 bench-learning: env ## train every algorithm from one warm start; goes on where it stopped; at most 90 minutes
 	$(BIN)/python benchmarks/bench_learning.py --write
+
+bench-gsm8k: env ## run the page "Train on GSM8K" with three seeds; goes on where it stopped; needs ../shared/data/gsm8k
+	$(BIN)/python benchmarks/bench_gsm8k.py --write
 
 bench-gpu: env ## measure the transition of a 7B model on one GPU
 	$(BIN)/python benchmarks/gpu_transition.py

@@ -364,7 +364,7 @@ def test_a_missing_and_a_malformed_file_are_named(tmp_path: Path) -> None:
 
 
 def test_every_shipped_configuration_is_valid() -> None:
-    examples = sorted((Path(__file__).parents[3] / "examples").glob("*.toml"))
+    examples = sorted((Path(__file__).parents[3] / "examples").rglob("*.toml"))
     assert examples
     assert all(isinstance(load_config(example), Config) for example in examples)
 
