@@ -164,9 +164,13 @@ def _used_s() -> float:
 
 
 def _read_commit() -> str:
-    """The commit of the code that ran, with `+` where files differ from it."""
-    words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude", "*"]
-    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    """The last commit that changed the packages, with `+` where their files differ from it."""
+    sources = sorted(map(str, ROOT.glob("packages/*/src")))
+    git = ["git", "-C", str(ROOT)]
+    last = [*git, "log", "-1", "--format=%h", "--abbrev=12", "--", *sources]
+    commit = subprocess.run(last, capture_output=True, text=True, check=True).stdout.strip()
+    differs = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *sources], check=False).returncode
+    return commit + "+" * bool(differs)
 
 
 if __name__ == "__main__":
