@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARTS := hf-engine hf-controller integration-tests hf-mapper hf-algorithms hf-protocols
 SLOW_PARTS := learning integration-tests hf-engine hf-controller hf-mapper
 # Runs that learn compute for minutes: a part of their own in the slow lane, next to those that wait for clusters.
-LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_learning.py
+LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_learning.py integration-tests/tests/test_gsm8k_page.py
 
 .PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-trackers test-matrix test-families fuzz
 .PHONY: check fmt docs

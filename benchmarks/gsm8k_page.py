@@ -86,7 +86,7 @@ def _rows(metrics: Mapping[str, float]) -> Iterator[str]:
         intervals = ", ".join(f"{low[seed]:.1f} to {high[seed]:.1f} %" for seed in low)
         yield f"| `reward` | its 95 % interval, each seed | | {intervals} | | |"
     for name, measured, decimals, unit in (
-        ("kl", "KL to the starting model, nats per token", 4, ""),
+        ("kl", "KL to the starting model, nats per response", 2, ""),
         ("solved", "problems solved while training", 2, " %"),
     ):
         if found := _seeds(metrics, "ppo", name):
