@@ -52,16 +52,19 @@ def list_metrics(results: Results) -> Iterator[tuple[str, tuple[float, str]]]:
                 yield f"{stage}_{when}_{end}", (round(factor * found[f"score_{when}"], decimals), unit)
             for side, value in zip(("low", "high"), found.get("interval_after", ()), strict=False):
                 yield f"{stage}_{side}_{end}", (round(factor * value, decimals), unit)
-            if "kl_to_reference" in found:
-                divergence = found["kl_to_reference"]
-                yield (
-                    f"{stage}_kl_{end}",
-                    (round(divergence["value"], 4), f"{divergence['unit']}, {divergence['estimator']}"),
-                )
-            if solved := found["curves"].get("reward/solved/mean"):
-                share = sum(value for _, value in solved) / len(solved)
-                yield f"{stage}_solved_{end}", (round(100 * share, 2), "% of the sampled responses")
+            if stage == "ppo":
+                yield from _list_ppo(found, end)
             yield f"{stage}_cpu_{end}", (found["cpu_s"], "s")
+
+
+def _list_ppo(found: Mapping[str, Any], end: str) -> Iterator[tuple[str, tuple[float, str]]]:
+    """What is known of PPO next to its score: KL, the score of what it samples, and the problems that are solved."""
+    kl, curves = found["kl_to_reference"], found["curves"]
+    yield f"ppo_kl_{end}", (round(kl["value"], 2), f"{kl['unit']}, {kl['estimator']}")
+    scores, solved = ([value for _, value in curves[f"reward/{name}/mean"]] for name in ("model", "solved"))
+    for when, part in (("first", scores[:10]), ("last", scores[-10:])):
+        yield f"ppo_{when}_{end}", (round(sum(part) / len(part), 3), f"score of samples, {when} ten iterations")
+    yield f"ppo_solved_{end}", (round(100 * sum(solved) / len(solved), 2), "% of the sampled responses")
 
 
 def build_table(metrics: Mapping[str, float]) -> str:
@@ -81,16 +84,18 @@ def _rows(metrics: Mapping[str, float]) -> Iterator[str]:
         change = {seed: after[seed] - before[seed] for seed in after}
         cells = [_show(before, decimals, unit), _show(after, decimals, unit), _show(change, decimals, "", signed=True)]
         yield f"| `{stage}` | {measured} | {' | '.join(cells)} | {_mean(used):.0f} |"
-    low, high = (_seeds(metrics, "reward", side) for side in ("low", "high"))
-    if low:
-        intervals = ", ".join(f"{low[seed]:.1f} to {high[seed]:.1f} %" for seed in low)
-        yield f"| `reward` | its 95 % interval, each seed | | {intervals} | | |"
-    for name, measured, decimals, unit in (
-        ("kl", "KL to the starting model, nats per response", 2, ""),
-        ("solved", "problems solved while training", 2, " %"),
-    ):
-        if found := _seeds(metrics, "ppo", name):
-            yield f"| `ppo` | {measured} | | {_show(found, decimals, unit)} | | |"
+        if low := _seeds(metrics, stage, "low"):
+            high = _seeds(metrics, stage, "high")
+            intervals = ", ".join(f"{low[seed]:.1f} to {high[seed]:.1f} %" for seed in low)
+            yield f"| `{stage}` | its 95 % interval, each seed | | {intervals} | | |"
+    first, last = (_seeds(metrics, "ppo", when) for when in ("first", "last"))
+    if first:
+        change = {seed: last[seed] - first[seed] for seed in first}
+        cells = f"{_show(first, 3, '')} | {_show(last, 3, '')} | {_show(change, 3, '', signed=True)}"
+        yield f"| `ppo` | score of sampled responses, first and last ten iterations | {cells} | |"
+        kl, solved = (_seeds(metrics, "ppo", name) for name in ("kl", "solved"))
+        yield f"| `ppo` | KL to the starting model, nats per response | | {_show(kl, 2, '')} | | |"
+        yield f"| `ppo` | problems solved while training | | {_show(solved, 2, ' %')} | | |"
 
 
 def _seeds(metrics: Mapping[str, float], stage: str, name: str) -> dict[int, float]:

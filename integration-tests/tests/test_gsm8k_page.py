@@ -18,25 +18,21 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT.parent / "shared" / "data" / "gsm8k"
 COMMANDS = "".join(re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)).splitlines()
 SHORT: Mapping[str, Mapping[str, object]] = {
-    "steps_sft": {"run.iterations": 300, "run.eval_every": 300},
-    "steps_grpo": {"run.iterations": 80, "run.eval_every": 80},
-    "problems_sft": {"run.iterations": 20, "run.eval_every": 20, "data.max_eval_rows": 16},
-    "reward": {"run.iterations": 6, "run.eval_every": 6},
+    "steps_sft": {"run.iterations": 400, "run.eval_every": 400},
+    "steps_grpo": {"run.iterations": 100, "run.eval_every": 100},
+    "problems_sft": {"run.iterations": 10, "run.eval_every": 10, "data.max_eval_rows": 8},
+    "reward": {"run.iterations": 4, "run.eval_every": 4, "data.max_eval_rows": 64},
     "ppo": {"run.iterations": 2, "run.eval_every": 2, "data.max_eval_rows": 8, "rollout.max_new_tokens": 24},
 }
-"""Of the whole path minutes are left on two cores."""
+"""Minutes are left of the whole path. GRPO has a better start, from which a hundred iterations show a gain."""
 
 
 def test_the_page_has_the_table_of_the_committed_runs() -> None:
     result = json.loads((RESULTS / "gsm8k.json").read_text())
     metrics = {name: metric["value"] for name, metric in result["metrics"].items()}
     assert f"<!-- gsm8k -->\n\n{build_table(metrics)}\n\n" in PAGE.read_text()
-    gains = [
-        value - metrics[name.replace("after", "before")]
-        for name, value in metrics.items()
-        if name.startswith("steps_grpo_after")
-    ]
-    assert gains and min(gains) >= MARK_POINTS
+    after = {name: value for name, value in metrics.items() if name.startswith("steps_grpo_after")}
+    assert all(value >= metrics[name.replace("after", "before")] + MARK_POINTS for name, value in after.items())
     assert all(value > 10 for name, value in metrics.items() if name.startswith("steps_grpo_before"))
 
 
@@ -58,7 +54,7 @@ def test_the_commands_go_the_whole_way(
     monkeypatch.chdir(tmp_path)
     for command in COMMANDS:
         words = command.replace("path/to/gsm8k", str(SOURCE)).split()[1:]
-        changes = SHORT.get(Path(words[1]).stem, {})
+        changes = SHORT[Path(words[1]).stem] if words[1].endswith(".toml") else {}
         outcome = hybridflow(*words, *(word for key, value in changes.items() for word in ("--set", f"{key}={value}")))
         assert outcome.exit_code == 0, outcome.errors
     summaries = {name: json.loads((tmp_path / "runs" / name / "summary.json").read_text()) for name in STAGES}
@@ -68,6 +64,6 @@ def test_the_commands_go_the_whole_way(
     assert 0 < low < summaries["reward"]["score_after"] < high < 1
     assert {"score_before", "score_after", "kl_to_reference"} <= summaries["ppo"].keys()
     assert all(0 <= row["reward/solved/mean"] <= 1 for row in read_metrics(tmp_path / "runs" / "ppo"))
-    assert 0.05 < summaries["steps_grpo"]["score_before"] < 0.5
+    assert 0.1 < summaries["steps_grpo"]["score_before"] < 0.6
     rewards = [row["reward/mean"] for row in read_metrics(tmp_path / "runs" / "steps_grpo")]
     assert sum(rewards[-20:]) / 20 > sum(rewards[:20]) / 20 + 0.02  # of 5,120 samples each
