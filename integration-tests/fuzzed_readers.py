@@ -197,7 +197,7 @@ READERS: Sequence[Reader] = (
     Reader("summary next to a trace", "run/summary.json", _validate_trace),
     Reader("plan next to a trace", "run/plan.json", _validate_trace),
     Reader("model next to a trace", "run/model/config.json", _validate_trace),
-    Reader("model", "run/model/config.json", _read_shape, share=8),
+    Reader("model", "run/model/config.json", _read_shape, share=8, names_file=False),
     Reader("constants", "constants.json", _read_constants, share=8, names_file=False),
     Reader("measured tables", "tables/times.csv", _read_tables),
     Reader("report, configuration", "run/config.toml", _report),

@@ -72,14 +72,16 @@ def test_every_picture_has_a_text_alternative(plan: MappingPlan) -> None:
 
 def test_bars_add_up_to_the_iteration(plan: MappingPlan) -> None:
     """The bars of a pool cover its stages' times: what is not idle."""
-    page = build_page(plan)
-    charts = re.findall(r'<svg width="100%" height="\d+" role="img" aria-label="[^"]*from[^"]*">.*?</svg>', page)
+    time = build_page(plan).split("<h2>Time</h2>")[1].split("<h2>Memory of every device</h2>")[0]
+    charts = time.split("<h3>")[1:]
     placed = [pool for pool in plan.pools if pool.name in plan.estimates["pools"]]
     assert len(charts) == len(placed)
     for chart, pool in zip(charts, placed, strict=True):
-        widths = [float(width) for width in re.findall(r'width="([\d.]+)%" y="\d+" height="\d+" class="s', chart)]
+        widths = [
+            float(width) for width in re.findall(r'<g class="bar c\d"><rect x="[\d.]+%" width="([\d.]+)%"', chart)
+        ]
         busy = sum(plan.estimates["pools"][pool.name]["stage_s"]) / plan.estimates["iteration_s"]
-        assert sum(widths) == pytest.approx(100 * busy, abs=0.01 * len(widths))
+        assert sum(widths) == pytest.approx(100 * busy, abs=0.1 * len(widths))
 
 
 def test_every_device_has_a_bar(plan: MappingPlan) -> None:

@@ -10,10 +10,11 @@ from hf_mapper.alternatives import Alternative
 from hf_mapper.bounds import Bottleneck, Extension
 from hf_mapper.explanation import Explanation
 from hf_mapper.memory_tolerance import MemoryTolerance
-from hf_mapper.report import build_table, format_seconds, render_plan
+from hf_mapper.report import build_table, render_plan
 from hf_mapper.robustness import MOST_FACTOR, Tolerance
 from hf_mapper.terminal import print_table
 from hf_protocols import MappingPlan
+from hf_protocols.drawing import format_seconds
 
 __all__ = [
     "describe_bottleneck",

@@ -18,6 +18,7 @@ from hf_mapper.specs import SHIPPED_GENERATION
 from hf_mapper.terminal import print_table
 from hf_mapper.validation import SourceErrors
 from hf_protocols import GenerationSpec, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
+from hf_protocols.drawing import format_gib, format_seconds
 
 __all__ = [
     "build_table",
@@ -25,16 +26,13 @@ __all__ = [
     "describe_generation",
     "describe_generation_limit",
     "describe_role",
-    "format_gib",
     "format_layout",
-    "format_seconds",
     "render_calibration",
     "render_errors",
     "render_plan",
 ]
 
 _BAR_CELLS = 10
-_GIB = 2**30
 
 
 def render_plan(plan: MappingPlan, console: Console) -> None:
@@ -216,13 +214,3 @@ def format_layout(layout: ParallelSpec | GenerationSpec) -> str:
         return f"{layout.gen_pp_size}-{layout.gen_tp_size}"
     experts = f" ep {layout.ep_size}" if layout.ep_size > 1 else ""
     return f"{layout.pp_size}-{layout.tp_size}-{layout.dp_size}{experts}"
-
-
-def format_seconds(seconds: float) -> str:
-    """Three digits, whole seconds from 100 on."""
-    return f"{seconds:.3g}" if seconds < 100 else f"{seconds:.0f}"
-
-
-def format_gib(num_bytes: float) -> str:
-    """GiB in three digits."""
-    return f"{num_bytes / _GIB:.3g}"

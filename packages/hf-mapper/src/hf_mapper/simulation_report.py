@@ -12,6 +12,7 @@ from rich.text import Text
 from hf_mapper.simulation import Simulation
 from hf_mapper.terminal import print_table
 from hf_mapper.traces import StageError
+from hf_protocols.drawing import format_seconds
 
 __all__ = ["render_simulation", "render_stage_errors"]
 
@@ -41,13 +42,13 @@ def render_simulation(simulation: Simulation, console: Console) -> None:
         parts = sorted(call.breakdown.items(), key=lambda part: -part[1])
         shares = [(name.removesuffix("_s").replace("_", " "), 100 * part / call.latency_s) for name, part in parts]
         named = ", ".join(f"{name} {share:.0f}" for name, share in shares if share >= 1)
-        figures = (_seconds(call.latency_s), f"{call.memory_bytes / 2**30:.1f}", f"{call.usable_bytes / 2**30:.1f}")
+        figures = (
+            format_seconds(call.latency_s),
+            f"{call.memory_bytes / 2**30:.1f}",
+            f"{call.usable_bytes / 2**30:.1f}",
+        )
         table.add_row(str(call.stage + 1), f"{call.role}.{call.method}", *figures, named)
     print_table(console, table, drop=("% of the time", "of", "stage", "GiB"))
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g}"
 
 
 def _build_table(title: str) -> Table:

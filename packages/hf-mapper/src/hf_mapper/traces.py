@@ -24,6 +24,7 @@ from hf_mapper.simulators.inference import simulate_inference
 from hf_mapper.simulators.training import simulate_training
 from hf_mapper.specs import HOST_KIND, ClusterSpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
 from hf_protocols import ConfigError, GenerationSpec, HybridFlowError, ModelShape, ParallelSpec, PoolPlan, load_plan
+from hf_protocols.arguments import show
 from hf_protocols.outer_files import read_json_object
 
 __all__ = ["StageCase", "StageError", "TraceConstants", "calibrate_traces", "read_stages", "validate_trace"]
@@ -67,7 +68,7 @@ class TraceConstants:
         except HybridFlowError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"these are not constants of calibrate --trace --output: {error}") from error
+            raise ConfigError(f"these are not constants of calibrate --trace --output: {show(str(error))}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,12 +197,15 @@ def read_stages(path: Path | str, constants: TraceConstants | None = None) -> li
     if not isinstance(workload, dict):
         raise ConfigError(f"{run / 'summary.json'} has no workload: run it again with this release")
     plan = load_plan(run / "plan.json", "the run's plan")
-    model = ModelShape.from_config(run / "model" / "config.json")
+    try:
+        model = ModelShape.from_config(run / "model" / "config.json")
+    except HybridFlowError as error:
+        raise ConfigError(f"the run's model {run / 'model' / 'config.json'}: {error}") from None
     try:
         stages = _measure(events)
         planned = Counter(name for stage in plan.estimates.get("stages", ()) for name in stage["calls"])
         WorkloadSpec(**workload)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         names = f"{path}, or summary.json or plan.json beside it,"
         raise ConfigError(f"{names} is not as a run wrote it: {error!r}") from error
     found = []
@@ -215,7 +219,7 @@ def read_stages(path: Path | str, constants: TraceConstants | None = None) -> li
                 method=method,
                 phase=phase,
                 model=model,
-                cluster=_build_cluster(plan.pool(placed.pool), constants),
+                cluster=_build_cluster(run / "plan.json", plan.pool(placed.pool), constants),
                 parallel=placed.train,
                 generation=placed.generation,
                 backend=placed.backend,
@@ -239,10 +243,13 @@ def _fast_core() -> GpuSpec:
     )
 
 
-def _build_cluster(pool: PoolPlan, constants: TraceConstants | None) -> ClusterSpec:
+def _build_cluster(plan: Path, pool: PoolPlan, constants: TraceConstants | None) -> ClusterSpec:
     kind, slots = pool.machines[0].gpu_kind, max(machine.slots for machine in pool.machines)
     if constants is None:
-        constants = TraceConstants(gpu=host_gpu(memory_bytes=2**34) if kind == HOST_KIND else gpu(kind))
+        try:
+            constants = TraceConstants(gpu=host_gpu(memory_bytes=2**34) if kind == HOST_KIND else gpu(kind))
+        except ConfigError as error:
+            raise ConfigError(f"the run's plan {plan}: {error}") from None
     if constants.gpu.kind != kind:
         raise ConfigError(f"the constants are of {constants.gpu.kind}, the run was on {kind}: calibrate on such a run")
     return ClusterSpec(

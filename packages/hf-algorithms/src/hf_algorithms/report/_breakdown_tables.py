@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_algorithms.report._breakdown import Breakdown, Usage
-from hf_algorithms.report._numbers import format_bytes, format_duration
+from hf_protocols.drawing import format_bytes, format_duration
 
 if TYPE_CHECKING:  # pages do without rich
     from rich.console import Console

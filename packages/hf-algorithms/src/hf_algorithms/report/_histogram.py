@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from hf_algorithms.report._numbers import format_number
+from hf_protocols.drawing import format_number
 
 __all__ = ["Bin", "compute_bins", "render_histogram"]
 

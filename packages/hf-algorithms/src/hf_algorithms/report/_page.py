@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
-from importlib.resources import files
 
-from hf_algorithms.report._curves import Curve, Line, render_curve
 from hf_algorithms.report._decimation import decimate
 from hf_algorithms.report._files import RunFiles, describe_end
-from hf_algorithms.report._gantt import choose_colours, render_gantt
+from hf_algorithms.report._gantt import render_gantt
 from hf_algorithms.report._json_values import read_number
 from hf_algorithms.report._metric_names import choose_first, format_title
-from hf_algorithms.report._numbers import format_bytes, format_duration, format_number
 from hf_algorithms.report._samples import render_samples
 from hf_algorithms.report._timeline import choose_iteration, read_timeline
+from hf_protocols.drawing import (
+    Curve,
+    Line,
+    Markup,
+    choose_colours,
+    format_bytes,
+    format_duration,
+    format_number,
+    render_curve,
+    render_document,
+    render_section,
+    render_table,
+)
 
 __all__ = ["render_page"]
 
@@ -25,17 +35,8 @@ _MOST_POINTS = 400
 def render_page(run: RunFiles) -> str:
     """The whole page as one string; everything that came from a file is escaped."""
     title = f"{run.name}: {run.algorithm}" if run.algorithm else run.name
-    style = files("hf_algorithms.report").joinpath("style.css").read_text(encoding="utf-8")
     sections = [_header(run), _tiles(run), _curves(run), _iteration(run), _samples(run), _settings(run)]
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        # A report that is sent to a colleague must neither load nor run anything.
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
-        + "\n".join(filter(None, sections))
-        + "\n</main>\n</body>\n</html>\n"
-    )
+    return render_document(title, "\n".join(filter(None, sections)))
 
 
 def _header(run: RunFiles) -> str:
@@ -123,7 +124,7 @@ def _curves(run: RunFiles) -> str:
             f"<details><summary>{len(folded)} more metrics</summary>"
             f'<div class="curves">{"".join(render_curve(curves[metric]) for metric in folded)}</div></details>'
         )
-    return _section("Learning curves", "By iteration; over noisy values the thick line is a running mean.", body)
+    return render_section("Learning curves", "By iteration; over noisy values the thick line is a running mean.", body)
 
 
 def _read_curves(run: RunFiles) -> dict[str, Curve]:
@@ -159,29 +160,21 @@ def _iteration(run: RunFiles) -> str:
     length = format_duration((timeline.end_us - timeline.start_us) / 1e6)
     which = f"Iteration {timeline.iteration} ({length}, the median of {len(timelines)})."
     how = "One row per rank, one bar per call; thin bars are phases within a call; numbers refer to the table below."
-    return _section("One iteration", f"{which} {how}", render_gantt(timeline))
+    return render_section("One iteration", f"{which} {how}", render_gantt(timeline))
 
 
 def _samples(run: RunFiles) -> str:
     if not any(run.samples.values()):
         return ""
-    return _section("Samples", "Greedy responses to held-out prompts.", render_samples(run.samples))
+    return render_section("Samples", "Greedy responses to held-out prompts.", render_samples(run.samples))
 
 
 def _settings(run: RunFiles) -> str:
     versions = run.summary.get("versions")
     body = ""
     if isinstance(versions, dict) and versions:
-        rows = "".join(
-            f"<tr><td>{escape(str(name))}</td><td><code>{escape(str(value))}</code></td></tr>"
-            for name, value in versions.items()
-        )
-        body += f'<table class="versions"><tbody>{rows}</tbody></table>'
+        rows = [(name, Markup(f"<code>{escape(str(value))}</code>")) for name, value in versions.items()]
+        body += render_table(("", ""), rows, style="versions")
     if run.config_text.strip():
         body += f"<details open><summary>config.toml</summary><pre>{escape(run.config_text.strip())}</pre></details>"
-    return _section("Configuration and versions", "", body) if body else ""
-
-
-def _section(title: str, introduction: str, body: str) -> str:
-    lead = f"<p>{escape(introduction)}</p>" if introduction else ""
-    return f"<section><h2>{title}</h2>{lead}{body}</section>"
+    return render_section("Configuration and versions", "", body) if body else ""

@@ -7,7 +7,7 @@ from html import escape
 from itertools import zip_longest
 from typing import Any
 
-from hf_algorithms.report._numbers import format_number
+from hf_protocols.drawing import format_number
 
 __all__ = ["render_samples"]
 

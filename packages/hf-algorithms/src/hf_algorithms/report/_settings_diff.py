@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from hf_algorithms.report._files import parse_settings
+from hf_protocols.drawing import Markup, render_table
 
 __all__ = ["compare_settings", "flatten_settings", "render_comparison"]
 
@@ -47,14 +48,12 @@ def render_comparison(rows: Mapping[str, Sequence[str | None]], names: Sequence[
         names: of the runs.
         colours: of the runs' lines.
     """
-    heads = "".join(
-        f'<th class="c{colour}"><i></i>{escape(name)}</th>' for name, colour in zip(names, colours, strict=True)
-    )
-    body = "".join(
-        f"<tr><td><code>{escape(key)}</code></td>"
-        + "".join(f"<td>{'' if value is None else escape(value)}</td>" for value in values)
-        + "</tr>"
+    heads = [
+        Markup(f'<span class="c{colour}"><i></i>{escape(name)}</span>')
+        for name, colour in zip(names, colours, strict=True)
+    ]
+    cells = [
+        (Markup(f"<code>{escape(key)}</code>"), *("" if value is None else value for value in values))
         for key, values in rows.items()
-    )
-    head = f"<thead><tr><th></th>{heads}</tr></thead>"
-    return f'<div class="scroll"><table class="compare">{head}<tbody>{body}</tbody></table></div>'
+    ]
+    return f'<div class="scroll">{render_table(("", *heads), cells, style="compare")}</div>'

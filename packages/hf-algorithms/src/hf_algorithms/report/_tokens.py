@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from hf_algorithms.report._numbers import format_number
 from hf_algorithms.report._sample_files import Token
+from hf_protocols.drawing import format_number
 
 __all__ = ["COLOURINGS", "NO_RATIO", "describe_shades", "list_colourings", "render_tokens"]
 

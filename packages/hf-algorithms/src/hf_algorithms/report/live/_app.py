@@ -17,6 +17,7 @@ from hf_algorithms.report.live._parts import (
 from hf_algorithms.report.live._run import AXES, LiveRun, open_runs
 from hf_algorithms.report.live._sample_parts import Choice, export_samples, render_sample_part, render_samples_part
 from hf_protocols.arguments import show
+from hf_protocols.drawing import read_style
 from hf_protocols.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def build_app(directories: Sequence[str | Path], *, hosts: Sequence[str] = ()) -
     parts = {name: getattr(pages, name) for name in ("curves", "health", "compare", "gantt", "samples", "sample")}
     routes = [
         Route("/", _static("text/html", "live/page.html")),
-        Route("/page.css", _static("text/css", "style.css", "live/page.css")),
+        Route("/page.css", _static("text/css", "live/page.css", before=read_style())),
         Route("/page.js", _static("text/javascript", "live/page.js")),
         Route("/state", state),
         *(Route(f"/parts/{name}", part(render)) for name, render in parts.items()),
@@ -204,14 +205,13 @@ def require_starlette() -> None:
         ) from None
 
 
-def _static(media_type: str, *names: str) -> Callable[[Request], Response]:
-    """Files of this package, one after another."""
+def _static(media_type: str, name: str, before: str = "") -> Callable[[Request], Response]:
+    """A file of this package, after another text."""
 
     def answer(request: Request) -> Response:
         from starlette.responses import Response
 
-        folder = importlib.resources.files("hf_algorithms.report")
-        texts = [folder.joinpath(name).read_text(encoding="utf-8") for name in names]
-        return Response("\n".join(texts), media_type=media_type, headers=_HEADERS)
+        text = importlib.resources.files("hf_algorithms.report").joinpath(name).read_text(encoding="utf-8")
+        return Response(before + text, media_type=media_type, headers=_HEADERS)
 
     return answer

@@ -6,15 +6,24 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from hf_algorithms.report._curves import Curve, Line, render_curve, render_spark
 from hf_algorithms.report._gantt import render_gantt
 from hf_algorithms.report._health import HealthNumber
 from hf_algorithms.report._json_values import read_number
 from hf_algorithms.report._metric_names import choose_first, format_title
-from hf_algorithms.report._numbers import format_duration, format_number
 from hf_algorithms.report._settings_diff import compare_settings, render_comparison
 from hf_algorithms.report._timeline import choose_iteration
 from hf_algorithms.report.live._run import AXES, LiveRun
+from hf_protocols.drawing import (
+    Curve,
+    Line,
+    Markup,
+    format_duration,
+    format_number,
+    render_curve,
+    render_share,
+    render_spark,
+    render_table,
+)
 
 __all__ = ["render_comparison_part", "render_curves_part", "render_gantt_part", "render_health_part"]
 
@@ -120,20 +129,12 @@ def _list_phases(run: LiveRun) -> str:
     }
     if not phases or not total > 0:
         return ""
-    rows = "".join(
-        f"<tr><td>{escape(phase)}</td><td class='number'>{format_duration(value)}</td>"
-        f"<td class='bars'>{_draw_share(value / total)}</td></tr>"
+    rows = [
+        (phase, format_duration(value), Markup(render_share(value / total, f"{value / total:.0%} of the iteration")))
         for phase, value in sorted(phases.items(), key=lambda item: -item[1])
-    )
+    ]
     lead = f"<p>{escape(run.name)}, iteration {run.iteration} ({format_duration(total)}) by phase:</p>"
-    return f'{lead}<table class="phases c{run.colour}"><tbody>{rows}</tbody></table>'
-
-
-def _draw_share(share: float) -> str:
-    return (
-        f'<svg width="100%" height="12" role="img" aria-label="{share:.0%} of the iteration">'
-        f'<rect width="{100 * min(share, 1.0):.2f}%" height="12" rx="2"/></svg>'
-    )
+    return lead + render_table(("", "", ""), rows, numbers=(1,), style=f"phases c{run.colour}")
 
 
 def render_comparison_part(runs: Sequence[LiveRun]) -> str:

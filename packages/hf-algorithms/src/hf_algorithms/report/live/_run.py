@@ -16,9 +16,9 @@ from hf_algorithms.report._files import describe_end, parse_settings
 from hf_algorithms.report._health import HealthNumber, measure_health
 from hf_algorithms.report._json_values import parse_json
 from hf_algorithms.report._metrics_file import MetricsFile
-from hf_algorithms.report._numbers import format_bytes, format_duration
 from hf_algorithms.report._sample_files import SampleFiles
 from hf_algorithms.report._timeline import Timeline, read_timeline
+from hf_protocols.drawing import format_bytes, format_duration
 from hf_protocols.errors import ConfigError
 
 __all__ = ["AXES", "LiveRun", "open_runs"]

@@ -10,10 +10,10 @@ from html import escape
 from urllib.parse import urlencode
 
 from hf_algorithms.report._histogram import Bin, compute_bins, render_histogram
-from hf_algorithms.report._numbers import format_number
 from hf_algorithms.report._sample_files import Sample
 from hf_algorithms.report._tokens import COLOURINGS, NO_RATIO, describe_shades, list_colourings, render_tokens
 from hf_algorithms.report.live._run import LiveRun
+from hf_protocols.drawing import format_number, render_table
 
 __all__ = ["Choice", "export_samples", "render_sample_part", "render_samples_part"]
 
@@ -200,10 +200,8 @@ def render_sample_part(run: LiveRun, choice: Choice) -> str:
         "trained tokens": sum(token.is_trained for token in row.tokens) if row.tokens else None,
         **row.extra,
     }
-    table = "".join(
-        f"<tr><td>{escape(str(name))}</td><td>{escape(_show(value))}</td></tr>"
-        for name, value in facts.items()
-        if value is not None
+    table = render_table(
+        ("", ""), [(name, _show(value)) for name, value in facts.items() if value is not None], style="facts"
     )
     answer = "" if row.answer is None else f"<h4>answer</h4><pre>{escape(_cut(row.answer, _LONGEST_TEXT))}</pre>"
     return (
@@ -211,7 +209,7 @@ def render_sample_part(run: LiveRun, choice: Choice) -> str:
         f'<button data-key="close" data-set="row=">Close</button></div>'
         f"<h4>prompt</h4><pre>{escape(_cut(row.prompt, _LONGEST_TEXT))}</pre>{answer}"
         f"<h4>response</h4>{_show_response(row, choice.colouring)}"
-        f'<table class="facts"><tbody>{table}</tbody></table>'
+        f"{table}"
     )
 
 

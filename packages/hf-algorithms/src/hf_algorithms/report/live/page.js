@@ -12,7 +12,7 @@ const PARTS = {
 };
 const AXES = ["iteration", "tokens", "seconds"];
 const POLL_MS = 2000;
-// Of a chart's width: where its plot begins and ends; see report/_curves.py.
+// Of a chart's width: where its plot begins and ends; see hf_protocols/drawing/curves.py.
 const PLOT = [40 / 360, 350 / 360];
 
 const chosen = new URLSearchParams(location.hash.slice(1));

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["format_bytes", "format_duration", "format_milliseconds", "format_number", "round_ticks"]
+__all__ = [
+    "format_bytes",
+    "format_duration",
+    "format_gib",
+    "format_milliseconds",
+    "format_number",
+    "format_seconds",
+    "round_ticks",
+]
 
 
 def format_number(value: float) -> str:
-    """Three or four significant digits: ``0.362``, ``41.3``, ``3,214``, ``1.2e-05``."""
+    """Three or four significant digits: `0.362`, `41.3`, `3,214`, `1.2e-05`."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -22,7 +30,7 @@ def format_number(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """``0.52 s``, ``41 s``, ``2:31 min`` or ``1:02:31 h``."""
+    """`0.52 s`, `41 s`, `2:31 min` or `1:02:31 h`."""
     if seconds < 60:
         return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -31,7 +39,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_milliseconds(microseconds: float) -> str:
-    """``0.21 ms``, ``34.0 ms`` or ``1.25 s``."""
+    """`0.21 ms`, `34.0 ms` or `1.25 s`."""
     milliseconds = microseconds / 1e3
     if milliseconds >= 1000:
         return f"{milliseconds / 1e3:.2f} s"
@@ -39,7 +47,7 @@ def format_milliseconds(microseconds: float) -> str:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """``812 B``, ``3.4 KiB``, ``2.9 GiB``."""
+    """`812 B`, `3.4 KiB`, `2.9 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -47,8 +55,18 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
+def format_gib(num_bytes: float) -> str:
+    """GiB in three digits, for columns that name the unit."""
+    return f"{num_bytes / 2**30:.3g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits, whole seconds from 100 on, for columns that name the unit."""
+    return f"{seconds:.3g}" if seconds < 100 else f"{seconds:.0f}"
+
+
 def round_ticks(low: float, high: float, count: int) -> list[float]:
-    """At most ``count + 1`` multiples of 1, 2 or 5 times a power of ten that lie in [low, high]."""
+    """At most `count + 1` multiples of 1, 2 or 5 times a power of ten that lie in [low, high]."""
     if not high > low:
         return [low]
     raw = (high - low) / count

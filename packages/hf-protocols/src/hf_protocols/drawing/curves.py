@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from hf_algorithms.report._numbers import format_number, round_ticks
+from hf_protocols.drawing.numbers import format_number, round_ticks
 
 __all__ = ["Curve", "Line", "Point", "render_curve", "render_spark"]
 
