@@ -65,8 +65,9 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def without_times(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics less those that measure time."""
-    return [{name: row[name] for name in row if not name.startswith(("time/", "perf/"))} for row in metrics]
+    """Metrics less those that differ between equal runs."""
+    measured = ("time/", "perf/", "memory/", "checkpoint/")
+    return [{name: row[name] for name in row if not name.startswith(measured)} for row in metrics]
 
 
 def nothing(responses: list[str]) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,8 @@ def train(
     set: Mapping[str, Any] | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    resume: str | os.PathLike[str] | None = None,
+    allow_changed: Sequence[str] = (),
     on_metrics: MetricsHook | None = None,
 ) -> TrainingResult:
     """Runs an algorithm of `hybridflow train`.
@@ -67,12 +69,23 @@ def train(
         set: values by `section.key`, such as `{"rollout.batch_size": 32}`; they come last.
         output_dir: `run.output_dir`; by default a new folder in `runs`.
         overwrite: replaces an earlier run there.
+        resume: directory of a run to go on with; then only `set`, `allow_changed` and `on_metrics` are given.
+        allow_changed: keys of `set` that make the resumed run another one, and may.
         on_metrics: called with each iteration and its metrics.
 
     Raises:
         HybridFlowError: for every failure that a user can cause.
     """
-    given = _Given(model=model, dataset=dataset, reward=reward, algorithm=algorithm, config=config, changes=set or {})
+    given = _Given(
+        model=model,
+        dataset=dataset,
+        reward=reward,
+        algorithm=algorithm,
+        config=config,
+        changes=set or {},
+        resume=resume,
+        allowed=allow_changed,
+    )
     return _run("train", given, output_dir, overwrite=overwrite, on_metrics=on_metrics)
 
 
@@ -84,6 +97,8 @@ def sft(
     set: Mapping[str, Any] | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    resume: str | os.PathLike[str] | None = None,
+    allow_changed: Sequence[str] = (),
     on_metrics: MetricsHook | None = None,
 ) -> TrainingResult:
     """Fine-tunes a model on answers, as `hybridflow sft` does; arguments are those of `train`.
@@ -91,7 +106,7 @@ def sft(
     Raises:
         HybridFlowError: for every failure that a user can cause.
     """
-    given = _Given(model=model, dataset=dataset, config=config, changes=set or {})
+    given = _Given(model=model, dataset=dataset, config=config, changes=set or {}, resume=resume, allowed=allow_changed)
     return _run("sft", given, output_dir, overwrite=overwrite, on_metrics=on_metrics)
 
 
@@ -103,6 +118,8 @@ def dpo(
     set: Mapping[str, Any] | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    resume: str | os.PathLike[str] | None = None,
+    allow_changed: Sequence[str] = (),
     on_metrics: MetricsHook | None = None,
 ) -> TrainingResult:
     """Trains a policy on preference pairs, as `hybridflow dpo` does; arguments are those of `train`.
@@ -110,7 +127,7 @@ def dpo(
     Raises:
         HybridFlowError: for every failure that a user can cause.
     """
-    given = _Given(model=model, dataset=dataset, config=config, changes=set or {})
+    given = _Given(model=model, dataset=dataset, config=config, changes=set or {}, resume=resume, allowed=allow_changed)
     return _run("dpo", given, output_dir, overwrite=overwrite, on_metrics=on_metrics)
 
 
@@ -122,6 +139,8 @@ def reward_model(
     set: Mapping[str, Any] | None = None,
     output_dir: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    resume: str | os.PathLike[str] | None = None,
+    allow_changed: Sequence[str] = (),
     on_metrics: MetricsHook | None = None,
 ) -> TrainingResult:
     """Trains a model that scores, as `hybridflow reward-model` does; arguments are those of `train`.
@@ -129,7 +148,7 @@ def reward_model(
     Raises:
         HybridFlowError: for every failure that a user can cause.
     """
-    given = _Given(model=model, dataset=dataset, config=config, changes=set or {})
+    given = _Given(model=model, dataset=dataset, config=config, changes=set or {}, resume=resume, allowed=allow_changed)
     return _run("reward-model", given, output_dir, overwrite=overwrite, on_metrics=on_metrics)
 
 
@@ -143,6 +162,8 @@ class _Given:
     changes: Mapping[str, Any]
     reward: Any = None
     algorithm: Any = None
+    resume: str | os.PathLike[str] | None = None
+    allowed: Sequence[str] = ()
 
     def search_path(self) -> tuple[str, ...]:
         """Folders where a user's own modules are."""
@@ -194,6 +215,8 @@ def _run(
     from hf_algorithms.run_directory import RunDirectory
     from hf_algorithms.supervised import run_recipe
 
+    if given.resume is not None:
+        return _resume(command, given.resume, given, output_dir, overwrite=overwrite, on_metrics=on_metrics)
     body = given.sections(command)
     run = body.setdefault("run", {})
     if output_dir is not None:
@@ -216,13 +239,44 @@ def _run(
         summary = run_recipe(config, directory, search_path=given.search_path(), on_metrics=on_metrics)
     finally:
         inputs.close(is_used=directory.has_begun)
-    lines = (directory.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return TrainingResult(
-        summary=summary,
-        metrics=[json.loads(line) for line in lines],
-        run_dir=directory.path,
-        model_dir=directory.path / "model",
+    return _read_result(directory.path, summary)
+
+
+def _resume(
+    command: str,
+    run: str | os.PathLike[str],
+    given: _Given,
+    output_dir: str | os.PathLike[str] | None,
+    *,
+    overwrite: bool,
+    on_metrics: MetricsHook | None,
+) -> TrainingResult:
+    from hf_algorithms.checkpoints import open_resumption
+    from hf_algorithms.supervised import run_recipe
+
+    values = {name: getattr(given, name) for name in ("model", "dataset", "reward", "algorithm", "config")}
+    values |= {"output_dir": output_dir, "overwrite": overwrite or None}
+    if named := [name for name, value in values.items() if value is not None]:
+        raise ConfigError(f"resume={show(os.fspath(run))}: takes what the run was started with. Leave out {named[0]}")
+    found = open_resumption(Path(run).expanduser(), given.changes, given.allowed, command=command)
+    path = found.directory.path
+    if found.is_finished:
+        return _read_result(path, json.loads((path / "summary.json").read_text(encoding="utf-8")))
+    summary = run_recipe(
+        found.config,
+        found.directory,
+        plan=found.plan,
+        search_path=found.search_path,
+        on_metrics=on_metrics,
+        resume=found,
     )
+    return _read_result(path, summary)
+
+
+def _read_result(run: Path, summary: dict[str, Any]) -> TrainingResult:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = [json.loads(line) for line in lines]
+    return TrainingResult(summary=summary, metrics=metrics, run_dir=run, model_dir=run / "model")
 
 
 def _is_notebook() -> bool:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
-from hf_algorithms.adapters import MERGED_MODELS, export_trained, keep_merged_models, probe_sampler
-from hf_algorithms.checkpoints import Ledger
-from hf_algorithms.config import Config, format_toml
+from hf_algorithms.adapters import export_trained, probe_sampler
+from hf_algorithms.checkpoints import Checkpoints, Ledger, Resumption
+from hf_algorithms.checkpoints.program import Program
+from hf_algorithms.config import Config
 from hf_algorithms.data import PromptDataset
 from hf_algorithms.display import RunDisplay
 from hf_algorithms.evaluation import evaluate, evaluate_with_samples, measure_divergence
-from hf_algorithms.inputs import ModelInputs, RunInputs
+from hf_algorithms.inputs import RunInputs
 from hf_algorithms.machine import check_machine
 from hf_algorithms.phases import measure_phases
 from hf_algorithms.placement import compute_workload
@@ -29,6 +29,7 @@ from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.run_evaluations import RunEvaluations
 from hf_algorithms.run_iteration import RunIteration
+from hf_algorithms.run_start import begin_run, check_inputs
 from hf_algorithms.run_summary import RunSummary
 from hf_algorithms.sampler_adapters import describe_merging
 from hf_algorithms.step_metrics import average_metrics
@@ -44,14 +45,10 @@ if TYPE_CHECKING:
     from hf_engine import SamplingParams
 
 __all__ = [
-    "begin_run",
     "build_executor",
-    "check_inputs",
     "describe_unscorable",
     "run_training",
 ]
-
-Inputs = TypeVar("Inputs", bound=ModelInputs)
 
 _LEAST_START_TIMEOUT_S = 120.0
 
@@ -63,6 +60,7 @@ def run_training(
     plan: MappingPlan | None = None,
     search_path: Sequence[str] = (),
     on_metrics: MetricsHook | None = None,
+    resume: Resumption | None = None,
 ) -> dict[str, Any]:
     """Warm start, algorithm and evaluations of one run; its files are left in ``directory``.
 
@@ -70,6 +68,7 @@ def run_training(
         plan: where the models go; None lets the mapper decide.
         search_path: folders where reward functions are looked for first.
         on_metrics: called with each iteration and its metrics; None takes the function of ``run.on_metrics``.
+        resume: the run goes on from there.
 
     Returns:
         The contents of ``summary.json``.
@@ -97,7 +96,7 @@ def run_training(
                 display.note(f"{data.source}: {cut} of {len(data)} answers are cut to rollout.max_new_tokens = {limit}")
             display.phase("starting workers")
             executor = stack.enter_context(build_executor(config, plan))
-            inputs = begin_run(config, directory, plan, inputs, fresh)
+            inputs = begin_run(config, directory, plan, inputs, fresh, search_path=search_path, resume=resume)
             stack.enter_context(tracking.follow(directory, display.note))
             facts = {
                 "algorithm": config.algorithm.name,
@@ -111,7 +110,7 @@ def run_training(
                 display.note(f"{inputs.model.label}: {spare} logits are beyond its tokenizer's ids and have no text")
             evaluations = RunEvaluations(config, inputs, executor, roles, search_path)
             stack.enter_context(closing(evaluations))
-            _Run(config, directory, inputs, executor, roles, evaluations, display, summary).execute()
+            _Run(config, directory, inputs, executor, roles, evaluations, display, summary).execute(resume)
         write_report(directory.path)
     return summary.body
 
@@ -129,32 +128,6 @@ def describe_unscorable(iteration: int, metrics: Mapping[str, float]) -> str:
 
 def _is_failure(name: str, count: float) -> bool:
     return name.startswith("reward/") and name.endswith("/failed") and count > 0
-
-
-def check_inputs(config: Config, directory: RunDirectory) -> None:
-    """Refuse inputs that the run's own files would replace."""
-    data, model = config.data, config.model
-    paths = {f"data.{key}": getattr(data, key) for key in ("validation", "test", "pretraining")}
-    sources = data.sources_of("train")
-    paths |= {"data.train" if len(sources) == 1 else f"data.train, {path}": path for path, _ in sources}
-    paths |= {f"{section}.model.path": path for section, path in config.scorer_paths.items()}
-    paths |= {f"data of [[evaluation]] {each.name!r}": each.data for each in config.evaluation}
-    paths |= {f"roles.{name}.path": role.path for name, role in config.roles.items()}
-    directory.check_inputs({**paths, "model.path": model.path, "model.tokenizer": model.tokenizer})
-
-
-def begin_run(config: Config, directory: RunDirectory, plan: MappingPlan, inputs: Inputs, fresh: Path) -> Inputs:
-    """Replace an earlier run's files by this run's first ones; of the inputs, a fresh model moves there."""
-    first_files = {"config.toml": format_toml(config), "plan.json": plan.to_json()}
-    directory.begin()
-    if inputs.model.tokenizer_path == str(fresh):
-        with directory.replacing("initial_model") as folder:
-            shutil.move(fresh, folder)
-        inputs = inputs.moved(str(fresh), str(directory.path / "initial_model"))
-    inputs = keep_merged_models(directory, inputs, fresh.with_name(MERGED_MODELS))
-    for name, text in first_files.items():
-        directory.write_text(name, text)
-    return inputs
 
 
 class _Run:
@@ -184,25 +157,46 @@ class _Run:
         self._metric = config.reward.metric_name
         self._state: dict[str, Any] = {}
         self._ledger = Ledger(directory)
+        self._checkpoints = Checkpoints(config.run, directory, roles, summary, display.note)
         self._base = inputs.models[roles.having("generate_sequences").role].path
         self._busy_s = 0.0
         self._num_tokens = 0.0
 
-    def execute(self) -> None:
+    def execute(self, resume: Resumption | None) -> None:
         """All phases in order; whatever happens, what was reached is on disk."""
+        if resume is None or resume.program is None:
+            self._start()
+        else:
+            self._continue(resume, resume.program)
+        self._display.phase(self._config.algorithm.name)
+        for iteration in range(self._summary["iterations"] + 1, self._config.run.iterations + 1):
+            self._iterate(iteration)
+        self._checkpoints.finish()
+        self._display.phase("evaluating the result")
+        self._summary["score_after"] = self._evaluate("test", self._config.run.iterations)
+        if (divergence := measure_divergence(self._roles, self._test, self._sampling(0))) is not None:
+            self._summary["kl_to_reference"] = divergence
+
+    def _start(self) -> None:
+        """What comes before the first iteration."""
         self._note_progress(0)
         self._warm_start()
         probe_sampler(self._config, self._roles, self._validation, self._sampling(0))
         self._display.phase("evaluating the starting point")
         self._commit_model(0)
         self._summary["score_before"] = self._evaluate("test", 0)
-        self._display.phase(self._config.algorithm.name)
-        for iteration in range(1, self._config.run.iterations + 1):
-            self._iterate(iteration)
-        self._display.phase("evaluating the result")
-        self._summary["score_after"] = self._evaluate("test", self._config.run.iterations)
-        if (divergence := measure_divergence(self._roles, self._test, self._sampling(0))) is not None:
-            self._summary["kl_to_reference"] = divergence
+
+    def _continue(self, resume: Resumption, program: Program) -> None:
+        """Takes over what the last commit holds."""
+        self._display.phase(f"resuming after iteration {program.iteration}")
+        self._note_progress(program.iteration)
+        if self._config.warm_start.max_steps:
+            self._load_warm_model()
+        self._state.update(program.state)
+        self._busy_s, self._num_tokens = program.totals["busy_s"], program.totals["tokens"]
+        self._ledger = Ledger(self._directory, program.ledger)
+        self._summary.restore(program)
+        resume.load(self._roles)
 
     def _warm_start(self) -> None:
         """Supervised training of the policy; every role that starts from the same weights then gets the result.
@@ -227,6 +221,9 @@ class _Run:
         with self._directory.replacing("warm_model") as folder:  # float32: roles load the policy's own weights
             self._roles.having("generate_sequences").export_model(str(folder), dtype="float32").result()
             self._directory.write_files(folder, self._inputs.exported_files())
+        self._load_warm_model()
+
+    def _load_warm_model(self) -> None:
         warm = self._directory.path / "warm_model"
         models = self._inputs.models
         policy = self._roles.having("generate_sequences").role
@@ -269,6 +266,7 @@ class _Run:
         metrics["perf/tokens_per_s"] = tokens / elapsed_s
         metrics["time/iteration_s"] = elapsed_s
         metrics |= measure_phases(self._executor.trace.drain(), self._roles.groups, iteration)
+        metrics |= self._checkpoints.measure()
         self._summary.update({"iterations": iteration, "ledger": self._ledger.counts})
         self._summary["samples_per_s"] = samples * iteration / self._busy_s
         self._summary["tokens_per_s"] = self._num_tokens / self._busy_s
@@ -284,6 +282,14 @@ class _Run:
             self._display.note(describe_unscorable(iteration, metrics))
         self._directory.append_metrics({"iteration": iteration, **metrics})
         self._display.iteration(iteration, metrics)
+        self._checkpoints.end_iteration(
+            iteration,
+            is_last=is_last,
+            state=self._state,
+            totals={"busy_s": self._busy_s, "tokens": self._num_tokens, "wall_s": self._summary.wall_s},
+            ledger=self._ledger,
+            data={"rows_drawn": iteration * config.rollout.batch_size, "rows": len(self._inputs.train)},
+        )
 
     def _write_samples(self, iteration: int, shown: Sequence[BatchFuture]) -> None:
         """Writes down some responses of the last batch that the step showed."""

@@ -13,23 +13,24 @@ from errno import EACCES, ENOTDIR
 from pathlib import Path
 from typing import Any, Protocol
 
-from hf_algorithms.atomic_files import replace_folder, sync_tree, write_text
+from hf_algorithms.atomic_files import replace_folder, sync, sync_tree, write_text
 from hf_algorithms.run_lock import RunLock, check_unlocked
 from hf_protocols import ConfigError, HybridFlowError
 from hf_protocols.arguments import show
 
-__all__ = ["RunDirectory", "RunDirectoryError", "RunListener", "is_run"]
+__all__ = ["ORIGIN", "RunDirectory", "RunDirectoryError", "RunListener", "is_run"]
 
-_MARK = ".hybridflow-run"
+ORIGIN = ".hybridflow-run"
+"""Marks the directory of a run, and says what the run was started with."""
 _FILES = (
     "config.toml", "plan.json", "metrics.jsonl", "summary.json", "trace.json", "report.html", "ledger.jsonl",
 )  # fmt: skip
-_FOLDERS = ("initial_model", "warm_model", "model", "samples", "tensorboard", "wandb")
+_FOLDERS = ("initial_model", "warm_model", "model", "samples", "steps", "tensorboard", "wandb")
 
 
 def is_run(path: Path) -> bool:
     """True for the directory of a run, also one that was copied."""
-    return (path / _MARK).is_file() or ((path / "config.toml").is_file() and not (path / "config.json").is_file())
+    return (path / ORIGIN).is_file() or ((path / "config.toml").is_file() and not (path / "config.json").is_file())
 
 
 class RunDirectoryError(HybridFlowError):
@@ -52,12 +53,14 @@ class RunDirectory:
     Args:
         path: the directory.
         overwrite: replace the files of an earlier run that lies there; other files stay.
+        resume: go on with the run that lies there; its files stay.
 
     Raises:
-        ConfigError: if it cannot be written, or is not empty and no earlier run may be replaced.
+        ConfigError: if it cannot be written or is in use, is not empty and no earlier run may be replaced, or has no
+            run to go on with.
     """
 
-    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
+    def __init__(self, path: Path, *, overwrite: bool = False, resume: bool = False) -> None:
         self._given = path
         with self._refusing():
             self.path = path.resolve()
@@ -67,8 +70,13 @@ class RunDirectory:
             if not place.is_dir():
                 raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR))
             _try_to_make(self.path)
-            is_ours = (self.path / _MARK).is_file()
-        if is_used and not (overwrite and is_ours):
+            is_ours = (self.path / ORIGIN).is_file()
+        if resume and not is_ours:
+            raise ConfigError(
+                f"--resume {self._given}: {self.path} is not the directory of a run. Name its run.output_dir"
+            )
+        self._resumes = resume
+        if is_used and not resume and not (overwrite and is_ours):
             raise ConfigError(
                 f"run.output_dir={str(self.path)!r} is not empty: choose another directory, or --overwrite to "
                 "replace an earlier run"
@@ -112,17 +120,48 @@ class RunDirectory:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock = self._lock or RunLock(self.path)
-                (self.path / _MARK).touch()
+                (self.path / ORIGIN).touch()
             except OSError:
                 _remove_empty(missing)
                 raise
         self._has_begun = True
+        if not self._resumes:
+            self.clear()
+
+    def clear(self) -> None:
+        """Removes what an earlier run left, or an earlier part of this one that has no commit."""
         with self._reporting("the earlier run"):
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
             for name in _FOLDERS:
                 shutil.rmtree(self.path / name, ignore_errors=True)
             (self.path / "metrics.jsonl").touch()
+
+    def truncate(self, name: str, size: int) -> None:
+        """Cuts a file to its first bytes.
+
+        Raises:
+            RunDirectoryError: if it has fewer.
+        """
+        with self._reporting(name):
+            path = self.path / name
+            found = path.stat().st_size
+            if found < size:
+                raise RunDirectoryError(
+                    f"{path}: has {found} bytes, and had {size} at the last commit. Restore it, or start another run"
+                )
+            os.truncate(path, size)
+            sync(path)
+
+    def remove(self, name: str) -> None:
+        """Removes a folder."""
+        with self._reporting(name):
+            shutil.rmtree(self.path / name)
+
+    def measure(self) -> dict[str, int]:
+        """Returns the bytes of the files that grow, by their names."""
+        files = [self.path / "metrics.jsonl", self.path / "ledger.jsonl", *(self.path / "samples").glob("*.jsonl")]
+        return {each.relative_to(self.path).as_posix(): each.stat().st_size for each in files if each.exists()}
 
     def close(self) -> None:
         """Lets another run use the directory."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.run_directory import RunDirectoryError
 
 if TYPE_CHECKING:
+    from hf_algorithms.checkpoints.program import Program
     from hf_algorithms.process_tree import MemoryMeter
     from hf_algorithms.run_directory import RunDirectory
     from hf_controller import Executor
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["RunSummary", "versions"]
 
 _PACKAGES = ("hf-algorithms", "torch", "ray", "transformers", "tensordict")
+_OWN = ("status", "error", "versions", "wall_s", "peak_rss_bytes", "last_commit", "checkpoint_share")
+"""Numbers of one part of a run, between two starts."""
 _ERROR_FACTS = ("role", "rank", "method", "exit_code", "signal")
 
 
@@ -56,7 +59,7 @@ class RunSummary:
         self._memory = memory
         self._started_s = started_s
         self._note = note
-        self._body: dict[str, Any] = {"status": "running", **facts, "iterations": 0, "error": None}
+        self._body: dict[str, Any] = {"status": "running", **facts, "iterations": 0, "error": None, "resumed_from": []}
         self._body |= {"versions": versions()}
 
     def __enter__(self) -> RunSummary:
@@ -90,13 +93,30 @@ class RunSummary:
         """Sets several numbers."""
         self._body |= facts
 
+    @property
+    def wall_s(self) -> float:
+        """Seconds of the run so far, those before a resume included."""
+        return time.perf_counter() - self._started_s
+
+    def restore(self, program: Program) -> None:
+        """Takes over what a commit holds of an earlier part of the run."""
+        self._body |= program.summary
+        self._body["last_commit"] = program.iteration
+        self._body["resumed_from"] = [*self._body["resumed_from"], program.iteration]
+        self._started_s -= program.totals["wall_s"]
+        self.write()
+
+    def kept(self) -> dict[str, Any]:
+        """What a run that goes on after a commit takes over."""
+        return {name: value for name, value in self._body.items() if name not in _OWN}
+
     def write(self) -> None:
         """Writes the file with the numbers so far.
 
         Raises:
             RunDirectoryError: if it cannot be written.
         """
-        self._body["wall_s"] = time.perf_counter() - self._started_s
+        self._body["wall_s"] = self.wall_s
         self._body["peak_rss_bytes"] = self._memory.peak_bytes
         self._directory.write_json("summary.json", self._body)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.adapters import MERGED_MODELS, check_adapters, export_trained, merge_given_adapters
 from hf_algorithms.atomic_files import write_text
-from hf_algorithms.checkpoints import Ledger
+from hf_algorithms.checkpoints import Checkpoints, Ledger, Resumption
 from hf_algorithms.data import Row
 from hf_algorithms.display import RunDisplay
 from hf_algorithms.initial_model import build_initial_model
@@ -25,8 +25,9 @@ from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.recipes import StepContext, SupervisedDataset, SupervisedRecipe
 from hf_algorithms.report import write_report
 from hf_algorithms.role_models import find_role_models, list_main_backends
-from hf_algorithms.run import begin_run, build_executor, check_inputs, run_training
+from hf_algorithms.run import build_executor, run_training
 from hf_algorithms.run_evaluations import RunEvaluations
+from hf_algorithms.run_start import begin_run, check_inputs
 from hf_algorithms.run_summary import RunSummary
 from hf_algorithms.step_metrics import average_metrics
 from hf_algorithms.supervised_evaluations import list_generation_backends, prepare_evaluations, with_generation
@@ -87,6 +88,7 @@ def run_supervised(
     plan: MappingPlan | None = None,
     search_path: Sequence[str] = (),
     on_metrics: MetricsHook | None = None,
+    resume: Resumption | None = None,
 ) -> dict[str, Any]:
     """Trains by a supervised recipe; the run's files and `model/` are left in `directory`.
 
@@ -96,6 +98,7 @@ def run_supervised(
         plan: where the models go; None lets the mapper decide.
         search_path: folders where users' modules are looked for first.
         on_metrics: called with each iteration and its metrics; None takes the function of `run.on_metrics`.
+        resume: the run goes on from there.
 
     Returns:
         The contents of `summary.json`.
@@ -115,14 +118,14 @@ def run_supervised(
                 display.note(line)
             display.phase("starting workers")
             executor = stack.enter_context(build_executor(config, plan))
-            inputs = begin_run(config, directory, plan, inputs, fresh)
+            inputs = begin_run(config, directory, plan, inputs, fresh, search_path=search_path, resume=resume)
             stack.enter_context(tracking.follow(directory, display.note))
             facts = _describe_run(config, inputs)
             summary = RunSummary(directory, executor, memory, started_s=started_s, facts=facts, note=display.note)
             stack.enter_context(summary)
             roles = build_roles(executor, config, plan, inputs, search_path)
             evaluations = stack.enter_context(closing(RunEvaluations(config, inputs, executor, roles, search_path)))
-            _SupervisedRun(config, directory, inputs, executor, roles, evaluations, display, summary).execute()
+            _SupervisedRun(config, directory, inputs, executor, roles, evaluations, display, summary).execute(resume)
         write_report(directory.path)
     return summary.body
 
@@ -134,10 +137,11 @@ def run_recipe(
     plan: MappingPlan | None = None,
     search_path: Sequence[str] = (),
     on_metrics: MetricsHook | None = None,
+    resume: Resumption | None = None,
 ) -> dict[str, Any]:
     """Runs the recipe of a configuration, of any command; see `run_training` and `run_supervised`."""
     run = run_supervised if isinstance(config.recipe, SupervisedRecipe) else run_training
-    return run(config, directory, plan=plan, search_path=search_path, on_metrics=on_metrics)
+    return run(config, directory, plan=plan, search_path=search_path, on_metrics=on_metrics, resume=resume)
 
 
 def check_supervised(
@@ -282,18 +286,27 @@ class _SupervisedRun:
         self._evaluations = evaluations
         self._display = display
         self._ledger = Ledger(directory)
+        self._checkpoints = Checkpoints(config.run, directory, roles, summary, display.note)
         self._busy_s = 0.0
         self._held_out = {name: self._put(getattr(inputs, name)) for name in ("validation", "test")}
         self._summary = summary
 
-    def execute(self) -> None:
+    def execute(self, resume: Resumption | None) -> None:
         """All phases in order; what was reached is on disk, whatever happens."""
-        self._display.phase("evaluating the starting point")
-        self._summarise("before")
-        self._commit_model(0)
+        if resume is None or resume.program is None:
+            self._display.phase("evaluating the starting point")
+            self._summarise("before")
+            self._commit_model(0)
+        else:
+            self._display.phase(f"resuming after iteration {resume.iteration}")
+            self._busy_s = resume.program.totals["busy_s"]
+            self._ledger = Ledger(self._directory, resume.program.ledger)
+            self._summary.restore(resume.program)
+            resume.load(self._roles)
         self._display.phase(self._config.algorithm.name)
-        for iteration in range(1, self._config.run.iterations + 1):
+        for iteration in range(self._summary["iterations"] + 1, self._config.run.iterations + 1):
             self._iterate(iteration)
+        self._checkpoints.finish()
         self._display.phase("evaluating the result")
         self._summarise("after")
 
@@ -301,10 +314,9 @@ class _SupervisedRun:
         config, data = self._config, self._inputs.train
         start_s = time.perf_counter()
         drawn = self._inputs.order.draw(self._batch_size, iteration=iteration - 1, seed=config.run.seed)
-        rows = [row for _, row in drawn]
         self._ledger.begin(iteration, 1)
         self._ledger.plan([(epoch, row, 0) for epoch, row in drawn])
-        batch = self._executor.put(data.batch(rows))
+        batch = self._executor.put(data.batch([row for _, row in drawn]))
         context = StepContext(
             sampling=SamplingParams(max_new_tokens=1, seed=config.run.seed, step=iteration),
             iteration=iteration,
@@ -329,10 +341,19 @@ class _SupervisedRun:
         metrics["perf/samples_per_s"] = self._batch_size / elapsed_s
         metrics["time/iteration_s"] = elapsed_s
         metrics |= measure_phases(self._executor.trace.drain(), self._roles.groups, iteration)
+        metrics |= self._checkpoints.measure()
         self._summary.update({"iterations": iteration, "ledger": self._ledger.counts})
         self._summary["samples_per_s"] = self._batch_size * iteration / self._busy_s
         self._directory.append_metrics({"iteration": iteration, **metrics})
         self._display.iteration(iteration, metrics)
+        self._checkpoints.end_iteration(
+            iteration,
+            is_last=iteration == config.run.iterations,
+            state={},
+            totals={"busy_s": self._busy_s, "wall_s": self._summary.wall_s},
+            ledger=self._ledger,
+            data={"rows_drawn": iteration * self._batch_size, "rows": len(data)},
+        )
 
     def _evaluate(self, name: str) -> Mapping[str, float]:
         return self._recipe.evaluate(

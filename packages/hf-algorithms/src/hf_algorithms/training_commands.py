@@ -18,14 +18,33 @@ def _training_command(name: str) -> Callable[[Callable[[], None]], click.Command
 
     def decorate(documented: Callable[[], None]) -> click.Command:
         @click.command(name, help=documented.__doc__)
-        @click.argument("config", type=UserPath())
+        @click.argument("config", type=UserPath(), required=False)
         @click.option(
             "--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override a key; repeatable."
         )
         @click.option("--plan", "plan_file", type=UserPath(), help="Use this mapping plan.")
         @click.option("--overwrite", is_flag=True, help="Replace an earlier run in run.output_dir.")
-        def command(config: Path, overrides: tuple[str, ...], plan_file: Path | None, overwrite: bool) -> None:
-            _run(name, config, overrides, plan_file, overwrite=overwrite)
+        @click.option("--resume", type=UserPath(), metavar="RUN", help="Go on with the run in this directory.")
+        @click.option(
+            "--allow-changed", "allowed", multiple=True, metavar="KEY", help="Key that --set may change then."
+        )
+        def command(
+            config: Path | None,
+            overrides: tuple[str, ...],
+            plan_file: Path | None,
+            overwrite: bool,
+            resume: Path | None,
+            allowed: tuple[str, ...],
+        ) -> None:
+            if resume is not None:
+                _refuse_with_resume(config, plan_file, overwrite=overwrite)
+                _resume(name, resume, overrides, allowed)
+            elif config is None or allowed:
+                raise click.UsageError(
+                    "--allow-changed goes with --resume." if allowed else "Missing argument 'CONFIG'."
+                )
+            else:
+                _run(name, config, overrides, plan_file, overwrite=overwrite)
 
         return command
 
@@ -64,3 +83,29 @@ def _run(command: str, config: Path, overrides: tuple[str, ...], plan_file: Path
     with exit_codes(directory):
         summary = run_recipe(settings, directory, plan=plan, search_path=search_path)
     print_summary(summary, directory.path, settings)
+
+
+def _refuse_with_resume(config: Path | None, plan_file: Path | None, *, overwrite: bool) -> None:
+    given = {"CONFIG": config is not None, "--plan": plan_file is not None, "--overwrite": overwrite}
+    if named := [name for name, is_given in given.items() if is_given]:
+        raise click.UsageError(f"--resume takes what RUN was started with. Leave out {', '.join(named)}.")
+
+
+def _resume(command: str, run: Path, overrides: tuple[str, ...], allowed: tuple[str, ...]) -> None:
+    from hf_algorithms.checkpoints import open_resumption
+    from hf_algorithms.config import read_overrides
+    from hf_algorithms.supervised import run_recipe
+
+    with exit_codes():
+        found = open_resumption(run, read_overrides(overrides), allowed, command=command)
+    for line in found.notes:
+        click.echo(f"warning: {line}. It is not used", err=True)
+    if found.is_finished:
+        done = f"{found.iteration} iterations"
+        click.echo(f"{found.directory.path}: the run has finished its {done}. For more use --set run.iterations=N")
+        return
+    with exit_codes(found.directory):
+        summary = run_recipe(
+            found.config, found.directory, plan=found.plan, search_path=found.search_path, resume=found
+        )
+    print_summary(summary, found.directory.path, found.config)

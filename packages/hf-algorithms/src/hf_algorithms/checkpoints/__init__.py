@@ -1,10 +1,27 @@
-"""What a run needs to go on: its ledger of samples.
+"""What a run needs to go on: commits of all roles and of the program, the ledger of samples, and resuming.
 
-Weights and optimizers belong to the workers, files to `run_directory`.
+`commit` is one step on disk, `program` what the program itself keeps, `origin` what a run was started with. `cadence`
+says when, `saver` commits a run that goes on, `resume` reads one. Tensors belong to the workers, files that grow to
+`run_directory`.
 """
 
 from __future__ import annotations
 
+from hf_algorithms.checkpoints.commit import CheckpointError, Commit, find_commits, find_last_commit
 from hf_algorithms.checkpoints.ledger import LEDGER, Ledger, LedgerError, count_ledger
+from hf_algorithms.checkpoints.resume import Resumption, open_resumption
+from hf_algorithms.checkpoints.saver import Checkpoints
 
-__all__ = ["LEDGER", "Ledger", "LedgerError", "count_ledger"]
+__all__ = [
+    "LEDGER",
+    "CheckpointError",
+    "Checkpoints",
+    "Commit",
+    "Ledger",
+    "LedgerError",
+    "Resumption",
+    "count_ledger",
+    "find_commits",
+    "find_last_commit",
+    "open_resumption",
+]

@@ -316,17 +316,35 @@ def _value_of(config: Config, key: str) -> Any:
 
 
 def apply_override(body: dict[str, Any], override: str) -> None:
-    key, equals, text = override.partition("=")
-    shown = show(hide_secrets(override))
-    if not (equals and "." in key.strip(". ")):
-        raise ConfigError(f"--set {shown}: write it as section.key=value, such as run.seed=1")
-    try:
-        parsed = parse_toml(f"value = {text}", f"--set {shown}")
-    except tomllib.TOMLDecodeError:
-        parsed = {"value": text}
-    if len(parsed) > 1:
-        raise ConfigError(f"--set {shown}: it holds more than one value. Write one --set for each key")
-    set_key(body, key.strip(), parsed["value"], label=f"--set {shown}")
+    """Sets the key of a `--set` in the sections of a file.
+
+    Raises:
+        ConfigError: for one that is not `section.key=value`.
+    """
+    for key, value in read_overrides([override]).items():
+        set_key(body, key, value, label=f"--set {show(hide_secrets(override))}")
+
+
+def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """Values of `--set` by their keys; values as in TOML, bare words are strings.
+
+    Raises:
+        ConfigError: for one that is not `section.key=value`.
+    """
+    found: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        shown = show(hide_secrets(override))
+        if not (equals and "." in key.strip(". ")):
+            raise ConfigError(f"--set {shown}: write it as section.key=value, such as run.seed=1")
+        try:
+            parsed = parse_toml(f"value = {text}", f"--set {shown}")
+        except tomllib.TOMLDecodeError:
+            parsed = {"value": text}
+        if len(parsed) > 1:
+            raise ConfigError(f"--set {shown}: it holds more than one value. Write one --set for each key")
+        found[key.strip()] = parsed["value"]
+    return found
 
 
 def set_key(body: dict[str, Any], key: str, value: Any, *, label: str) -> None:

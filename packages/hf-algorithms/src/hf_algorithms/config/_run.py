@@ -12,6 +12,8 @@ from hf_algorithms.trackers import check_names
 __all__ = ["RunConfig"]
 
 _Count = Annotated[int, Field(ge=1, le=1 << 53)]
+_Iterations = Annotated[int, Field(ge=0, le=1 << 53)]
+_Seconds = Annotated[str, Field(pattern=r"^[0-9]{1,9}(\.[0-9]{1,6})?s$")]
 _Seed = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
@@ -28,6 +30,12 @@ class RunConfig(Section):
     """Iterations between two greedy evaluations on the validation rows; each commits `model/`."""
     executor: Literal["ray", "in_process"] = "ray"
     """`in_process` runs one rank in the program itself, for debuggers."""
+    checkpoint_every: Literal["auto"] | _Iterations | _Seconds = "auto"
+    """How often all roles are committed to `steps/`: iterations between two commits (0: never), seconds such as
+    `"60s"`, or `"auto"`: as often as costs 5 % of the time. The last iteration is committed, too.
+    """
+    keep: Annotated[int, Field(ge=1, le=1 << 20)] = 2
+    """Commits that are kept; with 1 the one before goes when the newest is verified."""
     trackers: tuple[str, ...] = Field(default=(), strict=False)
     """Experiment trackers that get configuration, metrics and summary next to `metrics.jsonl`: `tensorboard`, `wandb`,
     `mlflow`, `trackio`. Each is an extra of hf-algorithms.

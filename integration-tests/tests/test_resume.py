@@ -1,0 +1,107 @@
+"""A run that was killed goes on as if it had not been: same metrics, same ledger, same files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_algorithms import cli, sft
+from hf_algorithms.checkpoints import LEDGER, count_ledger, find_commits
+from hf_protocols import ConfigError
+from small_runs import Outcome, read_metrics, without_times
+
+KILLER = """
+import os, signal
+from pathlib import Path
+
+def kill_once(iteration, metrics):
+    mark = Path(__file__).with_name("killed")
+    if iteration == 3 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+WORDS = ("--set", "run.checkpoint_every=1", "--set", "run.eval_every=2", "--set", "rollout.samples_per_prompt=2")
+
+
+def run_until_killed(*arguments: object) -> None:
+    """The command in a process of its own, which SIGKILL ends."""
+    child = os.fork()
+    if child == 0:
+        sys.argv = ["hybridflow", *map(str, arguments)]
+        try:
+            cli.main()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_killed_run_goes_on_bit_for_bit(
+    small_config: Path, hybridflow: Callable[..., Outcome], algorithm: str
+) -> None:
+    folder = small_config.parent
+    (folder / "killer.py").write_text(KILLER)
+    words = [*WORDS, "--set", f"algorithm.name={algorithm}", "--set", "run.iterations=4"]
+    run_until_killed("train", small_config, *words, "--set", f"run.on_metrics={folder / 'killer.py'}:kill_once")
+    run = folder / "run"
+    assert json.loads((run / "summary.json").read_text())["status"] == "running"
+    assert find_commits(run) == [1]
+    shutil.move(run, run := folder / "moved")
+    assert not hybridflow("train", "--resume", run).errors
+    whole = folder / "whole"
+    assert hybridflow("train", small_config, *words, "--set", f"run.output_dir={whole}").exit_code == 0
+    assert without_times(read_metrics(run)) == without_times(read_metrics(whole))
+    assert (run / LEDGER).read_text() == (whole / LEDGER).read_text()
+    assert (run / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
+    summary, expected = (json.loads((each / "summary.json").read_text()) for each in (run, whole))
+    for name in ("score_before", "score_after", "warm_start_steps", "model_iteration", "ledger", "kl_to_reference"):
+        assert summary.get(name) == expected.get(name)
+    assert summary["ledger"] == count_ledger(run / LEDGER)
+    assert (summary["status"], summary["resumed_from"], summary["last_commit"]) == ("finished", [1], 4)
+    assert find_commits(run) == [3, 4]
+    again = hybridflow("train", "--resume", run)
+    assert again.exit_code == 0 and "has finished its 4 iterations" in again.output
+
+
+def test_a_supervised_run_is_refused_or_goes_on_in_python(
+    small_config: Path, addition_data: Path, hybridflow: Callable[..., Outcome]
+) -> None:
+    folder = small_config.parent
+    data = folder / "data"
+    shutil.copytree(addition_data, data)
+    text = small_config.read_text().replace(str(addition_data), str(data))
+    before = {name: text.partition(f"[{name}]\n")[2].partition("[")[0] for name in ("run", "data", "model", "training")}
+    sections = "".join(f"[{name}]\n{body}" for name, body in before.items())
+    (folder / "sft.toml").write_text(sections + "[cluster]\ngpus_per_machine = 1\n[algorithm]\nbatch_size = 8\n")
+    words = ("--set", "run.checkpoint_every=1")
+    assert hybridflow("sft", folder / "sft.toml", *words).exit_code == 0
+    run, whole = folder / "run", folder / "whole"
+    for refused, part in (
+        (("train", "--resume", run), "Use hybridflow sft"),
+        (("sft", folder / "sft.toml", "--resume", run), "Leave out CONFIG"),
+        (("sft", "--resume", run, "--set", "run.seed=1"), "run.seed: 0 -> 1\nthe run would be another one"),
+        (("sft", "--resume", data), "is not the directory of a run"),
+    ):
+        outcome = hybridflow(*refused)
+        assert outcome.exit_code == 2 and part in outcome.errors, outcome.errors
+    rows = (data / "train.jsonl").read_text()
+    (data / "train.jsonl").write_text(rows + rows[: rows.index("\n") + 1])
+    outcome = hybridflow("sft", "--resume", run, "--set", "run.iterations=4")
+    assert outcome.exit_code == 2 and f"{data}/train.jsonl: it is not the file" in outcome.errors
+    (data / "train.jsonl").write_text(rows)
+    with pytest.raises(ConfigError, match="Leave out model"):
+        sft("a-model", resume=run)
+    result = sft(resume=run, set={"run.iterations": 4})
+    assert hybridflow("sft", folder / "sft.toml", *words, "--set", "run.iterations=4", "--set",
+                      f"run.output_dir={whole}").exit_code == 0  # fmt: skip
+    assert without_times(result.metrics) == without_times(read_metrics(whole))
+    assert (run / LEDGER).read_text() == (whole / LEDGER).read_text()
+    assert result.summary["score_after"] == json.loads((whole / "summary.json").read_text())["score_after"]

@@ -1,0 +1,172 @@
+"""What a run was started with, so that `--resume` needs its directory alone."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_algorithms.checkpoints.commit import CheckpointError, digest_file
+from hf_algorithms.run_directory import ORIGIN
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import Config
+    from hf_algorithms.run_directory import RunDirectory
+
+__all__ = ["InputFile", "RunOrigin", "describe_origin", "read_origin", "write_origin"]
+
+_PATH_KEYS = frozenset({"path", "tokenizer", "train", "validation", "test", "pretraining", "data", "chat_template"})
+_MADE_TOKENIZERS = frozenset({"characters", "bpe"})
+_SAMPLE_BYTES = 1 << 20
+_LARGE_BYTES = 64 << 20
+"""From here on a file is known by its size, its first and its last MiB: weights are too many to read at each start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputFile:
+    """A file that the run reads: its absolute path, its size and a digest."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOrigin:
+    """What a run was started with.
+
+    Attributes:
+        directory: absolute path of the run at that time.
+        sections: of the configuration, with absolute paths.
+        search_path: absolute folders of users' modules.
+        inputs: files of data and models.
+    """
+
+    directory: str
+    sections: Mapping[str, Any]
+    search_path: Sequence[str]
+    inputs: Sequence[InputFile]
+
+    def moved_to(self, run: Path) -> RunOrigin:
+        """The same, with what lay in the run's directory where that is now."""
+        before, after = self.directory, str(run)
+        if before == after:
+            return self
+
+        def move(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {key: move(each) for key, each in value.items()}
+            if isinstance(value, list):
+                return [move(each) for each in value]
+            is_inside = isinstance(value, str) and (value == before or value.startswith(before + os.sep))
+            return after + value[len(before) :] if is_inside else value
+
+        body = move(asdict(self))
+        return _parse(body)
+
+    def find_changed(self) -> list[str]:
+        """Returns a sentence for every input file that is absent or differs."""
+        found = []
+        for each in self.inputs:
+            try:
+                now = _describe_file(Path(each.path))
+            except OSError as error:
+                found.append(f"{each.path}: {error.strerror}")
+                continue
+            if now != each:
+                found.append(f"{each.path}: it is not the file with which the run was started")
+        return found
+
+
+def describe_origin(config: Config, directory: Path, search_path: Sequence[str]) -> RunOrigin:
+    """Collects it at the beginning of a run.
+
+    Raises:
+        OSError: if an input cannot be read.
+    """
+    from hf_algorithms.config import format_toml
+
+    sections = _locate(tomllib.loads(format_toml(config)))
+    return RunOrigin(
+        directory=str(directory),
+        sections=sections,
+        search_path=[os.path.abspath(each) for each in search_path],
+        inputs=[_describe_file(path) for path in sorted(set(_list_files(sections)))],
+    )
+
+
+def write_origin(directory: RunDirectory, origin: RunOrigin) -> None:
+    """Writes it into the run's directory.
+
+    Raises:
+        RunDirectoryError: if that cannot be written.
+    """
+    directory.write_text(ORIGIN, json.dumps(asdict(origin)) + "\n")
+
+
+def read_origin(run: Path) -> RunOrigin:
+    """Reads it again, with paths inside the run where the run is now.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    path = run / ORIGIN
+    try:
+        return _parse(json.loads(path.read_text(encoding="utf-8"))).moved_to(run.resolve())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}. Name the directory of a run") from None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise CheckpointError(
+            f"{path}: does not say how the run was started. Start it again, in another directory"
+        ) from None
+
+
+def _parse(body: Mapping[str, Any]) -> RunOrigin:
+    return RunOrigin(**{**body, "inputs": [InputFile(**each) for each in body["inputs"]]})
+
+
+def _locate(value: Any, key: str = "") -> Any:
+    """A value of a configuration in which paths of files that exist are absolute."""
+    if isinstance(value, Mapping):
+        return {name: _locate(each, name) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_locate(each, key) for each in value]
+    is_path = key in _PATH_KEYS and isinstance(value, str) and value not in _MADE_TOKENIZERS
+    return os.path.abspath(value) if is_path and _expand(value) else value
+
+
+def _list_files(value: Any, key: str = "") -> Iterator[Path]:
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _list_files(each, name)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _list_files(each, key)
+    elif key in _PATH_KEYS and isinstance(value, str) and os.path.isabs(value):
+        for path in map(Path, _expand(value)):
+            yield from (each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+
+
+def _expand(value: str) -> list[str]:
+    """The files of a path or pattern; none for a name on a hub."""
+    if os.path.exists(value):
+        return [value]
+    return sorted(glob.glob(value, recursive=True)) if glob.has_magic(value) else []
+
+
+def _describe_file(path: Path) -> InputFile:
+    size = path.stat().st_size
+    if size < _LARGE_BYTES:
+        return InputFile(path=str(path), bytes=size, sha256=digest_file(path))
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        found.update(file.read(_SAMPLE_BYTES))
+        file.seek(-_SAMPLE_BYTES, os.SEEK_END)
+        found.update(file.read(_SAMPLE_BYTES))
+    return InputFile(path=str(path), bytes=size, sha256=found.hexdigest())

@@ -1,0 +1,107 @@
+"""What the program itself keeps of a run between iterations, as JSON: no weight is here."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_algorithms.atomic_files import write_text
+from hf_algorithms.checkpoints.commit import CheckpointError
+from hf_protocols import ConfigError
+from hf_protocols.arguments import show
+
+__all__ = ["PROGRAM", "Program", "load_generators", "read_program", "save_generators", "write_program"]
+
+PROGRAM = "program.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A run after an iteration.
+
+    Attributes:
+        iteration: the last one.
+        state: of the recipe and its controllers, see `StepContext.state`.
+        summary: numbers of `summary.json` that an uninterrupted run would have.
+        totals: sums from which such numbers are computed.
+        ledger: samples by state.
+        data: position in the training rows.
+        generators: of the program's random numbers.
+        sizes: bytes of the files that grow, by their names.
+    """
+
+    iteration: int
+    state: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    totals: Mapping[str, float]
+    ledger: Mapping[str, int]
+    data: Mapping[str, Any]
+    generators: Mapping[str, Any]
+    sizes: Mapping[str, int]
+
+
+def write_program(folder: Path, program: Program) -> None:
+    """Writes it into the folder of a step.
+
+    Raises:
+        ConfigError: for a value of `context.state` that JSON does not keep as it is.
+        OSError: when the file system refuses.
+    """
+    for key, value in program.state.items():
+        if not _is_kept(value):
+            raise ConfigError(
+                f"context.state[{show(key)}] = {show(value)}: a checkpoint keeps numbers, texts, lists and tables. "
+                "Store it as one of these"
+            )
+    write_text(folder / PROGRAM, json.dumps(asdict(program)) + "\n")
+
+
+def read_program(folder: Path) -> Program:
+    """Reads it again.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
+    try:
+        return Program(**json.loads((folder / PROGRAM).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
+        raise CheckpointError(f"{folder / PROGRAM}: is not the state of a program") from None
+
+
+def save_generators() -> dict[str, Any]:
+    """Returns the states of the program's generators: Python's, and those of numpy and torch if they are loaded."""
+    found: dict[str, Any] = {"python": random.getstate()}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        found["numpy"] = [name, keys.tolist(), *rest]
+    if "torch" in sys.modules:
+        found["torch"] = bytes(sys.modules["torch"].get_rng_state().tolist()).hex()
+    return found
+
+
+def load_generators(states: Mapping[str, Any]) -> None:
+    """Sets the generators to saved states."""
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    if "numpy" in states:
+        import numpy
+
+        name, numbers, *rest = states["numpy"]
+        numpy.random.set_state((name, numpy.array(numbers, dtype=numpy.uint32), *rest))
+    if "torch" in states:
+        import torch
+
+        torch.set_rng_state(torch.tensor(list(bytes.fromhex(states["torch"])), dtype=torch.uint8))
+
+
+def _is_kept(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_kept(each) for key, each in value.items())
+    if isinstance(value, list):
+        return all(map(_is_kept, value))
+    return value is None or type(value) in (bool, int, float, str)

@@ -1,0 +1,167 @@
+"""A run that goes on in its directory: its configuration, its last commit, and what may have changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_algorithms.checkpoints.commit import STEPS, CheckpointError, Commit, find_last_commit
+from hf_algorithms.checkpoints.origin import read_origin
+from hf_algorithms.checkpoints.program import Program, load_generators, read_program
+from hf_algorithms.checkpoints.saver import list_trained
+from hf_algorithms.run_directory import RunDirectory
+from hf_protocols import ConfigError, MappingPlan, PlanError
+from hf_protocols.arguments import show
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import Config
+    from hf_algorithms.roles import Roles
+
+__all__ = ["FREE_KEYS", "Resumption", "open_resumption"]
+
+FREE_KEYS = ("run.iterations", "run.keep", "run.trackers", "run.on_metrics", "run.output_dir", "cluster.call_timeout_s")
+"""Keys that may change without `--allow-changed`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """A run that goes on.
+
+    Attributes:
+        config: its configuration, with what was changed.
+        directory: of the run.
+        plan: the recorded one.
+        search_path: folders of users' modules.
+        commit: the last one that can be used; None: the run starts at iteration 1.
+        program: of that commit.
+        notes: one line for each commit that cannot be used.
+        is_finished: there is nothing left to do.
+    """
+
+    config: Config
+    directory: RunDirectory
+    plan: MappingPlan
+    search_path: Sequence[str]
+    commit: Commit | None
+    program: Program | None
+    notes: Sequence[str]
+    is_finished: bool
+
+    @property
+    def iteration(self) -> int:
+        """The last one that is committed, or 0."""
+        return self.program.iteration if self.program is not None else 0
+
+    def begin(self) -> None:
+        """Removes what the run wrote after its last commit; without one, all that it wrote.
+
+        Raises:
+            RunDirectoryError: if a file is shorter than it was then.
+        """
+        if self.program is None:
+            self.directory.clear()
+            return
+        path = self.directory.path
+        for samples in (path / "samples").glob("*.jsonl"):
+            if samples.stem.isdecimal() and int(samples.stem) > self.program.iteration:
+                samples.unlink()
+        for step in (path / STEPS).iterdir():
+            if step.name.isdecimal() and int(step.name) > self.program.iteration:
+                self.directory.remove(f"{STEPS}/{step.name}")
+        for name, size in self.program.sizes.items():
+            self.directory.truncate(name, size)
+
+    def load(self, roles: Roles) -> None:
+        """Gives all trained roles, and the program's generators, the states of the commit.
+
+        Raises:
+            HybridFlowError: for a state that a role cannot go on from.
+        """
+        assert self.commit is not None and self.program is not None, "a run without a commit starts at its beginning"
+        loads = [group.load_state(str(self.commit.folder / role)) for role, group in list_trained(roles).items()]
+        for each in loads:
+            each.result()
+        load_generators(self.program.generators)
+
+
+def open_resumption(
+    run: Path, overrides: Mapping[str, Any], allowed: Sequence[str] = (), *, command: str | None = None
+) -> Resumption:
+    """Reads how a run goes on; nothing is changed.
+
+    Args:
+        run: its directory, which may have been moved.
+        overrides: new values by `section.key`.
+        allowed: keys of them that change the run, and may.
+        command: of `hybridflow`, which must be the one that started the run; None: any.
+
+    Raises:
+        ConfigError: for a directory that is not a run's or is in use, a changed key that is not allowed, and changed
+            input files.
+        CheckpointError: if there are commits and none can be used.
+    """
+    from hf_algorithms.config import parse_config, set_key
+
+    directory = RunDirectory(run, resume=True)
+    origin = read_origin(directory.path)
+    search_path = (os.getcwd(), *origin.search_path)
+    body = deepcopy(dict(origin.sections))
+    before = parse_config(body, search_path=search_path, command=command)
+    for key, value in {**overrides, "run.output_dir": str(directory.path)}.items():
+        set_key(body, key, value, label="--set")
+    config = parse_config(body, search_path=search_path, command=command)
+    _check_changes(before, config, allowed)
+    if changed := origin.find_changed():
+        raise ConfigError("\n".join([*changed, f"--resume {run}: restore these files, or start another run"]))
+    commit, problems = find_last_commit(directory.path)
+    program = None if commit is None else read_program(commit.folder)
+    has_ended = _read_status(directory.path) == "finished"
+    return Resumption(
+        config=config,
+        directory=directory,
+        plan=_read_plan(directory.path / "plan.json"),
+        search_path=search_path,
+        commit=commit,
+        program=program,
+        notes=problems,
+        is_finished=has_ended and program is not None and program.iteration >= config.run.iterations,
+    )
+
+
+def _check_changes(before: Config, after: Config, allowed: Sequence[str]) -> None:
+    values = [dict(_flatten(config.model_dump())) for config in (before, after)]
+    changed = [key for key in {**values[0], **values[1]} if values[0].get(key) != values[1].get(key)]
+    refused = [key for key in changed if key not in FREE_KEYS and key not in allowed]
+    if refused:
+        shown = [f"{key}: {show(values[0].get(key))} -> {show(values[1].get(key))}" for key in refused]
+        words = " ".join(f"--allow-changed {key}" for key in refused)
+        raise ConfigError("\n".join([*shown, f"the run would be another one. If that is meant, add {words}"]))
+
+
+def _flatten(body: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in body.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _read_status(run: Path) -> str:
+    with suppress(OSError, ValueError, AttributeError):
+        return str(json.loads((run / "summary.json").read_text(encoding="utf-8")).get("status"))
+    return ""
+
+
+def _read_plan(path: Path) -> MappingPlan:
+    try:
+        return MappingPlan.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (PlanError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}") from None

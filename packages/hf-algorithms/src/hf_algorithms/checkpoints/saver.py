@@ -1,0 +1,197 @@
+"""Commits of a run while it goes on: states are staged between iterations and written beside the next one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_algorithms.checkpoints.cadence import Cadence
+from hf_algorithms.checkpoints.commit import STEPS, CommittedFile, find_commits, read_commit, remove_step, write_commit
+from hf_algorithms.checkpoints.program import Program, save_generators, write_program
+from hf_algorithms.run_directory import RunDirectoryError
+from hf_algorithms.run_summary import versions
+
+if TYPE_CHECKING:
+    from hf_algorithms.checkpoints.ledger import Ledger
+    from hf_algorithms.config import RunConfig
+    from hf_algorithms.roles import Roles
+    from hf_algorithms.run_directory import RunDirectory
+    from hf_algorithms.run_summary import RunSummary
+    from hf_controller import WorkerGroup
+
+__all__ = ["Checkpoints", "list_trained"]
+
+
+def list_trained(roles: Roles) -> dict[str, WorkerGroup]:
+    """Groups whose state changes while a run trains, by role."""
+    return {
+        role: group
+        for role, group in roles.groups.items()
+        if "save_state" in group.methods and getattr(group.spec.worker, "trainable", False)
+    }
+
+
+def find_unsaved(roles: Roles) -> list[str]:
+    """Roles that are trained by a worker of one's own which has no `save_state`."""
+    return [
+        role
+        for role, group in roles.groups.items()
+        if "save_state" not in group.methods and any(each.kind == "training" for each in group.methods.values())
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pending:
+    folder: Path
+    iteration: int
+    ledger: Mapping[str, int]
+
+
+class Checkpoints:
+    """Commits of all roles and of the program, in `steps/`.
+
+    Args:
+        config: `[run]`.
+        directory: of the run.
+        roles: of the run.
+        summary: gets the last commit, and the share of the time.
+        note: shows the user a line: a run with a role that cannot be saved makes no commit.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        roles: Roles,
+        summary: RunSummary,
+        note: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._trained = list_trained(roles)
+        self._summary = summary
+        unsaved = find_unsaved(roles)
+        self._every = 0 if unsaved else config.checkpoint_every
+        if unsaved and config.checkpoint_every:
+            note(f"no checkpoints are made: the worker of role {unsaved[0]} has no save_state and load_state")
+        self._cadence = Cadence(self._every)
+        self._pending: _Pending | None = None
+        self._unreported_s = 0.0
+
+    def end_iteration(
+        self,
+        iteration: int,
+        *,
+        is_last: bool,
+        state: Mapping[str, Any],
+        totals: Mapping[str, float],
+        ledger: Ledger,
+        data: Mapping[str, Any],
+    ) -> None:
+        """Commits the run after an iteration whose metrics are written, if it is time.
+
+        Args:
+            iteration: from 1.
+            is_last: of the run.
+            state: of the recipe.
+            totals: sums from which numbers of the summary are computed.
+            ledger: of the run, in which the iteration is settled.
+            data: position in the training rows.
+
+        Raises:
+            HybridFlowError: if a state cannot be written; earlier commits stay.
+        """
+        if not self._cadence.is_due(iteration, is_last=is_last):
+            return
+        ledger.check()
+        self.save(
+            Program(
+                iteration=iteration,
+                state=state,
+                summary=self._summary.kept(),
+                totals=totals,
+                ledger=ledger.counts,
+                data=data,
+                generators=save_generators(),
+                sizes=self._directory.measure(),
+            )
+        )
+
+    def save(self, program: Program) -> None:
+        """Copies the states of all roles and starts to write them; the commit before this one is completed first.
+
+        Raises:
+            HybridFlowError: if a state cannot be written; earlier commits stay.
+        """
+        self.finish()
+        folder = self._directory.path / STEPS / str(program.iteration)
+        with self._reporting(folder), self._timing() as spent:
+            remove_step(folder)
+            folder.mkdir(parents=True)
+            write_program(folder, program)
+            staged = [group.save_state(str(folder / role), background=True) for role, group in self._trained.items()]
+            for each in staged:
+                each.result()
+            self._pending = _Pending(folder=folder, iteration=program.iteration, ledger=program.ledger)
+        self._cadence.note_commit(spent[0])
+
+    def finish(self) -> None:
+        """Waits until the last save is on the disk, and commits it.
+
+        Raises:
+            HybridFlowError: if it could not be written; earlier commits stay.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        with self._reporting(pending.folder), self._timing() as spent:
+            ends = {role: group.finish_state() for role, group in self._trained.items()}
+            files = [
+                CommittedFile(**{**asdict(file), "path": f"{role}/{file.path}"})
+                for role, end in ends.items()
+                for of_rank in end.result()
+                for file in of_rank
+            ]
+            write_commit(pending.folder, pending.iteration, files, ledger=pending.ledger, versions=versions())
+            self._prune()
+        self._cadence.note_wait(spent[0])
+        self._summary["last_commit"] = pending.iteration
+        self._summary["checkpoint_share"] = self._cadence.share
+        self._summary.write()
+
+    def measure(self) -> dict[str, float]:
+        """Returns `checkpoint/*` of an iteration: what commits have cost since the one before; nothing without any."""
+        if self._every == 0:
+            return {}
+        seconds, self._unreported_s = self._unreported_s, 0.0
+        return {"checkpoint/blocked_s": seconds, "checkpoint/share": self._cadence.share}
+
+    def _prune(self) -> None:
+        """Removes old commits; one that would leave the newest alone waits until that is verified."""
+        steps = self._directory.path / STEPS
+        commits = find_commits(self._directory.path)
+        if self._config.keep == 1 and len(commits) > 1:
+            read_commit(steps / str(commits[-1])).verify()
+        for iteration in commits[: -self._config.keep]:
+            remove_step(steps / str(iteration))
+
+    @contextmanager
+    def _timing(self) -> Iterator[list[float]]:
+        started_s, found = time.perf_counter(), [0.0]
+        yield found
+        found[0] = time.perf_counter() - started_s
+        self._unreported_s += found[0]
+
+    @contextmanager
+    def _reporting(self, folder: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{folder.relative_to(self._directory.path)} in run.output_dir={str(self._directory.path)!r} cannot be "
+                f"written: {error.strerror}. Earlier commits are whole: free some space and use --resume"
+            ) from error
