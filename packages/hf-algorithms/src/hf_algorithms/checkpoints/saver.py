@@ -35,7 +35,7 @@ def list_trained(roles: Roles) -> dict[str, WorkerGroup]:
     }
 
 
-def find_unsaved(roles: Roles) -> list[str]:
+def _find_unsaved(roles: Roles) -> list[str]:
     """Roles that are trained by a worker of one's own which has no `save_state`."""
     return [
         role
@@ -74,7 +74,7 @@ class Checkpoints:
         self._directory = directory
         self._trained = list_trained(roles)
         self._summary = summary
-        unsaved = find_unsaved(roles)
+        unsaved = _find_unsaved(roles)
         self._every = 0 if unsaved else config.checkpoint_every
         if unsaved and config.checkpoint_every:
             note(f"no checkpoints are made: the worker of role {unsaved[0]} has no save_state and load_state")
