@@ -68,17 +68,20 @@ def test_sets_are_evaluated_in_their_turn(
         ('name = "a"\ndata = "absent.jsonl"', "data of [[evaluation]] 'a': absent.jsonl: no such file or directory"),
         ('name = "a"\ndata = "{rows}"\nmetrics = ["exact_mach"]', "Did you mean exact_match?"),
         ('name = "a"\ndata = "{rows}"\nsamples = 2', "samples = 2: at temperature = 0 all would be equal"),
-        ('name = "test"\ndata = "{rows}"', "evaluation.name = 'test': is that of the rows of data.test in metrics"),
-        ('name = "a"\ndata = "{rows}"\nevry = 2', "unknown key 'evaluation.evry': did you mean 'evaluation.every'?"),
+        ('name = "test"\ndata = "{rows}"', "evaluation[0].name = 'test': is that of the rows of data.test in metrics"),
+        (
+            'name = "a"\ndata = "{rows}"\nevry = 2',
+            "unknown key 'evaluation[0].evry': did you mean 'evaluation[0].every'?",
+        ),
         (
             'name = "a"\ndata = "{rows}"\nmax_new_tokens = 20',
             "(max_new_tokens of [[evaluation]] 'a') are above the model",
         ),
         (
             'name = "a"\ndata = "{rows}"\n[[evaluation]]\nname = "a"\ndata = "{rows}"',
-            "evaluation.name = 'a': two tables [[evaluation]] have this name",
+            "evaluation[1].name = 'a': evaluation[0] has this name, too",
         ),
-        ('name = "a"', "evaluation.0.data is missing"),
+        ('name = "a"', "evaluation[0].data is missing"),
     ],
 )
 def test_a_set_that_cannot_be_evaluated_is_refused(

@@ -334,7 +334,7 @@ def test_sets_are_generated_from_while_rows_are_learned(command: str, tmp_path: 
         ("reward-model", {"evaluation": [{"name": "a", "data": "b"}]}, "[[evaluation]]: the model of reward_model gen"),
         ("sft", {"rollout": {"backend": "vllm"}}, "rollout.backend: sft generates for [[evaluation]] alone, which is"),
         ("dpo", {"rollout": {"top_k": 3}}, "unknown key 'rollout.top_k'"),
-        ("sft", {"evaluation": [{"name": "a", "data": "b", "metric": "c"}]}, "unknown key 'evaluation.metric'"),
+        ("sft", {"evaluation": [{"name": "a", "data": "b", "metric": "c"}]}, "unknown key 'evaluation[0].metric'"),
     ],
 )
 def test_sets_that_cannot_be_generated_from_are_refused(

@@ -333,7 +333,7 @@ def test_a_key_far_from_all_gets_no_misleading_hint(key: str, says: str) -> None
         ({**MINIMAL, "run": 5}, r"^run = 5: must be a table$"),
         ({**MINIMAL, "run": {"seed": 1.5}}, r"^run\.seed = 1\.5: must be a whole number$"),
         ({**MINIMAL, "run": {"seed": "x" * 10_000}}, r"^run\.seed = 'x{76}\.\.\.: must be a whole number$"),
-        ({**MINIMAL, "optimizer": {"betas": [0.5]}}, r"^optimizer\.betas\.1 is missing"),
+        ({**MINIMAL, "optimizer": {"betas": [0.5]}}, r"^optimizer\.betas\[1\] is missing"),
         ({**MINIMAL, "optimizer": {"betas": 0.5}}, r"^optimizer\.betas = 0\.5: must be a list$"),
         ({**MINIMAL, "model": {"path": 3}}, r"^model\.path = 3: must be a string, in quotes$"),
         (
@@ -387,7 +387,7 @@ def test_written_config_with_a_model_path_reads_back() -> None:
         ("run.seed=true", "run.seed = true: must be a whole number"),
         ('run.seed="1"', "run.seed = '1': must be a whole number"),
         ("run.iterations=1.0", "run.iterations = 1.0: must be a whole number"),
-        ("optimizer.betas=[0.9, 1]", "optimizer.betas.1 = 1: must be below 1.0"),
+        ("optimizer.betas=[0.9, 1]", "optimizer.betas[1] = 1: must be below 1.0"),
         ("algorithm.clip_low=1e300", "algorithm.clip_low = 1e+300: must be at most 1000000"),
         ("algorithm.kl_coefficient=1e39", "algorithm.kl_coefficient = 1e+39: must be at most 1000000"),
         ("optimizer.actor_learning_rate=1e39", "optimizer.actor_learning_rate = 1e+39: must be at most 1e+30"),
@@ -510,9 +510,9 @@ def test_a_secret_in_a_url_is_refused_and_not_shown(key: str) -> None:
 
 def test_secrets_are_found_in_lists_and_overrides(tmp_path: Path) -> None:
     functions = [{"name": "a", "function": "a:f"}, {"name": "b", "function": "http://u:hidden@127.0.0.1/"}]
-    with pytest.raises(ConfigError, match=r"^reward\.functions\.1\.function = 'http://\*\*\*@127"):
+    with pytest.raises(ConfigError, match=r"^reward\.functions\[1\]\.function = 'http://\*\*\*@127"):
         parse_config({**MINIMAL, "reward": {"functions": functions}})
-    with pytest.raises(ConfigError, match=r"^rollout\.options\.urls\.0 = .* set rollout\.options\.api_key_variable"):
+    with pytest.raises(ConfigError, match=r"^rollout\.options\.urls\[0\] = .* set rollout\.options\.api_key_variable"):
         parse_config({**MINIMAL, "rollout": {"options": {"urls": ["http://u:hidden@127.0.0.1:1"]}}})
     path = tmp_path / "config.toml"
     path.write_text('[data]\ntrain = "a.jsonl"\n')
@@ -541,12 +541,16 @@ def test_a_variable_in_a_url_is_stored_by_its_name(monkeypatch: pytest.MonkeyPat
     ("reward", "says"),
     [
         ({**SEVERAL, "function": "a:f"}, r"reward.function = 'a:f': \[\[reward.functions\]\] are given as well"),
-        ({"functions": [*SEVERAL["functions"], *SEVERAL["functions"]]}, "two functions are named 'right'. Rename one"),
-        ({"functions": [{"name": "a b", "function": "a:f"}]}, "reward.functions.0.name = 'a b': must consist of"),
-        ({"functions": [{"function": "a:f"}]}, "reward.functions.0.name is missing"),
+        (
+            {"functions": [*SEVERAL["functions"], *SEVERAL["functions"]]},
+            "two functions are named 'right'. Set another name for one",
+        ),
+        ({"functions": [{"name": "a b", "function": "a:f"}]}, r"reward\.functions\[0\]\.name = 'a b': must consist of"),
+        ({"functions": [{"function": "a:f"}, {"function": "b:f"}]}, "two functions are named 'f'. Set another name"),
+        ({"functions": [{"name": "a"}]}, r"reward\.functions\[0\]\.function is missing"),
         (
             {"functions": [{"name": "a", "function": "a:f", "heaviness": 1.0}]},
-            "unknown key 'reward.functions.0.heaviness'",
+            r"unknown key 'reward\.functions\[0\]\.heaviness'",
         ),
         ({"functions": [{"name": "a", "function": "a:f", "deadline_s": 0.0}]}, "deadline_s = 0.0: must be above 0"),
         ({"functions": [{"name": "a", "function": "a:f", "style": "nemo"}]}, "style = 'nemo': must be 'auto'"),

@@ -28,6 +28,7 @@ FIRST, USER, GOOD, BAD = (
     {"role": role, "content": text}
     for role, text in (("system", "s"), ("user", "hi"), ("assistant", "a"), ("assistant", "b"))
 )
+OTHER = {"role": "system", "content": "t"}
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
@@ -73,6 +74,34 @@ def test_every_form_of_a_pair_is_read(tmp_path: Path, record: Any, prompt: Any, 
     assert row.where == f"{tmp_path}/pairs.jsonl, line 1"
 
 
+@pytest.mark.parametrize("prompt", ["hi", [USER]])
+@pytest.mark.parametrize("sides", [("a", "b"), ([GOOD], [BAD]), ([USER, GOOD], [USER, BAD])])
+def test_a_system_column_is_the_system_message(tmp_path: Path, prompt: Any, sides: Any) -> None:
+    """The ids are those of the same conversation with its system message written out."""
+    record = {"system": "Be brief.", "prompt": prompt, "chosen": sides[0], "rejected": sides[1]}
+    (row,) = load_preferences(write(tmp_path / "pairs.jsonl", record))
+    system = {"role": "system", "content": "Be brief."}
+    assert (row.prompt, row.chosen, row.rejected) == ((system, USER), (GOOD,), (BAD,))
+    tokenizer = build_chat_tokenizer(tmp_path, "phi3")
+    chat = [[system, USER], [system, USER, GOOD], [system, USER, BAD]]
+    batch = PreferenceDataset([row], tokenizer, max_tokens=99, source="data.train").batch([0])
+    ids = [batch[name].unbind()[0].tolist() for name in ("prompt_ids", "response_ids", "rejected_ids")]
+    wanted = [tokenizer.apply_chat_template(each, tokenize=False) for each in chat[1:]]
+    for side, text in zip(ids[1:], wanted, strict=True):
+        assert text.startswith(tokenizer.decode(ids[0] + side))
+    turns = TurnFormat(tokenizer, system_prompt="Be kind.")
+    with pytest.raises(DataError, match=r"line 1: has a column 'system', and data\.system_prompt is set as well\. "):
+        PreferenceDataset([row], tokenizer, max_tokens=99, source="data.train", turns=turns)
+
+
+@pytest.mark.parametrize("system", [None, "", "  "])
+def test_an_empty_system_column_is_left_out(tmp_path: Path, system: Any) -> None:
+    (row,) = load_preferences(
+        write(tmp_path / "p.jsonl", {"system": system, "prompt": "p", "chosen": "x", "rejected": "y"})
+    )
+    assert (row.prompt, row.has_system) == ("p", False)
+
+
 def test_the_prompt_of_a_pair_may_be_nested(tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.jsonl", {"task": {"text": "p"}, "chosen": "x", "rejected": "y"})
     (row,) = load_preferences(path, prompt_field="task.text")
@@ -109,6 +138,12 @@ def test_costs_have_the_safer_side_first(tmp_path: Path) -> None:
         ("reward", {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD, USER]}, "line 1: a side ends with {'role"),
         ("reward", {"prompt": "p", "chosen": 3, "rejected": "y"}, "line 1: chosen is neither text nor a list"),
         ("reward", {"chosen": [USER, GOOD], "rejected": [USER]}, "line 1: without 'prompt' both sides must begin"),
+        (
+            "reward",
+            {"system": "s", "chosen": [OTHER, USER, GOOD], "rejected": [OTHER, USER, BAD]},
+            "line 1: its column 'system' is 's', and its chat begins with {'role",
+        ),
+        ("reward", {"system": 3, "prompt": "p", "chosen": "x", "rejected": "y"}, "line 1: system = 3 is not text"),
         ("reward", SAFE_RLHF | {"better_response_id": 2}, "line 1: better_response_id = 2 is not 0 or 1"),
         ("cost", SAFE_RLHF | {"is_response_1_safe": 1}, "line 1: is_response_1_safe = 1 is not true or false"),
         ("cost", {"prompt": "p", "chosen": "x", "rejected": "y"}, "line 1 lacks response_0, response_1, safer_resp"),

@@ -64,14 +64,15 @@ def find_wrong_sets(evaluations: Sequence[EvaluationConfig], *, has_metric: bool
         has_metric: `reward.metric` is a function, which scores sets without metrics of their own.
     """
     names = [each.name for each in evaluations]
-    for name in dict.fromkeys(names):
-        if names.count(name) > 1:
-            yield f"evaluation.name = {show(name)}: two tables [[evaluation]] have this name. Rename one"
+    for number, (name, each) in enumerate(zip(names, evaluations, strict=True)):
+        key = f"evaluation[{number}]"
+        if name in names[:number]:
+            first = f"evaluation[{names.index(name)}]"
+            yield f"{key}.name = {show(name)}: {first} has this name, too. Rename one"
         if name in ("train", "validation", "test"):
-            yield f"evaluation.name = {show(name)}: is that of the rows of data.{name} in metrics. Rename the set"
-    for each in evaluations:
+            yield f"{key}.name = {show(name)}: is that of the rows of data.{name} in metrics. Rename the set"
         if not each.metrics and not has_metric:
-            yield f"evaluation.metrics of {show(each.name)} is missing: [reward] names no metric function. Set it"
+            yield f"{key}.metrics is missing: [reward] names no metric function. Set it"
 
 
 def refuse_evaluation(recipe: Recipe, unknown: Sequence[str]) -> None:
@@ -79,13 +80,13 @@ def refuse_evaluation(recipe: Recipe, unknown: Sequence[str]) -> None:
 
     Args:
         recipe: of the configuration.
-        unknown: keys that it does not know.
+        unknown: keys that it does not know, such as `evaluation[0].name`.
 
     Raises:
         ConfigError: if they are those of a set.
     """
     refuses = isinstance(recipe, SupervisedRecipe) and "evaluation" in recipe.unused
-    if refuses and any(key.startswith("evaluation.") for key in unknown):
+    if refuses and any(key.startswith("evaluation[") for key in unknown):
         raise ConfigError(
             f"[[evaluation]]: the model of {recipe.name} generates nothing that a metric could score. Remove it; the "
             "pairs of data.validation are evaluated every run.eval_every iterations"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_protocols.arguments import shorten, show
@@ -46,7 +46,7 @@ _MISSING = {"data": "data.train"}
 
 def describe_problem(problem: Mapping[str, Any]) -> str:
     """Returns one line: the key, the value given and the rule that it breaks."""
-    key, kind = shorten(".".join(str(part) for part in problem["loc"])), problem["type"]
+    key, kind = shorten(_write_key(problem["loc"])), problem["type"]
     if kind == "missing":
         return f"{_MISSING.get(key, key)} is missing. Set it in the configuration"
     if kind == "extra_forbidden":
@@ -57,3 +57,8 @@ def describe_problem(problem: Mapping[str, Any]) -> str:
     rule = _RULES[kind].format_map(problem.get("ctx", {})) if kind in _RULES else message
     value = problem["input"]
     return f"{key} = {str(value).lower() if isinstance(value, bool) else show(value)}: {rule}"
+
+
+def _write_key(place: Iterable[str | int]) -> str:
+    """The key as users write it; a number is that of an item, as in `reward.functions[0].name`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")

@@ -66,10 +66,11 @@ def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = (), co
     with_scorers = recipe.with_scorers(dict.fromkeys(_find_scored_roles(body, recipe), ""))
     _check_role_names(body.get("roles"), with_scorers)
     known = config_keys(with_scorers)
-    unknown = [key for key in _flatten(body) if key not in known]
+    unknown = [(place, name) for place, name in _flatten(body) if f"{_section_of(place)}{name}" not in known]
     if unknown:
-        refuse_evaluation(recipe, unknown)
-        raise ConfigError("\n".join(shorten_list([f"unknown key {show(key)}{_hint(key, known)}" for key in unknown])))
+        refuse_evaluation(recipe, [place + name for place, name in unknown])
+        lines = [f"unknown key {show(place + name)}{_hint(place, name, known)}" for place, name in unknown]
+        raise ConfigError("\n".join(shorten_list(lines)))
     unwritable = find_unwritable(without_none(body))
     if unwritable is not None:
         key, value, reason = unwritable
@@ -370,24 +371,32 @@ def set_key(body: dict[str, Any], key: str, value: Any, *, label: str) -> None:
     table[last] = value
 
 
-def _flatten(body: Mapping[str, Any]) -> Iterator[str]:
+def _flatten(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields where every key is, such as `evaluation[0].`, and its name."""
     for section, table in body.items():
         if section == "roles" and isinstance(table, Mapping):
             for role, overrides in table.items():
                 keys = overrides if isinstance(overrides, Mapping) else ()
-                yield from (f"roles.{role}.{key}" for key in keys)
+                yield from ((f"roles.{role}.", key) for key in keys)
         elif section == "evaluation" and isinstance(table, list | tuple):
-            given = dict.fromkeys(key for each in table if isinstance(each, Mapping) for key in each)
-            yield from (f"evaluation.{key}" for key in given)
+            for number, each in enumerate(table):
+                keys = each if isinstance(each, Mapping) else ()
+                yield from ((f"evaluation[{number}].", key) for key in keys)
         elif isinstance(table, Mapping) and section in Config.model_fields:
-            yield from (f"{section}.{key}" for key in table)
+            yield from ((f"{section}.", key) for key in table)
         elif section not in Config.model_fields:
-            yield section
+            yield "", section
 
 
-def _hint(key: str, known_keys: Sequence[str]) -> str:
+def _section_of(place: str) -> str:
+    """The place without the number of a table, with which `config_keys` begin."""
+    return re.sub(r"\[\d+\]", "", place)
+
+
+def _hint(place: str, name: str, known_keys: Sequence[str]) -> str:
     """Suggests a similar key of the section, else the same key of another one; lists the known names without either."""
-    section, dot, name = key.rpartition(".")
+    key, dot = f"{_section_of(place)}{name}", bool(place)
+    section = key.rpartition(".")[0]
     if owners := [other for other, recipe in RECIPES.items() if key in config_keys(recipe)]:
         shown = ", ".join(owners[:_MOST_HINTS]) + (" and others" if len(owners) > _MOST_HINTS else "")
         return f": a key of {shown}, not of this algorithm. Remove it or change algorithm.name"
@@ -396,5 +405,6 @@ def _hint(key: str, known_keys: Sequence[str]) -> str:
     names = [each.rpartition(".")[2] for each in near]
     wanted = similar[0] if (similar := find_similar(name, names)) else name.lower()
     if found := [each for each in (near if similar else known) if each.rpartition(".")[2] == wanted]:
+        found = [f"{place}{wanted}" if each == f"{section}.{wanted}" else each for each in found]
         return f": did you mean {' or '.join(map(show, found[:_MOST_HINTS]))}?"
     return f". {f'[{section}] has' if dot else 'The sections are'} {', '.join(names)}"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from hf_algorithms.config._section import Positive, Section, UserPath
 from hf_algorithms.rewards import Style
@@ -17,8 +18,8 @@ __all__ = ["CostConfig", "FunctionConfig", "RewardConfig", "ScorerConfig"]
 class FunctionConfig(Section):
     """`[[reward.functions]]` and `[[cost.functions]]`: one of several functions."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
-    """Names its curve, `reward/NAME/mean`."""
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = ""
+    """Names its curve, `reward/NAME/mean`. Left out: the last part of `function`."""
     function: str
     """`module:function`, `file.py:function`, or the URL of a server."""
     weight: Annotated[float, Field(ge=-1e30, le=1e30)] = 1.0
@@ -31,8 +32,16 @@ class FunctionConfig(Section):
     @classmethod
     def of(cls, function: str) -> FunctionConfig:
         """Returns a function alone, named after the last part of `module:function` or of a URL."""
+        return cls(function=function)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_after_function(cls, given: Any) -> Any:
+        function = given.get("function") if isinstance(given, Mapping) and "name" not in given else None
+        if not isinstance(function, str):
+            return given
         last = _name_server(function) if "://" in function else function.rpartition(":")[2]
-        return cls(name=re.sub(r"[^\w.-]+", "_", last) or "function", function=function)
+        return {"name": re.sub(r"[^\w.-]+", "_", last) or "function", **given}
 
 
 class ScorerConfig(Section):
@@ -66,7 +75,7 @@ class _ScoringConfig(Section):
         names = [each.name for each in functions]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"two functions are named {name!r}. Rename one")
+                raise ValueError(f"two functions are named {name!r}. Set another name for one")
         return functions
 
     def list_unwritten(self) -> set[str]:

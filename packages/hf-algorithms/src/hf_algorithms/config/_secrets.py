@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ def check_secrets(body: Mapping[str, Any]) -> None:
     """
     problems = [
         f"{shorten(key)} = {show(hide_secrets(text))}: a password or a key in a URL would be written into the run's "
-        f"config.toml. {_ADVICE.get(key.partition('.')[0], 'Remove it')}"
+        f"config.toml. {_ADVICE.get(re.split(r'[.[]', key)[0], 'Remove it')}"
         for key, text in _list_texts(body, "")
         if key not in _TEXTS and has_secret(text)
     ]
@@ -45,4 +46,4 @@ def _list_texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
             yield from _list_texts(each, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list | tuple):
         for number, each in enumerate(value):
-            yield from _list_texts(each, key if key in _TEXTS else f"{key}.{number}")
+            yield from _list_texts(each, key if key in _TEXTS else f"{key}[{number}]")

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from hf_algorithms.data._columns import find_prompt_of_pairs, get_field
 from hf_algorithms.data._file_rows import FileRows, build_order
 from hf_algorithms.data._jagged_columns import build_jagged, check_rows
-from hf_algorithms.data._rows import SAMPLE_RECORDS, Message, Row, check_characters
+from hf_algorithms.data._rows import SAMPLE_RECORDS, Message, Row
 from hf_algorithms.data._sequences import SequenceEncoder, cut_to
+from hf_algorithms.data._system_column import begin_with, check_field, read_system
 from hf_algorithms.data._tables import Table, open_tables
 from hf_algorithms.data._turns import TurnFormat
 from hf_protocols.arguments import shorten_list, show
@@ -44,6 +45,7 @@ class PreferenceRow:
         rejected: the other response.
         unsafe: for a cost model, of each response in this order.
         where: place of the row, such as `pairs.jsonl, line 3`.
+        has_system: the prompt's system message is from the column `system`.
     """
 
     prompt: Text
@@ -51,6 +53,7 @@ class PreferenceRow:
     rejected: Text
     unsafe: tuple[bool, bool] | None = None
     where: str = ""
+    has_system: bool = False
 
     def as_rows(self) -> tuple[Row, Row]:
         """The two conversations as prompts with answers, for what reads texts alone."""
@@ -93,7 +96,7 @@ def open_preferences(
     """Opens files of pairs: `prompt, chosen, rejected`, or the columns of safe-rlhf. Rows are read one by one.
 
     Sides are texts, or messages of a chat. Where both sides begin with the messages of the prompt, or the pair has no
-    prompt of its own, the messages that both begin with are the prompt.
+    prompt of its own, the messages that both begin with are the prompt. A column `system` is its system message.
     safe-rlhf's rows have `prompt, response_0, response_1`, with `better_response_id` for a reward model, and
     `safer_response_id, is_response_0_safe, is_response_1_safe` for a cost model.
 
@@ -224,6 +227,10 @@ class PreferenceDataset:
 
     def _count_tokens(self) -> None:
         for row in self._rows:
+            if row.has_system and self._turns.system_prompt is not None:
+                raise DataError(
+                    f"{row.where}: has a column 'system', and data.system_prompt is set as well. Remove one of the two"
+                )
             if not isinstance(row.prompt, str) and not self._turns.has_template:
                 raise DataError(
                     f"{row.where}: is a chat, and the tokenizer has no chat template. Set data.chat_template to a file "
@@ -313,10 +320,15 @@ def _build_row(
         raise DataError(f"{where} has no prompt; its fields are {there}. Add 'prompt', or set data.prompt_field")
     if isinstance(prompt, str) and not (isinstance(chosen, str) and isinstance(rejected, str)):
         prompt = ({"role": "user", "content": prompt},)
+    system = read_system(record, where)
+    if system:
+        prompt = begin_with(system, prompt, where)
     if not isinstance(prompt, str):
         chosen, rejected = _messages(chosen), _messages(rejected)
         _check_chats(prompt, (chosen, rejected), where)
-    return PreferenceRow(prompt=prompt, chosen=chosen, rejected=rejected, unsafe=unsafe, where=where)
+    return PreferenceRow(
+        prompt=prompt, chosen=chosen, rejected=rejected, unsafe=unsafe, where=where, has_system=bool(system)
+    )
 
 
 def _split_chats(
@@ -368,21 +380,14 @@ def _take_equal(first: Sequence[Message], second: Sequence[Message]) -> Iterable
 def _read_text(record: Mapping[str, Any], name: str, where: str) -> Text:
     value = get_field(record, name)
     if isinstance(value, str):
-        _check_characters(value, name, where)
+        check_field(value, name, where)
         return value
     is_chat = isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) for each in value)
     if not is_chat or not all(isinstance(each.get("role"), str) and "content" in each for each in value):
         raise DataError(f"{where}: {name} is neither text nor a list of messages with role and content. Correct it")
     for each in value:
-        _check_characters(str(each["content"]), name, where)
+        check_field(str(each["content"]), name, where)
     return tuple({key: part for key, part in each.items() if part is not None or key == "content"} for each in value)
-
-
-def _check_characters(text: str, name: str, where: str) -> None:
-    try:
-        check_characters(text, name)
-    except DataError as error:
-        raise DataError(f"{where}{error}") from None
 
 
 def _lacking(record: Mapping[str, Any], where: str, wanted: str) -> DataError:

@@ -89,6 +89,11 @@ class TurnFormat:
         return self._template
 
     @property
+    def system_prompt(self) -> str | None:
+        """The first message of chats that have no system message."""
+        return self._system_prompt
+
+    @property
     def end_of_turn_id(self) -> int | None:
         """The token that the template writes after an assistant's content; None without one."""
         return self._turn_end.token_id if self._turn_end else None

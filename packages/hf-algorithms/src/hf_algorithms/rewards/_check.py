@@ -224,8 +224,8 @@ def _list_functions(config: Config) -> list[_Named]:
     reward = config.reward
     found: dict[tuple[str, tuple[str, ...]], _Named] = {}  # the same server may be allowed in one section alone
     for section, part in (("cost", config.cost), ("reward", reward)):
-        for each in part.list_functions():
-            key = f"{section}.functions.{each.name}.function" if part.functions else f"{section}.function"
+        for number, each in enumerate(part.list_functions()):
+            key = f"{section}.functions[{number}].function" if part.functions else f"{section}.function"
             hosts = part.allowed_hosts if is_url(each.function) else ()
             named = _Named(key, each.function, each.style, hosts, frozenset({"train"}))
             found.setdefault((each.function, hosts), named)

@@ -53,6 +53,7 @@ _LATEX: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
 _POWER = re.compile(r"(?<=\d)\s*[\u00d7x*]\s*10\s*(?:\^|\*\*)\s*\{?(-?\d+)\}?")
 _WHOLE_POWER = re.compile(r"(?<![\w.,])(\d{1,6})\s*\^\s*\{?(-?\d{1,3})\}?(?!\d)")
 _THIN_GROUP = re.compile(rf"(?<=\d)[{_THIN_SPACES}'\u2019](?=\d{{3}}(?!\d))")
+_SPACED_GROUPS = re.compile(r"(?<![\w.,^/])(?<!\d )([1-9]\d{0,2}(?: \d{3})+)(?![\d/]| /)")
 
 _WHOLE = r"\d{1,3}(?:\.\d{3}){2,}(?:,\d+)?|\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:,\d{2,3})*,\d{3}(?!\d)(?:\.\d+)?"
 _PLAIN = r"\d+(?:,\d{1,2}(?![\d,]))|\d+(?:\.\d+)?|\.\d+"
@@ -103,7 +104,7 @@ def plain_text(text: str) -> str:
     """Returns a text in which LaTeX and the many forms of signs, spaces and fractions have one form."""
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
-    text = _THIN_GROUP.sub(",", text)
+    text = _SPACED_GROUPS.sub(lambda match: match[1].replace(" ", ""), _THIN_GROUP.sub(",", text))
     letters = []
     for letter in text:
         if letter in _MINUS:
@@ -133,7 +134,7 @@ def read_number(text: str) -> Fraction | None:
     Read are `1,200`, `$-3`, `-5 km`, `3/4`, `1 1/2`, `\frac{3}{4}`, `1.5e3`, `2 million`, `50%` (as 50), `x = 7`; and
     `1 200` with a plain space, every form of the minus sign, and fractions that are one character.
     """
-    plain = re.sub(r"(?<=\d) (?=\d{3}(?!\d))", ",", plain_text(_unbox(text)).strip(" \t\r\n*"))
+    plain = plain_text(_unbox(text)).strip(" \t\r\n*")
     while len(plain) > 1 and plain[0] == plain[-1] == "$":
         plain = plain[1:-1].strip()
     if len(plain) > _LONGEST:
