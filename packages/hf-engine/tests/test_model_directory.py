@@ -20,6 +20,7 @@ from hf_engine.model_directory import (
     read_model_directory,
 )
 from hf_engine.testing import write_tiny_family, write_tiny_model
+from hf_engine.testing._families import write_engine_family
 from hf_protocols import BackendError, ConfigError, ModelError, ModelShape
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -464,20 +465,51 @@ def test_engines_leave_out_layers_that_predict_further_tokens(tmp_path):
     [
         ("gemma2", None),
         ("phi3", None),
-        ("olmo2", "is a Olmo2ForCausalLM of which vLLM has no class of its own"),
-        ("gpt_neox", "is a GPTNeoXForCausalLM of which vLLM has no class of its own"),
+        ("olmo2", None),
         ("glm4_moe", None),
-        ("gpt_oss", "is a GptOssForCausalLM, whose experts vLLM keeps in an update"),
-        ("granitemoe", None),
+        ("gpt_oss", None),
+        ("apertus", None),
+        ("cohere2", None),
+        ("deepseek_v3", None),
+        ("phimoe", "is a PhimoeForCausalLM, which vLLM does not run"),
     ],
 )
-def test_vllm_takes_families_of_which_it_has_a_class(tmp_path, family, told):
+def test_vllm_takes_families_that_it_loads(tmp_path, family, told):
     files = read_model_directory(write_tiny_family(tmp_path, family))
     if told is None:
         assert check_vllm_runs(files, on_cpu=False).is_generic
         return
     with pytest.raises(ModelError, match=told) as refused:
         check_vllm_runs(files, on_cpu=False)
+    assert "'transformers'" in str(refused.value)
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {**PLAIN, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("config", "on_cpu", "told"),
+    [
+        ({}, True, None),
+        ({"kv_lora_rank": 256}, True, "has kv_lora_rank=256 and qk_rope_head_dim=64; vLLM on a CPU runs latent"),
+        ({"kv_lora_rank": 256}, False, None),
+        ({"rope_parameters": PLAIN}, True, "without rope_type='yarn': on a CPU its log-probs in"),
+        ({"rope_parameters": PLAIN}, False, None),
+        (
+            {"rope_parameters": {**YARN, "truncate": False}},
+            False,
+            "has truncate=false in rope_parameters, which vLLM ignores in latent",
+        ),
+    ],
+)
+def test_latent_attention_in_vllm_is_refused_where_it_is_wrong(tmp_path, config, on_cpu, told):
+    files = read_model_directory(write_engine_family(tmp_path, "deepseek_v3", **config))
+    if told is None:
+        assert check_vllm_runs(files, on_cpu=on_cpu).is_generic
+        return
+    with pytest.raises(ModelError, match=told) as refused:
+        check_vllm_runs(files, on_cpu=on_cpu)
     assert "'transformers'" in str(refused.value)
 
 

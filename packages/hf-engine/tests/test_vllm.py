@@ -303,12 +303,11 @@ def test_a_family_that_the_engine_loads_follows_its_training_weights(alone, two,
 
 
 def update_kept_experts(model):
-    """Past the rule that refuses them."""
+    """Without what sends to the reload the parameters that vLLM's loader of gpt-oss copies itself."""
+    backend = build(model, Topology(ParallelSpec(), GenerationSpec()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_engine.backends._engine_rules._KEPT_BY_VLLM", ())
-        patch.setattr("hf_engine.backends._engine_rules._VLLM_EXPERTS", ("gpt_oss",))
-        backend = build(model, Topology(ParallelSpec(), GenerationSpec()))
-    backend.begin_weights()
+        patch.setattr("hf_engine.backends.vllm._families._DIRECT", {})
+        backend.begin_weights()
     backend.load_shards({name: [torch.zeros(shape)] for name, shape in backend.weight_layout().shapes.items()})
     with pytest.raises(ReshardError, match=r"^vLLM's parameters .*mlp.experts.* were not loaded: .* in an update$"):
         backend.commit_weights(1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 from hf_engine.backends._shapes import derive_layout
 from hf_engine.model_directory import ModelDirectory, is_buffer
@@ -15,7 +16,6 @@ __all__ = [
     "check_sglang_runs",
     "check_vllm_runs",
     "has_experts",
-    "refuse_wrapped",
     "require_known_layout",
 ]
 
@@ -24,11 +24,6 @@ SGLANG_EXPERTS = (
     "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 """Mixtures of experts that the loaders of SGLang 0.5.23 take, by tests; on a CPU it computes them wrongly."""
-_VLLM_EXPERTS = (
-    "ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoe", "llama4_text", "minimax_m2", "mixtral", "olmoe",
-    "qwen2_moe", "qwen3_moe",
-)  # fmt: skip
-"""Mixtures of experts that followed their training in vLLM 0.32, by tests."""
 _NOT_IN_SGLANG = ("bloom", "falcon")
 """Families that SGLang 0.5.23 runs neither by a class of its own nor by transformers'."""
 
@@ -36,19 +31,12 @@ _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32's attention on a CPU; `build` asks the installed version."""
 _ROUTED_ON_DEVICES = ("minimax_m2",)
 """Families that choose experts by a bias without groups: vLLM 0.32 takes their updates on a CPU and cannot generate."""
+_NOT_IN_VLLM = ("phimoe",)
+"""Families whose experts vLLM 0.32 builds from transformers' and fails to run."""
 _DERIVED_HEAD_SIZE = ("qwen2",)
 """Families whose class in vLLM divides hidden_size by heads and ignores head_dim."""
-_WRAPPED = (
-    "arcee", "aria_text", "axk2", "cwm", "doge", "dots1", "flex_olmo", "glm", "gpt_bigcode", "gpt_neox",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "jais2", "jetmoe", "mellum", "nanbeige", "olmo", "olmo2", "olmo3", "phi",
-    "phimoe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
-)  # fmt: skip
-"""Families of which vLLM 0.32 has no class of its own: it changes transformers' in place, for training, too.
-`build` asks the installed version."""
-_DIFFERS_IN_VLLM = ("apertus", "cohere2")
-"""Families whose log-probs in vLLM 0.32 after an update were not those of transformers."""
-_KEPT_BY_VLLM = ("gpt_oss",)
-"""Families whose loader in vLLM 0.32 writes experts past an update, which then keeps the old ones."""
+_CPU_LATENT_SIZE = 576
+"""kv_lora_rank + qk_rope_head_dim of the only kernel that vLLM 0.32 has for latent attention on a CPU."""
 _OTHER = "Choose another model, or rollout backend 'transformers'"
 
 
@@ -90,26 +78,19 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
         BackendError: for a family, a head size or rotary embeddings that do not run.
     """
     shape, family = require_known_layout(model), model.config.get("model_type")
-    if family in _WRAPPED:
-        refuse_wrapped(model)
-    if family in _DIFFERS_IN_VLLM:
-        raise model.refusal(f"is a {model.architecture or 'model'}, which vLLM computes otherwise. {_OTHER}")
-    if family in _KEPT_BY_VLLM:
-        raise model.refusal(f"is a {model.architecture or 'model'}, whose experts vLLM keeps in an update. {_OTHER}")
-    if family not in _VLLM_EXPERTS and has_experts(shape):
-        raise model.refusal(
-            f"is a mixture of experts of model_type={family!r}, which was not seen to follow its training in vLLM; it "
-            f"takes those of {', '.join(_VLLM_EXPERTS)}. {_OTHER}"
-        )
+    if family in _NOT_IN_VLLM:
+        raise model.refusal(f"is a {model.architecture or family}, which vLLM does not run. {_OTHER}")
     if on_cpu and family in _ROUTED_ON_DEVICES:
         raise model.refusal(f"is a {model.architecture or 'model'}, whose routing vLLM has on devices only. {_OTHER}")
-    if on_cpu and shape.head_dim not in _CPU_HEAD_SIZES:
+    is_latent = model.text_config.get("kv_lora_rank") is not None
+    if is_latent:
+        _check_latent(model, on_cpu=on_cpu)
+    if on_cpu and not is_latent and shape.head_dim not in _CPU_HEAD_SIZES:
         raise model.refusal(
             f"has head_dim={shape.head_dim}; vLLM on a CPU runs {list(_CPU_HEAD_SIZES)}. Choose another model, or "
             "rollout backend 'transformers'"
         )
-    rope = model.text_config.get("rope_scaling") or model.text_config.get("rope_parameters") or {}
-    if rope.get("rope_type", rope.get("type")) == "dynamic":
+    if _rope_of(model)[0] == "dynamic":
         # Seen with 0.32: it has embeddings for max_position_embeddings positions only, and reads beyond them.
         raise model.refusal(
             "has rope_type=dynamic; vLLM computes it without the stretched positions. Choose another model, or rollout "
@@ -124,16 +105,35 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
     return shape
 
 
-def refuse_wrapped(model: ModelDirectory) -> NoReturn:
-    """Refuses a family that vLLM runs by transformers' own classes.
+def _check_latent(model: ModelDirectory, *, on_cpu: bool) -> None:
+    """Latent attention, by experiments with vLLM 0.32 on a CPU; on a GPU it has other kernels, which were not tried.
 
     Raises:
-        BackendError: always.
+        BackendError: for sizes without a kernel, and for positions that vLLM computes otherwise.
     """
-    raise model.refusal(
-        f"is a {model.architecture or 'model'} of which vLLM has no class of its own: it would change transformers' in "
-        f"the process that trains. {_OTHER}"
-    )
+    kind, rope = _rope_of(model)
+    if kind == "yarn" and rope.get("truncate") is False:
+        raise model.refusal(f"has truncate=false in rope_parameters, which vLLM ignores in latent attention. {_OTHER}")
+    if not on_cpu:
+        return
+    sizes = [model.text_config.get(key) or 0 for key in ("kv_lora_rank", "qk_rope_head_dim")]
+    if sum(sizes) != _CPU_LATENT_SIZE:
+        raise model.refusal(
+            f"has kv_lora_rank={sizes[0]} and qk_rope_head_dim={sizes[1]}; vLLM on a CPU runs latent attention where "
+            f"their sum is {_CPU_LATENT_SIZE}. {_OTHER}"
+        )
+    if kind != "yarn":
+        # Seen: the kernel takes the rotated part of a head for memory without gaps. Of yarn torch computes it.
+        raise model.refusal(
+            "has latent attention without rope_type='yarn': on a CPU its log-probs in vLLM are 0.8 nats off those of "
+            f"transformers. {_OTHER}"
+        )
+
+
+def _rope_of(model: ModelDirectory) -> tuple[Any, Mapping[str, Any]]:
+    """Kind and keys of the positions' embeddings."""
+    rope = model.text_config.get("rope_scaling") or model.text_config.get("rope_parameters") or {}
+    return rope.get("rope_type", rope.get("type")), rope
 
 
 def check_sglang_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:

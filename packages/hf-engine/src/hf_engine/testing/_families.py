@@ -82,7 +82,6 @@ TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
 model type with one of these."""
 
 _ENGINE_SIZES = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64}
-_ENGINE_MLA = {"qk_nope_head_dim": 24, "v_head_dim": 32, "num_key_value_heads": 2}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -90,8 +89,16 @@ _YARN = {
     "original_max_position_embeddings": 32,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
-    "truncate": False,
 }
+_ENGINE_MLA = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "num_key_value_heads": 2,
+    "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+"""The latent sizes are DeepSeek's: vLLM has a kernel on a CPU for these, and for stretched positions."""
 _ENGINE_KEYS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {**_ENGINE_MLA, "moe_layer_freq": 1, "topk_method": "greedy", "scoring_func": "softmax"},
     "deepseek_v3": {**_ENGINE_MLA, "moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"},
@@ -100,7 +107,7 @@ _ENGINE_KEYS: Mapping[str, Mapping[str, Any]] = {
     "glm4_moe_lite": {**_ENGINE_MLA, "first_k_dense_replace": 1},
     "gemma2": {"query_pre_attn_scalar": 32, "hidden_act": "gelu_pytorch_tanh"},
     "gemma3_text": {"query_pre_attn_scalar": 32},
-    "gpt_oss": {"rope_parameters": _YARN},
+    "gpt_oss": {"rope_parameters": {**_YARN, "truncate": False}},
     "llama4_text": {"attention_chunk_size": 128},
     "minimax_m2": {"rotary_dim": 32, "scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
     "phi": {"intermediate_size": 256},

@@ -13,18 +13,18 @@ import torch.distributed as dist
 from vllm.config import WeightTransferConfig
 from vllm.distributed.parallel_state import model_parallel_is_initialized
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from hf_engine.backends._base import SamplingParams
-from hf_engine.backends._engine_rules import check_vllm_runs, refuse_wrapped
+from hf_engine.backends._engine_rules import check_vllm_runs
 from hf_engine.backends._lora_config import LoraConfig
 from hf_engine.backends._memory import choose_positions, take_again
 from hf_engine.backends._shard import Shard
 from hf_engine.backends.vllm._adapters import EngineAdapter, build_adapter_arguments
 from hf_engine.backends.vllm._draws import DrawProcessor
+from hf_engine.backends.vllm._families import config_overrides, expected_head_size, families_as_trained
 from hf_engine.backends.vllm._groups import GROUPS, current_tp_ranks, destroy_groups
 from hf_engine.backends.vllm._library import options_set, serving_threads
 from hf_engine.backends.vllm._requests import Response, run_requests
@@ -63,11 +63,9 @@ def plan_layout(model: str | Path, topology: Topology, dtype: str) -> tuple[Mode
         raise BackendError(f"vLLM orders the ranks of a group by number; the groups {unordered} are ordered otherwise")
     files = read_model_directory(model)
     shape = check_vllm_runs(files, on_cpu=current_platform.is_cpu())
-    found = ModelRegistry.models.get(files.architecture)
-    if shape.is_generic and getattr(found, "class_name", "Transformers").startswith("Transformers"):
-        refuse_wrapped(files)
     sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if current_platform.is_cpu() and shape.head_dim not in sizes:
+    is_latent = files.text_config.get("kv_lora_rank") is not None
+    if current_platform.is_cpu() and not is_latent and shape.head_dim not in sizes:
         raise files.refusal(
             f"has head_dim={shape.head_dim}; vLLM on a CPU runs {sizes}. Choose another model, or rollout backend "
             "'transformers'"
@@ -127,7 +125,7 @@ class Engine:
         adapted: Collection[str] = (),
     ) -> None:
         register_transfer()
-        groups = topology.groups("gen_tp")
+        files, groups = read_model_directory(model), topology.groups("gen_tp")
         deadline_s = math.ceil(default_timeout().total_seconds())  # torch's own would be half an hour
         positions = choose_positions(max_positions, shape.max_positions)
         worker = "_cpu_worker.TopologyCpuWorker" if current_platform.is_cpu() else "_gpu_worker.TopologyGpuWorker"
@@ -151,10 +149,12 @@ class Engine:
             enforce_eager=True,
             async_scheduling=False,
             disable_log_stats=True,
+            hf_overrides=config_overrides(files),
             **({} if lora is None else build_adapter_arguments(lora, adapted)),
         )
         try:
-            self._engine = LLMEngine.from_engine_args(arguments)
+            with families_as_trained():
+                self._engine = LLMEngine.from_engine_args(arguments)
         except BaseException as error:
             destroy_groups()
             if not isinstance(error, Exception):
@@ -168,10 +168,10 @@ class Engine:
         self._engine.engine_core._finalizer.detach()
         layers = self._engine.vllm_config.compilation_config.static_forward_context.values()
         sizes = {layer.head_size for layer in layers if hasattr(layer, "head_size")}
-        if sizes != {shape.head_dim}:
+        if sizes != {head_size := expected_head_size(files, shape)}:
             self.close()
             raise BackendError(
-                f"vLLM built {str(model)!r} with heads of {sorted(sizes)}, its config says {shape.head_dim}: vLLM's "
+                f"vLLM built {str(model)!r} with heads of {sorted(sizes)}, its config says {head_size}: vLLM's "
                 "class of this family derives it; choose another model, or rollout backend 'transformers'"
             )
         self._worker = self._engine.model_executor.driver_worker.worker

@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
 from hf_engine.backends.vllm._adapters import unwrap_layers, wrap_layers
+from hf_engine.backends.vllm._families import DirectWrites
 from hf_protocols.errors import ReshardError
 
 __all__ = ["TRANSFER", "ShardTransferEngine", "register_transfer"]
@@ -52,6 +53,7 @@ class ShardTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         unwrap_layers(self.model)
         self._drop_unfinished()
         self._name_loaders()
+        self._writes = DirectWrites(self.model)
         initialize_layerwise_reload(self.model)
         self._forget_kernels()
         self._loaded: set[str] = set()
@@ -63,7 +65,7 @@ class ShardTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: _Shards) -> None:
         """As `update_weights`."""
-        self._loaded |= self.model.load_weights(iter(update_info.shards)) or set()
+        self._loaded |= self._writes.take(update_info.shards)
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
