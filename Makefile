@@ -15,7 +15,7 @@ SLOW_PARTS := learning integration-tests hf-engine hf-controller hf-mapper
 # Runs that learn compute for minutes: a part of their own in the slow lane, next to those that wait for clusters.
 LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_learning.py integration-tests/tests/test_gsm8k_page.py
 
-.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-trackers fuzz test-matrix test-families
+.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-trackers test-failures test-matrix test-families fuzz
 .PHONY: check fmt docs
 .PHONY: bench bench-learning bench-gsm8k bench-gpu wheels constraints clean
 
@@ -23,6 +23,7 @@ ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test
 	packages/hf-engine/tests/test_matrix.py packages/hf-engine/tests/test_replica_failures.py \
 	integration-tests/tests/test_engine_run.py integration-tests/tests/test_server_run.py
 TRACKED := packages/hf-algorithms/tests/test_real_trackers.py integration-tests/tests/test_tracked_runs.py
+FAILURES := packages/hf-controller/tests/test_failure_matrix.py packages/hf-controller/tests/test_ray_cluster_ends.py
 DURATIONS := --durations 20 --durations-min 5
 
 # Every line of $(2) begins with its name, $(1); an interrupt ends the command, and the naming of lines when it is through.
@@ -63,6 +64,10 @@ test-trackers: ## set up .venv-trackers and test runs that TensorBoard, W&B, MLf
 
 fuzz: env ## read 100,000 damaged files with every reader; INPUTS=N for others
 	$(BIN)/python integration-tests/fuzz.py --inputs $(or $(INPUTS),100000)
+
+test-failures: env ## run the whole failure matrix, and keep how long each message took
+	rm -f benchmarks/results/failures.jsonl
+	HYBRIDFLOW_FAILURES=$(CURDIR)/benchmarks/results/failures.jsonl $(BIN)/pytest $(FAILURES) -m "failures or not failures" $(DURATIONS)
 
 test-matrix: env ## test every training layout and the quickstart with every engine, and keep the dated result
 	scripts/env.sh vllm

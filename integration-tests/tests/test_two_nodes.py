@@ -49,8 +49,7 @@ def test_a_lost_node_ends_the_run_with_its_rank_and_the_last_model(tmp_path: Pat
     lines = run_program("lose", tmp_path / "run")
     kind, message = json.loads(lines["lost"])
     assert kind == "RemoteCallError"
-    assert re.search(r"process \w+/\d is gone: .*given last: call \d+ .*gone as well: ", message), message
-    assert "actor/" in message  # one rank of it is on each node
+    assert re.search(r"process \w+/\d is gone: .*given last: call \d+ ", message), message
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["stopped"] == f"RemoteCallError: {message}"
     assert summary["iterations"] == summary["model_iteration"] == len(read_metrics(tmp_path / "run")) == 2

@@ -50,7 +50,10 @@ def test_slow_and_dead_ranks_are_named_and_the_group_can_be_built_again(ray_exec
     with pytest.raises(RemoteCallError, match=r"fragile.meet on rank 1 failed: .*process fragile/1 is gone") as death:
         group.meet(but=1, how="die").result()
     assert death.value.rank == 1
-    assert str(death.value).endswith("; rebuild(executor, [pool]) builds the groups of pool 'fragile' again")
+    assert death.value.exit_code in (3, None) and death.value.signal is None
+    (note,) = death.value.__notes__
+    assert note.startswith("the group fragile ended with it; fragile/0 was ")
+    assert note.endswith(". rebuild(executor, [pool]) builds the groups of pool 'fragile' again")
     assert re.search(rf"given last: call \d+ fragile.meet; it was process {before[1]} on .*, log /", str(death.value))
     with pytest.raises(RemoteCallError, match="process fragile/1 is gone"):
         group.pid().result()
@@ -71,8 +74,13 @@ def test_slow_and_dead_ranks_are_named_and_the_group_can_be_built_again(ray_exec
     assert "fragile.meet on rank 1" in error.value.__notes__[0]
 
 
+class Loose(Fragile):
+    needs_process_group = False
+
+
 def test_an_exception_on_every_rank_is_shown_once(ray_executor, pool, capfd):
-    group = build(ray_executor, pool)
+    spec = WorkerSpec(worker=Loose, topology=TWO)
+    group = ray_executor.build_groups(pool, {"fragile": spec})["fragile"]
     with pytest.raises(RemoteCallError, match=r"fragile.raise_on_all on rank [01] failed: KeyError") as error:
         group.raise_on_all().result()
     # What a rank prints arrives in its order: after these lines nothing of the call before can come.
@@ -123,8 +131,8 @@ def test_what_a_dead_rank_made_names_its_end_to_the_controller_and_to_readers(ra
     with pytest.raises(WorkerError):
         group.pid().result()
     # Objects of a process go with it, soon after.
-    end = r"process mortal/0 is gone: [^\n]* given last: call \d+ mortal\.pid; it was process \d+ on .*, log .*rebuild"
-    with pytest.raises(WorkerError, match=rf"^mortal\.echo on rank 0 failed: .*result is lost: {end}"):  # noqa: PT012
+    end = r"process mortal/0 is gone: [^\n]* given last: call \d+ mortal\.pid; it was process \d+ on .*, log /"
+    with pytest.raises(WorkerError, match=rf"^mortal\.pid on rank 0 failed: {end}"):  # noqa: PT012
         for _ in range(40):
             kept.result()
             time.sleep(0.5)
@@ -145,7 +153,7 @@ def test_calls_of_a_released_pool_and_of_a_dead_rank_say_so(ray_executor, ray_st
     future = group.echo(TensorDict({"x": torch.zeros(4)}, batch_size=[4]))
     reader = ray_stage.two.echo(future)
     ray_executor.release(pool)
-    with pytest.raises(WorkerError, match=r"process short/0 is gone: .* its pool 'short' was released"):
+    with pytest.raises(WorkerError, match=r"process short/0 is gone: its pool 'short' was released"):
         future.result()
     with pytest.raises(WorkerError, match=r"result is lost with its process: [^\n]*; a pool that was released takes"):
         reader.result()
@@ -163,10 +171,10 @@ def test_calls_of_a_released_pool_and_of_a_dead_rank_say_so(ray_executor, ray_st
 def test_a_rank_that_interrupts_itself_fails_its_call_in_one_error(ray_stage):
     """Ray would say that the task was cancelled, and not why."""
     batch = TensorDict({"x": torch.zeros(4)}, batch_size=[4])
-    with pytest.raises(RemoteCallError, match=r"^two\.fail on rank 1 failed: KeyboardInterrupt\n") as raised:
-        ray_stage.two.fail(batch, "interrupt").result()
+    with pytest.raises(RemoteCallError, match=r"^free\.fail on rank 1 failed: KeyboardInterrupt\n") as raised:
+        ray_stage.free.fail(batch, "interrupt").result()
     assert "in fail" in raised.value.remote_traceback
-    assert ray_stage.two.echo(batch).num_rows == 4
+    assert ray_stage.free.echo(batch).num_rows == 4
 
 
 def test_what_a_method_returns_must_be_picklable(ray_executor, ray_stage):

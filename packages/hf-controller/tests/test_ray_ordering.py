@@ -12,7 +12,7 @@ import ray
 import torch
 from tensordict import TensorDict
 
-from hf_controller import ResourcePool, Worker, WorkerSpec
+from hf_controller import Deadline, ResourcePool, Worker, WorkerSpec
 from hf_controller.testing import ProbeWorker
 from hf_protocols import DP, RANK_ZERO, ParallelSpec, Topology, WorkerError, WorkerTimeoutError, register
 
@@ -98,19 +98,19 @@ def test_a_call_that_fails_before_its_turn_lets_nobody_overtake_an_earlier_one(r
         ray_executor.release(apart)
 
 
-def test_a_call_whose_turn_does_not_come_names_who_computes(ray_executor, monkeypatch):
+def test_a_call_behind_one_that_hangs_has_its_turn(ray_executor):
+    """The deadline of a call begins with its turn, and ends the group of the one that hangs."""
     spec = WorkerSpec(worker=HostWorker, topology=Topology(ParallelSpec()))
     pool = ResourcePool([1], device="cpu", name="taken")
     try:
         groups = ray_executor.build_groups(pool, {"first": spec, "second": spec})
-        monkeypatch.setattr(ray_executor, "call_timeout_s", 1.0)
-        ray_executor.describe(groups["first"])  # starts what asks ranks
-        busy = groups["first"].work(12.0)
-        with pytest.raises(WorkerTimeoutError, match=r"^second\.work: it is not this rank's turn after 1 s") as late:
-            groups["second"].work().result(timeout_s=60.0)
-        assert "\nfirst/0: call " in str(late.value) and "first.work: computing for " in str(late.value)
-        assert "time.sleep(seconds)" in str(late.value)
-        busy.result(timeout_s=60.0)
+        with ray_executor.deadline(Deadline(1.0, "deadlines.train_s")):
+            busy = groups["first"].work(600.0)
+        groups["second"].work().result(timeout_s=120.0)
+        late = r"^first\.work is not done after 1 s on rank\(s\) 0: Raise deadlines\.train_s if it was only slow"
+        with pytest.raises(WorkerTimeoutError, match=late) as error:
+            busy.result()
+        assert "first.work: computing for " in str(error.value) and "time.sleep(seconds)" in str(error.value)
     finally:
         ray_executor.release(pool)
 

@@ -88,7 +88,7 @@ def hurt(group, how: str) -> None:
         os.kill(pid, signal.SIGKILL if how == "die" else signal.SIGSTOP)
         call = group.add(1)
     with pytest.raises(WorkerError):
-        call.result(timeout_s=10.0 if how != "stand still" else 1.0)
+        call.result(timeout_s=60.0 if how != "stand still" else 1.0)
 
 
 @pytest.mark.slow

@@ -4,14 +4,37 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_protocols import HybridFlowError, WorkerError
 
-__all__ = ["CLOSED", "Failure", "LostResultError", "RemoteCallError", "UpstreamFailure"]
+__all__ = [
+    "CLOSED",
+    "Deadline",
+    "Failure",
+    "LostResultError",
+    "RemoteCallError",
+    "UpstreamFailure",
+    "describe_end",
+    "diagnosed",
+    "went_alike",
+]
 
 CLOSED = "this executor is closed: make another, and ask for results before the end of its `with` block"
+
+
+class Deadline(NamedTuple):
+    """How long a call may take from the moment at which nothing before it is left to wait for.
+
+    Attributes:
+        seconds: the time.
+        key: the name of what sets it, for messages: `"deadlines.train_s"`.
+    """
+
+    seconds: float
+    key: str
 
 
 class RemoteCallError(WorkerError):
@@ -21,12 +44,23 @@ class RemoteCallError(WorkerError):
         role: the role whose call failed.
         method: the method that was called.
         rank: the first rank that failed.
-        cause_type: class name of the exception there, or what became of the process.
-        remote_traceback: the traceback there, or of a rank that lives where this one died; empty if there is none.
+        cause_type: class name of the exception there; empty where the process ended.
+        remote_traceback: the traceback there; empty if there is none.
+        exit_code: of a process that ended by itself, where the system says.
+        signal: the number of the signal that ended a process, where the system says.
     """
 
     def __init__(
-        self, message: str, *, role: str, method: str, rank: int, cause_type: str, remote_traceback: str
+        self,
+        message: str,
+        *,
+        role: str,
+        method: str,
+        rank: int,
+        cause_type: str,
+        remote_traceback: str,
+        exit_code: int | None = None,
+        signal: int | None = None,
     ) -> None:
         super().__init__(message)
         self.role = role
@@ -34,6 +68,8 @@ class RemoteCallError(WorkerError):
         self.rank = rank
         self.cause_type = cause_type
         self.remote_traceback = remote_traceback
+        self.exit_code = exit_code
+        self.signal = signal
 
 
 class LostResultError(WorkerError):
@@ -55,6 +91,8 @@ class Failure:
     ``pickled`` is the exception where it is one of our own tree, else empty; ``exception`` is it, in its own process.
     ``origin`` is the call or process that failed, such as ``"call 12"``, and stays where later calls pass it on.
     ``lost_from`` is the ``maker`` of a :class:`LostResultError`, and None for all other exceptions.
+    ``has_returned`` says that the method was over: no other rank waits for this one in it. ``note`` says of a group
+    that it ended, and how it is built again. ``exit_code`` and ``signal`` are of a process that is gone.
     """
 
     role: str
@@ -66,13 +104,31 @@ class Failure:
     pickled: bytes = b""
     origin: str = ""
     lost_from: str | None = None
+    has_returned: bool = False
+    note: str = ""
+    exit_code: int | None = None
+    signal: int | None = None
     exception: BaseException | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "exception": None}
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether it is of our own tree: if all ranks of a call raise such an error, they agreed and go on."""
+        return bool(self.pickled)
+
     @classmethod
-    def of(cls, error: BaseException, *, role: str, method: str, rank: int, origin: str = "") -> Failure:
+    def of(
+        cls,
+        error: BaseException,
+        *,
+        role: str,
+        method: str,
+        rank: int,
+        origin: str = "",
+        has_returned: bool = False,
+    ) -> Failure:
         """Describe ``error``, raised by ``role.method`` on ``rank``."""
         return cls(
             role=role,
@@ -84,6 +140,7 @@ class Failure:
             pickled=_pickle_own(error),
             origin=origin,
             lost_from=error.maker if isinstance(error, LostResultError) else None,
+            has_returned=has_returned,
             exception=error,
         )
 
@@ -95,7 +152,7 @@ class Failure:
         where = f"{self.role}.{self.method} on rank {self.rank}"
         error = _unpickle_own(self.pickled)
         if error is None:
-            cause = f"{self.cause_type}: {self.message}" if self.message else self.cause_type
+            cause = ": ".join(part for part in (self.cause_type, self.message) if part)
             error = RemoteCallError(
                 f"{where} failed: {cause}",
                 role=self.role,
@@ -103,10 +160,45 @@ class Failure:
                 rank=self.rank,
                 cause_type=self.cause_type,
                 remote_traceback=self.remote_traceback,
+                exit_code=self.exit_code,
+                signal=self.signal,
             )
         if self.remote_traceback:
             error.add_note(f"{where}, traceback there:\n{self.remote_traceback.rstrip()}")
+        if self.note:
+            error.add_note(self.note)
         return error
+
+
+def went_alike(called: Collection[int], failures: Mapping[int, Failure], passed_on: Collection[int]) -> bool:
+    """Whether the ranks of a call that is over went equally far, so that no collective is half done.
+
+    All refused, or passed on the failure of an input; or all came through the method, whatever became of its result.
+
+    Args:
+        called: the called ranks.
+        failures: of those that failed.
+        passed_on: the ranks that failed because an input's own call did.
+    """
+    through = [rank for rank in called if rank not in failures or failures[rank].has_returned]
+    refused = [rank for rank, each in failures.items() if not each.has_returned]
+    are_ours = all(rank in passed_on or failures[rank].is_refusal for rank in refused)
+    return are_ours and not (through and refused)
+
+
+def describe_end(roles: Sequence[str], others: str, pools: Iterable[str]) -> str:
+    """What a group's first failure says of the group."""
+    built = ", ".join(repr(pool) for pool in dict.fromkeys(pools))
+    group = f"the group{'s' * (len(roles) > 1)} {', '.join(roles)} ended with it{others}"
+    return f"{group}. rebuild(executor, [pool]) builds the groups of pool {built} again"
+
+
+def diagnosed(build: Callable[[], str]) -> str:
+    """What `build` says of an error; where it fails itself, that it did: it never replaces the error."""
+    try:
+        return build()
+    except Exception as error:  # noqa: BLE001 - of processes in any state
+        return f"(more could not be found out: {type(error).__name__}: {error})"
 
 
 def _message_of(error: BaseException) -> str:

@@ -138,11 +138,14 @@ class BatchFuture:
         return self._with(Union(self._expression, self._expression_of(other, "union")))
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the rows exist, without moving them; the deadline is the executor's ``call_timeout_s`` by default.
+        """Wait until the rows exist, without moving them.
+
+        Args:
+            timeout_s: how long; by default until the calls' own deadlines, which end the groups that miss them.
 
         Raises:
             HybridFlowError: what a rank raised, of its own class where it is one of ours.
-            WorkerTimeoutError: if the deadline passes.
+            WorkerTimeoutError: if the time passes.
         """
         self._count_rows(self._expression, timeout_s)
 
@@ -168,7 +171,7 @@ class BatchFuture:
         ends_s = self._deadline_s(timeout_s)
         self.wait(timeout_s)
         try:
-            return self._read(_left_until(ends_s))
+            return self._read(self._timeout_s if ends_s is None else _left_until(ends_s))
         except UpstreamFailure as error:
             raise error.failure.to_error() from None
         except LostResultError as error:
@@ -195,13 +198,13 @@ class BatchFuture:
             if source.call is None:
                 counts = [shard.num_rows for shard in source.shards]
             else:
-                counts = source.call.wait(_left_until(ends_s))
+                counts = source.call.wait(None if ends_s is None else _left_until(ends_s))
             extents[source] = Extent(sum(counts), ())
         return extents
 
-    def _deadline_s(self, timeout_s: float | None) -> float:
+    def _deadline_s(self, timeout_s: float | None) -> float | None:
         _check_deadline(timeout_s)
-        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        return None if timeout_s is None else time.monotonic() + timeout_s
 
     def _expression_of(self, other: object, what: str) -> Expression:
         if not isinstance(other, BatchFuture):

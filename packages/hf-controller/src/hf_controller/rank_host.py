@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hf_controller.algebra import Select
 from hf_controller.columns import CallColumns, columns_of
-from hf_controller.dispatch import BatchArgument, Call, StoredArgument, compute_called_ranks
+from hf_controller.dispatch import BatchArgument, Call, StoredArgument
 from hf_controller.failures import Failure, UpstreamFailure
 from hf_controller.gather import BatchReader
 from hf_controller.results import Outcome, publish
 from hf_controller.trace import CallReport, Span
 from hf_controller.transport import ObjectStore, Shard
 from hf_controller.worker import Worker, WorkerSpec, takes_pieces
-from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection, WorkerTimeoutError, registered_methods
+from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection, registered_methods
 
 __all__ = ["RankHost", "Stage", "close_workers"]
 
@@ -47,6 +47,7 @@ class _Progress:
     ready_s: float = 0.0
     fetched_s: float = 0.0
     computed_s: float = 0.0
+    has_returned: bool = False
     bytes_read: int = 0
     bytes_from_afar: int = 0
 
@@ -96,24 +97,26 @@ class RankHost:
         self._collected: dict[tuple[str, str], bool] = {}
         self._methods = {role: registered_methods(spec.worker) for role, spec in specs.items()}
 
-    def run(self, call: Call, before: Callable[[Call], None] | None = None) -> tuple[Outcome, CallReport]:
+    def run(self, call: Call) -> tuple[Outcome, CallReport]:
         """Run one call. It never raises: what goes wrong is in the outcome, for readers, and in the report, for the
-        controller. ``before`` waits until the rank may.
+        controller.
         """
         progress = _Progress()
         outcome: Outcome
         upstream = False
         self._workers[call.role].context.sub_spans.clear()
         try:
-            if before is not None:
-                self._enter(call, "waiting for ranks that are in a call that failed here")
-                before(call)
             outcome = self._run(call, progress)
         except UpstreamFailure as error:
             outcome, upstream = error.failure, True
         except BaseException as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
             outcome = Failure.of(
-                error, role=call.role, method=call.method, rank=self._rank, origin=f"call {call.call_id}"
+                error,
+                role=call.role,
+                method=call.method,
+                rank=self._rank,
+                origin=f"call {call.call_id}",
+                has_returned=progress.has_returned,
             )
         return outcome, self._report(call, outcome, progress, upstream=upstream)
 
@@ -129,10 +132,7 @@ class RankHost:
         spec, worker = self._methods[call.role][call.method], self._workers[call.role]
         if call.after:
             self._enter(call, "waiting for the pool's earlier call")
-            try:
-                self._store.wait(list(call.after), call.timeout_s)
-            except WorkerTimeoutError as error:
-                raise WorkerTimeoutError(f"{call.role}.{call.method}: {error}") from error
+            self._store.wait(list(call.after))
         method, columns = getattr(worker, call.method), columns_of(call, spec)
         if any(isinstance(value, BatchArgument | StoredArgument) for value in (*call.args, *call.kwargs.values())):
             try:
@@ -145,6 +145,7 @@ class RankHost:
         self._enter(call, "computing")
         try:
             returned = method(*inputs.args, **inputs.kwargs)
+            progress.has_returned = True
         finally:
             progress.computed_s = time.time()
             if inputs.reader is not None:
@@ -217,11 +218,6 @@ class RankHost:
                 weights[num_rows] = reader.row_weights(batch.expression, num_rows) if balanced else None
             selections[id(batch)] = spec.protocol.distribute(topology, num_rows, weights[num_rows])[self._rank]
         return selections, counts[0] if counts else 0
-
-    def find_peers(self, call: Call) -> list[int]:
-        """The other ranks that run a call."""
-        called = compute_called_ranks(self._methods[call.role][call.method].protocol, self._specs[call.role].topology)
-        return [rank for rank in called if rank != self._rank]
 
     def _is_collected(self, role: str, method: str) -> bool:
         key = role, method

@@ -23,7 +23,8 @@ __all__ = ["rebuild"]
 def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, WorkerGroup]:
     """Close every group on ``pools`` and build it again from its spec; wait until all workers are constructed.
 
-    Processes that hang or are gone are killed, not asked. The old groups, their results that were not read yet, and
+    Pools whose groups failed together with one of these, through a connection, are built again with them. Processes
+    that hang or are gone are killed, not asked. The old groups, their results that were not read yet, and
     their connections (:func:`hf_controller.connect`) are gone; groups on other pools stay as they are. It is all or
     nothing: after an error no group is left on ``pools``, and they can be built on by ``build_groups``.
 
@@ -47,6 +48,7 @@ def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, Work
     pools = list(pools)
     for pool in pools:
         check_pool(pool)
+    pools = list(dict.fromkeys(each for pool in pools for each in executor.failed_with(pool)))
     standing = {pool: executor.built_on(pool) for pool in pools}
     empty = [pool.name for pool, sets in standing.items() if not sets]
     if empty:

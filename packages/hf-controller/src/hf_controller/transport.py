@@ -112,12 +112,8 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def wait(self, handles: Sequence[Any], timeout_s: float) -> None:
-        """Wait until the values exist, or never will, without fetching them.
-
-        Raises:
-            WorkerTimeoutError: if one is not there in time.
-        """
+    def wait(self, handles: Sequence[Any]) -> None:
+        """Wait until the values exist, or never will, without fetching them."""
         ...
 
     def is_far(self, origin: Any) -> bool:

@@ -6,14 +6,15 @@ import itertools
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from hf_controller.columns import CallColumns, columns_of
 from hf_controller.dispatch import Call, build_calls, check_rows, compute_called_ranks
 from hf_controller.expressions import Leaf, Source
-from hf_controller.failures import CLOSED, LostResultError
+from hf_controller.failures import CLOSED, Deadline, LostResultError
 from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture, PendingCall, refuse_foreign
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.trace import Trace
@@ -41,7 +42,7 @@ class Executor(ABC):
 
     Attributes:
         trace: the spans of all calls.
-        call_timeout_s: how long a result is waited for by default, and how long a rank waits for its turn.
+        call_timeout_s: deadline of a call, where there is no other.
     """
 
     trace: Trace
@@ -50,6 +51,7 @@ class Executor(ABC):
 
     def __init__(self) -> None:
         self._call_ids = itertools.count(1)
+        self._phase_deadline: Deadline | None = None
         self._closed = False
 
     @abstractmethod
@@ -90,6 +92,19 @@ class Executor(ABC):
             f"{type(self).__name__} runs all ranks in one process and cannot connect {first.role} and {second.role}: "
             "use RayExecutor"
         )
+
+    @contextmanager
+    def deadline(self, deadline: Deadline) -> Iterator[None]:
+        """Calls made inside the block have this deadline, whatever their methods' own are."""
+        before, self._phase_deadline = self._phase_deadline, deadline
+        try:
+            yield
+        finally:
+            self._phase_deadline = before
+
+    def failed_with(self, pool: ResourcePool) -> list[ResourcePool]:
+        """`pool`, and those whose groups failed together with one of its groups: they are built again together."""
+        return [pool]
 
     @abstractmethod
     def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:

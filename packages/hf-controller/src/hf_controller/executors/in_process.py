@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_controller.default_group import join_default_group, seed_generators
 from hf_controller.dispatch import BatchArgument, Call, StoredArgument
 from hf_controller.executors.base import Executor, check_pool, check_specs
 from hf_controller.executors.rank_copies import RandomStream, copy_object
-from hf_controller.failures import Failure, LostResultError
+from hf_controller.failures import Failure, LostResultError, describe_end, went_alike
 from hf_controller.resource_pool import ResourcePool
 from hf_controller.signals import SignalGuard
 from hf_controller.trace import CallReport, Trace
@@ -59,7 +60,7 @@ class LocalStore:
         """The values themselves; of an object that a method returned, a copy."""
         return [_copy_outcome(handle.value) for handle in handles]
 
-    def wait(self, handles: Sequence[_Box], timeout_s: float) -> None:
+    def wait(self, handles: Sequence[_Box]) -> None:
         """Everything is there already."""
 
     def is_far(self, origin: None) -> bool:
@@ -176,6 +177,7 @@ class InProcessExecutor(Executor):
         self._store = LocalStore()
         self._device = device
         self._hosts: dict[WorkerGroup, list[_LocalRank]] = {}
+        self._failed: dict[WorkerGroup, Failure] = {}
         self._owns_default_group = False
         # A signal that arrives in a method of a worker is for the whole program, which runs on this thread.
         self._guard = SignalGuard(with_interrupts=False)
@@ -237,6 +239,7 @@ class InProcessExecutor(Executor):
     def _close(self, groups: Sequence[WorkerGroup]) -> None:
         """End whole sets of fused groups, or groups that are not fused."""
         ranks = {id(rank): rank for group in groups for rank in self._hosts.pop(group)}
+        self._failed = {group: each for group, each in self._failed.items() if group in self._hosts}
         for rank in ranks.values():
             rank.host.close()
         self._leave_default_group()
@@ -301,6 +304,8 @@ class InProcessExecutor(Executor):
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> _LocalCall:
         if group not in self._hosts:
             raise PoolError(f"group {group.role!r} is closed: its pool {group.pool.name!r} was released")
+        if group in self._failed:
+            raise self._failed[group].to_error() from self._failed[group].exception
         outcomes: dict[int, Outcome] = {}
         reports: dict[int, CallReport] = {}
         for rank, call in {rank: _copy_arguments(call) for rank, call in calls.items()}.items():
@@ -309,9 +314,23 @@ class InProcessExecutor(Executor):
             failure = reports[rank].failure
             if failure is not None:
                 _raise_interrupt(failure)
+        reports = self._judge(group, reports)
         self.trace.note(reports.values(), group.pool)
         collected = spec.protocol.collect(group.topology).ranks
         return _LocalCall(outcomes, reports, collected, self.trace)
+
+    def _judge(self, group: WorkerGroup, reports: dict[int, CallReport]) -> dict[int, CallReport]:
+        """Mark a group as failed whose ranks would not have met any more; the reports with what is said of that."""
+        failures = {rank: each.failure for rank, each in reports.items() if each.failure is not None}
+        together = [each for each, hosts in self._hosts.items() if hosts is self._hosts[group]]
+        meets_peers = any(each.spec.worker.needs_process_group for each in together)
+        passed_on = [rank for rank in failures if reports[rank].upstream]
+        if not meets_peers or len(reports) < group.world_size or went_alike(reports, failures, passed_on):
+            return reports
+        note = describe_end([each.role for each in together], "", [group.pool.name])
+        noted = {rank: replace(each, note=note) for rank, each in failures.items()}
+        self._failed |= dict.fromkeys(together, noted[min(noted)])
+        return {rank: each._replace(failure=noted.get(rank)) for rank, each in reports.items()}
 
     def _check_device(self, pool: ResourcePool) -> None:
         import torch

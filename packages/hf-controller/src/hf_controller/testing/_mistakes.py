@@ -151,25 +151,25 @@ def rows_that_are_no_batch_are_refused_where_they_would_be_split(stage: Stage) -
 
 
 def an_exception_comes_back_as_what_it_is(stage: Stage) -> None:
-    error = require_raises(RewardError, stage.two.fail(build_batch(4), "ours").result)
+    error = require_raises(RewardError, stage.free.fail(build_batch(4), "ours").result)
     require(str(error), "no reward today", "message")
     require(len(error.__notes__), 1, "notes")
-    require("two.fail on rank 1" in error.__notes__[0], True, error.__notes__[0])
-    other = require_raises(RemoteCallError, stage.two.fail(build_batch(4), "other").result)
-    require((other.role, other.method, other.rank, other.cause_type), ("two", "fail", 1, "KeyError"), "attributes")
+    require("free.fail on rank 1" in error.__notes__[0], True, error.__notes__[0])
+    other = require_raises(RemoteCallError, stage.free.fail(build_batch(4), "other").result)
+    require((other.role, other.method, other.rank, other.cause_type), ("free", "fail", 1, "KeyError"), "attributes")
     require("in fail" in other.remote_traceback, True, other.remote_traceback)
 
 
 def what_ends_a_program_ends_a_call_in_one_error(stage: Stage) -> None:
-    error = require_raises(RemoteCallError, stage.two.fail(build_batch(4), "exit").result)
-    require((error.role, error.method, error.rank, error.cause_type), ("two", "fail", 1, "SystemExit"), "attributes")
-    require(str(error), "two.fail on rank 1 failed: SystemExit: 3", "message")
+    error = require_raises(RemoteCallError, stage.free.fail(build_batch(4), "exit").result)
+    require((error.role, error.method, error.rank, error.cause_type), ("free", "fail", 1, "SystemExit"), "attributes")
+    require(str(error), "free.fail on rank 1 failed: SystemExit: 3", "message")
     require("in fail" in error.remote_traceback, True, error.remote_traceback)
-    require(stage.two.echo(build_batch(4)).num_rows, 4, "rows of a call afterwards")
+    require(stage.free.echo(build_batch(4)).num_rows, 4, "rows of a call afterwards")
 
 
 def an_exception_that_cannot_be_shown_is_an_error_all_the_same(stage: Stage) -> None:
-    error = require_raises(RemoteCallError, stage.two.fail(build_batch(4), "mute").result)
+    error = require_raises(RemoteCallError, stage.free.fail(build_batch(4), "mute").result)
     require("its message cannot be shown: str() raised RuntimeError" in str(error), True, str(error))
 
 
@@ -181,10 +181,10 @@ def what_a_method_returns_can_travel(stage: Stage) -> None:
 
 
 def a_failed_input_is_passed_on_as_the_first_failure(stage: Stage) -> None:
-    failed = stage.two.fail(build_batch(4), "ours")
+    failed = stage.free.fail(build_batch(4), "ours")
     error = require_raises(RewardError, stage.solo.center(stage.three.echo(failed)).result)
-    require("two.fail on rank 1" in error.__notes__[0], True, error.__notes__[0])
-    require(stage.two.echo(build_batch(4)).num_rows, 4, "rows of a call after a failure")
+    require("free.fail on rank 1" in error.__notes__[0], True, error.__notes__[0])
+    require(stage.free.echo(build_batch(4)).num_rows, 4, "rows of a call after a failure")
 
 
 def a_future_inside_a_container_is_refused(stage: Stage) -> None:

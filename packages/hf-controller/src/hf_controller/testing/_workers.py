@@ -342,7 +342,7 @@ class ProbeWorker(DeclaringWorker):
 
 
 class SoloWorker(ProbeWorker):
-    """The probe for groups of one rank that need no process group."""
+    """The probe for groups that need no process group."""
 
     needs_process_group = False
 
@@ -352,27 +352,28 @@ class Stage:
 
     ``three`` and ``two`` have three and two data-parallel ranks on pools of their own; ``sharded`` shares the processes
     of ``two`` with another layout (tp_size=2), ``colocated``, laid out like that too, their slots alone; ``solo`` has
-    one rank.
+    one rank. ``free`` has two ranks that never meet: what one of them raises leaves the group as it is.
     """
 
     def __init__(self, executor: Executor) -> None:
         self.executor = executor
-        two, three, solo = (
+        two, three, solo, free = (
             ResourcePool([count], device="cpu", name=f"stage-{name}")
-            for name, count in (("two", 2), ("three", 3), ("solo", 1))
+            for name, count in (("two", 2), ("three", 3), ("solo", 1), ("free", 2))
         )
-        self.pools = (two, three, solo)
-        specs = {
-            "two": _spec(ParallelSpec(dp_size=2), scale=2.0),
-            "sharded": _spec(ParallelSpec(tp_size=2)),
-        }
+        self.pools = (two, three, solo, free)
+        specs = {"two": _spec(ParallelSpec(dp_size=2), scale=2.0), "sharded": _spec(ParallelSpec(tp_size=2))}
         shared = executor.build_groups(two, specs, fused=True, wait=False)
         self.two, self.sharded = shared["two"], shared["sharded"]
-        spec = _spec(ParallelSpec(tp_size=2))
-        self.colocated = executor.build_groups(two, {"colocated": spec}, wait=False)["colocated"]
-        spec = _spec(ParallelSpec(dp_size=3), balance=True)
-        self.three = executor.build_groups(three, {"three": spec}, wait=False)["three"]
-        self.solo = executor.build_groups(solo, {"solo": _spec(ParallelSpec(), worker=SoloWorker)}, wait=False)["solo"]
+        for pool, role, spec in (
+            (two, "colocated", _spec(ParallelSpec(tp_size=2))),
+            (three, "three", _spec(ParallelSpec(dp_size=3), balance=True)),
+            (solo, "solo", _spec(ParallelSpec(), worker=SoloWorker)),
+            (free, "free", _spec(ParallelSpec(dp_size=2), worker=SoloWorker)),
+        ):
+            shared |= executor.build_groups(pool, {role: spec}, wait=False)
+        self.colocated, self.three = shared["colocated"], shared["three"]
+        self.solo, self.free = shared["solo"], shared["free"]
         executor.wait_until_ready()
 
     def __enter__(self) -> Self:

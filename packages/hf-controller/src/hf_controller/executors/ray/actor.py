@@ -26,7 +26,6 @@ from hf_controller.default_group import (
     seed_generators,
 )
 from hf_controller.executors.ray.host_process import Location, find_location, own_origin
-from hf_controller.executors.ray.step import Progress, Step, describe_progress
 from hf_controller.executors.ray.store import HostStore, pack_shard
 from hf_controller.executors.ray.wire import pack_answer, unpack_call
 from hf_controller.failures import Failure
@@ -125,9 +124,6 @@ class HostActor:
         self._thread: int | None = None
         self._unbuilt: Failure | None = None
         self._role = name
-        self._over = 0
-        self._step = Step()
-        self._meets_peers = False
 
     def __repr__(self) -> str:
         # Ray puts it before every printed line; the line itself says role and rank.
@@ -157,7 +153,6 @@ class HostActor:
         """Join the process group and construct every worker; what goes wrong is the answer."""
         self._thread = threading.get_ident()
         self._pool = construction.pool
-        self._meets_peers = construction.process_group
         attribute_streams(lambda: f"{self._role}/{self._rank}")
         sys.path += [folder for folder in construction.import_path if folder not in sys.path]
         try:
@@ -240,18 +235,13 @@ class HostActor:
         call = unpack_call(*message)
         if self._host is None:
             assert self._unbuilt is not None
-            self._over = call.call_id
             return self._unbuilt, refuse(call, self._unbuilt, pool=self._pool, host=self._name, rank=self._rank)
         self._role = call.role
         try:
-            outcome, report = self._host.run(call, self._step.wait if self._step.is_behind() else None)
+            outcome, report = self._host.run(call)
         finally:
-            self._role, self._over = self._name, call.call_id
-        if report.failure is None:
-            return outcome, report
-        if self._meets_peers:
-            self._step.leave(call, self._host.find_peers(call))
-        if report.failure.exception is None:
+            self._role = self._name
+        if report.failure is None or report.failure.exception is None:
             return outcome, report
         # Its frames hold what the method did, in cycles: activations, after an out-of-memory error.
         failure = replace(report.failure, exception=None)
@@ -267,22 +257,6 @@ class HostActor:
         frame = sys._current_frames().get(self._thread or -1)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         return stage, stack
-
-    @ray.method(concurrency_group="service")
-    def progress(self, call_id: int) -> Progress:
-        """How far this rank is with a call."""
-        call = self._host.stage.call if self._host is not None else None
-        now = 0 if call is None else call.call_id
-        if self._over >= call_id or now > call_id:
-            return Progress(True)
-        # Who waits for another group's rank over a connection stands still, and goes on when that one comes.
-        is_connected = any(worker.context.connections for worker in self._workers.values())
-        return describe_progress(self._thread) if now == call_id and not is_connected else Progress(False)
-
-    @ray.method(concurrency_group="service")
-    def ping(self) -> int:
-        """The process id."""
-        return os.getpid()
 
     @ray.method(concurrency_group="service")
     def locate(self) -> Location:

@@ -19,6 +19,7 @@ import ray._private.services as services
 from ray.job_config import JobConfig
 from ray.util.debug import log_once
 
+from hf_controller.executors.ray.process_end import ProcessEnd, is_stopped
 from hf_controller.executors.ray.terminal import quiet_ray, without_quiet
 from hf_controller.executors.ray.watchdog import Watchdog
 from hf_controller.local_start import check_local_start, find_temp_dir
@@ -52,6 +53,8 @@ class Cluster:
         if ray.is_initialized():
             raise PoolError("Ray already runs in this process: close the other executor, or call ray.shutdown() first")
         self._watchdog: Watchdog | None = None
+        self._services: dict[str, subprocess.Popen[Any]] = {}
+        self.is_lost = False
         is_local = address == "local"
         num_cpus = num_cpus or (read_machine_limits().num_cpus if is_local else None)
         if is_local:
@@ -73,9 +76,10 @@ class Cluster:
                 "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
             }
         try:
-            with quiet_ray(), _in_process_groups_of_their_own():
+            with quiet_ray(), _in_process_groups_of_their_own() as started:
                 if is_local:
                     self._start(options)
+                    self._services = _find_services(started)
                 else:
                     _join(address, options)
         except SystemExit as end:
@@ -85,6 +89,26 @@ class Cluster:
         except BaseException as error:
             self.stop(keeps_logs=isinstance(error, PoolError))
             raise
+
+    def check(self) -> None:
+        """Refuse to go on without the cluster's own processes.
+
+        Raises:
+            PoolError: naming the process of a local cluster that ended, and how.
+        """
+        for name, process in self._services.items():
+            code = process.poll()
+            if code is not None:
+                self.is_lost = True
+                how = ProcessEnd(signal=-code) if code < 0 else ProcessEnd(exit_code=code)
+                raise PoolError(
+                    f"the local Ray cluster is lost: its {name}, process {process.pid}, is gone: {how}. Start the run "
+                    "again"
+                )
+
+    def describe_stopped(self) -> list[str]:
+        """The cluster's own processes that a signal such as SIGSTOP holds."""
+        return [name for name, process in self._services.items() if is_stopped(process.pid)]
 
     def stop(self, *, keeps_logs: bool = False) -> None:
         """Leave the cluster; a local one ends with all its processes and files.
@@ -147,14 +171,14 @@ def _in_one_line(error: BaseException) -> str:
 
 
 @contextmanager
-def _in_process_groups_of_their_own() -> Iterator[None]:
+def _in_process_groups_of_their_own() -> Iterator[list[subprocess.Popen[Any]]]:
     """For what Ray starts: a signal to the program's group, as ``timeout`` sends it, would end the object store before
     the program has ended its run, and Ray exits with status 1 and no message from a program that finds no store.
 
     A block that fails leaves none of them, nor what they started.
     """
     if sys.platform != "linux":  # Ray ends them by the program's group there
-        yield
+        yield []
         return
     start: Any = services.ConsolePopen
     started: list[subprocess.Popen[Any]] = []
@@ -167,7 +191,7 @@ def _in_process_groups_of_their_own() -> Iterator[None]:
 
     services.ConsolePopen = start_apart  # type: ignore[misc,assignment]
     try:
-        yield
+        yield started
     except BaseException:
         with shielded():
             ray.shutdown()  # first: Ray's client may end a program whose cluster is gone
@@ -184,6 +208,18 @@ def _end_groups(started: Sequence[subprocess.Popen[Any]]) -> None:
     for process in started:
         with suppress(subprocess.TimeoutExpired):
             process.wait(_END_TIMEOUT_S)
+
+
+def _find_services(started: Sequence[subprocess.Popen[Any]]) -> dict[str, subprocess.Popen[Any]]:
+    """The processes without which a cluster does not go on, by what messages call them."""
+    names = {"gcs_server": "GCS", "raylet": "raylet"}
+    programs = {os.path.basename(_program_of(process)): process for process in started}
+    return {name: programs[program] for program, name in names.items() if program in programs}
+
+
+def _program_of(process: subprocess.Popen[Any]) -> str:
+    arguments: Any = process.args
+    return str(arguments[0])
 
 
 def _set_environment() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 
 from hf_controller.executors.ray.inquirer import Inquirer
+from hf_controller.executors.ray.process_end import ProcessEnd, ProcessWatch
 from hf_controller.failures import Failure
 
 __all__ = [
@@ -51,50 +52,75 @@ class HostProcess:
     """One rank's process.
 
     Args:
-        label: its roles and rank, such as ``"actor+critic/0"``.
+        name: its roles, such as ``"actor+critic"``.
+        rank: its rank.
         pool: name of its pool.
         actor: its actor.
+        is_here: whether it runs on this machine.
 
     Attributes:
+        label: its roles and rank, such as ``"actor+critic/0"``.
         origin: what its death is called as a :class:`Failure`'s origin.
         last_call: the call that it was given last, such as ``"call 12 actor.update_actor"``.
         last_answer: reference of its answer, or None. It is there once all calls are over: a process runs them in
             order, those too whose inputs are lost.
         was_ended: whether its pool was released, or its group ended.
-        was_killed: whether it lived until then, as far as is known.
+        is_gone: whether it ended by itself, as far as is known.
     """
 
-    def __init__(self, label: str, pool: str, actor: Any) -> None:
-        self.label = label
+    def __init__(self, name: str, rank: int, pool: str, actor: Any, *, is_here: bool) -> None:
+        self.label = f"{name}/{rank}"
+        self.rank = rank
         self.pool = pool
         self.actor = actor
         self.origin = _origin_of(actor._actor_id.hex())
         self.last_call = "none"
         self.last_answer: Any = None
         self.was_ended = False
-        self.was_killed = False
-        self._is_gone = False
+        self.is_gone = False
+        self._is_here = is_here
+        self._watch: ProcessWatch | None = None
         # Asked now: a dead process, or one that stands still, could not answer later.
         self._location = actor.locate.remote()
 
     def note_call(self, call: str, answer: Any) -> None:
-        """It is given ``call``, unless it is known to be gone."""
-        if not self._is_gone:
-            self.last_call, self.last_answer = call, answer
+        """It is given ``call``."""
+        self.last_call, self.last_answer = call, answer
 
-    def note_death(self, error: RayError) -> None:
-        """It is gone, unless Ray says that it may come back: what it was given last stays what it is."""
-        self._is_gone = self._is_gone or not isinstance(error, ActorUnavailableError)
+    def find_end(self) -> ProcessEnd | None:
+        """How it ended by itself; None while it lives, was ended, or is on another machine."""
+        if self.was_ended or not self._is_here:
+            return None
+        if self._watch is None:
+            location = self.find_location()
+            if location is None:
+                return None
+            try:
+                self._watch = ProcessWatch(location.pid)
+            except ProcessLookupError:
+                self.is_gone = True
+                return ProcessEnd()
+            except OSError:
+                self._is_here = False  # Ray alone says how it ended
+                return None
+        end = self._watch.find_end()
+        self.is_gone = self.is_gone or end is not None
+        return end
 
-    @property
-    def was_lost(self) -> bool:
-        """True if the process is known to have ended by itself."""
-        return self._is_gone and not self.was_killed
+    def is_stopped(self) -> bool:
+        """Whether a signal such as SIGSTOP holds it, where that can be seen from here."""
+        return self._watch is not None and self._watch.is_stopped()
 
     def end(self) -> None:
         """Kill it."""
-        self.was_ended, self.was_killed = True, not self._is_gone
+        if self.was_ended:
+            return
+        self.find_end()
+        self.was_ended = True
         ray.kill(self.actor)
+        if self._watch is not None:
+            self._watch.kill()  # Ray asks one that is stopped in vain
+            self._watch.close()
 
     def find_location(self) -> Location | None:
         """Where it is, if it ever said so."""
@@ -110,43 +136,22 @@ class HostProcess:
 
 
 def describe_death(
-    error: RayError, process: HostProcess, *, role: str, method: str, rank: int, others: Sequence[HostProcess] = ()
+    process: HostProcess, *, role: str, method: str, rank: int, end: ProcessEnd | None = None, error: RayError | None
 ) -> Failure:
-    """What became of ``role.method`` on ``rank``, because ``process`` is gone, and ``others`` with it.
-
-    An error that Ray raised inside a process that lives is described as its cause.
-    """
-    cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
-    origin = ""
-    if isinstance(cause, RayActorError):
-        origin = _origin_of(cause.actor_id)
-        message = (
-            f"an earlier call's result is lost with its process: {in_one_line(cause)}; a pool that was released takes "
-            "the results of its unfinished calls along"
-        )
-    elif cause is not None:
-        message = str(cause)
-    else:
-        process.note_death(error)
-        also = f"; gone as well: {', '.join(other.label for other in others)}" if others else ""
-        where = f"it was given last: {process.last_call}; it was {process.describe_location()}"
-        message = f"process {process.label} is gone: {in_one_line(error)} ({where}){also}"
-        if process.was_killed:
-            message += f"; its pool {process.pool!r} was released: ask for results before"
-        elif process.was_ended:
-            message += "; its group was ended since"
-        elif method != "__init__":  # else its pool's groups never stood, and a note says what to do
-            pools = ", ".join(dict.fromkeys(repr(each.pool) for each in (process, *others)))
-            message += f"; rebuild(executor, [pool]) builds the groups of pool {pools} again"
-        origin = process.origin
+    """Describe the end of a process that ran ``role.method``, or was given it: as the system says it, else as Ray."""
+    process.is_gone = True
+    how = str(end or "") or (in_one_line(error) if error is not None else "it ended")
+    where = f"it was given last: {process.last_call}; it was {process.describe_location()}"
     return Failure(
         role=role,
         method=method,
         rank=rank,
-        cause_type=type(cause or error).__name__,
-        message=message,
-        remote_traceback="" if cause is None else str(error),
-        origin=origin,
+        cause_type="",
+        message=f"process {process.label} is gone: {how} ({where})",
+        remote_traceback="",
+        origin=process.origin,
+        exit_code=end and end.exit_code,
+        signal=end and end.signal,
     )
 
 
@@ -174,15 +179,18 @@ def in_one_line(error: RayError) -> str:
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
-def describe_processes(processes: Mapping[int, HostProcess], inquirer: Inquirer, timeout_s: float) -> dict[int, str]:
-    """What each rank is at, where it is, and its stack.
+def describe_processes(
+    processes: Sequence[HostProcess], inquirer: Inquirer, timeout_s: float
+) -> list[tuple[bool, str]]:
+    """For each process whether it answers, and what it is at, where it is, and its stack.
 
-    Of a rank that is not there, or does not answer in time, the last call and the place where its stack can be had.
+    Of one that is not there, or does not answer in time, the last call and the place where its stack can be had.
     """
-    answers = inquirer.ask([process.actor for process in processes.values()], "describe", timeout_s)
-    return {
-        rank: _describe(process, answer) for (rank, process), answer in zip(processes.items(), answers, strict=True)
-    }
+    answers = inquirer.ask([process.actor for process in processes], "describe", timeout_s)
+    return [
+        (not isinstance(answer, RayError), _describe(process, answer))
+        for process, answer in zip(processes, answers, strict=True)
+    ]
 
 
 def _describe(process: HostProcess, answer: Any) -> str:
@@ -192,7 +200,8 @@ def _describe(process: HostProcess, answer: Any) -> str:
             where = "it never started: its slot is gone, or Ray cannot start a process there"
         else:
             where = f"for its stack see {where}"
-        return f"no answer ({type(answer).__name__}); given last: {process.last_call}; {where}"
+        reason = "it is stopped, as by SIGSTOP" if process.is_stopped() else type(answer).__name__
+        return f"no answer ({reason}); given last: {process.last_call}; {where}"
     stage, stack = answer
     if process.last_call != "none" and not stage.startswith(f"{process.last_call}:"):
         why = "waiting for the inputs of" if "idle for" in stage else "has not begun"

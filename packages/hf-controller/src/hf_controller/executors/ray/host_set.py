@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import ray
@@ -17,13 +18,14 @@ from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.placement import PlacedPool
 from hf_controller.executors.ray.shipping import PackedRoles, list_import_path
 from hf_controller.executors.ray.waiting import Waiter
-from hf_controller.failures import Failure
+from hf_controller.failures import Deadline, Failure, diagnosed
 from hf_protocols import HybridFlowError, ProtocolError, WorkerTimeoutError
 from hf_protocols.arguments import show
 
 __all__ = ["HostSet", "Undone", "await_answers", "await_ready"]
 
 _ANSWER_TIMEOUT_S = 5.0
+_GAP_S = 5.0
 
 
 class HostSet:
@@ -35,13 +37,18 @@ class HostSet:
         cuts_slices: whether other machines may ask for slices of what they return.
         collective_timeout_s: deadline of every collective in their default process group.
         start_timeout_s: deadline of their meeting.
+        is_local: whether the processes are all on this machine.
 
     Attributes:
         name: the roles, such as ``"actor+critic"``.
+        pool: their pool.
         roles: what the workers are built from, by role.
         actors: the actor of every rank.
         processes: the process of every rank.
         constructing: the process of every rank by the handle of its construction.
+        meets_peers: whether they have a process group.
+        failure: the first failure of the group, with which it ended.
+        was_released: whether it was ended in order.
     """
 
     def __init__(
@@ -52,10 +59,14 @@ class HostSet:
         cuts_slices: bool,
         collective_timeout_s: float,
         start_timeout_s: float,
+        is_local: bool,
     ) -> None:
         pool, roles = placed.pool, packed.roles
         self._connections: dict[tuple[str, str], HostSet] = {}
         self.name = "+".join(roles)
+        self.pool = pool
+        self.failure: Failure | None = None
+        self.was_released = False
         self.roles = dict(roles)
         prefix = f"{self.name}-{uuid.uuid4().hex[:12]}"
         self.actors = [
@@ -63,9 +74,10 @@ class HostSet:
             for rank in range(pool.num_slots)
         ]
         self.processes = [
-            HostProcess(f"{self.name}/{rank}", pool.name, actor) for rank, actor in enumerate(self.actors)
+            HostProcess(self.name, rank, pool.name, actor, is_here=is_local) for rank, actor in enumerate(self.actors)
         ]
         process_group = any(spec.worker.needs_process_group for spec in roles.values())
+        self._has_process_group = process_group
         construction = Construction(
             specs=packed.specs,
             import_path=tuple(list_import_path()),
@@ -114,9 +126,35 @@ class HostSet:
             actor.give_up.remote(joining.name, joining.token)
         self.disconnect(joining.role, joining.name)
 
-    def list_connected(self) -> list[HostProcess]:
-        """The processes of the groups that these are connected with."""
-        return [process for other in dict.fromkeys(self._connections.values()) for process in other.processes]
+    @property
+    def meets_peers(self) -> bool:
+        """Whether a rank may wait for another one."""
+        return self._has_process_group or bool(self._connections)
+
+    def list_joined(self) -> list[HostSet]:
+        """This set and those that it is connected with, or they are."""
+        joined = [self]
+        for each in joined:
+            joined += [other for other in each._connections.values() if other not in joined]
+        return list(dict.fromkeys(joined))
+
+    def is_ready(self) -> bool:
+        """Whether all workers are constructed."""
+        if self.constructing:
+            handles = list(self.constructing)
+            if ray.wait(handles, num_returns=len(handles), timeout=0)[1]:
+                return False
+        return True
+
+    def fail(self, failure: Failure) -> None:
+        """End the processes at once: the group answers with its first failure from now on."""
+        self.failure = failure
+        self.kill()
+
+    def release(self) -> None:
+        """End the processes because nobody wants the group any more."""
+        self.was_released = True
+        self.kill()
 
     def disconnect_all(self, others: Sequence[HostSet]) -> None:
         """Leave the connections with ``others``."""
@@ -146,26 +184,38 @@ def _start_host(name: str, role: str, rank: int, world_size: int, cuts_slices: b
 
 
 class Undone(NamedTuple):
-    """Why some processes are not done with what they were asked: the error to raise, and which failed or are late."""
+    """Why some processes are not done with what they were asked, and which failed or are late."""
 
-    error: HybridFlowError
+    failure: Failure
     processes: Sequence[HostProcess]
 
+    @property
+    def error(self) -> HybridFlowError:
+        """What to raise."""
+        return self.failure.to_error()
 
-def await_ready(host_sets: Iterable[HostSet], timeout_s: float, waiter: Waiter, inquirer: Inquirer) -> Undone | None:
+
+def await_ready(host_sets: Sequence[HostSet], deadline: Deadline, waiter: Waiter, inquirer: Inquirer) -> Undone | None:
     """Wait until every worker of ``host_sets`` is constructed; answers what :func:`await_answers` answers."""
     asked = {handle: process for host_set in host_sets for handle, process in host_set.constructing.items()}
-    undone = await_answers(asked, "__init__", timeout_s, waiter, inquirer)
-    if undone is None:
-        for host_set in host_sets:
+    failed = next((each for each in host_sets if each.constructing and each.failure is not None), None)
+    if failed is not None and failed.failure is not None:
+        return Undone(failed.failure, failed.processes)
+    undone = await_answers(asked, "__init__", deadline, waiter, inquirer)
+    for host_set in host_sets:
+        if undone is not None and any(process in undone.processes for process in host_set.processes):
+            host_set.failure = undone.failure  # of its calls, too
+        if undone is None:
             host_set.constructing.clear()
+            for process in host_set.processes:
+                process.find_end()  # from now on its end is seen
     return undone
 
 
 def await_answers(
     asked: Mapping[Any, HostProcess],
     method: str,
-    timeout_s: float,
+    deadline: Deadline,
     waiter: Waiter,
     inquirer: Inquirer,
     since_s: float | None = None,
@@ -175,43 +225,60 @@ def await_answers(
     Args:
         asked: the process of every rank by the handle of its answer.
         method: what the ranks do.
-        timeout_s: deadline.
+        deadline: of all of them.
         waiter: waits.
         inquirer: asks those that are late.
-        since_s: when ``timeout_s`` began, in seconds of ``time.monotonic``; None: now.
+        since_s: when the deadline began, in seconds of ``time.monotonic``; None: now.
 
     Returns:
         None if all is done. Else what went wrong on the first rank that failed; or for those that are not done in time
         a WorkerTimeoutError with what each is at, and its stack.
     """
-    deadline_s = (time.monotonic() if since_s is None else since_s) + timeout_s
+    ends_s = (time.monotonic() if since_s is None else since_s) + deadline.seconds
     pending = list(asked)
     while pending:
-        ready = waiter.wait_some(pending, deadline_s - time.monotonic())
-        if not ready:
-            late = [asked[handle] for handle in pending]
-            return Undone(_to_timeout(late, method, timeout_s, inquirer), late)
-        for handle in ready:
-            failure = _failure(handle, asked[handle], method)
-            if failure is not None:
-                return Undone(failure.to_error(), [asked[handle]])
+        begun_s = time.monotonic()
+        ready = waiter.wait_slice(pending)
+        if time.monotonic() - begun_s > _GAP_S:
+            ends_s += time.monotonic() - begun_s  # this process stood still
+        answers = {asked[handle]: _failure(handle, asked[handle], method) for handle in ready}
+        failures = {process: failure for process, failure in answers.items() if failure is not None}
+        dead = [process for handle in pending if (process := asked[handle]).find_end() is not None]
+        if dead or failures:
+            # A process that is gone is why others failed.
+            first = _describe(dead[0], method, None) if dead else next(iter(failures.values()))
+            return Undone(first, [*dead, *failures])
         pending = [handle for handle in pending if handle not in ready]
+        if pending and time.monotonic() > ends_s:
+            late = [asked[handle] for handle in pending]
+            error = _to_timeout(late, method, deadline, inquirer)
+            role = late[0].label.rpartition("/")[0]
+            failure = Failure.of(error, role=role, method=method, rank=late[0].rank)
+            return Undone(replace(failure, remote_traceback=""), late)
     return None
 
 
 def _to_timeout(
-    missing: Sequence[HostProcess], method: str, timeout_s: float, inquirer: Inquirer
+    missing: Sequence[HostProcess], method: str, deadline: Deadline, inquirer: Inquirer
 ) -> WorkerTimeoutError:
-    described = describe_processes(dict(enumerate(missing)), inquirer, _ANSWER_TIMEOUT_S)
     labels = ", ".join(process.label for process in missing)
-    head = f"{labels} not done with {method} within {timeout_s:g} s: raise start_timeout_s, or look at the cause:"
-    return WorkerTimeoutError("\n".join([head, *(f"{missing[i].label}: {text}" for i, text in described.items())]))
+    head = f"{labels} not done with {method} within {deadline.seconds:g} s: raise {deadline.key}, or look at the cause:"
+
+    def describe() -> str:
+        told = describe_processes(missing, inquirer, _ANSWER_TIMEOUT_S)
+        return "\n".join(f"{process.label}: {text}" for process, (_, text) in zip(missing, told, strict=True))
+
+    return WorkerTimeoutError(f"{head}\n{diagnosed(describe)}")
 
 
 def _failure(handle: Any, process: HostProcess, method: str) -> Failure | None:
     try:
         answer = ray.get(handle)
     except RayError as error:
-        role, _, rank = process.label.rpartition("/")
-        return describe_death(error, process, role=role, method=method, rank=int(rank))
+        return _describe(process, method, error)
     return answer if isinstance(answer, Failure) else None
+
+
+def _describe(process: HostProcess, method: str, error: RayError | None) -> Failure:
+    role = process.label.rpartition("/")[0]
+    return describe_death(process, role=role, method=method, rank=process.rank, end=process.find_end(), error=error)

@@ -188,19 +188,10 @@ class RayStore:
             ) from error
         return [_contents(each) if isinstance(each, _Fetched | Delivered) else next(found) for each in references]
 
-    def wait(self, handles: Sequence[Any], timeout_s: float) -> None:
-        """Wait until the values exist, or the process that would make them is gone.
-
-        Raises:
-            WorkerTimeoutError: if one is not there in time.
-        """
+    def wait(self, handles: Sequence[Any]) -> None:
+        """Wait until the values exist, or the process that would make them is gone."""
         self._check_open()
-        pending = ray.wait(list(handles), num_returns=len(handles), timeout=timeout_s, fetch_local=False)[1]
-        if pending:
-            raise WorkerTimeoutError(
-                f"it is not this rank's turn after {timeout_s:g} s: earlier calls of the pool's other groups are not "
-                f"over on {len(pending)} rank(s). Raise call_timeout_s, or look at what they are at"
-            )
+        ray.wait(list(handles), num_returns=len(handles), timeout=None, fetch_local=False)
 
     def is_far(self, origin: Origin) -> bool:
         """Whether objects of ``origin`` are on another machine, and somebody there cuts slices."""

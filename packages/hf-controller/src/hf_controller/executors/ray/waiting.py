@@ -34,27 +34,27 @@ class Waiter:
         """Refuse everything from now on: Ray would start a cluster, or join one that runs here, to serve it."""
         self._closed = True
 
-    def get_all(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
+    def get_all(self, handles: Sequence[Any], timeout_s: float | None) -> list[Any]:
         """The values if all are there within a moment, else none: most calls need no second question."""
-        self._check_open()
+        self.check_open()
         with self._guard.watching():
             try:
-                return list(ray.get(list(handles), timeout=min(_SLICE_S, timeout_s)))
+                return list(ray.get(list(handles), timeout=_SLICE_S if timeout_s is None else min(_SLICE_S, timeout_s)))
             except RayError:
                 pass
         return []
 
-    def wait_some(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The handles that are ready once all are, or some are and a moment has passed; none if none is in time."""
-        self._check_open()
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            left_s = deadline_s - time.monotonic()
-            with self._guard.watching():
-                ready = ray.wait(list(handles), num_returns=len(handles), timeout=max(0.0, min(_SLICE_S, left_s)))[0]
-            if ready or left_s <= 0:
-                return list(ready)
+    def wait_slice(self, handles: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+        """The handles that are ready once all are, or a moment has passed."""
+        self.check_open()
+        slice_s = _SLICE_S if timeout_s is None else max(0.0, min(_SLICE_S, timeout_s))
+        with self._guard.watching():
+            if not handles:
+                time.sleep(slice_s)
+                return []
+            return list(ray.wait(list(handles), num_returns=len(handles), timeout=slice_s)[0])
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Refuse to go on after :meth:`close`."""
         if self._closed:
             raise PoolError(CLOSED)

@@ -26,9 +26,10 @@ from hf_protocols import ProtocolError
 if TYPE_CHECKING:
     from hf_controller.results import Outcome
 
-__all__ = ["PackedCall", "pack_answer", "pack_call", "unpack_answer", "unpack_call"]
+__all__ = ["PackedCall", "pack_answer", "pack_call", "pack_once", "unpack_answer", "unpack_call"]
 
 
+_MAX_SENT_BYTES = 8 * 1024
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
 
 
@@ -92,6 +93,14 @@ def pack_call(call: Call) -> PackedCall:
             f"{call.role}.{call.method}: the argument {found} cannot travel to another process ({error})"
         ) from error
     return PackedCall(target.getvalue(), list(pickler.references), list(pickler.batches))
+
+
+def pack_once(call: Call) -> tuple[Any, ...]:
+    """A rank's message. One that names many rows is stored once for all ranks rather than sent to each."""
+    packed = pack_call(call)
+    if len(packed.packed) > _MAX_SENT_BYTES:
+        packed = packed._replace(packed=ray.put(packed.packed))
+    return packed.message
 
 
 def _is_plain(call: Call) -> bool:

@@ -1,0 +1,140 @@
+"""What the controller knows of a call that its ranks got."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+
+from hf_controller.executors.ray.host_set import HostSet
+from hf_controller.executors.ray.store import describe_unread
+from hf_controller.executors.ray.wire import unpack_answer
+from hf_controller.failures import Deadline, Failure
+
+if TYPE_CHECKING:
+    from hf_controller.resource_pool import ResourcePool
+    from hf_controller.results import Outcome
+    from hf_controller.trace import CallReport, Trace
+
+__all__ = ["CallState"]
+
+
+@dataclass(eq=False, kw_only=True)
+class CallState:
+    """A call as the ranks of a group got it, and what they answered.
+
+    Attributes:
+        call_id: its number.
+        role: the role.
+        method: its method.
+        pool: the pool of its group.
+        host_set: the processes of its group.
+        answers: reference of every called rank's answer.
+        inputs: numbers of the calls that made its inputs.
+        references: ids of the objects that Ray brings to the ranks before they begin. A reference would keep them.
+        deadline: how long it may take once those that it waits for are over.
+        trace: watches the answers.
+        reports: what each rank reported.
+        outcomes: what each rank left.
+        failures: of the ranks that failed.
+        passed_on: the ranks that failed because an input's own call did.
+        lost: why an answer cannot be had.
+        failure: why the call failed.
+        is_told: whether the program was told.
+        is_late: whether it was told that the call is late.
+        left: ids of the objects that it leaves.
+        elapsed_s: how long its ranks have had.
+        grace_s: how long ago the first of them failed.
+    """
+
+    call_id: int
+    role: str
+    method: str
+    pool: ResourcePool
+    host_set: HostSet
+    answers: Mapping[int, Any]
+    inputs: frozenset[int]
+    references: Sequence[bytes]
+    deadline: Deadline
+    trace: Trace
+    reports: dict[int, CallReport] = field(default_factory=dict)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    failures: dict[int, Failure] = field(default_factory=dict)
+    passed_on: set[int] = field(default_factory=set)
+    lost: dict[int, RayError] = field(default_factory=dict)
+    failure: Failure | None = None
+    is_told: bool = False
+    is_late: bool = False
+    left: list[bytes] = field(default_factory=list)
+    elapsed_s: float = 0.0
+    grace_s: float = 0.0
+
+    @property
+    def origin(self) -> str:
+        """What it is called as a :class:`Failure`'s origin."""
+        return f"call {self.call_id}"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it failed, or every rank answered."""
+        return self.failure is not None or not (self.has_failed or self.find_unread())
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank failed."""
+        return bool(self.failures or self.lost)
+
+    @property
+    def can_hang(self) -> bool:
+        """Whether its ranks may wait for each other: all ranks of a group that has a process group."""
+        return self.host_set.meets_peers and len(self.answers) == len(self.host_set.processes)
+
+    @property
+    def first_failure_s(self) -> float:
+        """When its first rank failed, in wall-clock seconds."""
+        return min((self.reports[rank].span.end_s for rank in self.failures), default=float("inf"))
+
+    def find_unread(self) -> dict[int, Any]:
+        """The references of answers that were not read."""
+        return {
+            rank: handle for rank, handle in self.answers.items() if rank not in self.reports and rank not in self.lost
+        }
+
+    def read(self, rank: int) -> None:
+        """Read a rank's answer, which is there."""
+        try:
+            self.note_answer(rank, ray.get(self.answers[rank]))
+        except RayError as error:
+            self.lost[rank] = error
+
+    def note_answer(self, rank: int, packed: Any) -> None:
+        """Take a rank's answer from somebody who read it."""
+        self.outcomes[rank], report = unpack_answer(packed)
+        self.reports[rank] = report
+        if report.failure is not None:
+            self.failures[rank] = report.failure
+            if report.upstream:
+                self.passed_on.add(rank)
+        self.trace.note_watched(self.answers[rank], report)
+
+    def choose(self, failures: Mapping[int, Failure]) -> Failure:
+        """The first of the ranks' failures, by their clocks; where an input's own call failed, what became of that."""
+        rank = min(failures, key=lambda each: self.reports[each].span.end_s if each in self.reports else float("inf"))
+        return self.trace.find_cause(failures[rank]) if rank in self.passed_on else failures[rank]
+
+    def describe(self, error: Exception, rank: int) -> Failure:
+        """A failure of this call that the controller itself found."""
+        return Failure.of(error, role=self.role, method=self.method, rank=rank, origin=self.origin)
+
+    def describe_unread(self) -> str:
+        """What became of inputs that were spilled to disk and are not in memory; nothing where that is not known.
+
+        Ray knows nothing of an input whose future the program dropped.
+        """
+        try:
+            return describe_unread([ray.ObjectRef(each) for each in self.references])
+        except ValueError:
+            return ""

@@ -1,0 +1,354 @@
+"""Watches the calls that are in flight: a group of which one rank fails ends as a whole, with its first failure.
+
+Nothing is concluded from the text of an error, or from where a rank stands. A rank reports that its method raised, the
+system that a process ended, and the clock that a call takes longer than its deadline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from hf_controller.executors.ray.call_state import CallState
+from hf_controller.executors.ray.cluster import Cluster
+from hf_controller.executors.ray.host_process import (
+    HostProcess,
+    describe_death,
+    describe_processes,
+    find_maker,
+    in_one_line,
+)
+from hf_controller.executors.ray.host_set import HostSet
+from hf_controller.executors.ray.inquirer import Inquirer
+from hf_controller.executors.ray.waiting import Waiter
+from hf_controller.failures import Failure, LostResultError, describe_end, diagnosed, went_alike
+from hf_protocols import WorkerError, WorkerTimeoutError
+
+if TYPE_CHECKING:
+    from hf_controller.resource_pool import ResourcePool
+
+__all__ = ["Supervisor"]
+
+_ANSWER_TIMEOUT_S = 5.0
+_GRACE_S = 5.0
+"""So much later than the first of them may ranks report what all agreed on."""
+_SETTLING_S = 1.0
+"""So much later than its effect on others may the end of a process be known."""
+_POLL_S = 0.05
+_GAP_S = 5.0
+"""Between two looks: this process stood still, or did something else."""
+_MIN_LOOK = 64
+
+
+class Supervisor:
+    """Reads the answers of all calls, counts their time, and ends the groups that failed.
+
+    Args:
+        waiter: waits for answers.
+        inquirer: asks processes what they are at.
+        list_host_sets: answers the sets of processes that stand.
+        cluster: the cluster, without which nothing goes on.
+    """
+
+    def __init__(
+        self,
+        *,
+        waiter: Waiter,
+        inquirer: Inquirer,
+        list_host_sets: Callable[[], Sequence[HostSet]],
+        cluster: Cluster,
+    ) -> None:
+        self._waiter = waiter
+        self._inquirer = inquirer
+        self._list_host_sets = list_host_sets
+        self._cluster = cluster
+        self._calls: dict[int, CallState] = {}
+        self._makers: dict[str, Failure] = {}
+        self._made: dict[Any, int] = {}
+        self._looked_s = time.monotonic()
+        self._next_look = _MIN_LOOK
+
+    def watch(self, call: CallState, contents: Iterable[Any]) -> None:
+        """Watch a call that was just made, which leaves `contents`."""
+        self._calls[call.call_id] = call
+        call.left = [each.binary() for each in (*call.answers.values(), *contents)]
+        self._made |= dict.fromkeys(call.left, call.call_id)
+        if len(self._calls) >= self._next_look:  # nobody waits for them
+            self.look()
+            self._next_look = max(_MIN_LOOK, 2 * len(self._calls))
+
+    def find_makers(self, references: Iterable[Any]) -> frozenset[int]:
+        """The numbers of calls in flight that leave some of these objects."""
+        ids = [each.binary() for each in references if isinstance(each, ray.ObjectRef)]
+        return frozenset(self._made[each] for each in ids if each in self._made)
+
+    def note_answers(self, call: CallState, packed: Sequence[object]) -> None:
+        """All of a call's answers are there."""
+        for rank, answer in zip(list(call.answers), packed, strict=True):
+            call.note_answer(rank, answer)
+        self._judge(call)
+        self._forget_finished()
+
+    def wait(self, call: CallState, timeout_s: float | None) -> bool:
+        """Wait until a call is over, or failed; false if it is neither after `timeout_s`.
+
+        Raises:
+            PoolError: if the cluster itself ended.
+        """
+        ends_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not call.is_over:
+            left_s = None if ends_s is None else ends_s - time.monotonic()
+            self._waiter.wait_slice(list(call.find_unread().values()), left_s)
+            self.look()
+            self._judge(call)
+            if left_s is not None and left_s <= 0:
+                return call.is_over
+        return True
+
+    def look(self) -> None:
+        """Read the answers that are there, and end the groups that failed or hang.
+
+        Raises:
+            PoolError: if the cluster itself ended.
+        """
+        now_s = time.monotonic()
+        passed_s, self._looked_s = now_s - self._looked_s, now_s
+        self._cluster.check()
+        self._read_answers(self._calls.values())
+        for host_set in self._list_host_sets():
+            if host_set.failure is None:
+                self._find_death(host_set)
+        for call in list(self._calls.values()):
+            self._judge(call, passed_s)
+        self._forget_finished()
+        first: dict[ResourcePool, CallState] = {}
+        for call in self._calls.values():  # in the order in which they were made
+            first.setdefault(call.pool, call)
+        for call in first.values():
+            self._count_time(call, passed_s)
+
+    def explain(self, maker: str) -> Failure | None:
+        """The failure of the group whose process made what is lost; None where it was released, or is not known."""
+        self._read_answers(self._calls.values())
+        for host_set in self._list_host_sets():
+            if host_set.failure is None and any(process.origin == maker for process in host_set.processes):
+                self._await_death(host_set)
+        return self._makers.get(maker)
+
+    def describe_late(self, call: CallState) -> str:
+        """What the ranks are at that have not answered, and those that compute meanwhile."""
+        return diagnosed(lambda: self._describe_late(call, list(call.find_unread())))
+
+    def _read_answers(self, calls: Iterable[CallState]) -> None:
+        unread = {handle: (call, rank) for call in calls for rank, handle in call.find_unread().items()}
+        if unread:
+            for handle in ray.wait(list(unread), num_returns=len(unread), timeout=0)[0]:
+                call, rank = unread[handle]
+                call.read(rank)
+
+    def _forget_finished(self) -> None:
+        for call_id, call in list(self._calls.items()):
+            if not call.find_unread() or call.host_set.failure is not None:
+                del self._calls[call_id]
+                for each in call.left:
+                    self._made.pop(each, None)
+
+    def _find_death(self, host_set: HostSet) -> bool:
+        """End a group of which a process is gone; it answers whether that is so."""
+        for process in host_set.processes:
+            end = process.find_end()
+            if end is not None and not host_set.was_released:
+                self._end_of_process(host_set, process, None)
+                return True
+        return False
+
+    def _await_death(self, host_set: HostSet) -> None:
+        """What it made is lost, so it is gone, or will be soon."""
+        ends_s = time.monotonic() + _SETTLING_S
+        while host_set.failure is None and not self._find_death(host_set) and time.monotonic() < ends_s:
+            time.sleep(_POLL_S)
+
+    def _end_of_process(self, host_set: HostSet, process: HostProcess, error: RayError | None) -> None:
+        ran = next(
+            (c for c in self._calls.values() if process.rank in c.find_unread() and c.host_set is host_set), None
+        )
+        last = process.last_call.split(" ")[-1]
+        role, _, method = f"{ran.role}.{ran.method}".partition(".") if ran else last.partition(".")
+        found = describe_death(
+            process,
+            role=role if method else host_set.name,
+            method=method or "__init__",
+            rank=process.rank,
+            end=process.find_end(),
+            error=error,
+        )
+        self._end(host_set, found)
+
+    def _list_given(self, host_set: HostSet, rank: int) -> list[CallState]:
+        """The calls that a rank was given and has not answered, in their order."""
+        return [each for each in self._calls.values() if each.host_set is host_set and rank in each.find_unread()]
+
+    def _judge(self, call: CallState, passed_s: float = 0.0) -> None:
+        """Whether a call failed, and its group with it."""
+        if call.failure is None and call.host_set.failure is not None and (call.has_failed or call.find_unread()):
+            call.failure = call.host_set.failure
+        if call.failure is not None or not call.has_failed:
+            return
+        for rank, error in call.lost.items():
+            if not isinstance(error, RayTaskError):
+                if call.host_set.was_released:
+                    call.failure = _describe_release(call, rank)
+                    return
+                self._end_of_process(call.host_set, call.host_set.processes[rank], error)
+                return
+        unread = {rank for rank, each in call.failures.items() if each.lost_from in self._makers}
+        failures = {rank: self._makers.get(each.lost_from or "", each) for rank, each in call.failures.items()}
+        failures |= {rank: self._lost_input(call, rank) for rank in call.lost}
+        passed_on = call.passed_on | call.lost.keys() | unread
+        is_partial = bool(call.find_unread())
+        if not call.can_hang or (not is_partial and went_alike(call.answers, failures, passed_on)):
+            call.failure = call.choose(failures)
+            return
+        call.grace_s += min(passed_s, 1.0)
+        if is_partial and call.grace_s < _GRACE_S and went_alike(failures, failures, passed_on):
+            return  # the others are about to say the same
+        self._settle(call)
+
+    def _lost_input(self, call: CallState, rank: int) -> Failure:
+        """Why Ray could not bring a rank its inputs."""
+        error = call.lost[rank]
+        maker = find_maker(error)
+        made_by = self._makers.get(maker)
+        if made_by is not None:
+            return made_by
+        cause = getattr(error, "cause", None) or error
+        if not isinstance(cause, RayError):  # what the method returned cannot travel
+            found = call.describe(WorkerError(str(cause)), rank)
+            kind, text = type(cause).__name__, str(cause)
+            return replace(found, pickled=b"", cause_type=kind, message=text, has_returned=True, remote_traceback="")
+        return call.describe(
+            LostResultError(
+                f"an earlier call's result is lost with its process: {in_one_line(cause)}; a pool that was released "
+                "takes the results of its unfinished calls along"
+            ),
+            rank,
+        )
+
+    def _settle(self, call: CallState) -> None:
+        """End the group of a call, for its first failure; a death that others feel may be known a moment later."""
+        ends_s = time.monotonic() + _SETTLING_S
+        members = call.host_set.list_joined()
+        while True:
+            self._read_answers([each for each in self._calls.values() if each.host_set in members])
+            if any(self._find_death(host_set) for host_set in members):
+                return
+            for each in list(self._calls.values()):
+                dead = [rank for rank, error in each.lost.items() if not isinstance(error, RayTaskError)]
+                if each.host_set in members and dead:
+                    self._end_of_process(each.host_set, each.host_set.processes[dead[0]], each.lost[dead[0]])
+                    return
+            if time.monotonic() > ends_s:
+                break
+            time.sleep(_POLL_S)
+        raised = [each for each in self._calls.values() if each.host_set in members and each.failures]
+        failed = min([call, *raised], key=lambda each: each.first_failure_s)
+        self._end(failed.host_set, failed.choose(failed.failures or {0: self._lost_input(call, next(iter(call.lost)))}))
+
+    def _count_time(self, call: CallState, passed_s: float) -> None:
+        """The first call of a pool waits for inputs and its ranks alone: its time, as this process saw it pass."""
+        if call.host_set.failure is not None or call.inputs & self._calls.keys() or not call.host_set.is_ready():
+            return
+        call.elapsed_s = 0.0 if passed_s > _GAP_S else call.elapsed_s + passed_s
+        if call.elapsed_s > call.deadline.seconds:
+            self._end_of_time(call)
+
+    def _end_of_time(self, call: CallState) -> None:
+        """A call hangs: name the processes that do not move, of its group or of those that it is joined with."""
+        members = [process for host_set in call.host_set.list_joined() for process in host_set.processes]
+        late = sorted(call.find_unread())
+        seconds, key = call.deadline
+        head = f"{call.role}.{call.method} is not done after {seconds:g} s on rank(s) {', '.join(map(str, late))}"
+        silent: list[HostProcess] = []
+
+        def describe() -> str:
+            told = describe_processes(members, self._inquirer, _ANSWER_TIMEOUT_S)
+            silent.extend(process for process, (answers, _) in zip(members, told, strict=True) if not answers)
+            who = f"{', '.join(each.label for each in silent)} did not move. " if silent else ""
+            who += "".join(f"The {name} of the cluster is stopped. " for name in self._cluster.describe_stopped())
+            unread = call.describe_unread()
+            return "\n".join(
+                [
+                    f"{head}: {who}{unread or f'Raise {key} if it was only slow, or look at what the ranks are at'}:",
+                    *(f"{process.label}: {text}" for process, (_, text) in zip(members, told, strict=True)),
+                ]
+            )
+
+        text = diagnosed(describe)
+        if not text.startswith(head):
+            text = f"{head}: raise {key} if it was only slow. {text}"
+        rank = next((each.rank for each in silent if each in call.host_set.processes), late[0])
+        found = Failure.of(WorkerTimeoutError(text), role=call.role, method=call.method, rank=rank, origin=call.origin)
+        self._end(call.host_set, replace(found, remote_traceback="", exception=None))
+
+    def _end(self, failed: HostSet, failure: Failure) -> None:
+        """End a group, those in its processes, and those that it is joined with."""
+        members = failed.list_joined()
+        roles = [role for host_set in members for role in host_set.roles]
+        others = diagnosed(lambda: self._describe_others(members, failure))
+        note = describe_end(roles, others, [host_set.pool.name for host_set in members])
+        failure = replace(failure, note=note)
+        for host_set in members:
+            host_set.fail(failure)
+            self._makers |= {process.origin: failure for process in host_set.processes}
+        for call in self._calls.values():
+            if call.host_set not in members or call.failure is not None:
+                continue
+            if call.find_unread() or call.lost or call.origin == failure.origin:
+                call.failure = failure
+            elif call.failures:  # it was over before
+                call.failure = call.choose(call.failures)
+
+    def _describe_others(self, members: Sequence[HostSet], failure: Failure) -> str:
+        """What the other ranks were at, as far as it is known here."""
+        said = []
+        for host_set in members:
+            for process in host_set.processes:
+                if process.rank == failure.rank and failure.role in host_set.roles:
+                    continue
+                ran = self._list_given(host_set, process.rank)
+                doing = f"in {ran[0].role}.{ran[0].method}" if ran else "idle"
+                said.append(f"{process.label} was {'gone' if process.is_gone else doing}")
+        return f"; {', '.join(said)}" if said else ""
+
+    def _describe_late(self, call: CallState, ranks: Sequence[int]) -> str:
+        everyone = [process for host_set in self._list_host_sets() for process in host_set.processes]
+        told = dict(zip(everyone, describe_processes(everyone, self._inquirer, _ANSWER_TIMEOUT_S), strict=True))
+        late = {call.host_set.processes[rank]: rank for rank in ranks}
+        lines = [f"rank {rank}: {told[process][1]}" for process, rank in late.items() if process in told]
+        # What a late rank waits for is what others are at.
+        return "\n".join(
+            [
+                *lines,
+                *(
+                    f"{process.label}: {text}"
+                    for process, (_, text) in told.items()
+                    if process not in late and ": computing for " in text.partition("\n")[0]
+                ),
+            ]
+        )
+
+
+def _describe_release(call: CallState, rank: int) -> Failure:
+    process = call.host_set.processes[rank]
+    return call.describe(
+        WorkerError(
+            f"{call.role}.{call.method} on rank {rank} failed: process {process.label} is gone: its pool "
+            f"{process.pool!r} was released. Ask for results before"
+        ),
+        rank,
+    )

@@ -1,0 +1,94 @@
+"""A run's own cluster that ends, and a program that is stopped for a while."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import sys, time
+from hf_protocols import ONE_TO_ALL, ParallelSpec, Topology, register
+from hf_controller import Deadline, RayExecutor, ResourcePool, Worker, WorkerSpec
+
+class Sleeper(Worker):
+    needs_process_group = False
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+with RayExecutor(num_cpus=1, object_store_bytes=100 * 2**20) as executor:
+    spec = WorkerSpec(worker=Sleeper, topology=Topology(ParallelSpec()))
+    group = executor.build_groups(ResourcePool([1], device="cpu"), {"sleeper": spec})["sleeper"]
+    group.sleep(0).result()
+    print("ready", flush=True)
+    with executor.deadline(Deadline(20.0, "deadlines.train_s")):
+        called = group.sleep(float(sys.argv[1]))
+    called.result()
+print("closed", flush=True)
+"""
+
+
+def start(seconds: float) -> subprocess.Popen[str]:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "-c", PROGRAM, str(seconds)]
+    return subprocess.Popen(command, text=True, start_new_session=True, **pipes)
+
+
+def find_children(pid: int, name: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (folder / "stat").read_text()
+        except OSError:
+            continue
+        command, _, rest = text.partition("(")[2].rpartition(")")
+        if command == name and int(rest.split()[1]) == pid:
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize(("process", "called"), [("gcs_server", "GCS"), ("raylet", "raylet")])
+def test_a_cluster_that_ends_is_one_error_and_leaves_nothing(process, called):
+    program = start(600)
+    try:
+        assert program.stdout.readline() == "ready\n", program.communicate()
+        (victim,) = find_children(program.pid, process)
+        others = [*find_children(program.pid, "gcs_server"), *find_children(program.pid, "raylet")]
+        os.kill(victim, signal.SIGKILL)
+        _, errors = program.communicate(timeout=50)  # Ray itself would wait for 60 s
+    finally:
+        program.kill()
+        program.communicate()
+    assert program.returncode == 1
+    raised = [line for line in errors.splitlines() if "PoolError: " in line]
+    assert len(raised) == 1, errors
+    told = f"the local Ray cluster is lost: its {called}, process {victim}, is gone: signal 9 (SIGKILL)"
+    assert told in raised[0]
+    until_s = time.monotonic() + 60.0
+    while any(Path(f"/proc/{pid}").exists() for pid in others):
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+
+
+def test_a_program_that_was_stopped_goes_on():
+    """For longer than the deadline of its call, which takes less than that afterwards."""
+    program = start(30.0)
+    try:
+        assert program.stdout.readline() == "ready\n", program.communicate()
+        os.kill(program.pid, signal.SIGSTOP)
+        time.sleep(25.0)
+        os.kill(program.pid, signal.SIGCONT)
+        output, errors = program.communicate(timeout=100)
+    finally:
+        program.kill()
+        program.communicate()
+    assert (program.returncode, output) == (0, "closed\n"), errors
