@@ -14,6 +14,7 @@ from hf_algorithms.checkpoints import Checkpoints, Ledger, Resumption
 from hf_algorithms.checkpoints.program import Program
 from hf_algorithms.config import Config
 from hf_algorithms.data import PromptDataset
+from hf_algorithms.deadlines import evaluation_deadline, list_deadlines
 from hf_algorithms.display import RunDisplay
 from hf_algorithms.evaluation import evaluate, evaluate_with_samples, measure_divergence
 from hf_algorithms.inputs import RunInputs
@@ -49,8 +50,6 @@ __all__ = [
     "describe_unscorable",
     "run_training",
 ]
-
-_LEAST_START_TIMEOUT_S = 120.0
 
 
 def run_training(
@@ -255,7 +254,8 @@ class _Run:
             self._write_samples(iteration, current.shown)
             metrics[f"eval/validation/{self._metric}"] = self._evaluate("validation", iteration)
             self._commit_model(iteration)
-        found, shown = self._evaluations.evaluate_due(iteration, is_last=is_last)
+        with self._executor.deadline(evaluation_deadline(config)):
+            found, shown = self._evaluations.evaluate_due(iteration, is_last=is_last)
         metrics |= found
         self._directory.append_samples(iteration, shown)
         samples = config.rollout.batch_size * config.rollout.samples_per_prompt
@@ -313,12 +313,14 @@ class _Run:
                 group.note_progress(state)
 
     def _evaluate_warm_start(self) -> float:
-        return evaluate(self._roles, self._validation, self._sampling(0))
+        with self._executor.deadline(evaluation_deadline(self._config)):
+            return evaluate(self._roles, self._validation, self._sampling(0))
 
     def _evaluate(self, name: Literal["validation", "test"], iteration: int) -> float:
         """The metric of a set; some of its responses are written down."""
         prompts = self._validation if name == "validation" else self._test
-        score, samples = evaluate_with_samples(self._roles, prompts, self._sampling(0))
+        with self._executor.deadline(evaluation_deadline(self._config)):
+            score, samples = evaluate_with_samples(self._roles, prompts, self._sampling(0))
         self._directory.append_samples(iteration, [{"set": name, **each} for each in samples])
         return score
 
@@ -351,12 +353,11 @@ def build_executor(config: Config, plan: MappingPlan) -> Executor:
     if config.run.executor == "in_process":
         return InProcessExecutor()
     slots = sum(pool.num_slots for pool in plan.pools)
-    deadline_s = config.cluster.call_timeout_s
-    longest_s = max(deadline_s, _LEAST_START_TIMEOUT_S)
+    deadlines = list_deadlines(config)
     return RayExecutor(
         num_cpus=slots,
         address=config.cluster.address,
-        call_timeout_s=deadline_s,
-        start_timeout_s=longest_s,
-        collective_timeout_s=longest_s,  # ranks whose responses are short wait for those that generate for longer
+        call_timeout_s=config.cluster.call_timeout_s,
+        start_timeout_s=deadlines["__init__"].seconds,
+        deadlines=deadlines,
     )

@@ -15,6 +15,7 @@ from hf_algorithms.adapters import MERGED_MODELS, check_adapters, export_trained
 from hf_algorithms.atomic_files import write_text
 from hf_algorithms.checkpoints import Checkpoints, Ledger, Resumption
 from hf_algorithms.data import Row
+from hf_algorithms.deadlines import evaluation_deadline
 from hf_algorithms.display import RunDisplay
 from hf_algorithms.initial_model import build_initial_model
 from hf_algorithms.inputs import DATA_SETS, ModelInputs, build_turn_format
@@ -356,9 +357,10 @@ class _SupervisedRun:
         )
 
     def _evaluate(self, name: str) -> Mapping[str, float]:
-        return self._recipe.evaluate(
-            self._roles, self._held_out[name], len(getattr(self._inputs, name)), self._config.algorithm
-        )
+        with self._executor.deadline(evaluation_deadline(self._config)):
+            return self._recipe.evaluate(
+                self._roles, self._held_out[name], len(getattr(self._inputs, name)), self._config.algorithm
+            )
 
     def _summarise(self, when: str) -> None:
         """The metric of the test rows, with its interval where the recipe has one."""

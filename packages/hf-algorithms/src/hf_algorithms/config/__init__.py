@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hf_algorithms.config._comments import build_new, describe_keys, format_commented, resolve_config
+from hf_algorithms.config._deadlines import DeadlinesConfig
 from hf_algorithms.config._evaluation import EvaluationConfig
 from hf_algorithms.config._lora import LoraConfig
 from hf_algorithms.config._reading import config_keys, load_config, parse_config, read_overrides, set_key
@@ -28,6 +29,7 @@ __all__ = [
     "CostConfig",
     "DataConfig",
     "DataSource",
+    "DeadlinesConfig",
     "EvaluationConfig",
     "FunctionConfig",
     "LoraConfig",

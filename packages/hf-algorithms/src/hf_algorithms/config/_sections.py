@@ -18,6 +18,7 @@ from pydantic import (
     model_serializer,
 )
 
+from hf_algorithms.config._deadlines import DeadlinesConfig
 from hf_algorithms.config._evaluation import EvaluationConfig
 from hf_algorithms.config._lora import LoraConfig
 from hf_algorithms.config._messages import describe_problem
@@ -295,9 +296,7 @@ class ClusterConfig(Section):
     address: Annotated[str, Field(min_length=1)] = "local"
     """Address of a running Ray cluster; `local`: one of the run's own on this machine."""
     call_timeout_s: Positive = 600.0
-    """Deadline of one call to a worker group; and, at least 120 s, of its start, which loads models and engines, and of
-    its collectives, in which ranks whose responses are short wait for the others.
-    """
+    """Deadline of one call to a worker group; `[deadlines]` has one for each phase."""
 
 
 class RoleConfig(Section):
@@ -329,6 +328,7 @@ class Config(Section):
     evaluation: tuple[EvaluationConfig, ...] = Field(default=(), strict=False)
     training: TrainingConfig = TrainingConfig()
     cluster: ClusterConfig = ClusterConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
 
     _own_recipe: Recipe | None = PrivateAttr(None)
 
