@@ -23,6 +23,7 @@ __all__ = [
     "check_cache",
     "check_calls",
     "check_context",
+    "check_row_cache",
     "check_scorers",
     "find_block_tokens",
     "find_prompt_room",

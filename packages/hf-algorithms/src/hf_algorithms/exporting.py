@@ -7,8 +7,9 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from hf_algorithms.atomic_files import refuse_unwritable
+from hf_algorithms.atomic_files import refuse_unwritable, write_text
 from hf_algorithms.model_source import ModelSource, find_model_source
 from hf_engine import merge_adapter
 from hf_engine.model_directory import is_adapter
@@ -16,7 +17,7 @@ from hf_protocols import ConfigError
 from hf_protocols.arguments import show
 from hf_protocols.paths import read_path
 
-__all__ = ["export"]
+__all__ = ["export", "state_padding"]
 
 _STEPS = "steps"
 
@@ -105,3 +106,14 @@ def _read_last_iteration(run: Path) -> int | None:
     except (OSError, ValueError, AttributeError):
         return None
     return number if type(number) is int else None
+
+
+def state_padding(path: Path, tokenizer: Any) -> None:
+    """States the padding token of the tokenizer where the model names none: transformers needs it to score batches.
+
+    Not one that ends responses: the score would be read before it.
+    """
+    config = json.loads(path.read_text(encoding="utf-8"))
+    pad = tokenizer.pad_token_id
+    if config.get("pad_token_id") is None and pad is not None and pad != tokenizer.eos_token_id:
+        write_text(path, json.dumps(config | {"pad_token_id": pad}, indent=2, sort_keys=True) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -12,11 +11,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.adapters import MERGED_MODELS, check_adapters, export_trained, merge_given_adapters
-from hf_algorithms.atomic_files import write_text
 from hf_algorithms.checkpoints import Checkpoints, Ledger, Resumption
 from hf_algorithms.data import Row
 from hf_algorithms.deadlines import evaluation_deadline
 from hf_algorithms.display import RunDisplay
+from hf_algorithms.exporting import state_padding
 from hf_algorithms.initial_model import build_initial_model
 from hf_algorithms.inputs import DATA_SETS, ModelInputs, build_turn_format
 from hf_algorithms.machine import check_machine
@@ -315,9 +314,10 @@ class _SupervisedRun:
         config, data = self._config, self._inputs.train
         start_s = time.perf_counter()
         drawn = self._inputs.order.draw(self._batch_size, iteration=iteration - 1, seed=config.run.seed)
+        rows = [row for _, row in drawn]
         self._ledger.begin(iteration, 1)
         self._ledger.plan([(epoch, row, 0) for epoch, row in drawn])
-        batch = self._executor.put(data.batch([row for _, row in drawn]))
+        batch = self._executor.put(data.batch(rows))
         context = StepContext(
             sampling=SamplingParams(max_new_tokens=1, seed=config.run.seed, step=iteration),
             iteration=iteration,
@@ -380,22 +380,11 @@ class _SupervisedRun:
             for written in export_trained(group, self._config, folder, base=base):
                 self._directory.write_files(written, self._inputs.exported_files())
                 if scores and (written / "config.json").exists():
-                    _state_padding(written / "config.json", tokenizer)
+                    state_padding(written / "config.json", tokenizer)
         self._summary["model_iteration"] = iteration
 
     def _put(self, data: SupervisedDataset) -> BatchFuture:
         return self._executor.put(data.batch(range(len(data))))
-
-
-def _state_padding(path: Path, tokenizer: Any) -> None:
-    """States the padding token of the tokenizer where the model names none: transformers needs it to score batches.
-
-    Not one that ends responses: the score would be read before it.
-    """
-    config = json.loads(path.read_text(encoding="utf-8"))
-    pad = tokenizer.pad_token_id
-    if config.get("pad_token_id") is None and pad is not None and pad != tokenizer.eos_token_id:
-        write_text(path, json.dumps(config | {"pad_token_id": pad}, indent=2, sort_keys=True) + "\n")
 
 
 def _refuse_more(num_rows: int) -> BatchFuture:
