@@ -5,8 +5,9 @@ from __future__ import annotations
 from hf_algorithms.config._comments import build_new, describe_keys, format_commented, resolve_config
 from hf_algorithms.config._deadlines import DeadlinesConfig
 from hf_algorithms.config._evaluation import EvaluationConfig
+from hf_algorithms.config._keys import config_keys
 from hf_algorithms.config._lora import LoraConfig
-from hf_algorithms.config._reading import config_keys, load_config, parse_config, read_overrides, set_key
+from hf_algorithms.config._reading import load_config, parse_config, read_overrides, set_key
 from hf_algorithms.config._run import RunConfig
 from hf_algorithms.config._scoring import CostConfig, FunctionConfig, RewardConfig, ScorerConfig
 from hf_algorithms.config._sections import (

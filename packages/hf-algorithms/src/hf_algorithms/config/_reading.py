@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError, create_model
+from pydantic import ValidationError, create_model
 
-from hf_algorithms.config._evaluation import EvaluationConfig, find_idle_rollout, find_wrong_sets, refuse_evaluation
+from hf_algorithms.config._evaluation import find_idle_rollout, find_wrong_sets, refuse_evaluation
+from hf_algorithms.config._keys import config_keys, hint, list_unknown
 from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._secrets import check_secrets
-from hf_algorithms.config._sections import Config, RoleConfig
+from hf_algorithms.config._sections import Config
 from hf_algorithms.config._writing import without_none
 from hf_algorithms.recipes import COMMAND_RECIPES, RECIPES, AlgorithmConfig, Recipe, SupervisedRecipe, load_recipe
 from hf_algorithms.recipes.conventions import expand_conventions
@@ -26,9 +27,7 @@ from hf_protocols.arguments import shorten, shorten_list, show
 from hf_protocols.similar_names import find_similar
 from hf_protocols.toml import find_unwritable, parse_toml, read_toml
 
-__all__ = ["config_keys", "load_config", "parse_config", "set_key"]
-
-_MOST_HINTS = 3
+__all__ = ["load_config", "parse_config", "set_key"]
 
 
 def load_config(
@@ -66,10 +65,10 @@ def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = (), co
     with_scorers = recipe.with_scorers(dict.fromkeys(_find_scored_roles(body, recipe), ""))
     _check_role_names(body.get("roles"), with_scorers)
     known = config_keys(with_scorers)
-    unknown = [(place, name) for place, name in _flatten(body) if f"{_section_of(place)}{name}" not in known]
+    unknown = list_unknown(body, known)
     if unknown:
         refuse_evaluation(recipe, [place + name for place, name in unknown])
-        lines = [f"unknown key {show(place + name)}{_hint(place, name, known)}" for place, name in unknown]
+        lines = [f"unknown key {show(place + name)}{hint(place, name, known)}" for place, name in unknown]
         raise ConfigError("\n".join(shorten_list(lines)))
     unwritable = find_unwritable(without_none(body))
     if unwritable is not None:
@@ -101,26 +100,6 @@ def _expand_conventions(body: Mapping[str, Any], recipe: Recipe) -> Mapping[str,
 def _may_be_none(recipe: Recipe, key: str) -> bool:
     field = recipe.config.model_fields.get(key)
     return field is not None and type(None) in get_args(field.annotation)
-
-
-def config_keys(recipe: Recipe = RECIPES["ppo"]) -> tuple[str, ...]:
-    """Every key that a run of this recipe has, as `section.key` or `roles.NAME.key`, in order.
-
-    Those of each table `[[evaluation]]` are `evaluation.KEY`.
-    """
-    keys: list[str] = []
-    unused = recipe.unused if isinstance(recipe, SupervisedRecipe) else ()
-    for section, field in Config.model_fields.items():
-        if section in unused:
-            continue
-        if section == "roles":
-            keys += (f"roles.{role.name}.{key}" for role in recipe.roles for key in RoleConfig.model_fields)
-        elif section == "evaluation":
-            keys += (f"evaluation.{key}" for key in EvaluationConfig.model_fields)
-        else:
-            model = recipe.config if section == "algorithm" else cast("type[BaseModel]", field.annotation)
-            keys += (f"{section}.{key}" for key in model.model_fields)
-    return tuple(key for key in keys if key not in unused)
 
 
 @lru_cache
@@ -369,42 +348,3 @@ def set_key(body: dict[str, Any], key: str, value: Any, *, label: str) -> None:
         if not isinstance(table, dict):
             raise ConfigError(f"{label}: {shorten(each)} is a value, not a section")
     table[last] = value
-
-
-def _flatten(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields where every key is, such as `evaluation[0].`, and its name."""
-    for section, table in body.items():
-        if section == "roles" and isinstance(table, Mapping):
-            for role, overrides in table.items():
-                keys = overrides if isinstance(overrides, Mapping) else ()
-                yield from ((f"roles.{role}.", key) for key in keys)
-        elif section == "evaluation" and isinstance(table, list | tuple):
-            for number, each in enumerate(table):
-                keys = each if isinstance(each, Mapping) else ()
-                yield from ((f"evaluation[{number}].", key) for key in keys)
-        elif isinstance(table, Mapping) and section in Config.model_fields:
-            yield from ((f"{section}.", key) for key in table)
-        elif section not in Config.model_fields:
-            yield "", section
-
-
-def _section_of(place: str) -> str:
-    """The place without the number of a table, with which `config_keys` begin."""
-    return re.sub(r"\[\d+\]", "", place)
-
-
-def _hint(place: str, name: str, known_keys: Sequence[str]) -> str:
-    """Suggests a similar key of the section, else the same key of another one; lists the known names without either."""
-    key, dot = f"{_section_of(place)}{name}", bool(place)
-    section = key.rpartition(".")[0]
-    if owners := [other for other, recipe in RECIPES.items() if key in config_keys(recipe)]:
-        shown = ", ".join(owners[:_MOST_HINTS]) + (" and others" if len(owners) > _MOST_HINTS else "")
-        return f": a key of {shown}, not of this algorithm. Remove it or change algorithm.name"
-    known = (*Config.model_fields, *known_keys)
-    near = [each for each in known if each.startswith(f"{section}.") or not (dot or "." in each)]
-    names = [each.rpartition(".")[2] for each in near]
-    wanted = similar[0] if (similar := find_similar(name, names)) else name.lower()
-    if found := [each for each in (near if similar else known) if each.rpartition(".")[2] == wanted]:
-        found = [f"{place}{wanted}" if each == f"{section}.{wanted}" else each for each in found]
-        return f": did you mean {' or '.join(map(show, found[:_MOST_HINTS]))}?"
-    return f". {f'[{section}] has' if dot else 'The sections are'} {', '.join(names)}"

@@ -1,0 +1,83 @@
+"""The keys of a configuration by their names, and those that a file has and no run reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from hf_algorithms.config._evaluation import EvaluationConfig
+from hf_algorithms.config._sections import Config, RoleConfig
+from hf_algorithms.recipes import RECIPES, Recipe, SupervisedRecipe
+from hf_protocols.arguments import show
+from hf_protocols.similar_names import find_similar
+
+__all__ = ["config_keys", "hint", "list_unknown"]
+
+_MOST_HINTS = 3
+
+
+def config_keys(recipe: Recipe = RECIPES["ppo"]) -> tuple[str, ...]:
+    """Every key that a run of this recipe has, as `section.key` or `roles.NAME.key`, in order.
+
+    Those of each table `[[evaluation]]` are `evaluation.KEY`.
+    """
+    keys: list[str] = []
+    unused = recipe.unused if isinstance(recipe, SupervisedRecipe) else ()
+    for section, field in Config.model_fields.items():
+        if section in unused:
+            continue
+        if section == "roles":
+            keys += (f"roles.{role.name}.{key}" for role in recipe.roles for key in RoleConfig.model_fields)
+        elif section == "evaluation":
+            keys += (f"evaluation.{key}" for key in EvaluationConfig.model_fields)
+        else:
+            model = recipe.config if section == "algorithm" else cast("type[BaseModel]", field.annotation)
+            keys += (f"{section}.{key}" for key in model.model_fields)
+    return tuple(key for key in keys if key not in unused)
+
+
+def list_unknown(body: Mapping[str, Any], known_keys: Sequence[str]) -> list[tuple[str, str]]:
+    """Where each unknown key is, such as `evaluation[0].`, and its name."""
+    return [(place, name) for place, name in _flatten(body) if f"{_section_of(place)}{name}" not in known_keys]
+
+
+def _flatten(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields where every key is, such as `evaluation[0].`, and its name."""
+    for section, table in body.items():
+        if section == "roles" and isinstance(table, Mapping):
+            for role, overrides in table.items():
+                keys = overrides if isinstance(overrides, Mapping) else ()
+                yield from ((f"roles.{role}.", key) for key in keys)
+        elif section == "evaluation" and isinstance(table, list | tuple):
+            for number, each in enumerate(table):
+                keys = each if isinstance(each, Mapping) else ()
+                yield from ((f"evaluation[{number}].", key) for key in keys)
+        elif isinstance(table, Mapping) and section in Config.model_fields:
+            yield from ((f"{section}.", key) for key in table)
+        elif section not in Config.model_fields:
+            yield "", section
+
+
+def _section_of(place: str) -> str:
+    """The place without the number of a table, with which `config_keys` begin."""
+    return re.sub(r"\[\d+\]", "", place)
+
+
+def hint(place: str, name: str, known_keys: Sequence[str]) -> str:
+    """Suggests a similar key of the section, else the same key of another one; lists the known names without either."""
+    key, dot = f"{_section_of(place)}{name}", bool(place)
+    section = key.rpartition(".")[0]
+    if owners := [other for other, recipe in RECIPES.items() if key in config_keys(recipe)]:
+        shown = ", ".join(owners[:_MOST_HINTS]) + (" and others" if len(owners) > _MOST_HINTS else "")
+        return f": a key of {shown}, not of this algorithm. Remove it or change algorithm.name"
+    known = (*Config.model_fields, *known_keys)
+    near = [each for each in known if each.startswith(f"{section}.") or not (dot or "." in each)]
+    names = [each.rpartition(".")[2] for each in near]
+    wanted = similar[0] if (similar := find_similar(name, names)) else name.lower()
+    if found := [each for each in (near if similar else known) if each.rpartition(".")[2] == wanted]:
+        found = [f"{place}{wanted}" if each == f"{section}.{wanted}" else each for each in found]
+        return f": did you mean {' or '.join(map(show, found[:_MOST_HINTS]))}?"
+    return f". {f'[{section}] has' if dot else 'The sections are'} {', '.join(names)}"
