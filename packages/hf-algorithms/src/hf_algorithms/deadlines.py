@@ -13,16 +13,16 @@ __all__ = ["evaluation_deadline", "list_deadlines"]
 
 _LEAST_START_S = 120.0
 _PHASES = {
-    "generation": "generate",
-    "probe_adapters": "generate",
-    "score": "score",
-    "inference": "logprobs",
-    "training": "train",
-    "load_model": "sync",
-    "export_model": "checkpoint",
-    "export_adapter": "checkpoint",
-    "save_state": "checkpoint",
-    "load_state": "checkpoint",
+    "generation": "generate_s",
+    "probe_adapters": "generate_s",
+    "score": "score_s",
+    "inference": "logprobs_s",
+    "training": "train_s",
+    "load_model": "sync_s",
+    "export_model": "checkpoint_s",
+    "export_adapter": "checkpoint_s",
+    "save_state": "checkpoint_s",
+    "load_state": "checkpoint_s",
 }
 """By a method's name, its kind, or the `phase` of its worker."""
 
@@ -34,15 +34,15 @@ def list_deadlines(config: Config) -> dict[str, Deadline]:
     return {
         "__init__": Deadline(start_s, "deadlines.start_s"),
         "*": Deadline(default_s, "cluster.call_timeout_s"),
-        **{name: _deadline(config, phase) for name, phase in _PHASES.items()},
+        **{name: _deadline(config, key) for name, key in _PHASES.items()},
     }
 
 
 def evaluation_deadline(config: Config) -> Deadline:
     """Returns the deadline of any call of an evaluation."""
-    return _deadline(config, "evaluate")
+    return _deadline(config, "evaluate_s")
 
 
-def _deadline(config: Config, phase: str) -> Deadline:
-    given: float | None = getattr(config.deadlines, f"{phase}_s")
-    return Deadline(given or config.cluster.call_timeout_s, f"deadlines.{phase}_s")
+def _deadline(config: Config, key: str) -> Deadline:
+    given: float | None = getattr(config.deadlines, key)
+    return Deadline(given or config.cluster.call_timeout_s, f"deadlines.{key}")
