@@ -15,7 +15,7 @@ SLOW_PARTS := learning integration-tests hf-engine hf-controller hf-mapper
 # Runs that learn compute for minutes: a part of their own in the slow lane, next to those that wait for clusters.
 LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_learning.py integration-tests/tests/test_gsm8k_page.py
 
-.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-trackers test-failures test-matrix test-families fuzz
+.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-trackers fuzz test-failures test-matrix test-families
 .PHONY: check fmt docs
 .PHONY: bench bench-learning bench-gsm8k bench-gpu wheels constraints clean
 
