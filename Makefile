@@ -32,7 +32,7 @@ engine-tests = scripts/env.sh $(1) && \
 	.venv-$(1)/bin/pytest packages/hf-engine/tests/test_$(1)*.py $(ENGINES) -m "$(1) and not slow" $(DURATIONS)
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: ## set up .venv, as every other target does first
 	@scripts/env.sh
