@@ -23,12 +23,14 @@ def test_importing_the_package_loads_no_backend():
     backends = [module for module in modules if module.startswith("hf_engine.backends.")]
     assert sorted(backends) == [
         "hf_engine.backends._abilities",
+        "hf_engine.backends._adapter_rules",
         "hf_engine.backends._all_or_none",
         "hf_engine.backends._base",
         "hf_engine.backends._jagged",
         "hf_engine.backends._lora_config",
         "hf_engine.backends._merging",
         "hf_engine.backends._registry",
+        "hf_engine.backends._sampling_params",
         "hf_engine.backends._shapes",
         "hf_engine.backends._train_config",
     ]
