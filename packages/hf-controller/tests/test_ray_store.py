@@ -35,7 +35,7 @@ def test_a_closed_store_serves_nobody():
     for use in (
         lambda: store.put([numpy.zeros(1)]),
         lambda: store.get([], 1.0),
-        lambda: store.wait([], 1.0),
+        lambda: store.wait([]),
         lambda: store.request(None, None),
     ):
         with pytest.raises(PoolError, match="this executor is closed"):
