@@ -30,17 +30,37 @@ def kill_once(iteration, metrics):
 WORDS = ("--set", "run.checkpoint_every=1", "--set", "run.eval_every=2", "--set", "rollout.samples_per_prompt=2")
 
 
-def run_until_killed(*arguments: object) -> None:
-    """The command in a process of its own, which SIGKILL ends."""
+STOPPER = """
+import os, signal
+
+def ask(iteration, metrics):
+    if iteration == 2:
+        os.kill(os.getpid(), signal.SIG{name})
+"""
+
+
+def run_apart(*arguments: object) -> int:
+    """Returns the exit code of the command in a process of its own; that of a signal is negative."""
     child = os.fork()
     if child == 0:
         sys.argv = ["hybridflow", *map(str, arguments)]
         try:
             cli.main()
+        except SystemExit as end:
+            os._exit(end.code if isinstance(end.code, int) else 1)
         finally:
             os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def write_sft(small_config: Path) -> Path:
+    """Writes a configuration of two updates next to another one; returns its path."""
+    text = small_config.read_text()
+    before = {name: text.partition(f"[{name}]\n")[2].partition("[")[0] for name in ("run", "data", "model", "training")}
+    sections = "".join(f"[{name}]\n{body}" for name, body in before.items())
+    path = small_config.with_name("sft.toml")
+    path.write_text(sections + "[cluster]\ngpus_per_machine = 1\n[algorithm]\nbatch_size = 8\n")
+    return path
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
@@ -50,7 +70,8 @@ def test_a_killed_run_goes_on_bit_for_bit(
     folder = small_config.parent
     (folder / "killer.py").write_text(KILLER)
     words = [*WORDS, "--set", f"algorithm.name={algorithm}", "--set", "run.iterations=4"]
-    run_until_killed("train", small_config, *words, "--set", f"run.on_metrics={folder / 'killer.py'}:kill_once")
+    killing = ("--set", f"run.on_metrics={folder / 'killer.py'}:kill_once")
+    assert run_apart("train", small_config, *words, *killing) == -signal.SIGKILL
     run = folder / "run"
     assert json.loads((run / "summary.json").read_text())["status"] == "running"
     assert find_commits(run) == [1]
@@ -77,10 +98,8 @@ def test_a_supervised_run_is_refused_or_goes_on_in_python(
     folder = small_config.parent
     data = folder / "data"
     shutil.copytree(addition_data, data)
-    text = small_config.read_text().replace(str(addition_data), str(data))
-    before = {name: text.partition(f"[{name}]\n")[2].partition("[")[0] for name in ("run", "data", "model", "training")}
-    sections = "".join(f"[{name}]\n{body}" for name, body in before.items())
-    (folder / "sft.toml").write_text(sections + "[cluster]\ngpus_per_machine = 1\n[algorithm]\nbatch_size = 8\n")
+    small_config.write_text(small_config.read_text().replace(str(addition_data), str(data)))
+    write_sft(small_config)
     words = ("--set", "run.checkpoint_every=1")
     assert hybridflow("sft", folder / "sft.toml", *words).exit_code == 0
     run, whole = folder / "run", folder / "whole"
@@ -105,3 +124,29 @@ def test_a_supervised_run_is_refused_or_goes_on_in_python(
     assert without_times(result.metrics) == without_times(read_metrics(whole))
     assert (run / LEDGER).read_text() == (whole / LEDGER).read_text()
     assert result.summary["score_after"] == json.loads((whole / "summary.json").read_text())["score_after"]
+
+
+@pytest.mark.parametrize(("name", "code"), [("TERM", 143), ("HUP", 129)])
+def test_a_run_stops_with_a_commit_after_a_signal(
+    small_config: Path, capfd: pytest.CaptureFixture[str], name: str, code: int
+) -> None:
+    folder = small_config.parent
+    config, run = write_sft(small_config), folder / "run"
+    (folder / "stopper.py").write_text(STOPPER.format(name=name))
+    keys = ("run.iterations=100000", "run.eval_every=100000", f"run.on_metrics={folder / 'stopper.py'}:ask")
+    assert run_apart("sft", config, *(word for key in keys for word in ("--set", key))) == code
+    summary = json.loads((run / "summary.json").read_text())
+    last = summary["iterations"]
+    assert (summary["status"], summary["last_commit"]) == ("interrupted", last)
+    assert find_commits(run) == [last]
+    assert len(read_metrics(run)) == last >= 2
+    shown = capfd.readouterr()
+    assert f"hybridflow sft --resume {run} goes on after iteration {last}" in shown.out
+    assert f"SIG{name}: the run stops after this iteration" in shown.err
+
+
+def test_a_run_in_python_returns_where_its_time_is_over(small_config: Path) -> None:
+    config, run = write_sft(small_config), small_config.parent / "run"
+    summary = sft(config=config, set={"run.max_seconds": 0.001}).summary
+    assert (summary["status"], summary["iterations"], summary["last_commit"]) == ("interrupted", 1, 1)
+    assert sft(resume=run, set={"run.max_seconds": 600.0}).summary["status"] == "finished"

@@ -180,9 +180,11 @@ def trace(run: Path, as_json: bool) -> None:
 def main() -> NoReturn:
     """Entry point: one clear line for whatever a user can cause, and an exit code that tells it.
 
-    Exit codes: 1 a run that failed, 2 refused before anything was made, 130 Ctrl-C, 143 SIGTERM.
+    Exit codes: 1 a run that failed, 2 refused before anything was made, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.
     """
     signal.signal(signal.SIGTERM, after_imports(_terminate))
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # ignored under `nohup`
+        signal.signal(signal.SIGHUP, after_imports(_terminate))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in a shell's background job
         signal.signal(signal.SIGINT, after_imports(signal.default_int_handler))
     # a deprecation notice of torch about its own use of itself, at the first jagged tensor

@@ -65,7 +65,10 @@ def search_path_of(config: Path) -> tuple[str, ...]:
 
 
 def print_summary(summary: dict[str, Any], directory: Path, config: Config) -> None:
-    """Prints what a run reached, and its directory."""
+    """Prints what a run reached, and its directory; of a run that stopped before its last iteration, the directory."""
+    if summary["status"] == "interrupted":
+        click.echo(directory)
+        return
     rows = "rows of data.train" if config.data.key_of("test") == "train" else "held-out rows"
     name = f"{summary['metric']}{' (lower is better)' if summary.get('lower_is_better') else ''}"
     parts = [f"{name} on {rows}: {summary['score_before']:.3f} -> {summary['score_after']:.3f}"]

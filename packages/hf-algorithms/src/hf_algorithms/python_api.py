@@ -211,9 +211,9 @@ def _run(
     overwrite: bool,
     on_metrics: MetricsHook | None,
 ) -> TrainingResult:
+    from hf_algorithms.any_run import run_recipe
     from hf_algorithms.config import parse_config
     from hf_algorithms.run_directory import RunDirectory
-    from hf_algorithms.supervised import run_recipe
 
     if given.resume is not None:
         return _resume(command, given.resume, given, output_dir, overwrite=overwrite, on_metrics=on_metrics)
@@ -251,8 +251,8 @@ def _resume(
     overwrite: bool,
     on_metrics: MetricsHook | None,
 ) -> TrainingResult:
+    from hf_algorithms.any_run import run_recipe
     from hf_algorithms.checkpoints import open_resumption
-    from hf_algorithms.supervised import run_recipe
 
     values = {name: getattr(given, name) for name in ("model", "dataset", "reward", "algorithm", "config")}
     values |= {"output_dir": output_dir, "overwrite": overwrite or None}

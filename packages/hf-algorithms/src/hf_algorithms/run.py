@@ -31,6 +31,7 @@ from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.run_evaluations import RunEvaluations
 from hf_algorithms.run_iteration import RunIteration
 from hf_algorithms.run_start import begin_run, check_inputs
+from hf_algorithms.run_stop import RunStop
 from hf_algorithms.run_summary import RunSummary
 from hf_algorithms.sampler_adapters import describe_merging
 from hf_algorithms.step_metrics import average_metrics
@@ -76,7 +77,7 @@ def run_training(
         NonFiniteLossError: ``model/`` then holds the weights of the last evaluation.
         HybridFlowError: for whatever else a user can cause.
     """
-    started_s = time.perf_counter()
+    started_s, stop = time.perf_counter(), RunStop(config.run, time.monotonic())
     tracking = prepare_tracking(config, on_metrics=on_metrics, search_path=search_path)
     with closing(directory), TemporaryDirectory() as folder:
         fresh = Path(folder) / "initial_model"
@@ -102,15 +103,18 @@ def run_training(
                 "metric": config.reward.metric_name,
                 "workload": compute_workload(config, prompt_tokens=inputs.train.max_prompt_tokens),
             }
-            summary = RunSummary(directory, executor, memory, started_s=started_s, facts=facts, note=display.note)
+            summary = RunSummary(
+                directory, executor, memory, command="train", started_s=started_s, facts=facts, note=display.note
+            )
             stack.enter_context(summary)
             roles = build_roles(executor, config, plan, inputs, search_path)
             if spare := inputs.model.num_spare_logits:
                 display.note(f"{inputs.model.label}: {spare} logits are beyond its tokenizer's ids and have no text")
             evaluations = RunEvaluations(config, inputs, executor, roles, search_path)
             stack.enter_context(closing(evaluations))
-            _Run(config, directory, inputs, executor, roles, evaluations, display, summary).execute(resume)
+            _Run(config, directory, inputs, executor, roles, evaluations, display, summary, stop).execute(resume)
         write_report(directory.path)
+    stop.end()
     return summary.body
 
 
@@ -142,6 +146,7 @@ class _Run:
         evaluations: RunEvaluations,
         display: RunDisplay,
         summary: RunSummary,
+        stop: RunStop,
     ) -> None:
         self._config = config
         self._directory = directory
@@ -151,6 +156,7 @@ class _Run:
         self._evaluations = evaluations
         self._display = display
         self._summary = summary
+        self._stop = stop
         self._validation = self._put_first_rows(inputs.validation)
         self._test = self._put_first_rows(inputs.test)
         self._metric = config.reward.metric_name
@@ -168,9 +174,11 @@ class _Run:
         else:
             self._continue(resume, resume.program)
         self._display.phase(self._config.algorithm.name)
-        for iteration in range(self._summary["iterations"] + 1, self._config.run.iterations + 1):
-            self._iterate(iteration)
+        is_stopped = self._stop.iterate(self._iterate, self._summary["iterations"] + 1, self._config.run.iterations)
         self._checkpoints.finish()
+        if is_stopped:
+            self._summary.interrupt()
+            return
         self._display.phase("evaluating the result")
         self._summary["score_after"] = self._evaluate("test", self._config.run.iterations)
         if (divergence := measure_divergence(self._roles, self._test, self._sampling(0))) is not None:
@@ -284,7 +292,7 @@ class _Run:
         self._display.iteration(iteration, metrics)
         self._checkpoints.end_iteration(
             iteration,
-            is_last=is_last,
+            is_last=is_last or self._stop.decide(),
             state=self._state,
             totals={"busy_s": self._busy_s, "tokens": self._num_tokens, "wall_s": self._summary.wall_s},
             ledger=self._ledger,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -38,6 +39,7 @@ class RunSummary:
     Args:
         directory: of the run, which has begun.
         executor: whose calls are traced.
+        command: of `hybridflow`, which resumes the run.
         memory: measures the peak.
         started_s: of `time.perf_counter`, when the run was started.
         facts: what is known at the beginning.
@@ -50,15 +52,18 @@ class RunSummary:
         executor: Executor,
         memory: MemoryMeter,
         *,
+        command: str,
         started_s: float,
         facts: Mapping[str, Any],
         note: Callable[[str], None],
     ) -> None:
         self._directory = directory
         self._executor = executor
+        self._command = command
         self._memory = memory
         self._started_s = started_s
         self._note = note
+        self._is_interrupted = False
         self._body: dict[str, Any] = {"status": "running", **facts, "iterations": 0, "error": None, "resumed_from": []}
         self._body |= {"versions": versions()}
 
@@ -71,10 +76,12 @@ class RunSummary:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self._body["status"] = "finished"
+            self._body["status"] = "interrupted" if self._is_interrupted else "finished"
         else:
             self._body["status"] = "failed" if isinstance(error, Exception) else "interrupted"
             self._body["error"] = _describe(error)
+        if self._body["status"] != "finished":
+            self._note(self._describe_resumption())
         self._finish_trace()
         try:
             self.write()
@@ -88,6 +95,10 @@ class RunSummary:
 
     def __getitem__(self, name: str) -> Any:
         return self._body[name]
+
+    def interrupt(self) -> None:
+        """Notes that the run stops between two iterations, before its last one."""
+        self._is_interrupted = True
 
     def update(self, facts: Mapping[str, Any]) -> None:
         """Sets several numbers."""
@@ -124,6 +135,11 @@ class RunSummary:
     def body(self) -> dict[str, Any]:
         """The contents of the file."""
         return self._body
+
+    def _describe_resumption(self) -> str:
+        last = self._body.get("last_commit")
+        where = "starts again: nothing is committed" if last is None else f"goes on after iteration {last}"
+        return f"hybridflow {self._command} --resume {shlex.quote(str(self._directory.path))} {where}"
 
     def _finish_trace(self) -> None:
         try:

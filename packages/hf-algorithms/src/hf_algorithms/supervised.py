@@ -25,9 +25,10 @@ from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.recipes import StepContext, SupervisedDataset, SupervisedRecipe
 from hf_algorithms.report import write_report
 from hf_algorithms.role_models import find_role_models, list_main_backends
-from hf_algorithms.run import build_executor, run_training
+from hf_algorithms.run import build_executor
 from hf_algorithms.run_evaluations import RunEvaluations
 from hf_algorithms.run_start import begin_run, check_inputs
+from hf_algorithms.run_stop import RunStop
 from hf_algorithms.run_summary import RunSummary
 from hf_algorithms.step_metrics import average_metrics
 from hf_algorithms.supervised_evaluations import list_generation_backends, prepare_evaluations, with_generation
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from hf_controller import BatchFuture, Executor
     from hf_protocols import MappingPlan
 
-__all__ = ["SupervisedInputs", "check_supervised", "load_supervised", "run_recipe", "run_supervised"]
+__all__ = ["SupervisedInputs", "check_supervised", "load_supervised", "run_supervised"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,7 @@ def run_supervised(
     Raises:
         HybridFlowError: for every failure that a user can cause.
     """
-    started_s = time.perf_counter()
+    started_s, stop = time.perf_counter(), RunStop(config.run, time.monotonic())
     tracking = prepare_tracking(config, on_metrics=on_metrics, search_path=search_path)
     with closing(directory), TemporaryDirectory() as folder:
         fresh = Path(folder) / "initial_model"
@@ -121,27 +122,18 @@ def run_supervised(
             inputs = begin_run(config, directory, plan, inputs, fresh, search_path=search_path, resume=resume)
             stack.enter_context(tracking.follow(directory, display.note))
             facts = _describe_run(config, inputs)
-            summary = RunSummary(directory, executor, memory, started_s=started_s, facts=facts, note=display.note)
+            command = config.recipe.name.replace("_", "-")
+            summary = RunSummary(
+                directory, executor, memory, command=command, started_s=started_s, facts=facts, note=display.note
+            )
             stack.enter_context(summary)
             roles = build_roles(executor, config, plan, inputs, search_path)
             evaluations = stack.enter_context(closing(RunEvaluations(config, inputs, executor, roles, search_path)))
-            _SupervisedRun(config, directory, inputs, executor, roles, evaluations, display, summary).execute(resume)
+            run = _SupervisedRun(config, directory, inputs, executor, roles, evaluations, display, summary, stop)
+            run.execute(resume)
         write_report(directory.path)
+    stop.end()
     return summary.body
-
-
-def run_recipe(
-    config: Config,
-    directory: RunDirectory,
-    *,
-    plan: MappingPlan | None = None,
-    search_path: Sequence[str] = (),
-    on_metrics: MetricsHook | None = None,
-    resume: Resumption | None = None,
-) -> dict[str, Any]:
-    """Runs the recipe of a configuration, of any command; see `run_training` and `run_supervised`."""
-    run = run_supervised if isinstance(config.recipe, SupervisedRecipe) else run_training
-    return run(config, directory, plan=plan, search_path=search_path, on_metrics=on_metrics, resume=resume)
 
 
 def check_supervised(
@@ -275,6 +267,7 @@ class _SupervisedRun:
         evaluations: RunEvaluations,
         display: RunDisplay,
         summary: RunSummary,
+        stop: RunStop,
     ) -> None:
         self._config = config
         self._recipe = _recipe_of(config)
@@ -290,6 +283,7 @@ class _SupervisedRun:
         self._busy_s = 0.0
         self._held_out = {name: self._put(getattr(inputs, name)) for name in ("validation", "test")}
         self._summary = summary
+        self._stop = stop
 
     def execute(self, resume: Resumption | None) -> None:
         """All phases in order; what was reached is on disk, whatever happens."""
@@ -304,9 +298,11 @@ class _SupervisedRun:
             self._summary.restore(resume.program)
             resume.load(self._roles)
         self._display.phase(self._config.algorithm.name)
-        for iteration in range(self._summary["iterations"] + 1, self._config.run.iterations + 1):
-            self._iterate(iteration)
+        is_stopped = self._stop.iterate(self._iterate, self._summary["iterations"] + 1, self._config.run.iterations)
         self._checkpoints.finish()
+        if is_stopped:
+            self._summary.interrupt()
+            return
         self._display.phase("evaluating the result")
         self._summarise("after")
 
@@ -349,7 +345,7 @@ class _SupervisedRun:
         self._display.iteration(iteration, metrics)
         self._checkpoints.end_iteration(
             iteration,
-            is_last=iteration == config.run.iterations,
+            is_last=iteration == config.run.iterations or self._stop.decide(),
             state={},
             totals={"busy_s": self._busy_s, "wall_s": self._summary.wall_s},
             ledger=self._ledger,

@@ -72,9 +72,9 @@ def reward_model() -> None:
 
 
 def _run(command: str, config: Path, overrides: tuple[str, ...], plan_file: Path | None, *, overwrite: bool) -> None:
+    from hf_algorithms.any_run import run_recipe
     from hf_algorithms.config import load_config
     from hf_algorithms.run_directory import RunDirectory
-    from hf_algorithms.supervised import run_recipe
 
     search_path = search_path_of(config)
     settings = load_config(config, overrides, search_path=search_path, command=command)
@@ -92,9 +92,9 @@ def _refuse_with_resume(config: Path | None, plan_file: Path | None, *, overwrit
 
 
 def _resume(command: str, run: Path, overrides: tuple[str, ...], allowed: tuple[str, ...]) -> None:
+    from hf_algorithms.any_run import run_recipe
     from hf_algorithms.checkpoints import open_resumption
     from hf_algorithms.config import read_overrides
-    from hf_algorithms.supervised import run_recipe
 
     with exit_codes():
         found = open_resumption(run, read_overrides(overrides), allowed, command=command)

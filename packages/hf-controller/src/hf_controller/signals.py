@@ -16,30 +16,32 @@ __all__ = ["SignalGuard", "Terminated", "after_imports", "shielded"]
 
 Handler = Callable[[int, FrameType | None], Any]
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 _SLICE_S = 0.05
 _LONGEST_IMPORT_S = 10.0
 
 
 class Terminated(SystemExit):
-    """Is raised in the main thread on SIGTERM. Code that catches SystemExit must raise it again."""
+    """Is raised in the main thread on SIGTERM and SIGHUP. Code that catches SystemExit must raise it again."""
 
 
 class SignalGuard:
-    """Makes Ctrl-C and SIGTERM exceptions of the main thread, so that ``with`` blocks and ``finally`` run.
+    """Makes Ctrl-C, SIGTERM and SIGHUP exceptions of the main thread, so that ``with`` blocks and ``finally`` run.
 
-    SIGTERM becomes `Terminated(143)`, a SystemExit. Ctrl-C keeps its handler, and is ignored where it was ignored. An
-    exception may get lost: a library swallows it, or Python cannot raise it, as in a finalizer. The next `watching`
-    raises it again. Python allows handlers in the main thread alone; in another one the guard does nothing.
+    SIGTERM becomes `Terminated(143)`, a SystemExit, and SIGHUP `Terminated(129)`. Ctrl-C keeps its handler. Ctrl-C and
+    SIGHUP are ignored where they were ignored. An exception may get lost: a library swallows it, or Python cannot raise
+    it, as in a finalizer. The next `watching` raises it again. Python allows handlers in the main thread alone; in
+    another one the guard does nothing.
 
     Args:
-        with_interrupts: watch Ctrl-C as well as SIGTERM.
+        with_interrupts: watch Ctrl-C as well.
     """
 
     def __init__(self, *, with_interrupts: bool = True) -> None:
         self._with_interrupts = with_interrupts
         self._received: int | None = None
         self._lost: int | None = None
-        self._terminating = False
+        self._ending: int | None = None
         self._before: dict[int, Any] = {}
         self._unraisable_before: Any = None
 
@@ -47,7 +49,9 @@ class SignalGuard:
         """Start; the handlers that were there before come back with :meth:`restore`."""
         if threading.current_thread() is not threading.main_thread():
             return
-        self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._record(after_imports(_exit)))
+        for kind in _ENDING:
+            if kind == signal.SIGTERM or signal.getsignal(kind) is not signal.SIG_IGN:  # as `nohup` has it
+                self._before[kind] = signal.signal(kind, self._record(after_imports(_exit)))
         interrupt = signal.getsignal(signal.SIGINT)
         if self._with_interrupts and callable(interrupt):
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._record(interrupt))
@@ -76,16 +80,17 @@ class SignalGuard:
         kinds = {self._received, self._lost}
         self._received, self._lost = None, None
         # Code that ends the program in order (except, finally, __exit__) may wait for a last call.
-        ends_unnoticed = self._terminating and not isinstance(sys.exc_info()[1], SystemExit)
-        if ends_unnoticed or signal.SIGTERM in kinds:
-            _exit(signal.SIGTERM, None)
+        ends_unnoticed = not isinstance(sys.exc_info()[1], SystemExit)
+        if self._ending is not None and (ends_unnoticed or self._ending in kinds):
+            _exit(self._ending, None)
         if signal.SIGINT in kinds:
             raise KeyboardInterrupt
 
     def _record(self, handler: Handler) -> Handler:
         def record(kind: int, frame: FrameType | None) -> None:
             self._received = kind
-            self._terminating = self._terminating or kind == signal.SIGTERM
+            if kind in _ENDING:
+                self._ending = kind
             handler(kind, frame)
 
         return record
@@ -126,7 +131,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Within it, a further Ctrl-C or SIGTERM waits: ending takes seconds and has a deadline.
+    """Within it, a further Ctrl-C, SIGTERM or SIGHUP waits: ending takes seconds and has a deadline.
 
     A signal that arrives is delivered afterwards, in the main thread.
     """
@@ -134,7 +139,7 @@ def shielded() -> Iterator[None]:
         yield
         return
     arrived: list[int] = []
-    kinds = (signal.SIGINT, signal.SIGTERM)
+    kinds = [kind for kind in (signal.SIGINT, *_ENDING) if signal.getsignal(kind) is not signal.SIG_IGN]
     before: dict[int, Any] = {kind: signal.signal(kind, lambda kind, _: arrived.append(kind)) for kind in kinds}
     try:
         yield

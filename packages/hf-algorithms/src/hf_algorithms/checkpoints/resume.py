@@ -15,6 +15,7 @@ from hf_algorithms.checkpoints.commit import STEPS, CheckpointError, Commit, fin
 from hf_algorithms.checkpoints.origin import read_origin
 from hf_algorithms.checkpoints.program import Program, load_generators, read_program
 from hf_algorithms.checkpoints.saver import list_trained
+from hf_algorithms.config import DeadlinesConfig
 from hf_algorithms.run_directory import RunDirectory
 from hf_protocols import ConfigError, MappingPlan, PlanError
 from hf_protocols.arguments import show
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ["FREE_KEYS", "Resumption", "open_resumption"]
 
-FREE_KEYS = ("run.iterations", "run.keep", "run.trackers", "run.on_metrics", "run.output_dir", "cluster.call_timeout_s")
+_FREE_OF_RUN = ("iterations", "keep", "max_seconds", "grace_s", "trackers", "on_metrics", "output_dir")
+FREE_KEYS = (
+    *(f"run.{name}" for name in _FREE_OF_RUN),
+    *(f"deadlines.{name}" for name in DeadlinesConfig.model_fields),
+    "cluster.call_timeout_s",
+)
 """Keys that may change without `--allow-changed`."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from hf_algorithms.config._section import Section, UserPath
+from hf_algorithms.config._section import Positive, Section, UserPath
 from hf_algorithms.trackers import check_names
 
 __all__ = ["RunConfig"]
@@ -36,6 +36,10 @@ class RunConfig(Section):
     """
     keep: Annotated[int, Field(ge=1, le=1 << 20)] = 2
     """Commits that are kept; with 1 the one before goes when the newest is verified."""
+    max_seconds: Positive | None = None
+    """The run stops after the iteration in which this time is over, with a commit; left out: it runs to its end."""
+    grace_s: Positive = 30.0
+    """How long an iteration may go on after SIGTERM, SIGHUP or `max_seconds`; after that it is dropped."""
     trackers: tuple[str, ...] = Field(default=(), strict=False)
     """Experiment trackers that get configuration, metrics and summary next to `metrics.jsonl`: `tensorboard`, `wandb`,
     `mlflow`, `trackio`. Each is an extra of hf-algorithms.
