@@ -363,9 +363,8 @@ def _write_run(run: Path) -> None:
         "iterations": 30,
         "tokens_per_s": 5.0,
         "samples_per_s": 1.0,
-        "stopped": None,
     }
-    summary |= {"peak_rss_bytes": 1 << 30, "workload": workload, "versions": {"torch": "2.13"}, "stopped": None}
+    summary |= {"peak_rss_bytes": 1 << 30, "workload": workload, "versions": {"torch": "2.13"}, "error": None}
     (run / "summary.json").write_text(json.dumps(summary))
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "models"}},

@@ -347,7 +347,7 @@ def test_numbers_that_are_not_finite_stop_the_run_and_keep_the_last_good_weights
     assert_one_message(outcome, 1, *parts)
     run = small_config.parent / "run"
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["stopped"].startswith("NonFiniteLossError: ")
+    assert (summary["status"], summary["error"]["type"]) == ("failed", "NonFiniteLossError")
     assert summary["model_iteration"] == 0
     assert len(read_metrics(run)) == summary["iterations"] == 1
     model = AutoModelForCausalLM.from_pretrained(run / "model")

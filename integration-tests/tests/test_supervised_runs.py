@@ -265,7 +265,7 @@ def test_a_starting_file_is_planned_and_its_data_checked(
 ) -> None:
     data = write(tmp_path / "rows.jsonl", build_rows(name, range(64)))
     printed = hybridflow("config", "--algorithm", name, "--data", data, "--set", "model.tokenizer=characters")
-    assert (printed.exit_code, "[rollout]" in printed.output) == (0, False), printed.errors
+    assert (printed.exit_code, "[rollout]" in printed.output.splitlines()) == (0, False), printed.errors
     file = tmp_path / "start.toml"
     file.write_text(printed.output)
     planned = hybridflow("plan", file, "--json")

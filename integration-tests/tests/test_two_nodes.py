@@ -51,6 +51,6 @@ def test_a_lost_node_ends_the_run_with_its_rank_and_the_last_model(tmp_path: Pat
     assert kind == "RemoteCallError"
     assert re.search(r"process \w+/\d is gone: .*given last: call \d+ ", message), message
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["stopped"] == f"RemoteCallError: {message}"
+    assert (summary["status"], summary["error"]["type"], summary["error"]["message"]) == ("failed", kind, message)
     assert summary["iterations"] == summary["model_iteration"] == len(read_metrics(tmp_path / "run")) == 2
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")

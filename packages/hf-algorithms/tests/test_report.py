@@ -283,7 +283,8 @@ def test_half_characters_and_huge_numbers_are_shown(tmp_path):
     """JSON can hold what no file and no float can; a page shows the rest."""
     half = "\ud800"
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"iteration": 1, f"{half}loss": 1.0, "a/loss": 10**400}) + "\n")
-    (tmp_path / "summary.json").write_text(json.dumps({"stopped": half, "wall_s": 10**400, "iterations": 3}))
+    summary = {"status": half, "error": {"type": half, "message": half}, "wall_s": 10**400, "iterations": 3}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "samples").mkdir()
     _write_samples(tmp_path / "samples" / "0.jsonl", [{"set": "test", "prompt": f"whole{half}", "score": 10**400}])
     span = _span("actor.generate_sequences", 0, 1, 5, iteration=1) | {"dur": 10**400}

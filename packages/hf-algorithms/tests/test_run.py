@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from hf_algorithms import run
+from hf_algorithms.config import parse_config
+from hf_algorithms.deadlines import list_deadlines
 
 
 @pytest.mark.parametrize(("call_timeout_s", "longest_s"), [(600.0, 600.0), (5.0, 120.0)])
@@ -17,8 +19,8 @@ def test_workers_may_start_and_wait_for_each_other_as_long_as_a_call_may_take(
     """Their constructors load models and engines; a short deadline of calls is not a deadline for that."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(run, "RayExecutor", lambda **options: given.update(options))
-    cluster = SimpleNamespace(address="local", call_timeout_s=call_timeout_s)
-    config: Any = SimpleNamespace(run=SimpleNamespace(executor="ray"), cluster=cluster)
+    cluster = {"address": "local", "call_timeout_s": call_timeout_s}
+    config = parse_config({"data": {"train": "rows.jsonl"}, "cluster": cluster})
     plan: Any = SimpleNamespace(pools=[SimpleNamespace(num_slots=2), SimpleNamespace(num_slots=1)])
     run.build_executor(config, plan)
     assert given == {
@@ -26,7 +28,7 @@ def test_workers_may_start_and_wait_for_each_other_as_long_as_a_call_may_take(
         "address": "local",
         "call_timeout_s": call_timeout_s,
         "start_timeout_s": longest_s,
-        "collective_timeout_s": longest_s,
+        "deadlines": list_deadlines(config),
     }
 
 

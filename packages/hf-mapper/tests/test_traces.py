@@ -236,7 +236,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         (("calibrate", "--trace", trace, "--stack", "vllm"), "--stack goes with --data"),
         (
             ("validate", "--trace", tmp_path / "absent.json"),
-            f"Error: {tmp_path / 'absent.json'} cannot be read: No such",
+            f"Error: {tmp_path / 'absent.json'} does not exist",
         ),
         (("validate", "--trace", empty), "summary.json cannot be read"),
         (("validate", "--trace", nothing), "no call of a model in an iteration"),

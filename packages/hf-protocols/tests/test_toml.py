@@ -12,6 +12,13 @@ from hypothesis import strategies as st
 from hf_protocols.errors import ConfigError
 from hf_protocols.toml import find_unwritable, format_toml_value, parse_toml, read_toml
 
+
+def _is_plain(when: datetime) -> bool:
+    """False in the hour that a zone repeats or skips: such a time equals none of another zone."""
+    offset = when.utcoffset()
+    return offset is not None and when == when.replace(tzinfo=timezone(offset))
+
+
 # Surrogates too, which are refused.
 texts = st.text(st.characters() | st.sampled_from('"\\\x7f\x00\n\r\ud800.'))
 zones = st.timezones() | st.timedeltas(timedelta(hours=-23), timedelta(hours=23)).map(timezone)
@@ -22,7 +29,7 @@ leaves = (
     | texts
     | st.dates()
     | st.times()
-    | st.datetimes(timezones=st.none() | zones)
+    | st.datetimes(timezones=st.none() | zones).filter(lambda when: when.tzinfo is None or _is_plain(when))
 )
 values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=12)
 

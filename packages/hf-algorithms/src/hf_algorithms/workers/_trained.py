@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.jagged import pad_rows
 from hf_algorithms.losses import find_loss
+from hf_algorithms.users_code import describe_raised
 from hf_algorithms.workers._model import Metrics, ModelWorker, on_device
 from hf_algorithms.workers._outputs import read_outputs
 from hf_controller import WorkerContext
-from hf_protocols import ONE_TO_ALL, THREE_D, BatchError, register
+from hf_protocols import ONE_TO_ALL, THREE_D, BackendError, BatchError, HybridFlowError, register
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +58,7 @@ class TrainedWorker(ModelWorker):
         Raises:
             ConfigError: for a name that no loss has, or outputs that the model lacks.
             BatchError: without a denominator, for a batch in which nothing is trained.
+            BackendError: for whatever the loss raises, with its place; the group goes on.
         """
         found = find_loss(loss, self.head) if isinstance(loss, str) else loss
         if denominator is None:
@@ -65,8 +68,9 @@ class TrainedWorker(ModelWorker):
                     f"{self.context.role}.forward_backward: the batch has no trained token. Pass rows whose "
                     "response_mask is True somewhere, or a denominator"
                 )
+        options = self._options_for(found)
         metrics = self._train.forward_backward(
-            batch, found, denominator, temperature=temperature, **self._options_for(found)
+            batch, self._telling(found), denominator, temperature=temperature, **options
         )
         return self._name(metrics)
 
@@ -85,6 +89,21 @@ class TrainedWorker(ModelWorker):
         metrics = self._name(self._train.optim_step())
         self._note_step(metrics)
         return metrics
+
+    def _telling(self, loss: Callable[..., Any]) -> Callable[..., Any]:
+        """The loss with errors of our tree, which all ranks hear of before they wait for each other."""
+
+        @functools.wraps(loss, updated=())
+        def call(outputs: TensorDict, batch: TensorDict) -> Any:
+            try:
+                return loss(outputs, batch)
+            except HybridFlowError:
+                raise
+            except Exception as error:
+                text = f"{self.context.role}.forward_backward: the loss raised {describe_raised(error)}"
+                raise BackendError(text) from error
+
+        return call
 
     def _note_step(self, metrics: Metrics) -> None:
         """Called with the metrics of each optimizer step, to which it may add."""
