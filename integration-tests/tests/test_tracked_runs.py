@@ -73,5 +73,5 @@ def test_a_signal_ends_the_run_at_the_trackers(small_config: Path) -> None:
     experiment = client.get_experiment_by_name("hybridflow")
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
-    assert (run.info.run_name, run.info.status, run.data.tags["summary.stopped"]) == ("run", "KILLED", "Terminated")
+    assert (run.info.run_name, run.info.status, run.data.tags["summary.status"]) == ("run", "KILLED", "interrupted")
     assert client.get_metric_history(run.info.run_id, "reward/mean")[0].step == 1

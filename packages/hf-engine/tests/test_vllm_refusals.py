@@ -137,7 +137,12 @@ def count_threads(backend, prompts):
     torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS", raising=False)
-        patch.setattr(_engine, "run_requests", lambda *inputs: seen.append(torch.get_num_threads()) or run(*inputs))
+
+        def count(*inputs, **options):
+            seen.append(torch.get_num_threads())
+            return run(*inputs, **options)
+
+        patch.setattr(_engine, "run_requests", count)
         backend.generate(prompts, GREEDY)
     after = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -238,7 +238,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
             ("validate", "--trace", tmp_path / "absent.json"),
             f"Error: {tmp_path / 'absent.json'} does not exist",
         ),
-        (("validate", "--trace", empty), "summary.json cannot be read"),
+        (("validate", "--trace", empty), "summary.json does not exist"),
         (("validate", "--trace", nothing), "no call of a model in an iteration"),
         (("validate", "--trace", foreign), "is not as a run wrote it: KeyError('args')"),
         (("validate", "--trace", deep), "nests too deeply"),

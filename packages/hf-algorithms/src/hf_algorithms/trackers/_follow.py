@@ -130,8 +130,13 @@ class _Listener:
         self._summary = body
 
     def close(self, status: Status, directory: RunDirectory) -> None:
-        """Ends all trackers within a deadline, and says what they did not get."""
+        """Ends all trackers within a deadline, and says what they did not get.
+
+        A run that stopped between two iterations ended without an error; its summary says so.
+        """
         summary = select_summary(self._summary or {})
+        if (self._summary or {}).get("status") == "interrupted":
+            status = "interrupted"
         for channel in self._channels:
             channel.finish(status, summary, self._iteration)
         end_s = time.monotonic() + _CLOSE_S
