@@ -104,9 +104,9 @@ def count_arrivals(file: Path, rank: int) -> None:
     get, run_call = RayStore._get, RankHost.run
     current: list[Any] = []
 
-    def counted_run(self: Any, call: Any, before: Any = None) -> Any:
+    def counted_run(self: Any, call: Any) -> Any:
         current[:] = [call]
-        return run_call(self, call, before)
+        return run_call(self, call)
 
     def counted_get(self: Any, references: Sequence[Any], timeout_s: float) -> list[Any]:
         worker = ray._private.worker.global_worker.core_worker
