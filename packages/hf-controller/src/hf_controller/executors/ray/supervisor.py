@@ -174,9 +174,7 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _end_of_process(self, host_set: HostSet, process: HostProcess, error: RayError | None) -> None:
-        ran = next(
-            (c for c in self._calls.values() if process.rank in c.find_unread() and c.host_set is host_set), None
-        )
+        ran = next((c for c in self._calls.values() if c.host_set is host_set and _was_ended(c, process.rank)), None)
         last = process.last_call.split(" ")[-1]
         role, _, method = f"{ran.role}.{ran.method}".partition(".") if ran else last.partition(".")
         found = describe_death(
@@ -341,6 +339,12 @@ class Supervisor:
                 ),
             ]
         )
+
+
+def _was_ended(call: CallState, rank: int) -> bool:
+    """Whether a rank has not answered a call, or ended with it; calls run in their order, so that the first one ran."""
+    error = call.lost.get(rank)
+    return rank in call.find_unread() or (error is not None and not isinstance(error, RayTaskError))
 
 
 def _describe_release(call: CallState, rank: int) -> Failure:
