@@ -97,7 +97,9 @@ with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20, call_timeout_s=time
         told(pair.fail())  # its own exception, whoever died elsewhere
         told(pair.echo(lost))
         pair.echo(lost)  # the program knows why
-        early, dying = pair.fail(), pair.die(1)
+        early = pair.fail()
+        early.wait()
+        dying = pair.die(1)
         told(dying)
         told(early)  # answered before the process died
 print("closed")
