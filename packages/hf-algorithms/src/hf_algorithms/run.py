@@ -185,7 +185,7 @@ class _Run:
             self._summary["kl_to_reference"] = divergence
 
     def _start(self) -> None:
-        """What comes before the first iteration."""
+        """Makes the warm start, the probe and the first evaluation."""
         self._note_progress(0)
         self._warm_start()
         probe_sampler(self._config, self._roles, self._validation, self._sampling(0))

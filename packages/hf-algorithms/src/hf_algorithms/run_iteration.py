@@ -62,7 +62,7 @@ class RunIteration:
         return self.executor.put(batch)
 
     def context(self) -> StepContext:
-        """What the step is given."""
+        """Returns the context that the step gets."""
         return StepContext(
             sampling=self.sampling,
             iteration=self.sampling.step,

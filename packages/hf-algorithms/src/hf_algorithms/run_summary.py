@@ -118,7 +118,7 @@ class RunSummary:
         self.write()
 
     def kept(self) -> dict[str, Any]:
-        """What a run that goes on after a commit takes over."""
+        """Returns the numbers that a run takes over when it goes on after a commit."""
         return {name: value for name, value in self._body.items() if name not in _OWN}
 
     def write(self) -> None:

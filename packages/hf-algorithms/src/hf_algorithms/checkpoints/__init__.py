@@ -1,4 +1,4 @@
-"""What a run needs to go on: commits of all roles and of the program, the ledger of samples, and resuming.
+"""State with which a run goes on: commits of all roles and of the program, the ledger of samples, and resuming.
 
 `commit` is one step on disk, `program` what the program itself keeps, `origin` what a run was started with. `cadence`
 says when, `saver` commits a run that goes on, `resume` reads one. Tensors belong to the workers, files that grow to

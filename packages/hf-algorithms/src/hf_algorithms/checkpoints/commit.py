@@ -47,7 +47,7 @@ class CommittedFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """What `steps/<iteration>/COMMIT` says.
+    """Contents of `steps/<iteration>/COMMIT`.
 
     Attributes:
         folder: of the step.

@@ -1,4 +1,4 @@
-"""What a run was started with, so that `--resume` needs its directory alone."""
+"""Configuration and inputs of a run, so that `--resume` needs its directory alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class InputFile:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOrigin:
-    """What a run was started with.
+    """Configuration and inputs with which a run was started.
 
     Attributes:
         directory: absolute path of the run at that time.

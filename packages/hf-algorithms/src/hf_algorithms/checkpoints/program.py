@@ -1,4 +1,4 @@
-"""What the program itself keeps of a run between iterations, as JSON: no weight is here."""
+"""State that the program itself keeps of a run between iterations, as JSON: no weight is here."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def config_keys(recipe: Recipe = RECIPES["ppo"]) -> tuple[str, ...]:
 
 
 def list_unknown(body: Mapping[str, Any], known_keys: Sequence[str]) -> list[tuple[str, str]]:
-    """Where each unknown key is, such as `evaluation[0].`, and its name."""
+    """Returns the table of each unknown key, such as `evaluation[0].`, and its name."""
     return [(place, name) for place, name in _flatten(body) if f"{_section_of(place)}{name}" not in known_keys]
 
 
