@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -52,7 +53,7 @@ def test_an_iteration_is_dropped_where(again: bool) -> None:
         time.sleep(LONG_S)
         raise AssertionError("nothing has ended the iteration")
 
-    with pytest.raises(Terminated) as end:
+    with pytest.raises(SystemExit) as end:
         stop.iterate(iterate, 1, 9)
     assert end.value.code == 129
 
@@ -70,9 +71,20 @@ def test_time_that_is_over_ends_a_run_with_code_0() -> None:
     assert seen == [(1, True)]
     stop.end()  # no error
     dropped = RunStop(RunConfig(max_seconds=5.0, grace_s=0.01), time.monotonic() - 6.0)
-    with pytest.raises(Terminated) as end:
+    with pytest.raises(SystemExit) as end:
         dropped.iterate(lambda number: time.sleep(LONG_S), 1, 9)
     assert end.value.code == 0
+
+
+def test_the_handler_that_was_there_before_does_not_change_the_exit_code() -> None:
+    before = signal.signal(signal.SIGTERM, lambda kind, frame: sys.exit(128 + kind))  # as the command line has it
+    try:
+        stop = RunStop(RunConfig(max_seconds=5.0, grace_s=0.01), time.monotonic() - 6.0)
+        with pytest.raises(SystemExit) as end:
+            stop.iterate(lambda number: time.sleep(LONG_S), 1, 9)
+        assert end.value.code == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_another_thread_stops_between_iterations_alone() -> None:
