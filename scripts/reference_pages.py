@@ -57,7 +57,7 @@ After this page you know the commands of `hybridflow` and their options. `hybrid
 | 0 | done |
 | 1 | the run failed |
 | 2 | refused before anything was made |
-| 130, 143 | ended by Ctrl-C, by SIGTERM |
+| 129, 130, 143 | ended by SIGHUP, by Ctrl-C, by SIGTERM |
 
 """
 
