@@ -79,14 +79,13 @@ def test_a_cluster_that_ends_is_one_error_and_leaves_nothing(process, called):
         time.sleep(0.1)
 
 
-@pytest.mark.xfail(reason="a controller that was stopped for longer than a deadline does not go on yet")
 def test_a_program_that_was_stopped_goes_on():
-    """For longer than the deadline of its call, which takes less than that afterwards."""
-    program = start(30.0)
+    """For longer than the deadline of its call, which takes less than that afterwards, and than Ray's own patience."""
+    program = start(40.0)
     try:
         assert program.stdout.readline() == "ready\n", program.communicate()
         os.kill(program.pid, signal.SIGSTOP)
-        time.sleep(25.0)
+        time.sleep(35.0)
         os.kill(program.pid, signal.SIGCONT)
         output, errors = program.communicate(timeout=100)
     finally:

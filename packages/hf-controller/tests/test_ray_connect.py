@@ -98,7 +98,6 @@ class Side(Worker):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.xfail(reason="a partner that was built again is not named as the cause yet")
 def test_a_partner_that_died_is_the_cause_also_after_it_was_built_again(ray_executor: RayExecutor) -> None:
     spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
     pools = [ResourcePool([1], device="cpu", name=name) for name in ("left", "right")]

@@ -16,7 +16,17 @@ from tensordict import TensorDict
 
 from hf_controller import ResourcePool, Worker, WorkerGroup, WorkerSpec
 from hf_controller.executors.ray.store import RayStore
-from hf_protocols import ONE_TO_ALL, RANK_ZERO, BatchError, ParallelSpec, PoolError, Topology, WorkerError, register
+from hf_protocols import (
+    ONE_TO_ALL,
+    RANK_ZERO,
+    BatchError,
+    ParallelSpec,
+    PoolError,
+    Topology,
+    WorkerError,
+    WorkerTimeoutError,
+    register,
+)
 
 
 def test_a_sealed_reference_outlives_the_name_it_was_put_under(ray_executor):
@@ -29,13 +39,20 @@ def test_a_sealed_reference_outlives_the_name_it_was_put_under(ray_executor):
     assert received["far"]._reference is None
 
 
+def test_a_store_waits_no_longer_than_it_is_asked_to(ray_executor):
+    never = ray.remote(resources={"a slot that nobody has": 1})(int).remote()
+    with pytest.raises(WorkerTimeoutError, match=r"1 earlier calls of the pool were not done after 0\.1 s"):
+        RayStore().wait([ray.put(1), never], 0.1)
+    ray.cancel(never)
+
+
 def test_a_closed_store_serves_nobody():
     store = RayStore()
     store.close()
     for use in (
         lambda: store.put([numpy.zeros(1)]),
         lambda: store.get([], 1.0),
-        lambda: store.wait([]),
+        lambda: store.wait([], 1.0),
         lambda: store.request(None, None),
     ):
         with pytest.raises(PoolError, match="this executor is closed"):

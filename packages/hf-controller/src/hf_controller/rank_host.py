@@ -132,7 +132,7 @@ class RankHost:
         spec, worker = self._methods[call.role][call.method], self._workers[call.role]
         if call.after:
             self._enter(call, "waiting for the pool's earlier call")
-            self._store.wait(list(call.after))
+            self._store.wait(list(call.after), call.timeout_s)
         method, columns = getattr(worker, call.method), columns_of(call, spec)
         if any(isinstance(value, BatchArgument | StoredArgument) for value in (*call.args, *call.kwargs.values())):
             try:

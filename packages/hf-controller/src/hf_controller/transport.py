@@ -112,8 +112,12 @@ class ObjectStore(Protocol):
         """
         ...
 
-    def wait(self, handles: Sequence[Any]) -> None:
-        """Wait until the values exist, or never will, without fetching them."""
+    def wait(self, handles: Sequence[Any], timeout_s: float) -> None:
+        """Wait until the values exist, or never will, without fetching them.
+
+        Raises:
+            WorkerTimeoutError: if that is not so in time.
+        """
         ...
 
     def is_far(self, origin: Any) -> bool:

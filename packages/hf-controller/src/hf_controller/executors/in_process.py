@@ -60,7 +60,7 @@ class LocalStore:
         """The values themselves; of an object that a method returned, a copy."""
         return [_copy_outcome(handle.value) for handle in handles]
 
-    def wait(self, handles: Sequence[_Box]) -> None:
+    def wait(self, handles: Sequence[_Box], timeout_s: float) -> None:
         """Everything is there already."""
 
     def is_far(self, origin: None) -> bool:

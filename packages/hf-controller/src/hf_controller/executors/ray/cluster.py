@@ -32,6 +32,10 @@ __all__ = ["Cluster"]
 _ANSWER_TIMEOUT_S = 10.0
 _END_TIMEOUT_S = 10.0
 _MOST_REASON = 400
+_CONNECTION_LIMITS = ("grpc_keepalive_timeout_ms", "grpc_client_keepalive_timeout_ms")
+_PATIENCE_MS = 24 * 60 * 60 * 1000
+"""Ray closes connections with a process that stands still for 20 s, and then takes it for dead: on one machine
+`ProcessWatch` sees what ended."""
 
 
 class Cluster:
@@ -73,7 +77,11 @@ class Cluster:
                 "object_store_memory": object_store_bytes,
                 "include_dashboard": False,
                 "_temp_dir": str(Path(find_temp_dir()[0], "ray")),
-                "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
+                "_system_config": {
+                    "prestart_worker_first_driver": False,
+                    "enable_worker_prestart": False,
+                    **dict.fromkeys(_CONNECTION_LIMITS, _PATIENCE_MS),
+                },
             }
         try:
             with quiet_ray(), _in_process_groups_of_their_own() as started:

@@ -211,7 +211,7 @@ class RayExecutor(Executor):
 
     def failed_with(self, pool: ResourcePool) -> list[ResourcePool]:
         """The pools whose groups failed together with one of `pool`; see :meth:`Executor.failed_with`."""
-        self._supervisor.look()
+        self._supervisor.look_for_deaths(self._host_sets_on(pool))
         here = {id(each.failure) for each in self._host_sets_on(pool) if each.failure is not None}
         together = [
             other

@@ -36,6 +36,7 @@ __all__ = [
 _MIN_RETURNED_BYTES = 128 * 1024
 
 _LOOK_UP_TIMEOUT_MS = 5000
+_WHY_LATE = "an earlier call hangs, or call_timeout_s is too small"
 
 
 class Sealed:
@@ -178,7 +179,7 @@ class RayStore:
         try:
             found = iter(ray.get(asked, timeout=timeout_s) if asked else [])
         except GetTimeoutError as error:
-            why = describe_unread(asked) or "an earlier call hangs, or call_timeout_s is too small"
+            why = describe_unread(asked) or _WHY_LATE
             raise WorkerTimeoutError(
                 f"{len(asked)} objects of earlier calls were not there after {timeout_s:g} s: {why}"
             ) from error
@@ -188,10 +189,17 @@ class RayStore:
             ) from error
         return [_contents(each) if isinstance(each, _Fetched | Delivered) else next(found) for each in references]
 
-    def wait(self, handles: Sequence[Any]) -> None:
-        """Wait until the values exist, or the process that would make them is gone."""
+    def wait(self, handles: Sequence[Any], timeout_s: float) -> None:
+        """Waits until the values exist, or the process that would make them is gone.
+
+        Raises:
+            WorkerTimeoutError: if that is not so in time.
+        """
         self._check_open()
-        ray.wait(list(handles), num_returns=len(handles), timeout=None, fetch_local=False)
+        if late := ray.wait(list(handles), num_returns=len(handles), timeout=timeout_s, fetch_local=False)[1]:
+            raise WorkerTimeoutError(
+                f"{len(late)} earlier calls of the pool were not done after {timeout_s:g} s: {_WHY_LATE}"
+            )
 
     def is_far(self, origin: Origin) -> bool:
         """Whether objects of ``origin`` are on another machine, and somebody there cuts slices."""

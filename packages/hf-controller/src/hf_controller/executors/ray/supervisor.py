@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from hf_controller.executors.ray.call_state import CallState
 from hf_controller.executors.ray.cluster import Cluster
@@ -132,6 +132,20 @@ class Supervisor:
         for call in first.values():
             self._count_time(call, passed_s)
 
+    def look_for_deaths(self, host_sets: Sequence[HostSet]) -> None:
+        """Looks once the processes of joined groups have answered: one that was killed a moment ago never does.
+
+        Raises:
+            PoolError: if the cluster itself ended.
+        """
+        joined = [each for each in host_sets if each.failure is None and len(each.list_joined()) > 1]
+        asked = [(host_set, process) for host_set in joined for process in host_set.processes]
+        answers = self._inquirer.ask([each.actor for _, each in asked], "locate", _ANSWER_TIMEOUT_S) if asked else []
+        self.look()
+        for (host_set, process), answer in zip(asked, answers, strict=True):
+            if isinstance(answer, ActorDiedError) and host_set.failure is None:
+                self._end_of_process(host_set, process, answer)
+
     def explain(self, maker: str) -> Failure | None:
         """The failure of the group whose process made what is lost; None where it was released, or is not known."""
         self._read_answers(self._calls.values())
@@ -187,9 +201,10 @@ class Supervisor:
         )
         self._end(host_set, found)
 
-    def _list_given(self, host_set: HostSet, rank: int) -> list[CallState]:
-        """The calls that a rank was given and has not answered, in their order."""
-        return [each for each in self._calls.values() if each.host_set is host_set and rank in each.find_unread()]
+    def _find_running(self, host_set: HostSet, rank: int) -> CallState | None:
+        """The first call that a rank was given and has not answered, or that has just failed there."""
+        given = (each for each in self._calls.values() if each.host_set is host_set)
+        return next((each for each in given if rank in each.find_unread() or rank in each.failures), None)
 
     def _judge(self, call: CallState, passed_s: float = 0.0) -> None:
         """Whether a call failed, and its group with it."""
@@ -306,7 +321,8 @@ class Supervisor:
         for call in self._calls.values():
             if call.host_set not in members or call.failure is not None:
                 continue
-            if call.find_unread() or call.lost or call.origin == failure.origin:
+            felt_it = bool(call.failures) and call.host_set is not failed  # of a partner, which ended
+            if call.find_unread() or call.lost or call.origin == failure.origin or felt_it:
                 call.failure = failure
             elif call.failures:  # it was over before
                 call.failure = call.choose(call.failures)
@@ -318,8 +334,8 @@ class Supervisor:
             for process in host_set.processes:
                 if process.rank == failure.rank and failure.role in host_set.roles:
                     continue
-                ran = self._list_given(host_set, process.rank)
-                doing = f"in {ran[0].role}.{ran[0].method}" if ran else "idle"
+                ran = self._find_running(host_set, process.rank)
+                doing = f"in {ran.role}.{ran.method}" if ran else "idle"
                 said.append(f"{process.label} was {'gone' if process.is_gone else doing}")
         return f"; {', '.join(said)}" if said else ""
 
