@@ -98,7 +98,7 @@ with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20, call_timeout_s=time
         told(pair.echo(lost))
         pair.echo(lost)  # the program knows why
         early = pair.fail()
-        early.wait()
+        pair.rest().wait()  # calls run in their order
         dying = pair.die(1)
         told(dying)
         told(early)  # answered before the process died

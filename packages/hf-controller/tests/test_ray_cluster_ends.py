@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import sys, time
+from pathlib import Path
 from hf_protocols import ONE_TO_ALL, ParallelSpec, Topology, register
 from hf_controller import Deadline, RayExecutor, ResourcePool, Worker, WorkerSpec
 
@@ -22,25 +23,32 @@ class Sleeper(Worker):
     needs_process_group = False
 
     @register(protocol=ONE_TO_ALL, returns="object")
-    def sleep(self, seconds):
+    def sleep(self, seconds, mark):
+        Path(mark).touch()
         time.sleep(seconds)
 
 with RayExecutor(num_cpus=1, object_store_bytes=100 * 2**20) as executor:
     spec = WorkerSpec(worker=Sleeper, topology=Topology(ParallelSpec()))
     group = executor.build_groups(ResourcePool([1], device="cpu"), {"sleeper": spec})["sleeper"]
-    group.sleep(0).result()
-    print("ready", flush=True)
     with executor.deadline(Deadline(20.0, "deadlines.train_s")):
-        called = group.sleep(float(sys.argv[1]))
+        called = group.sleep(float(sys.argv[1]), sys.argv[2])
     called.result()
 print("closed", flush=True)
 """
 
 
-def start(seconds: float) -> subprocess.Popen[str]:
+def start(seconds: float, mark: Path) -> subprocess.Popen[str]:
+    """The program, whose worker sleeps by then."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = [sys.executable, "-c", PROGRAM, str(seconds)]
-    return subprocess.Popen(command, text=True, start_new_session=True, **pipes)
+    command = [sys.executable, "-c", PROGRAM, str(seconds), str(mark)]
+    program = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
+    until_s = time.monotonic() + 120.0
+    while not mark.exists():
+        if program.poll() is not None or time.monotonic() > until_s:
+            program.kill()
+            raise AssertionError(program.communicate())
+        time.sleep(0.05)
+    return program
 
 
 def find_children(pid: int, name: str) -> list[int]:
@@ -57,10 +65,9 @@ def find_children(pid: int, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("process", "called"), [("gcs_server", "GCS"), ("raylet", "raylet")])
-def test_a_cluster_that_ends_is_one_error_and_leaves_nothing(process, called):
-    program = start(600)
+def test_a_cluster_that_ends_is_one_error_and_leaves_nothing(process, called, tmp_path):
+    program = start(600, tmp_path / "asleep")
     try:
-        assert program.stdout.readline() == "ready\n", program.communicate()
         (victim,) = find_children(program.pid, process)
         others = [*find_children(program.pid, "gcs_server"), *find_children(program.pid, "raylet")]
         os.kill(victim, signal.SIGKILL)
@@ -79,11 +86,10 @@ def test_a_cluster_that_ends_is_one_error_and_leaves_nothing(process, called):
         time.sleep(0.1)
 
 
-def test_a_program_that_was_stopped_goes_on():
+def test_a_program_that_was_stopped_goes_on(tmp_path):
     """For longer than the deadline of its call, which takes less than that afterwards, and than Ray's own patience."""
-    program = start(40.0)
+    program = start(40.0, tmp_path / "asleep")
     try:
-        assert program.stdout.readline() == "ready\n", program.communicate()
         os.kill(program.pid, signal.SIGSTOP)
         time.sleep(35.0)
         os.kill(program.pid, signal.SIGCONT)
