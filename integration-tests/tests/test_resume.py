@@ -18,12 +18,16 @@ from hf_protocols import ConfigError
 from small_runs import Outcome, read_metrics, without_times
 
 KILLER = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 
 def kill_once(iteration, metrics):
-    mark = Path(__file__).with_name("killed")
+    mark, run = Path(__file__).with_name("killed"), Path(__file__).with_name("run")
     if iteration == 3 and not mark.exists():
+        for _ in range(6000):  # iteration 2 becomes durable meanwhile
+            if (run / "steps" / "2" / "COMMIT").exists():
+                break
+            time.sleep(0.01)
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -74,7 +78,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert run_apart("train", small_config, *words, *killing) == -signal.SIGKILL
     run = folder / "run"
     assert json.loads((run / "summary.json").read_text())["status"] == "running"
-    assert find_commits(run) == [1]
+    assert find_commits(run) == [1, 2]
     shutil.move(run, run := folder / "moved")
     assert not hybridflow("train", "--resume", run).errors
     whole = folder / "whole"
@@ -86,7 +90,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     for name in ("score_before", "score_after", "warm_start_steps", "model_iteration", "ledger", "kl_to_reference"):
         assert summary.get(name) == expected.get(name)
     assert summary["ledger"] == count_ledger(run / LEDGER)
-    assert (summary["status"], summary["resumed_from"], summary["last_commit"]) == ("finished", [1], 4)
+    assert (summary["status"], summary["resumed_from"], summary["last_commit"]) == ("finished", [2], 4)
     assert find_commits(run) == [3, 4]
     again = hybridflow("train", "--resume", run)
     assert again.exit_code == 0 and "has finished its 4 iterations" in again.output

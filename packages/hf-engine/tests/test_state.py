@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from hf_engine import LoraConfig, StateFile, TrainConfig, load_train_backend
+from hf_engine import LoraConfig, StateFile, TrainConfig, list_written, load_train_backend
 from hf_engine.resharding.execute import as_parts
 from hf_engine.testing import gather_weights, write_tiny_family, write_tiny_model
 from hf_engine.testing._cases import build_batch, select_rows
@@ -114,7 +114,11 @@ def test_a_run_goes_on_bit_by_bit(ranks2, models, tmp_path, backend, sizes):
     assert (loaded.notice, loaded.optimizer_steps, loaded.weight_version) == (None, 2, 4)
     assert differing(again, saved) == [] and differing(continued, onwards) == []
     assert rates == pytest.approx([1e-2 * (1 + math.cos(math.pi * done / 5)) for done in (1, 2)])
-    assert {path.name for path in (tmp_path / "state").iterdir()} == {file.path for file in files}
+    lists = {"files-00000.json", "files-00001.json"}
+    assert {path.name for path in (tmp_path / "state").iterdir()} == {file.path for file in files} | lists
+    assert list_written(tmp_path / "state", 2) == tuple(files)
+    (tmp_path / "state" / "files-00001.json").unlink()
+    assert list_written(tmp_path / "state", 2) is None
     exported = load_file(tmp_path / "export" / "model.safetensors")
     assert differing(read_whole_state(tmp_path / "state")["weights"], exported) == []
 
@@ -327,9 +331,8 @@ def fail_to_write(model, folder):
                 save_and_finish(backend, folder / f"full-{background}", background)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        assert not [
-            path.name for path in (folder / f"full-{background}").iterdir() if path.name.endswith("1.safetensors")
-        ]
+        left = [path.name for path in (folder / f"full-{background}").iterdir()]
+        assert not [name for name in left if name.endswith(("1.safetensors", "1.json", ".part"))]
     backend.save_state(folder / "good", background=True)
     with pytest.raises(StateError, match=r"good is still being written. Call finish_state\(\) first"):
         backend.save_state(folder / "more")

@@ -169,20 +169,21 @@ class _Run:
 
     def execute(self, resume: Resumption | None) -> None:
         """All phases in order; whatever happens, what was reached is on disk."""
-        if resume is None or resume.program is None:
-            self._start()
-        else:
-            self._continue(resume, resume.program)
-        self._display.phase(self._config.algorithm.name)
-        is_stopped = self._stop.iterate(self._iterate, self._summary["iterations"] + 1, self._config.run.iterations)
-        self._checkpoints.finish()
-        if is_stopped:
-            self._summary.interrupt()
-            return
-        self._display.phase("evaluating the result")
-        self._summary["score_after"] = self._evaluate("test", self._config.run.iterations)
-        if (divergence := measure_divergence(self._roles, self._test, self._sampling(0))) is not None:
-            self._summary["kl_to_reference"] = divergence
+        with closing(self._checkpoints):
+            if resume is None or resume.program is None:
+                self._start()
+            else:
+                self._continue(resume, resume.program)
+            self._display.phase(self._config.algorithm.name)
+            is_stopped = self._stop.iterate(self._iterate, self._summary["iterations"] + 1, self._config.run.iterations)
+            self._checkpoints.finish()
+            if is_stopped:
+                self._summary.interrupt()
+                return
+            self._display.phase("evaluating the result")
+            self._summary["score_after"] = self._evaluate("test", self._config.run.iterations)
+            if (divergence := measure_divergence(self._roles, self._test, self._sampling(0))) is not None:
+                self._summary["kl_to_reference"] = divergence
 
     def _start(self) -> None:
         """Makes the warm start, the probe and the first evaluation."""

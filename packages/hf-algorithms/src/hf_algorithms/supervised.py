@@ -287,24 +287,25 @@ class _SupervisedRun:
 
     def execute(self, resume: Resumption | None) -> None:
         """All phases in order; what was reached is on disk, whatever happens."""
-        if resume is None or resume.program is None:
-            self._display.phase("evaluating the starting point")
-            self._summarise("before")
-            self._commit_model(0)
-        else:
-            self._display.phase(f"resuming after iteration {resume.iteration}")
-            self._busy_s = resume.program.totals["busy_s"]
-            self._ledger = Ledger(self._directory, resume.program.ledger)
-            self._summary.restore(resume.program)
-            resume.load(self._roles)
-        self._display.phase(self._config.algorithm.name)
-        is_stopped = self._stop.iterate(self._iterate, self._summary["iterations"] + 1, self._config.run.iterations)
-        self._checkpoints.finish()
-        if is_stopped:
-            self._summary.interrupt()
-            return
-        self._display.phase("evaluating the result")
-        self._summarise("after")
+        with closing(self._checkpoints):
+            if resume is None or resume.program is None:
+                self._display.phase("evaluating the starting point")
+                self._summarise("before")
+                self._commit_model(0)
+            else:
+                self._display.phase(f"resuming after iteration {resume.iteration}")
+                self._busy_s = resume.program.totals["busy_s"]
+                self._ledger = Ledger(self._directory, resume.program.ledger)
+                self._summary.restore(resume.program)
+                resume.load(self._roles)
+            self._display.phase(self._config.algorithm.name)
+            is_stopped = self._stop.iterate(self._iterate, self._summary["iterations"] + 1, self._config.run.iterations)
+            self._checkpoints.finish()
+            if is_stopped:
+                self._summary.interrupt()
+                return
+            self._display.phase("evaluating the result")
+            self._summarise("after")
 
     def _iterate(self, iteration: int) -> None:
         config, data = self._config, self._inputs.train

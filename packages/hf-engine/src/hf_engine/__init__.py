@@ -52,7 +52,7 @@ from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_l
 from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
 from hf_engine.resharding.transition import Exchange, TransitionPlan, plan_transition
-from hf_engine.training.state import LoadedState, StateFile
+from hf_engine.training.state import LoadedState, StateFile, list_written
 from hf_engine.transitions import Transition, TransitionMemory
 from hf_engine.weight_sync import WeightSync
 
@@ -116,6 +116,7 @@ __all__ = [
     "find_merging_reason",
     "fsdp_layout",
     "generation_layout",
+    "list_written",
     "load_rollout_backend",
     "load_stop_strings",
     "load_train_backend",

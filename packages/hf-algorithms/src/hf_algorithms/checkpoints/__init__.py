@@ -1,8 +1,8 @@
 """State with which a run goes on: commits of all roles and of the program, the ledger of samples, and resuming.
 
 `commit` is one step on disk, `program` what the program itself keeps, `origin` what a run was started with. `cadence`
-says when, `saver` commits a run that goes on, `resume` reads one. Tensors belong to the workers, files that grow to
-`run_directory`.
+says when, `saver` commits a run that goes on, in the thread of a `pending` step, and `resume` reads one. Tensors belong
+to the workers, files that grow to `run_directory`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,17 @@
-"""Commits of a run while it goes on: states are staged between iterations and written beside the next one."""
+"""Commits of a run while it goes on: states are staged between iterations, written and committed during the next."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.checkpoints.cadence import Cadence
 from hf_algorithms.checkpoints.commit import STEPS, CommittedFile, find_commits, read_commit, remove_step, write_commit
+from hf_algorithms.checkpoints.pending import PendingStep
 from hf_algorithms.checkpoints.program import Program, save_generators, write_program
 from hf_algorithms.run_directory import RunDirectoryError
 from hf_algorithms.run_summary import versions
@@ -44,13 +45,6 @@ def _find_unsaved(roles: Roles) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Pending:
-    folder: Path
-    iteration: int
-    ledger: Mapping[str, int]
-
-
 class Checkpoints:
     """Commits of all roles and of the program, in `steps/`.
 
@@ -79,7 +73,8 @@ class Checkpoints:
         if unsaved and config.checkpoint_every:
             note(f"no checkpoints are made: the worker of role {unsaved[0]} has no save_state and load_state")
         self._cadence = Cadence(self._every)
-        self._pending: _Pending | None = None
+        self._pending: PendingStep | None = None
+        self._last: int | None = None
         self._unreported_s = 0.0
 
     def end_iteration(
@@ -136,39 +131,54 @@ class Checkpoints:
             staged = [group.save_state(str(folder / role), background=True) for role, group in self._trained.items()]
             for each in staged:
                 each.result()
-            self._pending = _Pending(folder=folder, iteration=program.iteration, ledger=program.ledger)
+            ranks = {role: group.world_size for role, group in self._trained.items()}
+            commit = partial(self._commit, folder, program)
+            self._pending = PendingStep(folder, program.iteration, ranks, commit)
         self._cadence.note_commit(spent[0])
 
     def finish(self) -> None:
-        """Waits until the last save is on the disk, and commits it.
+        """Waits until the last save is committed, which happens as soon as its files are on the disk.
 
         Raises:
             HybridFlowError: if it could not be written; earlier commits stay.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is None:
             return
         with self._reporting(pending.folder), self._timing() as spent:
             ends = {role: group.finish_state() for role, group in self._trained.items()}
-            files = [
-                CommittedFile(**{**asdict(file), "path": f"{role}/{file.path}"})
-                for role, end in ends.items()
-                for of_rank in end.result()
-                for file in of_rank
-            ]
-            write_commit(pending.folder, pending.iteration, files, ledger=pending.ledger, versions=versions())
-            self._prune()
+            pending.finish({role: [file for rank in end.result() for file in rank] for role, end in ends.items()})
+        self._pending = None
         self._cadence.note_wait(spent[0])
-        self._summary["last_commit"] = pending.iteration
-        self._summary["checkpoint_share"] = self._cadence.share
-        self._summary.write()
+        self._note_commit(pending.iteration)
+
+    def close(self) -> None:
+        """Waits for nothing but a commit that has begun. A step that is still being written stays without one."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.stop()
+            if pending.is_committed:
+                self._summary["last_commit"] = pending.iteration
 
     def measure(self) -> dict[str, float]:
         """Returns `checkpoint/*` of an iteration: what commits have cost since the one before; nothing without any."""
         if self._every == 0:
             return {}
+        if self._pending is not None and self._pending.is_committed:
+            self._note_commit(self._pending.iteration)
         seconds, self._unreported_s = self._unreported_s, 0.0
         return {"checkpoint/blocked_s": seconds, "checkpoint/share": self._cadence.share}
+
+    def _commit(self, folder: Path, program: Program, files: Sequence[CommittedFile]) -> None:
+        write_commit(folder, program.iteration, files, ledger=program.ledger, versions=versions())
+        self._prune()
+
+    def _note_commit(self, iteration: int) -> None:
+        if iteration != self._last:
+            self._last = iteration
+            self._summary["last_commit"] = iteration
+            self._summary["checkpoint_share"] = self._cadence.share
+            self._summary.write()
 
     def _prune(self) -> None:
         """Removes old commits; one that would leave the newest alone waits until that is verified."""

@@ -7,6 +7,7 @@ A directory holds `state.json` and safetensors files with Hugging Face names in 
 
 from __future__ import annotations
 
+from hf_engine.training.state.files import list_written
 from hf_engine.training.state.records import LoadedState, StateFile
 
-__all__ = ["LoadedState", "StateFile"]
+__all__ = ["LoadedState", "StateFile", "list_written"]

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,12 @@ __all__ = [
     "agree_on_path",
     "agreed",
     "check_files",
+    "list_written",
+    "listing_name",
     "sync_directory",
     "verify_files",
     "write_json",
+    "write_listing",
     "write_tensors",
 ]
 
@@ -96,6 +100,46 @@ def write_json(path: Path, body: Mapping[str, Any]) -> StateFile:
     with _named(path):
         path.write_text(json.dumps(body, allow_nan=False) + "\n", encoding="utf-8")
         return _settle(path)
+
+
+def listing_name(rank: int) -> str:
+    """Name of the file in which a rank lists what it wrote."""
+    return f"files-{rank:05d}.json"
+
+
+def write_listing(directory: Path, rank: int, files: Sequence[StateFile]) -> None:
+    """Lists a rank's files, all of which are on disk; the list itself appears in one step.
+
+    Raises:
+        StateError: naming the list, if the file system refuses.
+    """
+    path = directory / listing_name(rank)
+    part = path.with_suffix(".part")
+    with _named(path):
+        part.write_text(json.dumps({"files": [asdict(each) for each in files]}) + "\n", encoding="utf-8")
+        part.replace(path)
+
+
+def list_written(directory: str | Path, world_size: int) -> tuple[StateFile, ...] | None:
+    """Returns the files of a state that `save_state` writes in the background, once all of them are on disk; else None.
+
+    Args:
+        directory: that `save_state` was given.
+        world_size: number of ranks that save together.
+
+    Raises:
+        StateError: naming a list that cannot be read.
+    """
+    found: list[StateFile] = []
+    for rank in range(world_size):
+        path = Path(directory) / listing_name(rank)
+        try:
+            found += [StateFile(**each) for each in json.loads(path.read_text(encoding="utf-8"))["files"]]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise StateError(f"{path} cannot be read: {error}. Save the state again") from error
+    return tuple(found)
 
 
 def sync_directory(directory: Path) -> None:

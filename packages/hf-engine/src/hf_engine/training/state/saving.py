@@ -18,7 +18,14 @@ import torch.distributed as dist
 from hf_engine.process_groups import default_timeout, local_device
 from hf_engine.resharding.boxes import Box
 from hf_engine.training.state.description import DESCRIPTION, RankFiles, StateDescription, file_name, key_of
-from hf_engine.training.state.files import agree_on_path, agreed, sync_directory, write_json, write_tensors
+from hf_engine.training.state.files import (
+    agree_on_path,
+    agreed,
+    sync_directory,
+    write_json,
+    write_listing,
+    write_tensors,
+)
 from hf_engine.training.state.generators import capture_generators
 from hf_engine.training.state.parts import BUFFERS, StateParts, StateProgress
 from hf_engine.training.state.records import StateFile
@@ -34,13 +41,14 @@ class _Staged:
     """What one rank writes."""
 
     directory: Path
+    rank: int
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """By file, then by key."""
     description: dict[str, Any] | None = None
     """On the first rank."""
 
     def write(self) -> tuple[StateFile, ...]:
-        """Writes all files; removes them again if one fails."""
+        """Writes all files, and the rank's list of them last; removes them again if one fails."""
         names = sorted(self.tensors)
         try:
             written = [write_tensors(self.directory / name, self.tensors.pop(name)) for name in names]
@@ -48,6 +56,7 @@ class _Staged:
                 names.append(DESCRIPTION)
                 written.append(write_json(self.directory / DESCRIPTION, self.description))
             sync_directory(self.directory)
+            write_listing(self.directory, self.rank, written)
         except BaseException:
             for name in names:
                 with suppress(OSError):
@@ -133,7 +142,7 @@ class StateWriter:
             tensors[file_name(BUFFERS, rank)] = {name: _copy(buffer) for name, buffer in buffers.items()}
         own = RankFiles(boxes=boxes, generators=capture_generators(local_device()))
         ranks = self._gather(own)
-        staged = _Staged(directory, tensors)
+        staged = _Staged(directory, rank, tensors)
         if ranks is not None:
             staged.description = _describe(directory, parts, progress, ranks, buffers)
         return staged
