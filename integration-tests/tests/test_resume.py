@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from hf_algorithms.checkpoints import LEDGER, count_ledger, find_commits
 from hf_protocols import ConfigError
 from small_runs import Outcome, read_metrics, without_times
 
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "resume.md").read_text()
 KILLER = """
 import os, signal, time
 from pathlib import Path
@@ -94,6 +97,53 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert find_commits(run) == [3, 4]
     again = hybridflow("train", "--resume", run)
     assert again.exit_code == 0 and "has finished its 4 iterations" in again.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_killed_run_of_two_ranks_goes_on_bit_for_bit(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
+    """The third iteration, which was done before the kill and is done again from the commit of the second."""
+    folder, run = small_config.parent, small_config.parent / "run"
+    (folder / "killer.py").write_text(KILLER)
+    keys = ("run.executor=ray", "cluster.gpus_per_machine=2", "run.iterations=3", "run.eval_every=3",
+            "run.checkpoint_every=1", "algorithm.name=grpo", "rollout.samples_per_prompt=2",
+            f"run.on_metrics={folder / 'killer.py'}:kill_once")  # fmt: skip
+    words = [word for key in keys for word in ("--set", key)]
+    assert run_apart("train", small_config, *words) == -signal.SIGKILL
+    assert find_commits(run) == [1, 2]
+    before, ledger = read_metrics(run), (run / LEDGER).read_text()
+    assert [row["iteration"] for row in before] == [1, 2, 3]
+    outcome = hybridflow("train", "--resume", run)
+    assert outcome.exit_code == 0, outcome.errors
+    assert without_times(read_metrics(run)) == without_times(before)
+    assert (run / LEDGER).read_text() == ledger
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["resumed_from"], summary["last_commit"]) == ("finished", [2], 3)
+
+
+def test_the_page_runs_as_written(
+    small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, run = small_config.parent, small_config.parent / "runs" / "first"
+    blocks = "".join(re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)).splitlines()
+    commands = [line.split()[1:] for line in blocks if not line.startswith("#")]
+    assert [command[0] for command in commands] == ["train"] * 4
+    tables = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    keys = [tomllib.loads(table)["run"] for table in tables]
+    assert [list(each) for each in keys] == [["checkpoint_every", "keep"], ["max_seconds", "grace_s"]]
+    own = {"output_dir": "runs/first", "on_metrics": "killer.py:kill_once"}
+    lines = [f"{key} = {json.dumps(value)}\n" for key, value in {**keys[0], **keys[1], **own}.items()]
+    text = re.sub("output_dir = .*\n", "".join(lines), small_config.read_text())
+    (folder / "config.toml").write_text(text.replace("max_steps = 4", "max_steps = 0"))
+    (folder / "killer.py").write_text(KILLER.replace("iteration == 3", "iteration == 2").replace("6000", "0"))
+    monkeypatch.chdir(folder)
+    assert run_apart(*commands[0]) == -signal.SIGKILL
+    for command in commands[1:]:
+        outcome = hybridflow(*command)
+        assert outcome.exit_code == 0, outcome.errors
+    assert "has finished its 20 iterations" in outcome.output
+    assert [row["iteration"] for row in read_metrics(run)] == list(range(1, 21))
+    assert find_commits(run)[-1] == 20
 
 
 def test_a_supervised_run_is_refused_or_goes_on_in_python(
