@@ -44,6 +44,7 @@ def write_files(folder: Path) -> None:
     (folder / "sft.toml").write_text(_SFT)
     (folder / "plan.json").write_text(_build_plan(folder))
     _write_run(run)
+    _write_steps(run)
     _write_data(folder / "data")
     (folder / "tables" / "times.csv").write_text(_TIMES)
     (folder / "constants.json").write_text(_build_constants())
@@ -184,6 +185,30 @@ def _read_pairs(folder: Path) -> object:
     return load_preferences(folder / "data" / "pairs.jsonl")
 
 
+def _find_commit(folder: Path) -> object:
+    from hf_algorithms.checkpoints import find_last_commit
+
+    return find_last_commit(folder / "run")
+
+
+def _read_program(folder: Path) -> object:
+    from hf_algorithms.checkpoints.program import read_program
+
+    return read_program(folder / "run" / "steps" / "3")
+
+
+def _read_origin(folder: Path) -> object:
+    from hf_algorithms.checkpoints.origin import read_origin
+
+    return read_origin(folder / "run")
+
+
+def _count_ledger(folder: Path) -> object:
+    from hf_algorithms.checkpoints import count_ledger
+
+    return count_ledger(folder / "run" / "ledger.jsonl")
+
+
 _METRICS, _SAMPLES = "run/metrics.jsonl", "run/samples/20.jsonl"
 _CURVES = "/parts/curves", "/parts/curves?axis=tokens", "/parts/health"
 _SHOWN = "/parts/samples", "/parts/sample?row=0", "/parts/sample?row=0&colouring=ratio", "/samples.jsonl"
@@ -226,6 +251,11 @@ READERS: Sequence[Reader] = (
     Reader("rows, CSV", "data/rows.csv", _read_rows("rows.csv")),
     Reader("rows, Parquet", "data/rows.parquet", _read_rows("rows.parquet"), kind="bytes"),
     Reader("rows, gzip", "data/packed.jsonl.gz", _read_rows("packed.jsonl.gz"), kind="bytes"),
+    Reader("commit", "run/steps/3/COMMIT", _find_commit, kind="json", share=8),
+    Reader("commit, a file of it", "run/steps/3/actor/state.json", _find_commit),
+    Reader("commit, program", "run/steps/3/program.json", _read_program, share=8),
+    Reader("origin of a run", "run/.hybridflow-run", _read_origin, kind="json", share=6),
+    Reader("ledger", "run/ledger.jsonl", _count_ledger, share=8),
     Reader("pairs", "data/pairs.jsonl", _read_pairs, share=8),
 )
 
@@ -398,6 +428,34 @@ _PLAN = json.dumps({
     },
     "estimates": {"stages": [{"calls": ["actor.generate_sequences", "actor.compute_logprobs", "actor.update_actor"]}]},
 })  # fmt: skip
+
+
+def _write_steps(run: Path) -> None:
+    """The ledger and the only commit of a run."""
+    from hf_algorithms.checkpoints import LEDGER
+    from hf_algorithms.checkpoints.commit import write_commit
+    from hf_algorithms.checkpoints.program import Program, save_generators, write_program
+
+    prompts = [[0, row, 0] for row in range(4)]
+    lines: list[dict[str, Any]] = []
+    for iteration in (1, 2, 3):
+        lines.append({"iteration": iteration, "state": "planned", "samples": 2, "prompts": prompts})
+        lines.append({"iteration": iteration, "state": "trained", "samples": 2, "prompts": prompts[1:]})
+        lines.append({"iteration": iteration, "state": "dropped", "sample_ids": [[0, 0, 0, 0], [0, 0, 1, 0]]})
+    (run / LEDGER).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    step = run / "steps" / "3"
+    (step / "actor").mkdir(parents=True)
+    (step / "actor" / "state.json").write_text(json.dumps({"schema": 1, "world_size": 2}))
+    counts = {"planned": 24, "trained": 18, "filtered": 0, "dropped": 6, "in_flight": 0}
+    program = Program(
+        iteration=3, state={"multiplier": {"value": 0.5}}, summary={"iterations": 3}, totals={"wall_s": 2.0},
+        ledger=counts, data={"rows": 4}, generators=save_generators(), sizes={"metrics.jsonl": 100},
+    )  # fmt: skip
+    write_program(step, program)
+    write_commit(step, 3, [], ledger=counts, versions={"torch": "2.13"})
+    origin = {"directory": str(run), "sections": {"run": {"seed": 1}}, "search_path": [str(run)]}
+    origin |= {"inputs": [{"path": str(run / "a.jsonl"), "bytes": 3, "sha256": "0" * 64}]}
+    (run / ".hybridflow-run").write_text(json.dumps(origin))
 
 
 def _build_sample(group: int, number: int) -> dict[str, Any]:

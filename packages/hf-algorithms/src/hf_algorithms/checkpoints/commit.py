@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from hf_algorithms.atomic_files import sync, sync_tree, write_text
 from hf_protocols import HybridFlowError
+from hf_protocols.arguments import show
 
 __all__ = [
     "STEPS",
@@ -119,8 +120,8 @@ def read_commit(folder: Path) -> Commit:
         body = json.loads(path.read_text(encoding="utf-8"))
         if body["schema"] != SCHEMA:
             raise CheckpointError(
-                f"{path}: its schema is {body['schema']}, this release reads {SCHEMA}. Resume with the release that "
-                "wrote it"
+                f"{path}: its schema is {show(body['schema'])}, this release reads {SCHEMA}. Resume with the release "
+                "that wrote it"
             )
         files = tuple(CommittedFile(**each) for each in body["files"])
         commit = Commit(
@@ -133,11 +134,11 @@ def read_commit(folder: Path) -> Commit:
         places = [PurePosixPath(each.path) for each in files]
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         raise CheckpointError(f"{path}: is not a commit") from None
     for place in places:
-        if place.is_absolute() or ".." in place.parts or not place.parts:
-            raise CheckpointError(f"{path}: lists {str(place)!r}, which is outside its folder")
+        if place.is_absolute() or ".." in place.parts or not place.parts or not str(place).isprintable():
+            raise CheckpointError(f"{path}: lists {show(str(place))}, which is outside its folder")
     return commit
 
 

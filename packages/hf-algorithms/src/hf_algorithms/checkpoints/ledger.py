@@ -19,6 +19,9 @@ LEDGER = "ledger.jsonl"
 STATES = ("planned", "trained", "filtered", "dropped")
 """Of the lines of the file. A sample that is planned and nothing else is in flight."""
 
+_MOST_SAMPLES = 1 << 16
+"""Responses to one prompt, in a file that may be damaged."""
+
 Prompt = tuple[int, int, int]
 """Epoch, row and attempt: a `prompt_id`."""
 SampleId = tuple[int, int, int, int]
@@ -146,27 +149,62 @@ def count_ledger(path: Path) -> dict[str, int]:
         path: of `ledger.jsonl`.
 
     Raises:
-        LedgerError: for a sample that is planned twice, in two states or in none that was planned, with its line.
+        LedgerError: for a file that cannot be read, and, with its line, for a sample that is planned twice, in two
+            states or in none that was planned.
     """
     states: dict[tuple[int, SampleId], str] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        body = json.loads(line)
-        for each in _list_ids(body):
-            before = states.get((body["iteration"], each))
-            if before != (None if body["state"] == "planned" else "planned"):
+    for number, line in enumerate(_read_lines(path), 1):
+        where = f"{path}, line {number}"
+        iteration, state, ids = _parse_line(line, where)
+        for each in ids:
+            before = states.get((iteration, each))
+            if before != (None if state == "planned" else "planned"):
                 raise LedgerError(
-                    f"{path}, line {number}: sample {list(each)} of iteration {body['iteration']} becomes "
-                    f"{body['state']} and was {before or 'not planned'}"
+                    f"{where}: sample {list(each)} of iteration {iteration} becomes {state} and was "
+                    f"{before or 'not planned'}"
                 )
-            states[body["iteration"], each] = body["state"]
+            states[iteration, each] = state
     found = list(states.values())
     counts = {state: found.count(state) for state in STATES[1:]}
     return {"planned": len(found), **counts, "in_flight": found.count("planned")}
 
 
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise LedgerError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise LedgerError(f"{path}: is not a text in UTF-8. Restore it, or start another run") from None
+
+
+def _parse_line(line: str, where: str) -> tuple[int, str, list[SampleId]]:
+    """Iteration, state and samples of a line."""
+    try:
+        body = json.loads(line)
+        iteration, state, ids = body["iteration"], body["state"], _list_ids(body)
+        if type(iteration) is not int or state not in STATES:
+            raise ValueError("not an iteration, or not a state")
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise LedgerError(
+            f"{where}: does not say which samples enter which state. Restore it, or start another run"
+        ) from None
+    return iteration, state, ids
+
+
 def _list_ids(body: Mapping[str, Any]) -> list[SampleId]:
+    """Samples of a line.
+
+    Raises:
+        ValueError: for something else.
+    """
     if "sample_ids" in body:
-        return [(epoch, row, number, attempt) for epoch, row, number, attempt in body["sample_ids"]]
-    return [
-        (epoch, row, number, attempt) for epoch, row, attempt in body["prompts"] for number in range(body["samples"])
-    ]
+        ids = [(epoch, row, number, attempt) for epoch, row, number, attempt in body["sample_ids"]]
+    else:
+        samples, prompts = body["samples"], body["prompts"]
+        if type(samples) is not int or not 0 < samples <= _MOST_SAMPLES:
+            raise ValueError("not a number of samples")
+        ids = [(epoch, row, number, attempt) for epoch, row, attempt in prompts for number in range(samples)]
+    if any(type(value) is not int for each in ids for value in each):
+        raise ValueError("not an id")
+    return ids

@@ -128,7 +128,11 @@ def read_origin(run: Path) -> RunOrigin:
 
 
 def _parse(body: Mapping[str, Any]) -> RunOrigin:
-    return RunOrigin(**{**body, "inputs": [InputFile(**each) for each in body["inputs"]]})
+    origin = RunOrigin(**{**body, "inputs": [InputFile(**each) for each in body["inputs"]]})
+    paths = [origin.directory, *origin.search_path, *(each.path for each in origin.inputs)]
+    if not isinstance(body["sections"], Mapping) or any(b"\0" in os.fsencode(each) for each in paths):
+        raise ValueError("sections or paths that are not any")
+    return origin
 
 
 def _locate(value: Any, key: str = "") -> Any:

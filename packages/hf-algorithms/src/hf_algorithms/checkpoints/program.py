@@ -68,9 +68,25 @@ def read_program(folder: Path) -> Program:
         CheckpointError: if it cannot be read.
     """
     try:
-        return Program(**json.loads((folder / PROGRAM).read_text(encoding="utf-8")))
+        program = Program(**json.loads((folder / PROGRAM).read_text(encoding="utf-8")))
+        if not _is_program(program):
+            raise ValueError("values of other kinds")
     except (OSError, ValueError, TypeError, RecursionError):
         raise CheckpointError(f"{folder / PROGRAM}: is not the state of a program") from None
+    return program
+
+
+def _is_program(program: Program) -> bool:
+    """True if all values are of their kinds."""
+    tables = (program.state, program.summary, program.data, program.generators)
+    numbers = (*_values_of(program.totals), *_values_of(program.ledger), *_values_of(program.sizes))
+    is_counted = all(type(each) in (int, float) and each >= 0 for each in numbers)
+    return is_counted and type(program.iteration) is int and all(isinstance(each, Mapping) for each in tables)
+
+
+def _values_of(table: Any) -> list[Any]:
+    """Values of a table, or one that is not a number."""
+    return list(table.values()) if isinstance(table, Mapping) else [None]
 
 
 def save_generators() -> dict[str, Any]:
