@@ -44,6 +44,28 @@ def test_samples_are_trained_filtered_or_dropped_once(directory: RunDirectory) -
     assert lines[3] == {"iteration": 1, "state": "trained", "sample_ids": [[1, 2, 1, 1]]}
 
 
+def test_samples_pass_through_generation_and_scoring(directory: RunDirectory) -> None:
+    ledger = Ledger(directory)
+    ledger.begin(1, 2)
+    first, second = put([(0, 7, 0, 0)]), put([(1, 2, 0, 1)])
+    ledger.plan(PROMPTS[:1])
+    ledger.note_generated(first)
+    ledger.note_generated(first)  # a step that generates twice for the same prompts
+    ledger.note_scored(first)
+    ledger.plan([(1, 2, 1)])
+    ledger.note_generated(second)
+    assert count_ledger(directory.path / LEDGER)["in_flight"] == 4, "of a run that was killed here"
+    ledger.follow()
+    ledger.settle()
+    lines = [json.loads(line) for line in (directory.path / LEDGER).read_text().splitlines()]
+    states = {each: [line["state"] for line in lines if [*each] in line["prompts"]] for each in (PROMPTS[0], (1, 2, 1))}
+    assert states == {
+        PROMPTS[0]: ["planned", "generating", "generated", "scored", "trained"],
+        (1, 2, 1): ["planned", "generating", "generated", "trained"],
+    }
+    assert ledger.counts == count_ledger(directory.path / LEDGER)
+
+
 @pytest.mark.parametrize(("is_skipped", "state"), [(True, "dropped"), (False, "trained")])
 def test_a_step_that_names_no_batch_learned_all_or_nothing(
     directory: RunDirectory, is_skipped: bool, state: str
@@ -60,6 +82,9 @@ def test_a_step_that_names_no_batch_learned_all_or_nothing(
     [
         (["planned", "trained", "trained"], "line 3: sample .* becomes trained and was trained"),
         (["planned", "planned"], "line 2: sample .* becomes planned and was planned"),
+        (["planned", "scored", "generated"], "line 3: sample .* becomes generated and was scored"),
+        (["planned", "trained", "scored"], "line 3: sample .* becomes scored and was trained"),
+        (["planned", "spent"], "line 2: does not say which samples enter which state"),
         (["trained"], "line 1: sample .* becomes trained and was not planned"),
     ],
 )

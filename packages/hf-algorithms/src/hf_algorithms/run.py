@@ -254,6 +254,7 @@ class _Run:
                 *config.recipe.run_step(self._roles, prompts, config.algorithm, context),
                 *(group.drain_metrics() for group in self._roles.groups.values() if "drain_metrics" in group.methods),
             ]
+            self._ledger.follow()
             metrics = average_metrics(config.recipe.name, futures)
         self._ledger.settle(is_skipped=any(name.endswith("/skipped_steps") for name in metrics))
         self._note_progress(iteration)

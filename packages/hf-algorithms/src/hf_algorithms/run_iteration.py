@@ -71,6 +71,8 @@ class RunIteration:
             count_prompts_left=lambda: self._draws.num_left,
             pretrain_rows=self._draw_pretraining,
             show_samples=self.shown.append,
+            note_generated=self.ledger.note_generated,
+            note_scored=self.ledger.note_scored,
             note_trained=self.ledger.note_trained,
             note_filtered=self.ledger.note_filtered,
         )

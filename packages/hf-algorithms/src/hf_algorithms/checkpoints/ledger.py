@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 __all__ = ["LEDGER", "STATES", "Ledger", "LedgerError", "count_ledger"]
 
 LEDGER = "ledger.jsonl"
-STATES = ("planned", "trained", "filtered", "dropped")
-"""Of the lines of the file. A sample that is planned and nothing else is in flight."""
+_IN_FLIGHT = ("planned", "generating", "generated", "scored")
+_ENDS = ("trained", "filtered", "dropped")
+STATES = (*_IN_FLIGHT, *_ENDS)
+"""Of the lines of the file. A sample enters each at most once, in this order, and one of the last three at its end."""
 
 _MOST_SAMPLES = 1 << 16
 """Responses to one prompt, in a file that may be damaged."""
@@ -45,14 +47,17 @@ class Ledger:
 
     def __init__(self, directory: RunDirectory, counts: Mapping[str, int] | None = None) -> None:
         self._directory = directory
-        self._counts = dict.fromkeys(STATES, 0) | dict(counts or {})
+        self._counts = dict.fromkeys(("planned", *_ENDS), 0) | dict(counts or {})
         self._counts.pop("in_flight", None)
+        self._fresh: list[Prompt] = []
+        self._num_generating = 0
+        self._awaited: list[tuple[str, Sequence[Prompt], BatchFuture]] = []
         self._begin(0, 1)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Samples of the run by their state; `planned` counts all."""
-        settled = sum(self._counts[state] for state in STATES[1:])
+        """Samples of the run by how they ended; `planned` counts all, `in_flight` those that have not ended."""
+        settled = sum(self._counts[state] for state in _ENDS)
         return {**self._counts, "in_flight": self._counts["planned"] - settled}
 
     def begin(self, iteration: int, samples: int) -> None:
@@ -64,6 +69,29 @@ class Ledger:
         self._prompts += prompts
         self._counts["planned"] += len(prompts) * self._samples
         self._write("planned", prompts)
+
+    def note_generated(self, batch: BatchFuture) -> None:
+        """Takes the responses that are being generated to the prompts that were drawn last."""
+        fresh = self._prompts[self._num_generating :]
+        if fresh:
+            self._fresh, self._num_generating = fresh, len(self._prompts)
+            self._write("generating", fresh)
+            self._await("generated", batch)
+
+    def note_scored(self, batch: BatchFuture) -> None:
+        """Takes these responses with their scores."""
+        self._await("scored", batch)
+
+    def follow(self) -> None:
+        """Waits for responses and for their scores, and notes both as they come.
+
+        Raises:
+            HybridFlowError: if a call failed that makes them.
+        """
+        awaited, self._awaited = self._awaited, []
+        for state, prompts, batch in awaited:
+            batch.wait()
+            self._write(state, prompts)
 
     def note_trained(self, batch: BatchFuture) -> None:
         """Takes the rows that updates of this iteration learn."""
@@ -110,6 +138,12 @@ class Ledger:
         self._prompts: list[Prompt] = []
         self._batches: list[BatchFuture] = []
         self._filtered: set[int] = set()
+        self._fresh, self._num_generating, self._awaited = [], 0, []
+
+    def _await(self, state: str, batch: BatchFuture) -> None:
+        """Of prompts that no batch was noted for, each state is entered once."""
+        if self._fresh and not any(known == state and of is self._fresh for known, of, _ in self._awaited):
+            self._awaited.append((state, self._fresh, batch))
 
     def _read_trained(self, planned: set[SampleId]) -> set[SampleId]:
         found: set[SampleId] = set()
@@ -158,15 +192,21 @@ def count_ledger(path: Path) -> dict[str, int]:
         iteration, state, ids = _parse_line(line, where)
         for each in ids:
             before = states.get((iteration, each))
-            if before != (None if state == "planned" else "planned"):
+            if not _may_follow(before, state):
                 raise LedgerError(
                     f"{where}: sample {list(each)} of iteration {iteration} becomes {state} and was "
                     f"{before or 'not planned'}"
                 )
             states[iteration, each] = state
     found = list(states.values())
-    counts = {state: found.count(state) for state in STATES[1:]}
-    return {"planned": len(found), **counts, "in_flight": found.count("planned")}
+    counts = {state: found.count(state) for state in _ENDS}
+    return {"planned": len(found), **counts, "in_flight": len(found) - sum(counts.values())}
+
+
+def _may_follow(before: str | None, state: str) -> bool:
+    if before is None:
+        return state == "planned"
+    return before in _IN_FLIGHT and STATES.index(before) < STATES.index(state)
 
 
 def _read_lines(path: Path) -> list[str]:

@@ -97,6 +97,8 @@ class StepContext:
             `response_ids`, for a supervised term of the loss. Texts come in blocks of `data.block_tokens`.
         show_samples: takes responses with what is known of them, such as advantages. The run writes some of the last
             batch that a step shows into `samples/`.
+        note_generated: takes the responses to the prompts that were drawn last, for the ledger; `generate` calls it.
+        note_scored: takes these responses with their scores, for the ledger; `generate_scored` calls it.
         note_trained: takes the batch whose rows the updates learn, for the ledger; `mini_batches` calls it.
         note_filtered: takes the numbers of prompts, in the order in which they were drawn, whose responses are left
             out, for the ledger.
@@ -109,6 +111,8 @@ class StepContext:
     count_prompts_left: Callable[[], int]
     pretrain_rows: Callable[[int], BatchFuture]
     show_samples: Callable[[BatchFuture], None] = _leave
+    note_generated: Callable[[BatchFuture], None] = _leave
+    note_scored: Callable[[BatchFuture], None] = _leave
     note_trained: Callable[[BatchFuture], None] = _leave
     note_filtered: Callable[[Iterable[int]], None] = _leave
 

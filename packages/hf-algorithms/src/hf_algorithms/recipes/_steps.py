@@ -38,13 +38,16 @@ _RATIO_CAP = 2.0
 
 def generate(roles: Roles, prompts: BatchFuture, context: StepContext) -> BatchFuture:
     """Returns the responses to every prompt, with the prompt's columns."""
-    return prompts.repeat(context.sampling.n).union(roles.actor.generate_sequences(prompts, context.sampling))
+    batch = prompts.repeat(context.sampling.n).union(roles.actor.generate_sequences(prompts, context.sampling))
+    context.note_generated(batch)
+    return batch
 
 
 def generate_scored(roles: Roles, prompts: BatchFuture, context: StepContext) -> BatchFuture:
     """Returns the responses to every prompt, with the prompt's columns and the scores."""
     batch = generate(roles, prompts, context)
     batch = batch.union(roles.reward.compute_reward(batch))
+    context.note_scored(batch)
     context.show_samples(batch)
     return batch
 

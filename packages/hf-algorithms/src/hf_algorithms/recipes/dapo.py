@@ -140,7 +140,9 @@ def _generate_scored(roles: Roles, prompts: BatchFuture, config: DAPOConfig, con
 
     if config.filter_metric != _OF_MODEL or not is_scored(roles.reward, "compute_reward"):
         return generate_scored(roles, prompts, context)
-    return call_keeping_scores(roles.reward, "compute_reward", generate(roles, prompts, context))
+    batch = call_keeping_scores(roles.reward, "compute_reward", generate(roles, prompts, context))
+    context.note_scored(batch)
+    return batch
 
 
 def _select(roles: Roles, batch: BatchFuture, config: DAPOConfig) -> ObjectFuture:

@@ -110,6 +110,7 @@ def step(
     batch = batch.union(compute_values(roles, batch, config, context))
     batch = add_ref_logprobs(roles, batch, config, context)
     batch = batch.union(roles.reward.compute_reward(batch))
+    context.note_scored(batch)
     batch = batch.union(roles.advantage.compute_advantages(batch, _build_gae(config, coefficient)))
     found = roles.advantage.compute_metrics(batch, compares_sampler=config.old_source != "sampled")
     metrics = [found, *_update(roles, batch, config, context, coefficient)]

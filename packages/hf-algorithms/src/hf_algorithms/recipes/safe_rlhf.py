@@ -103,6 +103,7 @@ def step(roles: Roles, prompts: BatchFuture, config: SafeRLHFConfig, context: St
     batch = batch.union(of_costs.rename({"values": "cost_values"}))
     batch = add_ref_logprobs(roles, batch, config, context)
     batch = batch.union(roles.reward.compute_reward(batch)).union(roles.cost.compute_cost(batch))
+    context.note_scored(batch)
     constraint = _move_multiplier(context.read(roles.cost.list_costs(batch), while_tracing=[]), config, context)
     estimator = LagrangianAdvantage(
         multiplier=constraint["constraint/lambda"],
