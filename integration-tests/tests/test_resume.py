@@ -81,17 +81,13 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert run_apart("train", small_config, *words, *killing) == -signal.SIGKILL
     run = folder / "run"
     assert json.loads((run / "summary.json").read_text())["status"] == "running"
-    assert find_commits(run) == [1, 2]
+    assert find_commits(run)[-1] == 2
     shutil.move(run, run := folder / "moved")
     assert not hybridflow("train", "--resume", run).errors
     whole = folder / "whole"
     assert hybridflow("train", small_config, *words, "--set", f"run.output_dir={whole}").exit_code == 0
-    assert without_times(read_metrics(run)) == without_times(read_metrics(whole))
-    assert (run / LEDGER).read_text() == (whole / LEDGER).read_text()
-    assert (run / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
-    summary, expected = (json.loads((each / "summary.json").read_text()) for each in (run, whole))
-    for name in ("score_before", "score_after", "warm_start_steps", "model_iteration", "ledger", "kl_to_reference"):
-        assert summary.get(name) == expected.get(name)
+    check_equal_runs(run, whole)
+    summary = json.loads((run / "summary.json").read_text())
     assert summary["ledger"] == count_ledger(run / LEDGER)
     assert (summary["status"], summary["resumed_from"], summary["last_commit"]) == ("finished", [2], 4)
     assert find_commits(run) == [3, 4]
@@ -110,7 +106,7 @@ def test_a_killed_run_of_two_ranks_goes_on_bit_for_bit(small_config: Path, hybri
             f"run.on_metrics={folder / 'killer.py'}:kill_once")  # fmt: skip
     words = [word for key in keys for word in ("--set", key)]
     assert run_apart("train", small_config, *words) == -signal.SIGKILL
-    assert find_commits(run) == [1, 2]
+    assert find_commits(run)[-1] == 2
     before, ledger = read_metrics(run), (run / LEDGER).read_text()
     assert [row["iteration"] for row in before] == [1, 2, 3]
     outcome = hybridflow("train", "--resume", run)
@@ -144,6 +140,41 @@ def test_the_page_runs_as_written(
     assert "has finished its 20 iterations" in outcome.output
     assert [row["iteration"] for row in read_metrics(run)] == list(range(1, 21))
     assert find_commits(run)[-1] == 20
+
+
+def test_a_warm_start_goes_on_bit_for_bit(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
+    """One that ended without its mark, with more steps; and the run from the commit that ends the warm start."""
+    run, whole = small_config.parent / "run", small_config.parent / "whole"
+    keys = ("algorithm.name=grpo", "rollout.samples_per_prompt=2", "run.iterations=1", "run.checkpoint_every=1",
+            "warm_start.eval_every=6")  # fmt: skip
+    words = [word for key in keys for word in ("--set", key)]
+    marks = ("--set", "warm_start.max_steps=6", "--set", "warm_start.stop_at=0.0")
+    outcome = hybridflow("train", small_config, *words, "--set", "warm_start.stop_at=1.0")
+    assert outcome.exit_code == 1 and "no evaluation reached warm_start.stop_at=1.0" in outcome.errors
+    assert f"--resume {run} goes on in its warm start" in outcome.output
+    last = find_commits(run / "warm_start")[-1]
+    assert last in (3, 4) and not find_commits(run), "the last step may have been under way"
+    allowed = ("--allow-changed", "warm_start.max_steps", "--allow-changed", "warm_start.stop_at")
+    outcome = hybridflow("train", "--resume", run, *marks, *allowed)
+    assert outcome.exit_code == 0, outcome.errors
+    assert f"the warm start goes on after step {last}" in outcome.output
+    assert hybridflow("train", small_config, *words, *marks, "--set", f"run.output_dir={whole}").exit_code == 0
+    check_equal_runs(run, whole)
+    assert find_commits(run) == [0, 1] and not (run / "warm_start").exists()
+    shutil.rmtree(run / "steps" / "1")
+    assert hybridflow("train", "--resume", run).exit_code == 0
+    check_equal_runs(run, whole)
+    assert json.loads((run / "summary.json").read_text())["resumed_from"] == [0]
+
+
+def check_equal_runs(run: Path, whole: Path) -> None:
+    """Holds a run that was resumed against one that was not."""
+    assert without_times(read_metrics(run)) == without_times(read_metrics(whole))
+    assert (run / LEDGER).read_text() == (whole / LEDGER).read_text()
+    assert (run / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
+    summary, expected = (json.loads((each / "summary.json").read_text()) for each in (run, whole))
+    for name in ("score_before", "score_after", "warm_start_steps", "model_iteration", "ledger", "kl_to_reference"):
+        assert summary.get(name) == expected.get(name)
 
 
 def test_a_supervised_run_is_refused_or_goes_on_in_python(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
@@ -171,7 +172,7 @@ class _Run:
         """All phases in order; whatever happens, what was reached is on disk."""
         with closing(self._checkpoints):
             if resume is None or resume.program is None:
-                self._start()
+                self._start(resume)
             else:
                 self._continue(resume, resume.program)
             self._display.phase(self._config.algorithm.name)
@@ -185,14 +186,16 @@ class _Run:
             if (divergence := measure_divergence(self._roles, self._test, self._sampling(0))) is not None:
                 self._summary["kl_to_reference"] = divergence
 
-    def _start(self) -> None:
-        """Makes the warm start, the probe and the first evaluation."""
+    def _start(self, resume: Resumption | None) -> None:
+        """Makes the warm start, or the rest of it, the probe and the first evaluation."""
         self._note_progress(0)
-        self._warm_start()
+        self._warm_start(resume)
         probe_sampler(self._config, self._roles, self._validation, self._sampling(0))
         self._display.phase("evaluating the starting point")
         self._commit_model(0)
         self._summary["score_before"] = self._evaluate("test", 0)
+        if self._config.warm_start.max_steps:
+            self._end_iteration(self._checkpoints, 0, is_last=True)
 
     def _continue(self, resume: Resumption, program: Program) -> None:
         """Takes over what the last commit holds."""
@@ -206,7 +209,7 @@ class _Run:
         self._summary.restore(program)
         resume.load(self._roles)
 
-    def _warm_start(self) -> None:
+    def _warm_start(self, resume: Resumption | None) -> None:
         """Supervised training of the policy; every role that starts from the same weights then gets the result.
 
         A role whose own path the configuration gives keeps its weights.
@@ -221,11 +224,26 @@ class _Run:
         # constant: a schedule is for the iterations, before which every role loads the warm model
         has_schedule = self._config.training.learning_rate_schedule != "constant"
         options = {"constant": True} if has_schedule else {}
-        self._roles.having("set_learning_rate").set_learning_rate(config.learning_rate, **options).result()
         note = self._display.note
-        self._summary["warm_start_steps"] = warm_start(
-            self._roles, self._supervised_batches(), self._evaluate_warm_start, config, metric=self._metric, note=note
+        checkpoints = Checkpoints(
+            self._config.run, self._directory, self._roles, self._summary, note, of_warm_start=True
         )
+        with closing(checkpoints):
+            done = resume.load_warm_start(self._roles) if resume is not None else 0
+            if done:
+                note(f"the warm start goes on after step {done}")
+            self._roles.having("set_learning_rate").set_learning_rate(config.learning_rate, **options).result()
+            self._summary["warm_start_steps"] = warm_start(
+                self._roles,
+                self._supervised_batches(done),
+                self._evaluate_warm_start,
+                config,
+                metric=self._metric,
+                note=note,
+                first=done + 1,
+                end_step=partial(self._end_iteration, checkpoints),
+            )
+            checkpoints.finish()
         with self._directory.replacing("warm_model") as folder:  # float32: roles load the policy's own weights
             self._roles.having("generate_sequences").export_model(str(folder), dtype="float32").result()
             self._directory.write_files(folder, self._inputs.exported_files())
@@ -292,13 +310,17 @@ class _Run:
             self._display.note(describe_unscorable(iteration, metrics))
         self._directory.append_metrics({"iteration": iteration, **metrics})
         self._display.iteration(iteration, metrics)
-        self._checkpoints.end_iteration(
+        self._end_iteration(self._checkpoints, iteration, is_last=is_last or self._stop.decide())
+
+    def _end_iteration(self, checkpoints: Checkpoints, iteration: int, *, is_last: bool = False) -> None:
+        """Commits what there is after an iteration, or after a step of the warm start, if it is time."""
+        checkpoints.end_iteration(
             iteration,
-            is_last=is_last or self._stop.decide(),
+            is_last=is_last,
             state=self._state,
             totals={"busy_s": self._busy_s, "tokens": self._num_tokens, "wall_s": self._summary.wall_s},
             ledger=self._ledger,
-            data={"rows_drawn": iteration * config.rollout.batch_size, "rows": len(self._inputs.train)},
+            data={"rows_drawn": iteration * self._config.rollout.batch_size, "rows": len(self._inputs.train)},
         )
 
     def _write_samples(self, iteration: int, shown: Sequence[BatchFuture]) -> None:
@@ -334,9 +356,9 @@ class _Run:
         self._directory.append_samples(iteration, [{"set": name, **each} for each in samples])
         return score
 
-    def _supervised_batches(self) -> Iterator[BatchFuture]:
+    def _supervised_batches(self, step: int) -> Iterator[BatchFuture]:
+        """Batches of the warm start after so many steps."""
         data, config = self._inputs.train, self._config
-        step = 0
         while True:
             drawn = data.order.draw(config.warm_start.batch_size, iteration=step, seed=config.run.seed + 1)
             rows = [row for _, row in drawn]

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import EACCES, ENOTDIR
 from pathlib import Path
@@ -25,7 +25,7 @@ ORIGIN = ".hybridflow-run"
 _FILES = (
     "config.toml", "plan.json", "metrics.jsonl", "summary.json", "trace.json", "report.html", "ledger.jsonl",
 )  # fmt: skip
-_FOLDERS = ("initial_model", "warm_model", "model", "samples", "steps", "tensorboard", "wandb")
+_FOLDERS = ("initial_model", "warm_model", "model", "samples", "steps", "warm_start", "tensorboard", "wandb")
 
 
 def is_run(path: Path) -> bool:
@@ -128,13 +128,18 @@ class RunDirectory:
         if not self._resumes:
             self.clear()
 
-    def clear(self) -> None:
-        """Removes what an earlier run left, or an earlier part of this one that has no commit."""
+    def clear(self, *, keeps: Sequence[str] = ()) -> None:
+        """Removes what an earlier run left, or an earlier part of this one that has no commit.
+
+        Args:
+            keeps: folders that stay.
+        """
         with self._reporting("the earlier run"):
             for name in _FILES:
                 (self.path / name).unlink(missing_ok=True)
             for name in _FOLDERS:
-                shutil.rmtree(self.path / name, ignore_errors=True)
+                if name not in keeps:
+                    shutil.rmtree(self.path / name, ignore_errors=True)
             (self.path / "metrics.jsonl").touch()
 
     def truncate(self, name: str, size: int) -> None:
@@ -145,6 +150,8 @@ class RunDirectory:
         """
         with self._reporting(name):
             path = self.path / name
+            if size == 0 and not path.exists():
+                return
             found = path.stat().st_size
             if found < size:
                 raise RunDirectoryError(
@@ -159,9 +166,9 @@ class RunDirectory:
             shutil.rmtree(self.path / name)
 
     def measure(self) -> dict[str, int]:
-        """Returns the bytes of the files that grow, by their names."""
+        """Returns the bytes of the files that grow, by their names; 0 for one that does not exist yet."""
         files = [self.path / "metrics.jsonl", self.path / "ledger.jsonl", *(self.path / "samples").glob("*.jsonl")]
-        return {each.relative_to(self.path).as_posix(): each.stat().st_size for each in files if each.exists()}
+        return {each.relative_to(self.path).as_posix(): each.stat().st_size if each.exists() else 0 for each in files}
 
     def close(self) -> None:
         """Lets another run use the directory."""

@@ -137,8 +137,12 @@ class RunSummary:
         return self._body
 
     def _describe_resumption(self) -> str:
+        from hf_algorithms.checkpoints.commit import WARM_START, find_commits  # whose package needs the versions here
+
         last = self._body.get("last_commit")
         where = "starts again: nothing is committed" if last is None else f"goes on after iteration {last}"
+        if last is None and find_commits(self._directory.path / WARM_START):
+            where = "goes on in its warm start"
         return f"hybridflow {self._command} --resume {shlex.quote(str(self._directory.path))} {where}"
 
     def _finish_trace(self) -> None:

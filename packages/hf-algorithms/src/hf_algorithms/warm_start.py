@@ -30,6 +30,8 @@ def warm_start(
     *,
     metric: str,
     note: Callable[[str], None],
+    first: int = 1,
+    end_step: Callable[[int], None] = lambda step: None,
 ) -> int:
     """Train until an evaluation reaches ``config.stop_at``, or for ``config.max_steps`` steps.
 
@@ -40,9 +42,11 @@ def warm_start(
         config: when to evaluate and when to stop.
         metric: name of what ``evaluate`` measures, for notes.
         note: takes one line for each evaluation.
+        first: number of the first step; later than 1 where earlier ones are done.
+        end_step: called after each step that is not the last.
 
     Returns:
-        The number of steps taken.
+        The number of steps taken, earlier ones included.
 
     Raises:
         WarmStartError: if ``stop_at`` is never reached, or the evaluation that reaches it is above ``fail_above``.
@@ -50,20 +54,19 @@ def warm_start(
     from hf_algorithms.losses import SupervisedLoss
 
     policy = roles.having("generate_sequences")
-    for step in range(1, config.max_steps + 1):
+    for step in range(first, config.max_steps + 1):
         metrics = policy.update_actor(next(batches), SupervisedLoss())
-        if step % config.eval_every and step < config.max_steps:
-            continue
-        score = evaluate()
-        note(f"warm start, step {step}: loss {metrics.result()['supervised/loss']:.3f}, {metric} {score:.3f}")
-        if config.stop_at is None or score < config.stop_at:
-            continue
-        if score > config.fail_above:
-            raise WarmStartError(
-                f"the warm start jumped to {score:.3f}, above warm_start.fail_above={config.fail_above}: "
-                f"lower warm_start.eval_every={config.eval_every} or warm_start.learning_rate={config.learning_rate}"
-            )
-        return step
+        if step % config.eval_every == 0 or step == config.max_steps:
+            score = evaluate()
+            note(f"warm start, step {step}: loss {metrics.result()['supervised/loss']:.3f}, {metric} {score:.3f}")
+            if config.stop_at is not None and score >= config.stop_at:
+                if score > config.fail_above:
+                    raise WarmStartError(
+                        f"the warm start jumped to {score:.3f}, above warm_start.fail_above={config.fail_above}: lower "
+                        f"warm_start.eval_every={config.eval_every} or warm_start.learning_rate={config.learning_rate}"
+                    )
+                return step
+        end_step(step)
     if config.stop_at is not None:
         raise WarmStartError(
             f"no evaluation reached warm_start.stop_at={config.stop_at} within "

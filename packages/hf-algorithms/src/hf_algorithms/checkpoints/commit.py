@@ -15,6 +15,7 @@ from hf_protocols.arguments import show
 
 __all__ = [
     "STEPS",
+    "WARM_START",
     "CheckpointError",
     "Commit",
     "CommittedFile",
@@ -29,6 +30,8 @@ __all__ = [
 SCHEMA = 1
 STEPS = "steps"
 """Folder of a run that holds its commits, by their iterations."""
+WARM_START = "warm_start"
+"""Folder of a run that holds the commits of its warm start until that is over, as a run of its own would."""
 _COMMIT = "COMMIT"
 _CHUNK_BYTES = 1 << 22
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.checkpoints.commit import STEPS, CheckpointError, Commit, find_last_commit
+from hf_algorithms.checkpoints.commit import STEPS, WARM_START, CheckpointError, Commit, find_last_commit
 from hf_algorithms.checkpoints.origin import read_origin
 from hf_algorithms.checkpoints.program import Program, load_generators, read_program
 from hf_algorithms.checkpoints.saver import list_trained
@@ -46,6 +46,7 @@ class Resumption:
         search_path: folders of users' modules.
         commit: the last one that can be used; None: the run starts at iteration 1.
         program: of that commit.
+        warm: the last commit of a warm start that is not over, and its program.
         notes: one line for each commit that cannot be used.
         is_finished: there is nothing left to do.
     """
@@ -56,6 +57,7 @@ class Resumption:
     search_path: Sequence[str]
     commit: Commit | None
     program: Program | None
+    warm: tuple[Commit, Program] | None
     notes: Sequence[str]
     is_finished: bool
 
@@ -65,23 +67,39 @@ class Resumption:
         return self.program.iteration if self.program is not None else 0
 
     def begin(self) -> None:
-        """Removes what the run wrote after its last commit; without one, all that it wrote.
+        """Removes what the run wrote after its last commit; without one, all but commits of its warm start.
 
         Raises:
             RunDirectoryError: if a file is shorter than it was then.
         """
         if self.program is None:
-            self.directory.clear()
+            self.directory.clear(keeps=() if self.warm is None else (WARM_START,))
+            if self.warm is not None:
+                self._remove_steps(WARM_START, self.warm[1].iteration)
             return
         path = self.directory.path
         for samples in (path / "samples").glob("*.jsonl"):
             if samples.stem.isdecimal() and int(samples.stem) > self.program.iteration:
                 samples.unlink()
-        for step in (path / STEPS).iterdir():
-            if step.name.isdecimal() and int(step.name) > self.program.iteration:
-                self.directory.remove(f"{STEPS}/{step.name}")
+        self._remove_steps(".", self.program.iteration)
         for name, size in self.program.sizes.items():
             self.directory.truncate(name, size)
+
+    def _remove_steps(self, place: str, last: int) -> None:
+        """Removes the steps after the last one."""
+        for step in (self.directory.path / place / STEPS).iterdir():
+            if step.name.isdecimal() and int(step.name) > last:
+                self.directory.remove(f"{place}/{STEPS}/{step.name}")
+
+    def load_warm_start(self, roles: Roles) -> int:
+        """Gives the policy the state of the last commit of the warm start; returns the number of its step, or 0."""
+        if self.warm is None:
+            return 0
+        commit, program = self.warm
+        policy = roles.having("generate_sequences")
+        policy.load_state(str(commit.folder / policy.role)).result()
+        load_generators(program.generators)
+        return program.iteration
 
     def load(self, roles: Roles) -> None:
         """Gives all trained roles, and the program's generators, the states of the commit.
@@ -127,6 +145,7 @@ def open_resumption(
         raise ConfigError("\n".join([*changed, f"--resume {run}: restore these files, or start another run"]))
     commit, problems = find_last_commit(directory.path)
     program = None if commit is None else read_program(commit.folder)
+    warm, more = find_last_commit(directory.path / WARM_START) if commit is None else (None, [])
     has_ended = _read_status(directory.path) == "finished"
     return Resumption(
         config=config,
@@ -135,7 +154,8 @@ def open_resumption(
         search_path=search_path,
         commit=commit,
         program=program,
-        notes=problems,
+        warm=None if warm is None else (warm, read_program(warm.folder)),
+        notes=[*problems, *more],
         is_finished=has_ended and program is not None and program.iteration >= config.run.iterations,
     )
 

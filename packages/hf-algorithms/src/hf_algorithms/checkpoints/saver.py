@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.checkpoints.cadence import Cadence
-from hf_algorithms.checkpoints.commit import STEPS, CommittedFile, find_commits, read_commit, remove_step, write_commit
+from hf_algorithms.checkpoints.commit import (
+    STEPS,
+    WARM_START,
+    CommittedFile,
+    find_commits,
+    read_commit,
+    remove_step,
+    write_commit,
+)
 from hf_algorithms.checkpoints.pending import PendingStep
 from hf_algorithms.checkpoints.program import Program, save_generators, write_program
 from hf_algorithms.run_directory import RunDirectoryError
@@ -54,6 +63,7 @@ class Checkpoints:
         roles: of the run.
         summary: gets the last commit, and the share of the time.
         note: shows the user a line: a run with a role that cannot be saved makes no commit.
+        of_warm_start: commits hold steps of the warm start and the policy alone, in `warm_start/steps/`.
     """
 
     def __init__(
@@ -63,14 +73,21 @@ class Checkpoints:
         roles: Roles,
         summary: RunSummary,
         note: Callable[[str], None],
+        *,
+        of_warm_start: bool = False,
     ) -> None:
         self._config = config
         self._directory = directory
+        self._of_warm_start = of_warm_start
+        self._place = directory.path / WARM_START if of_warm_start else directory.path
         self._trained = list_trained(roles)
+        if of_warm_start:
+            policy = roles.having("generate_sequences").role
+            self._trained = {role: group for role, group in self._trained.items() if role == policy}
         self._summary = summary
         unsaved = _find_unsaved(roles)
         self._every = 0 if unsaved else config.checkpoint_every
-        if unsaved and config.checkpoint_every:
+        if unsaved and config.checkpoint_every and not of_warm_start:
             note(f"no checkpoints are made: the worker of role {unsaved[0]} has no save_state and load_state")
         self._cadence = Cadence(self._every)
         self._pending: PendingStep | None = None
@@ -90,8 +107,8 @@ class Checkpoints:
         """Commits the run after an iteration whose metrics are written, if it is time.
 
         Args:
-            iteration: from 1.
-            is_last: of the run.
+            iteration: from 1, 0 after the warm start; its steps from 1.
+            is_last: of the run, or of the warm start.
             state: of the recipe.
             totals: sums from which numbers of the summary are computed.
             ledger: of the run, in which the iteration is settled.
@@ -123,7 +140,7 @@ class Checkpoints:
             HybridFlowError: if a state cannot be written; earlier commits stay.
         """
         self.finish()
-        folder = self._directory.path / STEPS / str(program.iteration)
+        folder = self._place / STEPS / str(program.iteration)
         with self._reporting(folder), self._timing() as spent:
             remove_step(folder)
             folder.mkdir(parents=True)
@@ -157,7 +174,7 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.stop()
-            if pending.is_committed:
+            if pending.is_committed and not self._of_warm_start:
                 self._summary["last_commit"] = pending.iteration
 
     def measure(self) -> dict[str, float]:
@@ -172,9 +189,10 @@ class Checkpoints:
     def _commit(self, folder: Path, program: Program, files: Sequence[CommittedFile]) -> None:
         write_commit(folder, program.iteration, files, ledger=program.ledger, versions=versions())
         self._prune()
+        shutil.rmtree(self._place / WARM_START, ignore_errors=True)  # it is over
 
     def _note_commit(self, iteration: int) -> None:
-        if iteration != self._last:
+        if iteration != self._last and not self._of_warm_start:
             self._last = iteration
             self._summary["last_commit"] = iteration
             self._summary["checkpoint_share"] = self._cadence.share
@@ -182,8 +200,8 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Removes old commits; one that would leave the newest alone waits until that is verified."""
-        steps = self._directory.path / STEPS
-        commits = find_commits(self._directory.path)
+        steps = self._place / STEPS
+        commits = find_commits(self._place)
         if self._config.keep == 1 and len(commits) > 1:
             read_commit(steps / str(commits[-1])).verify()
         for iteration in commits[: -self._config.keep]:
