@@ -40,7 +40,7 @@ def test_a_sealed_reference_outlives_the_name_it_was_put_under(ray_executor):
 
 
 def test_a_store_waits_no_longer_than_it_is_asked_to(ray_executor):
-    never = ray.remote(resources={"a slot that nobody has": 1})(int).remote()
+    never = ray.remote(resources={"a slot that nobody has": 1})(lambda: 1).remote()
     with pytest.raises(WorkerTimeoutError, match=r"1 earlier calls of the pool were not done after 0\.1 s"):
         RayStore().wait([ray.put(1), never], 0.1)
     ray.cancel(never)
