@@ -20,7 +20,7 @@ class Problem(NamedTuple):
     workload: WorkloadSpec
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def paper_problem() -> Callable[[str, str, int], Problem]:
     """The paper's set-up (section 8.1): equal models, machines of 8 A100-80GB, 1024 prompts of 1024 + 1024 tokens."""
 

@@ -11,21 +11,31 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hf_mapper import MapperConfig, explain_plan, is_feasible, map_dataflow, render_explanation
+from hf_mapper import Explanation, MapperConfig, explain_plan, is_feasible, map_dataflow, render_explanation
 from hf_mapper.demand import build_demands
 from hf_mapper.pricing import price_pools, stage_seconds
 from hf_mapper.search import find_pools
 from hf_protocols import MappingPlan, ModelShape
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def build(paper_problem: Callable[..., Any]) -> Callable[..., MapperConfig]:
     return lambda *given: MapperConfig(**paper_problem(*given)._asdict())
 
 
-def test_every_class_is_compared_and_the_plan_leads(build: Callable[..., MapperConfig]) -> None:
-    problem = build("ppo", "llama-2-7b", 16)
-    found = explain_plan(problem, robustness=False)
+@pytest.fixture(scope="module")
+def whole(build: Callable[..., MapperConfig]) -> Explanation:
+    """All that is said of a small problem."""
+    return explain_plan(build("grpo", "llama-2-7b", 16))
+
+
+@pytest.fixture(scope="module")
+def of_ppo(build: Callable[..., MapperConfig]) -> Explanation:
+    return explain_plan(build("ppo", "llama-2-7b", 16), robustness=False)
+
+
+def test_every_class_is_compared_and_the_plan_leads(build: Callable[..., MapperConfig], of_ppo: Explanation) -> None:
+    problem, found = build("ppo", "llama-2-7b", 16), of_ppo
     plan = map_dataflow(problem.dataflow, problem.models, problem.cluster, problem.workload)
     assert found.plan == plan
     assert found.tolerances == ()
@@ -52,9 +62,8 @@ def every_partition(items: list[str]) -> list[list[list[str]]]:
     return found
 
 
-def test_idle_parts_and_reasons_follow_from_the_stages(build: Callable[..., MapperConfig]) -> None:
-    problem = build("ppo", "llama-2-7b", 16)
-    for entry in explain_plan(problem, robustness=False).alternatives:
+def test_idle_parts_and_reasons_follow_from_the_stages(of_ppo: Explanation) -> None:
+    for entry in of_ppo.alternatives:
         if entry.idle_part is None:
             continue
         assert all(-1e-9 <= part < 1 for part in entry.idle_part)
@@ -133,9 +142,10 @@ def test_the_bottleneck_is_the_longest_stage_and_its_resource_helps_most(build: 
     assert all(0 <= saved < found.plan.estimates["iteration_s"] for saved in found.bottleneck.saved_s.values())
 
 
-def test_one_more_machine_is_a_search_on_the_larger_cluster(build: Callable[..., MapperConfig]) -> None:
-    problem = build("ppo", "llama-2-7b", 16)
-    (extension,) = explain_plan(problem, robustness=False).extensions
+def test_one_more_machine_is_a_search_on_the_larger_cluster(
+    build: Callable[..., MapperConfig], of_ppo: Explanation
+) -> None:
+    (extension,) = of_ppo.extensions
     larger = build("ppo", "llama-2-7b", 24)
     plan = map_dataflow(larger.dataflow, larger.models, larger.cluster, larger.workload)
     assert extension.num_machines == 3
@@ -143,10 +153,9 @@ def test_one_more_machine_is_a_search_on_the_larger_cluster(build: Callable[...,
     assert extension.idle_gpus == plan.estimates["idle_gpus"]
 
 
-def test_a_stop_leaves_out_what_was_not_found_by_then(build: Callable[..., MapperConfig]) -> None:
+def test_a_stop_leaves_out_what_was_not_found_by_then(build: Callable[..., MapperConfig], whole: Explanation) -> None:
     """Asked once more each time: what is said is what the whole explanation says, less some of it."""
     problem = build("grpo", "llama-2-7b", 16)
-    whole = explain_plan(problem)
     seen = set()
     for limit in (3, 10, 20, 40, 80, 160, 320, 10**9):
         asked = itertools.count()
@@ -162,8 +171,8 @@ def test_a_stop_leaves_out_what_was_not_found_by_then(build: Callable[..., Mappe
     assert found == whole
 
 
-def test_text_and_json_hold_the_same_reasons(build: Callable[..., MapperConfig]) -> None:
-    found = explain_plan(build("grpo", "llama-2-7b", 16))
+def test_text_and_json_hold_the_same_reasons(whole: Explanation) -> None:
+    found = whole
     console = Console(width=120, record=True, file=io.StringIO())
     render_explanation(found, console)
     text = console.export_text()

@@ -4,7 +4,7 @@ import html.parser
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,12 @@ class Reader(html.parser.HTMLParser):
         self.text += data + " "
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def problem(paper_problem: Callable[..., Any]) -> MapperConfig:
     return MapperConfig(**paper_problem("ppo", "llama-2-7b", 128)._asdict())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plan(problem: MapperConfig) -> MappingPlan:
     return map_dataflow(problem.dataflow, problem.models, problem.cluster, problem.workload)
 
@@ -128,22 +128,30 @@ def test_the_reasons_are_on_the_page(problem: MapperConfig) -> None:
     assert found.bottleneck.resource in text
 
 
+WIDTHS = (320, 390, 1280)
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: install the package `chromium`")
-@pytest.mark.parametrize("width", [320, 390, 1280])
-def test_nothing_scrolls_sideways(paper_problem: Callable[..., Any], width: int, tmp_path: Path) -> None:
-    """In a frame of that width in headless Chromium; a page that is too wide is measured as such."""
+def test_nothing_scrolls_sideways(paper_problem: Callable[..., Any], tmp_path: Path) -> None:
+    """In frames of each width in headless Chromium; a page that is too wide is measured as such."""
     found = explain_plan(MapperConfig(**paper_problem("safe_rlhf_one_critic", "llama-2-7b", 16)._asdict()))
-    assert _measure(build_page(found.plan, found), width, tmp_path) <= width
-    assert _measure("<!doctype html><div style='width:2000px'>wide</div>", width, tmp_path) > width
+    page, wide = build_page(found.plan, found), "<!doctype html><div style='width:2000px'>wide</div>"
+    measured = _measure([(html, width) for html in (page, wide) for width in WIDTHS], tmp_path)
+    for width, of_page, of_wide in zip(WIDTHS, measured[: len(WIDTHS)], measured[len(WIDTHS) :], strict=True):
+        assert of_page <= width < of_wide
 
 
-def _measure(page: str, width: int, folder: Path) -> int:
-    """``scrollWidth`` of the page in a frame ``width`` pixels wide: a window's own least width is larger."""
+def _measure(frames: Sequence[tuple[str, int]], folder: Path) -> list[int]:
+    """`scrollWidth` of each page in a frame of its width in pixels: a window's own least width is larger."""
     shell = (
-        f'<!doctype html><iframe id="frame" style="width:{width}px;height:800px;border:0"></iframe>'
-        "<script>const frame = document.getElementById('frame');"
-        "frame.onload = () => { document.title = 'wide ' + frame.contentDocument.documentElement.scrollWidth; };"
-        f"frame.srcdoc = {_quote(page)};</script>"
+        "<!doctype html><body><script>const found = [];"
+        f"for (const [index, [page, width]] of {_quote(frames)}.entries()) {{"
+        "const frame = document.createElement('iframe');"
+        "frame.style = `width:${width}px;height:800px;border:0`;"
+        "frame.srcdoc = page;"
+        "frame.onload = () => { found[index] = frame.contentDocument.documentElement.scrollWidth;"
+        "document.title = 'wide ' + Array.from(found, width => width ?? '').join(' '); };"
+        "document.body.append(frame); }</script>"
     )
     path = folder / "shell.html"
     path.write_text(shell)
@@ -155,13 +163,13 @@ def _measure(page: str, width: int, folder: Path) -> int:
         timeout=100,
         check=True,
     )
-    found = re.search(r"<title>wide (\d+)</title>", finished.stdout)
-    assert found, finished.stdout[:500]
-    return int(found.group(1))
+    measured = re.search(r"<title>wide ([\d ]+)</title>", finished.stdout)
+    assert measured, finished.stdout[:500]
+    return [int(width) for width in measured.group(1).split()]
 
 
-def _quote(page: str) -> str:
-    """The page as a JavaScript string inside a script element."""
+def _quote(frames: Sequence[tuple[str, int]]) -> str:
+    """The frames as a JavaScript array inside a script element."""
     import json
 
-    return json.dumps(page).replace("</", "<\\/")
+    return json.dumps(frames).replace("</", "<\\/")

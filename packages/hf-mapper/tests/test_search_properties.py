@@ -37,8 +37,8 @@ def test_feasibility_agrees_with_the_search_and_problems_are_varied(oracle: Modu
 def test_a_gap_is_never_understated(part: int, oracle: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped anywhere: the optimum is not below ``iteration_s * (1 - gap)``, and nothing is simulated any more."""
     built: list[int] = []
-    build_options = pools.build_options
-    monkeypatch.setattr(pools, "build_options", lambda *given: built.append(1) or build_options(*given))
+    simulate_options = pools.simulate_options
+    monkeypatch.setattr(pools, "simulate_options", lambda *given: built.append(1) or simulate_options(*given))
     gaps = []
     for seed in range(part, oracle.NUM_PROBLEMS, 24):
         problem = oracle.draw_problem(seed)

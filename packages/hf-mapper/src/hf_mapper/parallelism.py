@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,7 @@ from hf_protocols import ConfigError, GenerationSpec, ModelShape, ParallelSpec
 __all__ = [
     "BACKENDS",
     "ModelOption",
+    "SimulatedOptions",
     "best_parallelism",
     "build_options",
     "choose_backends",
@@ -38,6 +40,7 @@ __all__ = [
     "find_device_counts",
     "generation_layouts",
     "parallel_layouts",
+    "simulate_options",
     "wave_counts",
 ]
 
@@ -164,6 +167,78 @@ def wave_counts(workload: WorkloadSpec, num_replicas: int) -> tuple[int, ...]:
     return powers if most in powers else (*powers, most)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SimulatedOptions:
+    """B ways to run one model, with the seconds of each simulator apart: no factor of `SimulatorScales` is in them.
+
+    `ways` lack their seconds. `call_s` has the seconds `[B]` of one call of each kind and the number of such calls in
+    every stage; `transfer_s` and `offload_s` `[B, stages]` are what is moved for them.
+    """
+
+    ways: tuple[ModelOption, ...]
+    call_s: Mapping[str, tuple[NDArray[np.float64], tuple[int, ...]]]
+    transfer_s: NDArray[np.float64]
+    offload_s: NDArray[np.float64]
+
+    @cached_property
+    def memory_bytes(self) -> NDArray[np.float64]:
+        """Host, state and work bytes per rank `[B, 3]`."""
+        rows = [(way.host_bytes, way.state_bytes, way.work_bytes) for way in self.ways]
+        return np.array(rows, dtype=np.float64).reshape(len(rows), 3)
+
+    def stage_s(self, scales: SimulatorScales) -> NDArray[np.float64]:
+        """Returns seconds `[B, stages]` of all simulators together, each times its factor."""
+        parts = {
+            name: np.outer(getattr(scales, name) * seconds, count) for name, (seconds, count) in self.call_s.items()
+        }
+        total = np.zeros_like(self.transfer_s)
+        for name in ("training", "inference"):
+            total += parts.get(name, 0.0)
+        total += parts.get("transition", 0.0) + parts.get("generation", 0.0)
+        return total + scales.transfer * self.transfer_s + scales.offload * self.offload_s
+
+
+def simulate_options(
+    demand: ModelDemand, cluster: ClusterSpec, num_gpus: int, workload: WorkloadSpec, backends: Sequence[str]
+) -> SimulatedOptions:
+    """Every way to run `demand` on `num_gpus` devices of `cluster`, which has one kind of machine.
+
+    After each way comes the same one offloaded, where host memory takes its state.
+    """
+    layouts = tuple(parallel_layouts(demand.model, cluster.machine, num_gpus, workload, backends, demand.trained))
+    rollouts = _list_rollouts(demand, cluster.machine, workload, layouts)
+    num_stages = len(demand.calls)
+    if not rollouts:
+        none = np.zeros((0, num_stages))
+        return SimulatedOptions(ways=(), call_s={}, transfer_s=none, offload_s=none)
+    call_s, work = _simulate_calls(demand, cluster, workload, layouts, rollouts)
+    sizes = read_layouts(demand.model, [parallel for parallel, _ in layouts], [backend for _, backend in layouts])
+    state = sum(state_bytes(demand.model, sizes, workload, trained=demand.trained).values())
+    held = np.broadcast_to(state, (len(layouts),)).tolist()
+    ways: list[ModelOption] = []
+    owner: list[int] = []
+    swapped_s: list[tuple[float, ...]] = []
+    for number, ((index, generation, waves), needed) in enumerate(zip(rollouts, work.tolist(), strict=True)):
+        parallel, backend = layouts[index]
+        way = ModelOption(
+            parallel=parallel, backend=backend, generation=generation, num_waves=waves,
+            stage_s=(), state_bytes=held[index], work_bytes=needed,
+        )  # fmt: skip
+        ways.append(way)
+        owner.append(number)
+        swapped_s.append((0.0,) * num_stages)
+        if way.state_bytes <= cluster.machine.offload_bytes:
+            ways.append(replace(way, state_bytes=0.0, work_bytes=way.memory_bytes, host_bytes=way.state_bytes))
+            owner.append(number)
+            swapped_s.append(offload_stage_s(demand, cluster, workload, way.state_bytes))
+    return SimulatedOptions(
+        ways=tuple(ways),
+        call_s={name: (seconds[owner], demand.count(name)) for name, seconds in call_s.items()},
+        transfer_s=_transfer_seconds(demand, cluster, ways),
+        offload_s=np.array(swapped_s).reshape(len(ways), num_stages),
+    )
+
+
 def build_options(
     demand: ModelDemand,
     cluster: ClusterSpec,
@@ -172,34 +247,10 @@ def build_options(
     backends: Sequence[str],
     scales: SimulatorScales = _AS_SIMULATED,
 ) -> tuple[ModelOption, ...]:
-    """Every way to run ``demand`` on ``num_gpus`` devices of ``cluster``, which has one kind of machine."""
-    layouts = tuple(parallel_layouts(demand.model, cluster.machine, num_gpus, workload, backends, demand.trained))
-    rollouts = _list_rollouts(demand, cluster.machine, workload, layouts)
-    if not rollouts:
-        return ()
-    parallels, used = [parallel for parallel, _ in layouts], [backend for _, backend in layouts]
-    sizes = read_layouts(demand.model, parallels, used)
-    state = sum(state_bytes(demand.model, sizes, workload, trained=demand.trained).values())
-    stage_s, work = _forward_calls(demand, cluster, parallels, used, workload, scales)
-    owner = [index for index, _, _ in rollouts]
-    stage_s, work = stage_s[owner], work[owner]
-    if demand.generates:
-        rollout_s, cache = _generation_calls(demand, cluster, layouts, workload, rollouts, scales)
-        stage_s, work = stage_s + rollout_s, np.maximum(work, cache)
-    held = np.broadcast_to(state, (len(layouts),)).tolist()
-    options = (
-        ModelOption(
-            parallel=parallels[index],
-            backend=used[index],
-            generation=generation,
-            num_waves=waves,
-            stage_s=tuple(seconds),
-            state_bytes=held[index],
-            work_bytes=needed,
-        )
-        for (index, generation, waves), seconds, needed in zip(rollouts, stage_s.tolist(), work.tolist(), strict=True)
-    )
-    return tuple(_with_movement(demand, cluster, workload, options, scales))
+    """Every way of `simulate_options`, with its seconds."""
+    simulated = simulate_options(demand, cluster, num_gpus, workload, backends)
+    seconds = simulated.stage_s(scales).tolist()
+    return tuple(replace(way, stage_s=tuple(own)) for way, own in zip(simulated.ways, seconds, strict=True))
 
 
 def best_parallelism(
@@ -235,79 +286,48 @@ def _list_rollouts(
     ]
 
 
-def _forward_calls(
+def _simulate_calls(
     demand: ModelDemand,
     cluster: ClusterSpec,
-    parallels: Sequence[ParallelSpec],
-    backends: Sequence[str],
     workload: WorkloadSpec,
-    scales: SimulatorScales,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Seconds ``[B, stages]`` and largest work ``[B]`` of the training and inference calls in B layouts."""
-    stage_s, work = np.zeros((len(parallels), len(demand.calls))), np.zeros(len(parallels))
+    layouts: Sequence[tuple[ParallelSpec, str]],
+    rollouts: Sequence[_Rollout],
+) -> tuple[dict[str, NDArray[np.float64]], NDArray[np.float64]]:
+    """Seconds `[B]` of a call of each kind, and largest work `[B]`, in B rollouts; a stage reshards once."""
+    parallels, backends = [parallel for parallel, _ in layouts], [backend for _, backend in layouts]
+    owner = [index for index, _, _ in rollouts]
+    call_s, work = {}, np.zeros(len(layouts))
     if "training" in demand.kinds:
         training = simulate_training(demand.model, cluster, parallels, workload, backend=backends)
-        stage_s += np.outer(scales.training * training.latency_s, demand.count("training"))
-        work = training.memory_bytes
+        call_s["training"], work = training.latency_s, training.memory_bytes
     if "inference" in demand.kinds:
         inference = simulate_inference(demand.model, cluster, parallels, workload, backend=backends)
-        stage_s += np.outer(scales.inference * inference.latency_s, demand.count("inference"))
-        work = np.maximum(work, inference.memory_bytes)
-    return stage_s, work
+        call_s["inference"], work = inference.latency_s, np.maximum(work, inference.memory_bytes)
+    call_s, work = {name: seconds[owner] for name, seconds in call_s.items()}, work[owner]
+    if demand.generates:
+        rollout = simulate_generation(
+            demand.model,
+            cluster,
+            [parallels[index] for index in owner],
+            workload,
+            generation=[generation for _, generation, _ in rollouts if generation],
+            num_waves=[waves for _, _, waves in rollouts],
+            backend=[backends[index] for index in owner],
+        )
+        call_s["transition"] = rollout.breakdown["transition_s"]
+        call_s["generation"] = rollout.breakdown["prefill_s"] + rollout.breakdown["decode_s"]
+        work = np.maximum(work, rollout.memory_bytes)
+    return call_s, work
 
 
-def _generation_calls(
-    demand: ModelDemand,
-    cluster: ClusterSpec,
-    layouts: Sequence[tuple[ParallelSpec, str]],
-    workload: WorkloadSpec,
-    rollouts: Sequence[_Rollout],
-    scales: SimulatorScales,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Seconds ``[B, stages]`` and work ``[B]`` of the generation calls in B rollouts; a stage reshards once."""
-    estimate = simulate_generation(
-        demand.model,
-        cluster,
-        [layouts[index][0] for index, _, _ in rollouts],
-        workload,
-        generation=[generation for _, generation, _ in rollouts if generation],
-        num_waves=[waves for _, _, waves in rollouts],
-        backend=[layouts[index][1] for index, _, _ in rollouts],
-    )
-    transition_s = scales.transition * estimate.breakdown["transition_s"]
-    rollout_s = scales.generation * (estimate.breakdown["prefill_s"] + estimate.breakdown["decode_s"])
-    stage_s = np.outer(transition_s, demand.count("transition")) + np.outer(rollout_s, demand.count("generation"))
-    return stage_s, estimate.memory_bytes
-
-
-def _with_movement(
-    demand: ModelDemand,
-    cluster: ClusterSpec,
-    workload: WorkloadSpec,
-    options: Iterable[ModelOption],
-    scales: SimulatorScales,
-) -> Iterator[ModelOption]:
-    """``options`` with the times of their rows; each once more offloaded, where host memory takes its state."""
+def _transfer_seconds(demand: ModelDemand, cluster: ClusterSpec, ways: Sequence[ModelOption]) -> NDArray[np.float64]:
+    """Seconds `[B, stages]` that the rows of the model's calls take in each way."""
     moved: dict[tuple[ParallelSpec, GenerationSpec | None], tuple[float, ...]] = {}
-    for option in options:
-        layout = option.parallel, option.generation
+    for way in ways:
+        layout = way.parallel, way.generation
         if layout not in moved:
             moved[layout] = transfer_stage_s(demand, cluster, *layout)
-        brought = replace(option, stage_s=_add(option.stage_s, moved[layout], scales.transfer))
-        yield brought
-        if option.state_bytes <= cluster.machine.offload_bytes:
-            swapped = offload_stage_s(demand, cluster, workload, option.state_bytes)
-            yield replace(
-                brought,
-                stage_s=_add(brought.stage_s, swapped, scales.offload),
-                state_bytes=0.0,
-                work_bytes=option.memory_bytes,
-                host_bytes=option.state_bytes,
-            )
-
-
-def _add(stage_s: tuple[float, ...], more_s: tuple[float, ...], factor: float) -> tuple[float, ...]:
-    return tuple(seconds + factor * more for seconds, more in zip(stage_s, more_s, strict=True))
+    return np.array([moved[way.parallel, way.generation] for way in ways]).reshape(len(ways), len(demand.calls))
 
 
 def _splits(model: ModelShape, tp: int) -> bool:

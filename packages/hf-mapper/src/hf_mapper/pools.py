@@ -10,7 +10,7 @@ three more coordinates, which makes one of them serve every budget.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 from hf_mapper.config import MapperConfig
 from hf_mapper.demand import ModelDemand, number_demands
 from hf_mapper.frontier import find_frontier
-from hf_mapper.parallelism import ModelOption, build_options, choose_backends, find_device_counts
+from hf_mapper.parallelism import (
+    ModelOption,
+    SimulatedOptions,
+    choose_backends,
+    find_device_counts,
+    simulate_options,
+)
 from hf_mapper.placements import PoolRequest
 from hf_mapper.scales import SimulatorScales
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
@@ -59,6 +65,8 @@ class PoolTable:
     workload: WorkloadSpec
     backends: Sequence[str] | Mapping[str, Sequence[str]] | None = None
     scales: SimulatorScales = field(default_factory=SimulatorScales)
+    _simulated: dict[tuple[int, PoolRequest], SimulatedOptions] = field(default_factory=dict)
+    _counts: dict[tuple[Members, int], list[int]] = field(default_factory=dict)
     _options: dict[tuple[int, PoolRequest], tuple[ModelOption, ...]] = field(default_factory=dict)
     _combinations: dict[tuple[Members, PoolRequest], _Combinations] = field(default_factory=dict)
     _pools: dict[Members, tuple[PoolOption, ...]] = field(default_factory=dict)
@@ -68,19 +76,39 @@ class PoolTable:
         """The ways to run one model on a pool of its own that matter: no other has less time and less memory."""
         key = (demand, request)
         if key not in self._options:
-            cluster = self.cluster.only(request.machine)
-            usable = cluster.machine.gpu.usable_bytes
-            backends = choose_backends(self.demands[demand], cluster.machine.gpu.kind, self.backends)
-            every = build_options(self.demands[demand], cluster, request.num_gpus, self.workload, backends, self.scales)
-            fitting = [option for option in every if option.memory_bytes <= usable]
-            self._options[key] = tuple(fitting[row] for row in find_frontier(self._rows(fitting)))
+            simulated = self._simulate(demand, request)
+            stage_s = simulated.stage_s(self.scales)
+            rows = np.column_stack((stage_s, simulated.memory_bytes))
+            usable = self.cluster.machines[request.machine].gpu.usable_bytes
+            fitting = np.flatnonzero(rows[:, -2] + rows[:, -1] <= usable)
+            self._options[key] = tuple(
+                replace(simulated.ways[row], stage_s=tuple(stage_s[row].tolist()))
+                for row in fitting[find_frontier(rows[fitting])]
+            )
         return self._options[key]
 
     def device_counts(self, members: Members, kind: int) -> list[int]:
         """Ascending numbers of devices of ``cluster.machines[kind]`` on which every member could have a layout."""
-        machine = self.cluster.machines[kind]
-        counts = [find_device_counts(self.demands[member], machine, self.workload) for member in set(members)]
-        return sorted(frozenset.intersection(*counts))
+        key = (members, kind)
+        if key not in self._counts:
+            machine = self.cluster.machines[kind]
+            counts = [find_device_counts(self.demands[member], machine, self.workload) for member in set(members)]
+            self._counts[key] = sorted(frozenset.intersection(*counts))
+        return self._counts[key]
+
+    def rescaled(self, scales: SimulatorScales) -> PoolTable:
+        """Returns a table of other factors that shares what was simulated, also what either simulates later."""
+        return replace(self, scales=scales, _options={}, _combinations={}, _pools={}, _fastest_s={})
+
+    def _simulate(self, demand: int, request: PoolRequest) -> SimulatedOptions:
+        key = (demand, request)
+        if key not in self._simulated:
+            cluster = self.cluster.only(request.machine)
+            backends = choose_backends(self.demands[demand], cluster.machine.gpu.kind, self.backends)
+            self._simulated[key] = simulate_options(
+                self.demands[demand], cluster, request.num_gpus, self.workload, backends
+            )
+        return self._simulated[key]
 
     def pool_options(self, members: Members) -> tuple[PoolOption, ...]:
         """The ways to run a set of models on any pool that matter: no other is as fast everywhere on as few devices.
@@ -154,14 +182,11 @@ class PoolTable:
         return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.demands[0].calls) + 3)
 
 
-def build_table(
-    problem: MapperConfig, demands: Mapping[str, ModelDemand], scales: SimulatorScales | None = None
-) -> PoolTable:
+def build_table(problem: MapperConfig, demands: Mapping[str, ModelDemand]) -> PoolTable:
     """The empty table of a problem whose roles have ``demands``."""
     return PoolTable(
         demands=number_demands(demands.values()),
         cluster=problem.cluster,
         workload=problem.workload,
         backends=problem.backends,
-        scales=scales or SimulatorScales(),
     )

@@ -18,7 +18,7 @@ from hf_mapper.config import MapperConfig
 from hf_mapper.demand import ModelDemand, build_demands
 from hf_mapper.placements import set_partitions
 from hf_mapper.planning import PlacedPool
-from hf_mapper.pools import build_table
+from hf_mapper.pools import PoolTable, build_table
 from hf_mapper.pricing import Seconds, price_pools, total_seconds
 from hf_mapper.scales import SIMULATORS, SimulatorScales
 from hf_mapper.search import StopSign, search_partitions
@@ -78,10 +78,11 @@ def compute_tolerances(
     demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     seconds = price_pools(pools, demands, problem.cluster, problem.workload)
     chosen = _Rival(pools=tuple(pools), seconds=seconds)
+    table = build_table(problem, demands)
     found: list[Tolerance] = []
     for name in (name for name in SIMULATORS if seconds[name].any()):
         try:
-            found.append(_measure(problem, demands, chosen, name, should_stop))
+            found.append(_measure(problem, table, demands, chosen, name, should_stop))
         except _StoppedError:
             break
     return tuple(found)
@@ -89,6 +90,7 @@ def compute_tolerances(
 
 def _measure(
     problem: MapperConfig,
+    table: PoolTable,
     demands: Mapping[str, ModelDemand],
     chosen: _Rival,
     simulator: str,
@@ -98,7 +100,7 @@ def _measure(
 
     def best_at(factor: float) -> _Rival:
         if factor not in found:
-            found[factor] = _search(problem, demands, SimulatorScales(**{simulator: factor}), should_stop)
+            found[factor] = _search(table.rescaled(SimulatorScales(**{simulator: factor})), demands, should_stop)
         return found[factor]
 
     def cost(rival: _Rival, factor: float) -> float:
@@ -183,13 +185,10 @@ class _StoppedError(Exception):
     """A search was stopped before it knew the best plan."""
 
 
-def _search(
-    problem: MapperConfig, demands: Mapping[str, ModelDemand], scales: SimulatorScales, should_stop: StopSign
-) -> _Rival:
+def _search(table: PoolTable, demands: Mapping[str, ModelDemand], should_stop: StopSign) -> _Rival:
     if should_stop():
         raise _StoppedError
-    table = build_table(problem, demands, scales)
     pools, search = search_partitions(table, demands, set_partitions(tuple(demands)), should_stop)
     if not search["complete"]:
         raise _StoppedError
-    return _Rival(pools=pools, seconds=price_pools(pools, demands, problem.cluster, problem.workload))
+    return _Rival(pools=pools, seconds=price_pools(pools, demands, table.cluster, table.workload))
