@@ -35,7 +35,7 @@ from hf_algorithms.run_start import begin_run, check_inputs
 from hf_algorithms.run_stop import RunStop
 from hf_algorithms.run_summary import RunSummary
 from hf_algorithms.sampler_adapters import describe_merging
-from hf_algorithms.step_metrics import average_metrics
+from hf_algorithms.step_metrics import average_metrics, describe_skipped
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
 from hf_algorithms.training_samples import collect_training_samples
 from hf_algorithms.warm_start import warm_start
@@ -308,6 +308,8 @@ class _Run:
                 )
         if "reward/unscorable" in metrics and "reward/mean" not in metrics:
             self._display.note(describe_unscorable(iteration, metrics))
+        for line in describe_skipped(iteration, metrics):
+            self._display.note(line)
         self._directory.append_metrics({"iteration": iteration, **metrics})
         self._display.iteration(iteration, metrics)
         self._end_iteration(self._checkpoints, iteration, is_last=is_last or self._stop.decide())

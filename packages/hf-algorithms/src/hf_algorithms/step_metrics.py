@@ -12,7 +12,7 @@ from hf_protocols.metrics import merge_metrics
 if TYPE_CHECKING:
     from hf_controller import MetricsFuture
 
-__all__ = ["average_metrics"]
+__all__ = ["average_metrics", "describe_skipped"]
 
 
 def average_metrics(recipe: str, found: Sequence[MetricsFuture | Mapping[str, float]]) -> dict[str, float]:
@@ -40,6 +40,17 @@ def average_metrics(recipe: str, found: Sequence[MetricsFuture | Mapping[str, fl
         parts.append({name: (value, 1.0) for name, value in numbers.items()})
     means = {name: value / count for name, (value, count) in merge_metrics(parts).items() if count}
     return dict(sorted(_explain_variance(means).items()))
+
+
+def describe_skipped(iteration: int, metrics: Mapping[str, float]) -> list[str]:
+    """Returns a warning for each role of which `training.on_nonfinite = "skip"` left out updates of an iteration."""
+    shares = {name.partition("/")[0]: share for name, share in metrics.items() if name.endswith("/skipped_nonfinite")}
+    return [
+        f"warning: in iteration {iteration} {share:.0%} of the updates of role {role} were left out: loss or gradient "
+        "norm were not finite, or above training.explode_above"
+        for role, share in shares.items()
+        if share
+    ]
 
 
 def _explain_variance(metrics: dict[str, float]) -> dict[str, float]:

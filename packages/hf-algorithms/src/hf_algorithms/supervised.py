@@ -30,7 +30,7 @@ from hf_algorithms.run_evaluations import RunEvaluations
 from hf_algorithms.run_start import begin_run, check_inputs
 from hf_algorithms.run_stop import RunStop
 from hf_algorithms.run_summary import RunSummary
-from hf_algorithms.step_metrics import average_metrics
+from hf_algorithms.step_metrics import average_metrics, describe_skipped
 from hf_algorithms.supervised_evaluations import list_generation_backends, prepare_evaluations, with_generation
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
 from hf_algorithms.wiring import build_roles
@@ -342,6 +342,8 @@ class _SupervisedRun:
         metrics |= self._checkpoints.measure()
         self._summary.update({"iterations": iteration, "ledger": self._ledger.counts})
         self._summary["samples_per_s"] = self._batch_size * iteration / self._busy_s
+        for line in describe_skipped(iteration, metrics):
+            self._display.note(line)
         self._directory.append_metrics({"iteration": iteration, **metrics})
         self._display.iteration(iteration, metrics)
         self._checkpoints.end_iteration(

@@ -280,6 +280,12 @@ class TrainingConfig(Section):
     """Gives ranks rows of equal token sums. Results stay in the batch's order."""
     compile: bool = False
     """Compiles decoder layers; takes minutes at first, and needs a C++ compiler."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """An update whose loss or gradient norm is NaN, infinite or above `explode_above` ends the run, or is left out: its
+    role's weights and optimizer stay as they were.
+    """
+    explode_above: Positive | None = None
+    """Bound on the size of a loss and on its gradient's norm before clipping; left out: any finite number is taken."""
 
 
 class ClusterConfig(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from math import inf
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from hf_controller import Worker, WorkerContext
@@ -76,6 +77,8 @@ class ModelWorker(Worker):
                 compile=config.training.compile,
                 shard=config.training.shard,
                 lora=setup.lora if cls.trainable else None,
+                on_nonfinite=config.training.on_nonfinite,
+                explode_above=config.training.explode_above or inf,
             ),
         }
 

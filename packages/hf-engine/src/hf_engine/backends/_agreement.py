@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import isfinite
 from typing import NoReturn
 from zlib import crc32
 
@@ -18,9 +17,9 @@ from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.lost_peers import is_of_a_lost_peer
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.agreement import refuse_together
-from hf_protocols.errors import BackendError, BatchError, HybridFlowError, NonFiniteLossError
+from hf_protocols.errors import BackendError, BatchError, HybridFlowError
 
-__all__ = ["agree_on_micro_batches", "refuse_non_finite", "together"]
+__all__ = ["agree_on_micro_batches", "together"]
 
 
 @contextmanager
@@ -166,22 +165,3 @@ def _refuse_other_rows(digest: int, replicas: Sequence[int], group: dist.Process
         f"{'; '.join(others)}: give all {replicas.count(0)} ranks of a replica the same batch; the ranks computed "
         "nothing"
     )
-
-
-def refuse_non_finite(loss: float, grad_norm: float, steps: int) -> None:
-    """Refuses an optimizer step.
-
-    Args:
-        loss: summed over all ranks.
-        grad_norm: the global one.
-        steps: optimizer steps taken so far.
-
-    Raises:
-        NonFiniteLossError: if either number is not finite.
-    """
-    if not (isfinite(loss) and isfinite(grad_norm)):
-        raise NonFiniteLossError(
-            f"optimizer step {steps + 1} was refused: the loss summed over all ranks is {loss}, its gradient norm "
-            f"{grad_norm}; the weights are still those of step {steps}. Lower the learning rate or look for "
-            "non-finite numbers in the batch"
-        )

@@ -147,11 +147,12 @@ class TrainBackend(Protocol):
                 `candidate_ids`, jagged [B, tokens, k]; a token outside of the vocabulary has -inf.
 
         Returns:
-            This rank's metrics summed over micro-batches, and `grad_norm` (before clipping) and `learning_rate`.
+            This rank's metrics summed over micro-batches, and those of `optim_step`. Of a step that is left out, the
+            latter alone.
 
         Raises:
             BatchError: on every rank, if none has a row.
-            NonFiniteLossError: on every rank, before the step, if loss or gradient norm is not finite on any.
+            NonFiniteLossError: as `optim_step` does.
             BackendError: for a loss without gradient, or metrics of another kind; if another rank failed, died or did
                 not come within the deadline of the process groups, which is that of the default group.
         """
@@ -185,11 +186,13 @@ class TrainBackend(Protocol):
         """Takes one optimizer step on the gradients that wait, and drops them, also where the step is refused.
 
         Returns:
-            `grad_norm` (before clipping) and `learning_rate`.
+            `grad_norm` (before clipping) and `learning_rate`. With `on_nonfinite = "skip"` also `skipped_nonfinite`: 0,
+            or of a step that is left out 1 and nothing else.
 
         Raises:
             BackendError: if no gradients wait.
-            NonFiniteLossError: on every rank, before the step, if a loss or the gradient norm is not finite on any.
+            NonFiniteLossError: on every rank, before the step, if the loss or the gradient norm is not finite, or above
+                `explode_above`, and `on_nonfinite = "stop"`.
         """
         ...
 

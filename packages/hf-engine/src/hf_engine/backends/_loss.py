@@ -21,7 +21,7 @@ __all__ = ["STEP_METRICS", "ForwardPasses", "StepLoss"]
 
 _Forward = Callable[[MicroBatch], Mapping[str, torch.Tensor]]
 
-STEP_METRICS = ("grad_norm", "learning_rate")
+STEP_METRICS = ("grad_norm", "learning_rate", "skipped_nonfinite")
 """Metrics that every step adds to those of its loss function."""
 
 

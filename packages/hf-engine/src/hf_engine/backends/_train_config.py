@@ -53,6 +53,11 @@ class TrainConfig:
     """Compile the decoder layers with torch.compile (`fsdp`): minutes at first, and a C++ compiler is needed."""
     lora: LoraConfig | None = None
     """Train low-rank adapters and leave the weights as they are (`fsdp`); None: train the weights."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient norm is not finite, or above `explode_above`, is an error or is left out. Weights,
+    moments and the number of steps stay as they are either way."""
+    explode_above: float = inf
+    """Bound on the size of the loss and on the gradient norm before clipping."""
 
     def __post_init__(self) -> None:
         check_kind(ConfigError, "lora", self.lora, LoraConfig | None, "a LoraConfig, or None")
@@ -71,7 +76,10 @@ class TrainConfig:
             raise ConfigError(f"betas={self.betas}: give two numbers below 1, (0.9, 0.95)")
         for switch in ("activation_checkpointing", "compile"):
             check_kind(ConfigError, switch, getattr(self, switch), bool, "True or False")
-        for name, known in (("dtype", ("float32", "bfloat16")), ("shard", ("root", "layer"))):
+        if self.explode_above != inf:
+            check_number(ConfigError, "explode_above", self.explode_above)
+        choices = {"dtype": ("float32", "bfloat16"), "shard": ("root", "layer"), "on_nonfinite": ("stop", "skip")}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={show(getattr(self, name))}: give {' or '.join(known)}")
 

@@ -75,7 +75,7 @@ class FsdpBackend(TrainSteps):
         self._head_name = find_head_name(model)
         self._device, self._model, self._file_names = local_device(), model, read_file_names(model)
         self._group, self._ranks = build_groups(topology, "dp"), topology.group_of("dp", dist.get_rank())
-        super().__init__(self._group)
+        super().__init__(self._group, config)
         self._facts = StateFacts(topology, config, head=head, head_name=self._head_name, seed=seed)
         self._root = shard_model(
             model, config, DeviceMesh.from_group(self._group, self._device.type, mesh_dim_names=("dp",))

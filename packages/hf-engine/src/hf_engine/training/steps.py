@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._agreement import refuse_non_finite
-from hf_engine.backends._base import LossFunction, Metrics
+from hf_engine.backends._base import LossFunction, Metrics, TrainConfig
 from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._outputs import OutputRequest
 from hf_engine.backends._state import KeepsState
 from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
-from hf_protocols.errors import BackendError
+from hf_protocols.errors import BackendError, NonFiniteLossError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -53,7 +53,7 @@ class StepOptimizer(Protocol):
 
 
 class _Waiting(NamedTuple):
-    """Gradients that wait for `optim_step`: the calls that added them, and the sum of this rank's losses."""
+    """Gradients that wait for `optim_step`: the calls that added them, and this rank's part of their loss."""
 
     calls: int = 0
     loss: float = 0.0
@@ -66,13 +66,15 @@ class TrainSteps(KeepsState):
 
     Args:
         group: all its ranks, which pass a batch together.
+        config: says what becomes of a step that is not finite.
     """
 
     _device: torch.device
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, config: TrainConfig) -> None:
         super().__init__(group)
         self._waiting = _Waiting()
+        self._on_nonfinite, self._explode_above = config.on_nonfinite, config.explode_above
 
     @lost_peers_are_errors("train_step")
     def train_step(
@@ -88,7 +90,9 @@ class TrainSteps(KeepsState):
         """One optimizer step; see `TrainBackend.train_step`."""
         request = OutputRequest(temperature=temperature, entropy=entropy, candidates=candidates)
         metrics = self._accumulate("train_step", batch, loss_fn, denominator, request)
-        return metrics | self._take_step("train_step")
+        step = self._take_step("train_step")
+        # The metrics of a loss that is not finite would be those of all steps they are averaged with.
+        return metrics | step if "grad_norm" in step else step
 
     @lost_peers_are_errors("forward_backward")
     def forward_backward(
@@ -143,7 +147,7 @@ class TrainSteps(KeepsState):
 
     @abstractmethod
     def _measure(self, loss: float) -> tuple[float, float]:
-        """The loss summed over all rows, and the global norm of the gradients. Collective."""
+        """The loss summed over all ranks, and the global norm of the gradients: equal on all of them. Collective."""
 
     def _shared(self, loss: StepLoss) -> tuple[float, Metrics]:
         """Sum and metrics of this rank's rows, where ranks without a loss function have them too."""
@@ -165,7 +169,7 @@ class TrainSteps(KeepsState):
         except BaseException:  # also an interrupt: what it left is no gradient of anything
             self._drop_gradients(optimizer)
             raise
-        self._waiting = _Waiting(waiting.calls + 1, waiting.loss + total)
+        self._waiting = _Waiting(waiting.calls + 1, waiting.loss + total / denominator)
         return dict(metrics)
 
     def _take_step(self, method: str) -> Metrics:
@@ -177,14 +181,32 @@ class TrainSteps(KeepsState):
             )
         try:
             total, grad_norm = self._measure(self._waiting.loss)
-            refuse_non_finite(total, grad_norm, optimizer.steps)
+            problem = self._find_problem(total, grad_norm)
+            if problem is not None and self._on_nonfinite == "skip":
+                return {"skipped_nonfinite": (1.0, 1.0)}
+            if problem is not None:
+                raise NonFiniteLossError(
+                    f"optimizer step {optimizer.steps + 1} was refused: its loss is {total}, its gradient norm "
+                    f"{grad_norm}: {problem}; the weights are still those of step {optimizer.steps}. Lower the "
+                    "learning rate, look for extreme numbers in the batch, or leave such steps out by "
+                    "training.on_nonfinite = 'skip'"
+                )
             learning_rate = optimizer.next_learning_rate
             with failures_end_all(f"other ranks may have taken optimizer step {optimizer.steps + 1}"):
                 optimizer.step(grad_norm)
         finally:
             self._drop_gradients(optimizer)
         self._weight_changes += 1
-        return {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0)}
+        taken = {"skipped_nonfinite": (0.0, 1.0)} if self._on_nonfinite == "skip" else {}
+        return {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0), **taken}
+
+    def _find_problem(self, loss: float, grad_norm: float) -> str | None:
+        """Why the step is not taken. The numbers are equal on all ranks, so all of them decide alike."""
+        if not (isfinite(loss) and isfinite(grad_norm)):
+            return "not finite"
+        if max(abs(loss), grad_norm) > self._explode_above:
+            return f"above training.explode_above = {self._explode_above:g}"
+        return None
 
     def _drop_gradients(self, optimizer: StepOptimizer | None) -> None:
         self._waiting = _Waiting()

@@ -73,7 +73,7 @@ class MegatronBackend(TrainSteps):
         self._window = model.window
         self._world = dist.distributed_c10d._get_default_group()
         self._device = local_device()
-        super().__init__(self._world)
+        super().__init__(self._world, config)
         self._stage = Stage(model, groups, config, head=head, trainable=trainable, device=self._device)
 
     @classmethod
