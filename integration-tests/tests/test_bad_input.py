@@ -355,3 +355,10 @@ def test_numbers_that_are_not_finite_stop_the_run_and_keep_the_last_good_weights
     assert len(read_metrics(run)) == summary["iterations"] == 1
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
+    if (run / "replay").exists():
+        assert f"hybridflow replay {run} --iteration 2 --role critic --rank 0 runs this call again" in outcome.errors
+        again = hybridflow("replay", run, "--iteration", 2, "--role", "critic")
+        assert again.output == ("critic.update_critic of rank 0 in iteration 2: 8 rows, with the weights that it had\n")
+        assert_one_message(again, 1, summary["error"]["message"], "(critic.update_critic on rank 0)")
+    else:
+        assert "compute_logprobs" in parts[-1], "an update that fails is recorded"

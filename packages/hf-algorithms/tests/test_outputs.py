@@ -131,7 +131,7 @@ def find_options(worker_class: type[Any], loss: Any, batch: TensorDict, held: Te
     worker = object.__new__(worker_class)
     worker.context = WorkerContext(role="actor", rank=0, world_size=1, topology=Topology(ParallelSpec()))
     worker._train = backend = RecordingBackend()
-    worker._pretraining = held
+    worker.pretraining = held
     worker._update(batch, loss, pretrain_weight=1.0)
     (options,) = backend.options
     return options

@@ -16,6 +16,7 @@ import click
 from hf_algorithms.command_line import UserPath, describe_error, exit_codes, fail, print_summary, search_path_of
 from hf_algorithms.data_commands import data
 from hf_algorithms.model_commands import evaluate, export, generate
+from hf_algorithms.replay_command import replay
 from hf_algorithms.serve_command import serve
 from hf_algorithms.training_commands import dpo, reward_model, sft, train
 from hf_algorithms.watch_command import watch
@@ -26,7 +27,7 @@ __all__ = ["main"]
 
 
 @click.group(
-    commands=[train, sft, dpo, reward_model, data, generate, evaluate, export, serve, watch],
+    commands=[train, sft, dpo, reward_model, data, generate, evaluate, export, replay, serve, watch],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(package_name="hf-algorithms", prog_name="hybridflow")

@@ -25,7 +25,7 @@ ORIGIN = ".hybridflow-run"
 _FILES = (
     "config.toml", "plan.json", "metrics.jsonl", "summary.json", "trace.json", "report.html", "ledger.jsonl",
 )  # fmt: skip
-_FOLDERS = ("initial_model", "warm_model", "model", "samples", "steps", "warm_start", "tensorboard", "wandb")
+_FOLDERS = ("initial_model", "warm_model", "model", "samples", "steps", "warm_start", "replay", "tensorboard", "wandb")
 
 
 def is_run(path: Path) -> bool:

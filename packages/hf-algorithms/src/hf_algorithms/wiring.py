@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_algorithms.replay import Recorder
 from hf_algorithms.roles import Roles
 from hf_algorithms.workers import EVALUATED, RoleSetup
 from hf_controller import WorkerSpec, build_pools
@@ -14,7 +17,7 @@ from hf_protocols import ParallelSpec, Topology
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_algorithms.inputs import ModelInputs
-    from hf_controller import Executor
+    from hf_controller import Executor, Worker
     from hf_protocols import MappingPlan
 
 __all__ = ["build_roles", "build_sampling"]
@@ -69,6 +72,13 @@ def _build_spec(
     )
     configure = getattr(worker, "configure", None)
     kwargs = {**(configure(setup) if configure else {}), **declared.kwargs}
+    if getattr(worker, "records_updates", False) and _takes_recorder(worker):
+        kwargs["recorder"] = Recorder(run=str(Path(config.run.output_dir).resolve()), kwargs=dict(kwargs))
     topology = Topology(placed.train or ParallelSpec(), placed.generation)
     balances = declared.has_model and config.training.balance_tokens
     return WorkerSpec(worker=worker, topology=topology, kwargs=kwargs, seed=config.run.seed, balance_tokens=balances)
+
+
+def _takes_recorder(worker: type[Worker]) -> bool:
+    parameters = signature(worker).parameters.values()
+    return any(each.name == "recorder" or each.kind is each.VAR_KEYWORD for each in parameters)

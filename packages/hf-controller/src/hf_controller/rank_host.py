@@ -104,7 +104,10 @@ class RankHost:
         progress = _Progress()
         outcome: Outcome
         upstream = False
-        self._workers[call.role].context.sub_spans.clear()
+        context = self._workers[call.role].context
+        context.sub_spans.clear()
+        context.labels.clear()
+        context.labels.update(call.labels)
         try:
             outcome = self._run(call, progress)
         except UpstreamFailure as error:

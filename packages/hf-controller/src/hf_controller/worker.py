@@ -37,6 +37,7 @@ class WorkerContext:
         pool: name of the resource pool.
         connections: joint process groups with other groups, by name; see :func:`hf_controller.connect`.
         sub_spans: what :meth:`span` timed in the running call.
+        labels: what the running call belongs to, as `Trace.label` was told; such as `iteration` in a run.
     """
 
     role: str
@@ -48,6 +49,7 @@ class WorkerContext:
     pool: str = "pool"
     connections: dict[str, Connection] = field(default_factory=dict, repr=False, compare=False)
     sub_spans: list[SubSpan] = field(default_factory=list, repr=False, compare=False)
+    labels: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def coordinate(self) -> Coordinate:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_algorithms.run_directory import RunDirectory
 
-__all__ = ["InputFile", "RunOrigin", "describe_origin", "read_origin", "write_origin"]
+__all__ = ["InputFile", "RunOrigin", "describe_origin", "move_paths", "read_origin", "write_origin"]
 
 _PATH_KEYS = frozenset({"path", "tokenizer", "train", "validation", "test", "pretraining", "data", "chat_template"})
 _MADE_TOKENIZERS = frozenset({"characters", "bpe"})
@@ -55,20 +55,7 @@ class RunOrigin:
 
     def moved_to(self, run: Path) -> RunOrigin:
         """The same, with what lay in the run's directory where that is now."""
-        before, after = self.directory, str(run)
-        if before == after:
-            return self
-
-        def move(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {key: move(each) for key, each in value.items()}
-            if isinstance(value, list):
-                return [move(each) for each in value]
-            is_inside = isinstance(value, str) and (value == before or value.startswith(before + os.sep))
-            return after + value[len(before) :] if is_inside else value
-
-        body = move(asdict(self))
-        return _parse(body)
+        return _parse(move_paths(asdict(self), self.directory, str(run)))
 
     def find_changed(self) -> list[str]:
         """Returns a sentence for every input file that is absent or differs."""
@@ -133,6 +120,16 @@ def _parse(body: Mapping[str, Any]) -> RunOrigin:
     if not isinstance(body["sections"], Mapping) or any(b"\0" in os.fsencode(each) for each in paths):
         raise ValueError("sections or paths that are not any")
     return origin
+
+
+def move_paths(value: Any, before: str, after: str) -> Any:
+    """Returns JSON in which paths inside one folder are inside another."""
+    if isinstance(value, Mapping):
+        return {key: move_paths(each, before, after) for key, each in value.items()}
+    if isinstance(value, list):
+        return [move_paths(each, before, after) for each in value]
+    is_inside = isinstance(value, str) and (value == before or value.startswith(before + os.sep))
+    return after + value[len(before) :] if is_inside else value
 
 
 def _locate(value: Any, key: str = "") -> Any:

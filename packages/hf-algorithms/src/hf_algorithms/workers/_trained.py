@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.jagged import pad_rows
 from hf_algorithms.losses import find_loss
+from hf_algorithms.replay import Recorder
 from hf_algorithms.users_code import describe_raised
 from hf_algorithms.workers._model import Metrics, ModelWorker, on_device
 from hf_algorithms.workers._outputs import read_outputs
@@ -27,11 +28,24 @@ _OUTPUT_OPTIONS = {"entropy": "entropy", "candidate_logprobs": "candidates"}
 
 
 class TrainedWorker(ModelWorker):
-    """One rank of a model with an optimizer."""
+    """One rank of a model with an optimizer.
 
-    def __init__(self, context: WorkerContext, **kwargs: Any) -> None:
-        self._pretraining: TensorDict | None = None
+    Args:
+        recorder: records updates that fail; None: none is recorded.
+    """
+
+    records_updates = True
+    """A run passes a `recorder` to the constructor, if that takes one."""
+
+    def __init__(self, context: WorkerContext, *, recorder: Recorder | None = None, **kwargs: Any) -> None:
+        self.recorder = recorder
+        self.has_recorded = False
+        self.pretraining: TensorDict | None = None
         super().__init__(context, **kwargs)
+
+    def save_state_apart(self, path: str) -> None:
+        """Writes the state without touching one that is still written. Collective; see `TrainBackend.save_state`."""
+        self._train.save_state(path, weight_version=self._weight_version(), apart=True)
 
     @register(protocol=THREE_D, returns="metrics", kind="training")
     @on_device
@@ -112,7 +126,7 @@ class TrainedWorker(ModelWorker):
         self, batch: TensorDict, loss: Loss, *, temperature: float = 1.0, pretrain_weight: float = 0.0
     ) -> Metrics:
         """One optimizer step on the loss of all ranks' rows. Without a trained token there is no step."""
-        held, self._pretraining = self._pretraining, None
+        held, self.pretraining = self.pretraining, None
         options = self._options_for(loss)
         tokens, count, learned = self._train.sum_over_data(
             [_count_tokens(batch), _count(loss, batch), 0.0 if held is None else _count_tokens(held)]

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.jagged import pad_rows
+from hf_algorithms.replay import Recorder, record_call
 from hf_algorithms.sampler_adapters import takes_adapters
 from hf_algorithms.workers._adapter_probe import probe_adapters
 from hf_algorithms.workers._model import SEQUENCE, Metrics, on_device
@@ -58,8 +59,9 @@ class ActorWorker(PolicyWorker):
         rollout_options: Mapping[str, Any] = MappingProxyType({}),
         bucket_bytes: int | None = None,
         offload: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(context, model=model, backend=backend, training=training, offload=offload)
+        super().__init__(context, model=model, backend=backend, training=training, offload=offload, recorder=recorder)
         build = load_rollout_backend(rollout).build
         generator = build(model, topology=context.topology, seed=context.seed, **rollout_options)
         self._train.reload()  # the engine looks at the weights
@@ -177,6 +179,7 @@ class ActorWorker(PolicyWorker):
         kind="training",
     )
     @on_device
+    @record_call
     def update_actor(
         self,
         batch: TensorDict,
@@ -211,7 +214,7 @@ class ActorWorker(PolicyWorker):
     @register(protocol=THREE_D, returns="object", reads=SEQUENCE)
     def hold_pretraining(self, batch: TensorDict) -> None:
         """Keeps this rank's rows for the next `update_actor`, which learns them in its step and drops them."""
-        self._pretraining = batch
+        self.pretraining = batch
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def load_model(self, directory: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hf_algorithms.replay import record_call
 from hf_algorithms.workers._after import add_positions, find_room, split_positions
 from hf_algorithms.workers._model import SEQUENCE, Metrics, on_device
 from hf_algorithms.workers._trained import TrainedWorker
@@ -58,6 +59,7 @@ class CriticWorker(TrainedWorker):
 
     @register(protocol=THREE_D, returns="metrics", reads=(*SEQUENCE, "next_values?", "next_returns?"), kind="training")
     @on_device
+    @record_call
     def update_critic(self, batch: TensorDict, loss: Loss) -> Metrics:
         """One optimizer step on ``loss``; with `next_returns` also on the position after the last token."""
         if "next_returns" in batch:

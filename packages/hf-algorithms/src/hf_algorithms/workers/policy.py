@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hf_algorithms.replay import record_call
 from hf_algorithms.workers._model import SEQUENCE, Metrics, on_device
 from hf_algorithms.workers._trained import TrainedWorker
 from hf_engine import SupportsAdapters
@@ -32,6 +33,7 @@ class PolicyWorker(TrainedWorker):
 
     @register(protocol=THREE_D, returns="metrics", reads=SEQUENCE, kind="training")
     @on_device
+    @record_call
     def update_actor(self, batch: TensorDict, loss: Loss, *, temperature: float = 1.0) -> Metrics:
         """One optimizer step on `loss`, which names the columns it reads.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.data import SequenceEncoder, cut_to, decode_responses, load_tokenizer
 from hf_algorithms.jagged import decode_text, to_jagged
+from hf_algorithms.replay import record_call
 from hf_algorithms.workers._model import SEQUENCE, Metrics, ModelWorker, on_device
 from hf_algorithms.workers._trained import TrainedWorker
 from hf_controller import WorkerContext
@@ -44,6 +45,7 @@ class PairScorer(TrainedWorker):
         reads=("row_id", "prompt_ids", "response_ids", "rejected_ids", "signs?"),
     )  # fmt: skip
     @on_device
+    @record_call
     def update_scores(self, batch: TensorDict, loss: Loss) -> Metrics:
         """One optimizer step on the loss of all ranks' pairs."""
         (count,) = self._train.sum_over_data([loss.count({str(name): batch[name] for name, _ in batch.items()})])

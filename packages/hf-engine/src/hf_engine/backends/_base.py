@@ -224,7 +224,9 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def save_state(self, directory: str | Path, *, background: bool = False, weight_version: int = 0) -> None:
+    def save_state(
+        self, directory: str | Path, *, background: bool = False, weight_version: int = 0, apart: bool = False
+    ) -> None:
         """Writes what training goes on from. Collective.
 
         That is weights as they are trained (of a model with adapters the adapters, and the digest of their base),
@@ -236,6 +238,8 @@ class TrainBackend(Protocol):
             background: returns when everything is copied to host memory, and writes in a thread. `finish_state` has to
                 be called before the next save.
             weight_version: kept for the caller, who gets it back from `load_state`.
+            apart: a state of its own: one that is still written in the background, and what `finish_state` returns,
+                stay as they are. Not together with `background`.
 
         Raises:
             StateError: on every rank, for a directory that is not empty or differs between ranks, a save that was not

@@ -54,9 +54,13 @@ class KeepsState(ABC):
         return self._weight_changes
 
     @lost_peers_are_errors("save_state")
-    def save_state(self, directory: str | Path, *, background: bool = False, weight_version: int = 0) -> None:
+    def save_state(
+        self, directory: str | Path, *, background: bool = False, weight_version: int = 0, apart: bool = False
+    ) -> None:
         """Writes weights, optimizer state and random numbers; see `TrainBackend.save_state`."""
         check_count(StateError, "weight_version", weight_version, least=0)
+        if apart and background:
+            raise StateError("save_state: background and apart exclude each other. Leave out one of them")
         parts, optimizer = self._state_parts("save_state"), self._state_optimizer()
         progress = StateProgress(
             optimizer_steps=0 if optimizer is None else optimizer.steps,
@@ -64,7 +68,8 @@ class KeepsState(ABC):
             weight_version=weight_version,
             learning_rate=None if optimizer is None else optimizer.learning_rate.given,
         )
-        self._states.save(directory, parts, progress, background=background)
+        writer = StateWriter(self._state_group) if apart else self._states
+        writer.save(directory, parts, progress, background=background)
 
     @lost_peers_are_errors("finish_state")
     def finish_state(self, timeout_s: float | None = None) -> tuple[StateFile, ...]:

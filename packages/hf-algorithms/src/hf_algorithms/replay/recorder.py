@@ -1,0 +1,124 @@
+"""Writes the call of an update that fails, on the rank where it fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from hf_algorithms.atomic_files import write_text
+from hf_algorithms.replay.batches import write_batch
+from hf_algorithms.replay.values import encode_value
+from hf_protocols import NonFiniteLossError, StateError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from hf_algorithms.workers._trained import TrainedWorker
+
+__all__ = ["CALL", "REPLAY", "SCHEMA", "STATE", "Recorder", "record_call"]
+
+REPLAY = "replay"
+"""Folder of a run that holds recorded calls: `replay/<iteration>/<role>/rank-<rank>`."""
+CALL = "call.json"
+"""Of a recorded call; written last, so that a folder without it is ignored."""
+STATE = "state"
+"""Folder of a role next to those of its ranks: weights and optimizer as they were before the call."""
+SCHEMA = 1
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorder:
+    """Where the calls of a worker are recorded.
+
+    Attributes:
+        run: absolute directory of the run, which all ranks share.
+        kwargs: with which the worker was constructed.
+    """
+
+    run: str
+    kwargs: Mapping[str, Any]
+
+
+def record_call(method: Method) -> Method:
+    """For an update of a `TrainedWorker`: a call that fails is recorded, and the first one that is left out.
+
+    The state of the model is recorded too where all ranks fail alike, as of a loss that is not finite: to save one, all
+    of them meet.
+    """
+
+    @wraps(method)
+    def call(self: TrainedWorker, batch: TensorDict, *args: Any, **kwargs: Any) -> Any:
+        held = self.pretraining
+        given = signature(method).bind(self, batch, *args, **kwargs).arguments
+        arguments = {name: value for name, value in given.items() if name not in ("self", "batch")}
+        batches = {"batch": batch, **({} if held is None else {"pretraining": held})}
+        try:
+            metrics = method(self, batch, *args, **kwargs)
+        except Exception as error:  # a user's loss may raise anything; it is raised again
+            are_alike = isinstance(error, NonFiniteLossError) or self.context.world_size == 1
+            if note := _record(self, method.__name__, arguments, batches, error, with_state=are_alike):
+                error.add_note(note)
+            raise
+        if metrics.get(f"{self.context.role}/skipped_nonfinite", (0.0, 1.0))[0] and not self.has_recorded:
+            _record(self, method.__name__, arguments, batches, None, with_state=True)
+        return metrics
+
+    return cast("Method", call)
+
+
+def _record(
+    worker: TrainedWorker,
+    method: str,
+    arguments: Mapping[str, Any],
+    batches: Mapping[str, TensorDict],
+    error: Exception | None,
+    *,
+    with_state: bool,
+) -> str:
+    """Writes the call; returns a note for the error: how the call is run again, or why it was not recorded."""
+    recorder, context = worker.recorder, worker.context
+    if recorder is None:
+        return ""
+    worker.has_recorded = True
+    iteration = context.labels.get("iteration", 0)
+    of_role = Path(recorder.run, REPLAY, str(iteration), context.role)
+    folder = of_role / f"rank-{context.rank}"
+    body = {
+        "schema": SCHEMA,
+        "run": recorder.run,
+        "iteration": iteration,
+        "role": context.role,
+        "rank": context.rank,
+        "world_size": context.world_size,
+        "method": method,
+        "seed": context.seed,
+        "arguments": encode_value(arguments),
+        "worker": encode_value(recorder.kwargs),
+        "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
+    }
+    try:
+        if with_state and context.rank == 0:
+            shutil.rmtree(of_role / STATE, ignore_errors=True)
+        with suppress(OSError):
+            (folder / CALL).unlink()
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, batch in batches.items():
+            write_batch(folder / f"{name}.safetensors", batch)
+        if with_state:
+            worker.save_state_apart(str(of_role / STATE))
+        write_text(folder / CALL, json.dumps(body, allow_nan=False, indent=2) + "\n")
+    except (OSError, StateError) as problem:
+        return f"the call was not recorded: {problem}"
+    return (
+        f"hybridflow replay {recorder.run} --iteration {iteration} --role {context.role} --rank {context.rank} runs "
+        "this call again"
+    )
