@@ -65,6 +65,10 @@ def test_an_error_leaves_the_kernel_usable_and_no_files(notebook: Path) -> None:
     assert {name for name in result.metrics[0] if name.startswith("reward/")} >= {"reward/short/mean"}
     again = hf_algorithms.train(config="run/config.toml", set={"run.output_dir": "again"})
     assert again.metrics[0]["reward/mean"] == result.metrics[0]["reward/mean"] == -1.0
+    lengths["short"] = lambda completions, **_: [-2.0] * len(completions)
+    keys = SMALL | {"reward.processes": 0}  # this process calls it, and has called the one before
+    other = hf_algorithms.train(TINY, ROWS, lengths, set=keys, output_dir="run", overwrite=True)
+    assert other.metrics[0]["reward/mean"] == -2.0
 
 
 def test_a_function_that_cannot_be_pickled_runs_here(notebook: Path) -> None:

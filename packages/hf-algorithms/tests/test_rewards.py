@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -249,6 +250,15 @@ def test_a_module_that_fails_to_import_shows_where(folder, source, says):
         load_function("failing:score", search_path=[folder])
     assert says in str(caught.value)
     assert "failing.py" in str(caught.value)
+
+
+def test_a_file_that_was_edited_since_its_load_is_loaded_anew(tmp_path: Path) -> None:
+    file = tmp_path / "edited_rewards.py"
+    for paid in (1.0, 5.0):
+        file.write_text(f"def score(responses):\n    return [{paid}] * len(responses)\n")
+        os.utime(file, (paid, paid))  # or Python takes what it compiled of the file within the same second
+        for name in ("edited_rewards:score", "edited_rewards.py:score"):
+            assert load_function(name, search_path=[tmp_path])(["r"]) == [paid]
 
 
 def test_two_folders_may_use_one_name(folder):

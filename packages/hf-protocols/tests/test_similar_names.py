@@ -18,6 +18,7 @@ from hf_protocols.similar_names import find_similar
         ("SEED", ["iterations", "seed"], ["seed"]),
         ("resume", ["seed", "output_dir", "executor"], []),
         ("a100", ["h100", "a100-40", "a100-80"], ["a100-40", "a100-80", "h100"]),
+        ("gpro", ["gmpo", "gspo", "grpo"], ["grpo", "gmpo", "gspo"]),
         ("abc", ["ab"], ["ab"]),
         ("abcde", ["abcfg"], []),  # 0.6 itself is not above it
         ("", ["seed"], []),

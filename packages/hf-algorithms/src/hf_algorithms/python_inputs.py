@@ -6,6 +6,7 @@ that its `config.toml` runs again; those of `generate` and `evaluate` into a fol
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -206,7 +207,8 @@ class InputFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / f"passed_{stem}.py"
         file.with_suffix(".pkl").write_bytes(pickled)
-        file.write_text(_LOADER, encoding="utf-8")
+        digest = hashlib.sha256(pickled).hexdigest()  # another function is another file: it is loaded anew
+        file.write_text(f"{_LOADER}# SHA-256 of the function: {digest}\n", encoding="utf-8")
         return f"{file}:function", False
 
 

@@ -13,16 +13,17 @@ _LEAST_SIMILARITY = 0.6
 def find_similar(name: str, known: Iterable[str], *, most: int = 1) -> list[str]:
     """Those of ``known`` that ``name`` may be a misspelling of: those that it begins first, then the most similar.
 
-    Similar is what difflib's ratio puts above 0.6, ignoring case: a hint that is further away
-    misleads. A part that all names share, such as a section, raises the ratio of any two: compare without it.
+    Similar is what difflib's ratio puts above 0.6, ignoring case: a hint that is further away misleads. Of two names
+    that are equally near, one of the same letters comes first. A part that all names share, such as a section, raises the ratio of any two: compare without it.
     """
     lowered = name.lower()
     matcher = SequenceMatcher(b=lowered)
-    found: list[tuple[bool, float, str]] = []
+    found: list[tuple[bool, float, bool, str]] = []
     for candidate in dict.fromkeys(known):
         matcher.set_seq1(candidate.lower())
         # The first two are upper bounds of the third, and cheap.
         bounds = (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)
         if all(bound() > _LEAST_SIMILARITY for bound in bounds):
-            found.append((not candidate.lower().startswith(lowered), -matcher.ratio(), candidate))
+            is_swapped = sorted(candidate.lower()) == sorted(lowered)
+            found.append((not candidate.lower().startswith(lowered), -matcher.ratio(), not is_swapped, candidate))
     return [candidate for *_, candidate in sorted(found)[:most]]

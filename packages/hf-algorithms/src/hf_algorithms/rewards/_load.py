@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import pkgutil
 import sys
@@ -23,6 +24,8 @@ from hf_protocols.similar_names import find_similar
 __all__ = ["SHIPPED", "get_users_function", "imports_from", "load_function"]
 
 _HOME = "hf_algorithms.rewards"
+_DIGESTS: dict[str, str] = {}
+"""SHA-256 of the file of each user's module when it was loaded, by the module's name: a file is edited between calls."""
 SHIPPED = ("exact_match", "gsm8k_accuracy", "gsm8k_reward", "math_verify", "number_match")
 """Functions of `hf_algorithms.rewards` that their names alone stand for."""
 
@@ -171,11 +174,13 @@ def _choose_alias(root: str, spec: ModuleSpec, folders: list[str]) -> str:
 
 @contextmanager
 def _found_at(name: str, spec: ModuleSpec) -> Iterator[None]:
-    """Within it, ``name`` is imported from where ``spec`` is; a module of this name from elsewhere is forgotten."""
-    loaded = sys.modules.get(name)
-    if loaded is not None and _origin(loaded.__spec__) != _origin(spec):
+    """Within it, ``name`` is imported from where ``spec`` is; a module from elsewhere, or as it was, is forgotten."""
+    loaded, digest = sys.modules.get(name), _digest(spec)
+    is_other = loaded is not None and _origin(loaded.__spec__) != _origin(spec)
+    if is_other or _DIGESTS.get(name, digest) != digest:
         for module in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
             del sys.modules[module]
+    _DIGESTS[name] = digest
     finder = _OneModule(name, spec)
     sys.meta_path.insert(0, finder)
     try:
@@ -211,6 +216,11 @@ def _origin(spec: ModuleSpec | None) -> str | None:
         return None
     # A package without __init__.py has folders and no file.
     return spec.origin or str(list(spec.submodule_search_locations or ()))
+
+
+def _digest(spec: ModuleSpec) -> str:
+    file = Path(spec.origin) if spec.origin else None
+    return hashlib.sha256(file.read_bytes() if file is not None and file.is_file() else b"").hexdigest()
 
 
 def _module_names(folders: list[str]) -> list[str]:
