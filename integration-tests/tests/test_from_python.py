@@ -163,6 +163,7 @@ def test_generate_and_evaluate_take_rows_and_callables(notebook: Path) -> None:
     for arguments, message in (
         ({"data": generate()}, "data: is of type generator, which has no length"),
         ({"data": {"mine": [1]}}, "data 'mine', row 1: is of type int"),
+        ({"data": {"../mine": ROWS}}, "data '../mine': the name '../mine' must consist of letters"),
         ({"metrics": [3]}, "metric 'function_1' = 3: is not a function"),
         ({"metrics": 3}, "metrics = 3: is not a function"),
         ({"metrics": {"a b": held}}, "the name 'a b' must consist of letters"),

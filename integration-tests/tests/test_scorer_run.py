@@ -1,4 +1,4 @@
-"""A run whose reward is a server with a password: the password is sent, and no file or message of the run has it."""
+"""A run with secrets, in the environment and in the address of its reward: no file and no message of it has them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ from small_runs import Outcome, read_metrics
 
 PASSWORD = "pass/word-of-the-scorer"
 LITERAL = "pass%2Fword-of-the-scorer"
+PLANTED = "planted-in-the-environment"
+VARIABLES = {
+    "AWS_SECRET_ACCESS_KEY": PLANTED,
+    "HF_TOKEN": f"hf_{PLANTED}",
+    "MLFLOW_TRACKING_URI": f"http://me:{PLANTED}@127.0.0.1:9",
+    "MY_SECRET": PLANTED,
+    "RAY_RUNTIME_ENV_SECRET": PLANTED,
+    "WANDB_API_KEY": PLANTED,
+}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -38,10 +47,12 @@ def address() -> Iterator[str]:
     server.shutdown()
 
 
-def test_a_servers_password_is_in_no_file_and_no_message(
+def test_secrets_are_in_no_file_and_no_message(
     small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    few = ("--set", "run.iterations=1", "--set", "warm_start.max_steps=0")
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    few = ("--set", "run.iterations=1", "--set", "warm_start.max_steps=0", "--set", "run.checkpoint_every=1")
     literal = f"reward.function=http://me:{LITERAL}@{address}"
     for command in ("train", "plan", "config"):
         refused = hybridflow(command, small_config, "--set", literal)
@@ -55,10 +66,12 @@ def test_a_servers_password_is_in_no_file_and_no_message(
     assert done.exit_code == 0, done.errors
     run = small_config.parent / "run"
     assert read_metrics(run)[0]["reward/mean"] == read_metrics(run)[0]["reward/score/mean"] > 0
-    written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+    files = [path for path in run.rglob("*") if path.is_file()]
+    assert {"COMMIT", "config.toml", "report.html", "summary.json", "trace.json"} <= {path.name for path in files}
+    written = b"".join(path.read_bytes() for path in files)
     assert named.encode() in written
     for text in (written.decode(errors="replace"), done.output, done.errors):
-        assert "of-the-scorer" not in text
+        assert "of-the-scorer" not in text and PLANTED not in text
 
     monkeypatch.delenv("SCORER_PASSWORD")
     again = hybridflow("train", run / "config.toml", "--overwrite")

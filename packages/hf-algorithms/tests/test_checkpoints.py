@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,10 @@ def test_the_programs_state_comes_back_with_its_generators(tmp_path: Path) -> No
     drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
     found = read_program(tmp_path)
     assert found.state == state and found.sizes == program.sizes
+    for name in ("../other/metrics.jsonl", "/etc/passwd", "a/../../b", ""):
+        (tmp_path / "program.json").write_text(json.dumps({**asdict(program), "sizes": {name: 0}}))
+        with pytest.raises(CheckpointError, match=r"program\.json: names .*, which is outside the run's directory"):
+            read_program(tmp_path)
     load_generators(found.generators)
     assert [random.random(), float(np.random.rand()), float(torch.rand(()))] == drawn
 

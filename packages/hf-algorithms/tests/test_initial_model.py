@@ -169,7 +169,6 @@ TOKENIZER_CONFIGS: dict[str, dict[str, Any]] = {
     "eos an odd object": {"eos_token": {"text": "<eos>"}},
     "added odd": {"added_tokens_decoder": {"x": "y"}},
     "added a list": {"added_tokens_decoder": [1]},
-    "remote code": {"auto_map": {"AutoTokenizer": ["tokenizer.Mine", None]}, "tokenizer_class": "Mine"},
     "length a text": {"model_max_length": {"a": 1}},
     "extra tokens a number": {"extra_special_tokens": 5},
     "padding side": {"padding_side": "middle"},
@@ -185,6 +184,21 @@ def test_tokenizer_config_that_is_odd_is_one_line(model, tmp_path, damage) -> No
         assert build(model, tmp_path).tokenizer.eos_token_id == 1
     else:
         assert "its tokenizer cannot be loaded: transformers says" in refusal(model, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["mine.Mine", "them/theirs--mine.Mine"])
+def test_tokenizer_with_code_of_its_own_is_refused(model, tmp_path, monkeypatch, place) -> None:
+    """Nobody is asked on the terminal, and the file is not run."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the terminal was asked"))
+    (model / "mine.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')")
+    settings = {"auto_map": {"AutoTokenizer": [place, None]}, "tokenizer_class": "Mine"}
+    change(model / "tokenizer_config.json", **settings)
+    refused = refusal(model, tmp_path)
+    assert refused == (
+        f"model.path = '{model}': its tokenizer is a Mine, which is code of its own (auto_map in "
+        "tokenizer_config.json) and is never run. Save it with a class of transformers, as a tokenizer.json"
+    )
+    assert not (tmp_path / "run").exists()
 
 
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {

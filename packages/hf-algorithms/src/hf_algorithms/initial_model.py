@@ -302,7 +302,7 @@ def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     )
     with torch.random.fork_rng(devices=[]), errors_of("transformers", "the fresh model cannot be written"):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(llama)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(llama, trust_remote_code=False)  # type: ignore[no-untyped-call]
         with without_progress():
             model.save_pretrained(directory)
 

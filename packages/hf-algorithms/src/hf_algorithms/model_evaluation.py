@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.atomic_files import refuse_unwritable, write_text, writing_lines
 from hf_algorithms.evaluation_sets import SetResult, evaluate_set
 from hf_algorithms.generation import NO_OPTIONS, Policy, open_policy, read_prompts
-from hf_algorithms.python_inputs import temporary_inputs
+from hf_algorithms.python_inputs import NAME, check_name, temporary_inputs
 from hf_algorithms.responses import ResponseScorer, build_sampling_of, name_metrics
 from hf_algorithms.rewards import check_metric
 from hf_protocols import ConfigError
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EvaluationResult", "evaluate"]
 
-_NAME = re.compile(r"[\w.-]+")
 _RESULT = "evaluation.json"
 
 Keep = Callable[[list[dict[str, Any]]], None]
@@ -207,7 +206,7 @@ def _build_scorer(
 def _name_functions(given: Mapping[str, str] | Sequence[str], config: Config | None) -> Mapping[str, str]:
     """The functions by the names of their metrics; without any, the run's own."""
     if isinstance(given, Mapping) and given:
-        return {_check_name(name, "metrics"): function for name, function in given.items()}
+        return {check_name(name, "metrics"): function for name, function in given.items()}
     return name_metrics(list(given) or _find_metric(config), key="metric")
 
 
@@ -221,7 +220,7 @@ def _name_sets(data: Data | None, config: Config | None) -> dict[str, str]:
     """Returns the paths by the names of the sets."""
     own = {} if config is None else _list_own_sets(config)
     if isinstance(data, Mapping):
-        given = [(_check_name(name, f"data = {show(dict(data))}"), os.fspath(path)) for name, path in data.items()]
+        given = [(check_name(name, f"data = {show(dict(data))}"), os.fspath(path)) for name, path in data.items()]
     else:
         paths = [data] if isinstance(data, str | Path) else list(data or ())
         given = [_split_name(os.fspath(each), own) for each in paths]
@@ -252,20 +251,12 @@ def _list_own_sets(config: Config) -> dict[str, str]:
 def _split_name(text: str, own: Mapping[str, str]) -> tuple[str, str]:
     """The name and the path of `NAME=FILE`, of a file alone, or of a run's own set."""
     name, equals, path = text.partition("=")
-    if equals and _NAME.fullmatch(name) and path:
+    if equals and NAME.fullmatch(name) and path:
         return name, path
     if text in own and not Path(text).exists():
         return text, own[text]
     stem = Path(text).name.partition(".")[0]
     return "_".join(re.findall(r"[\w.-]+", stem)) or "data", text
-
-
-def _check_name(name: str, label: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{label}: the name {show(name)} must consist of letters, digits, hyphens, dots and underscores"
-        )
-    return name
 
 
 def _check_folder(output: str | Path) -> Path:

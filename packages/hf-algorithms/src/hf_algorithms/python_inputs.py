@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +21,10 @@ from hf_algorithms.users_code import pickle_with_module
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError
 
-__all__ = ["HELD_FUNCTIONS", "InputFolder", "temporary_inputs"]
+__all__ = ["HELD_FUNCTIONS", "NAME", "InputFolder", "check_name", "temporary_inputs"]
+
+NAME = re.compile(r"[\w.-]+")
+"""Names of sets and metrics."""
 
 HELD_FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """Functions of this process that cannot be pickled, by the name that the configuration has for them."""
@@ -126,9 +130,10 @@ class InputFolder:
             ConfigError, DataError: as `name_data` does.
         """
         if isinstance(data, Mapping):
-            labels = {name: f"data {name!r}" for name in data}
+            for name in data:
+                check_name(str(name), f"data {name!r}")
             return {
-                name: self.name_rows(rows, str(name), label=labels[name], text_column="prompt")
+                name: self.name_rows(rows, str(name), label=f"data {name!r}", text_column="prompt")
                 for name, rows in data.items()
             }
         paths = data if isinstance(data, list | tuple) else [data]
@@ -210,6 +215,19 @@ class InputFolder:
         digest = hashlib.sha256(pickled).hexdigest()  # another function is another file: it is loaded anew
         file.write_text(f"{_LOADER}# SHA-256 of the function: {digest}\n", encoding="utf-8")
         return f"{file}:function", False
+
+
+def check_name(name: str, label: str) -> str:
+    """Returns the name of a set or a metric, which is part of a file's name.
+
+    Raises:
+        ConfigError: for one with other characters, such as those of a path.
+    """
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"{label}: the name {show(name)} must consist of letters, digits, hyphens, dots and underscores"
+        )
+    return name
 
 
 @contextmanager

@@ -50,11 +50,16 @@ class Rendezvous:
 
 
 def open_rendezvous(address: str, token: str) -> tuple[Rendezvous, Any]:
-    """Listen on a free port of ``address`` (no race: the system chooses it). Keep the second answer alive."""
+    """Listens on a free port of `address`, which the system chooses. Keep the second answer alive."""
     from torch import distributed
 
-    store = distributed.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    return Rendezvous(address, store.port, token), store
+    listener = _listen(address)
+    port = listener.getsockname()[1]
+    # A socket of the store's own would listen on every interface of the machine.
+    store = distributed.TCPStore(  # type: ignore[attr-defined]
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return Rendezvous(address, port, token), store
 
 
 def join_default_group(
@@ -208,6 +213,19 @@ def _connect(rendezvous: Rendezvous | None, timeout: timedelta) -> Any:
     return distributed.TCPStore(  # type: ignore[attr-defined]
         rendezvous.address, rendezvous.port, is_master=False, timeout=timeout
     )
+
+
+def _listen(address: str) -> socket.socket:
+    """A socket that listens on this address alone."""
+    family, kind, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.bind(place)
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _choose_interface(rendezvous: Rendezvous | None, on_one_machine: bool) -> str | None:

@@ -22,6 +22,7 @@ __all__ = [
     "digest_file",
     "find_commits",
     "find_last_commit",
+    "leaves_folder",
     "read_commit",
     "remove_step",
     "write_commit",
@@ -134,15 +135,20 @@ def read_commit(folder: Path) -> Commit:
             ledger={str(state): int(count) for state, count in body["ledger"].items()},
             versions=dict(body["versions"]),
         )
-        places = [PurePosixPath(each.path) for each in files]
+        outside = [each.path for each in files if leaves_folder(each.path)]
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
         raise CheckpointError(f"{path}: is not a commit") from None
-    for place in places:
-        if place.is_absolute() or ".." in place.parts or not place.parts or not str(place).isprintable():
-            raise CheckpointError(f"{path}: lists {show(str(place))}, which is outside its folder")
+    if outside:
+        raise CheckpointError(f"{path}: lists {show(outside[0])}, which is outside its folder")
     return commit
+
+
+def leaves_folder(path: str) -> bool:
+    """True for a path that is not one of a file below the folder that it is relative to."""
+    place = PurePosixPath(path)
+    return place.is_absolute() or ".." in place.parts or not place.parts or not path.isprintable()
 
 
 def write_commit(

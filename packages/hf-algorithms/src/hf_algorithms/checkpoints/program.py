@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_algorithms.atomic_files import write_text
-from hf_algorithms.checkpoints.commit import CheckpointError
+from hf_algorithms.checkpoints.commit import CheckpointError, leaves_folder
 from hf_protocols import ConfigError
 from hf_protocols.arguments import show
 
@@ -65,14 +65,17 @@ def read_program(folder: Path) -> Program:
     """Reads it again.
 
     Raises:
-        CheckpointError: if it cannot be read.
+        CheckpointError: if it cannot be read, or names a file outside the run's directory, which a resume would cut.
     """
+    path = folder / PROGRAM
     try:
-        program = Program(**json.loads((folder / PROGRAM).read_text(encoding="utf-8")))
+        program = Program(**json.loads(path.read_text(encoding="utf-8")))
         if not _is_program(program):
             raise ValueError("values of other kinds")
     except (OSError, ValueError, TypeError, RecursionError):
-        raise CheckpointError(f"{folder / PROGRAM}: is not the state of a program") from None
+        raise CheckpointError(f"{path}: is not the state of a program") from None
+    if outside := [name for name in program.sizes if leaves_folder(name)]:
+        raise CheckpointError(f"{path}: names {show(outside[0])}, which is outside the run's directory")
     return program
 
 

@@ -154,7 +154,7 @@ def open_hub_dataset(name: str) -> DatasetTable:
     path, _, split = name.partition(":")
     try:
         with nullcontext() if _reaches_hub(path) else _working_offline():
-            return DatasetTable(datasets.load_dataset(path, split=split or "train"), name)
+            return DatasetTable(datasets.load_dataset(path, split=split or "train", trust_remote_code=False), name)
     except OSError as error:  # DatasetNotFoundError as well: no such name, or no network to look for it
         raise DataError(
             f"{name}: no such file or directory, and no dataset of the hub by that name can be fetched: "

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_protocols.arguments import show
+from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError, ModelError
 from hf_protocols.outer_files import check_is_itself, read_json_object
 
@@ -103,7 +103,11 @@ def load_tokenizer(path: str, *, label: str | None = None, needs_end: bool = Tru
     from transformers import AutoTokenizer
 
     with errors_of("transformers", f"{name}: its tokenizer cannot be loaded", advice="Save it again"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
+        except ValueError:
+            _refuse_own_code(directory, name)
+            raise
         ids = tokenizer(_PROBE)["input_ids"]
         tokenizer.decode(ids)
         end: Any = tokenizer.eos_token_id
@@ -153,6 +157,20 @@ def _check_files(directory: Path, name: str) -> None:
         raise ModelError(f"{name}: {error}") from None
     except OSError as error:
         raise ModelError(f"{name}: a file of its tokenizer cannot be read: {error.strerror}") from None
+
+
+def _refuse_own_code(directory: Path, name: str) -> None:
+    """Refuses a tokenizer whose class is a file of its directory or of a hub: that file is never run."""
+    import transformers
+
+    file = directory / "tokenizer_config.json"
+    settings = read_json_object(ModelError, file, name=file.name) if file.is_file() else {}
+    class_name = settings.get("tokenizer_class")
+    if settings.get("auto_map") and isinstance(class_name, str) and not hasattr(transformers, class_name):
+        raise ModelError(
+            f"{name}: its tokenizer is a {shorten(class_name)}, which is code of its own (auto_map in {file.name}) and "
+            "is never run. Save it with a class of transformers, as a tokenizer.json"
+        )
 
 
 def _save(tokenizer: Any, directory: str | Path, **special_tokens: str) -> PreTrainedTokenizerFast:

@@ -165,7 +165,7 @@ class HTTPScorer:
             )
         try:
             return json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             text = body.decode("utf-8", errors="replace")
             raise RewardError(
                 f"{self._shown()} returned {show(text)}, which is not JSON. Let it return a list of numbers"

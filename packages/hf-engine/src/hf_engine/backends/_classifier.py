@@ -97,7 +97,8 @@ def build_classifier_without_memory(files: ModelDirectory) -> Any:
     with errors_of("transformers", f"{files.label}: its config.json cannot be used"):
         config = _read_config(files)
         with torch.device("meta"):
-            return AutoModelForSequenceClassification.from_config(config)  # type: ignore[no-untyped-call]
+            build: Any = AutoModelForSequenceClassification.from_config
+            return build(config, trust_remote_code=False)
 
 
 def _read_config(files: ModelDirectory) -> Any:

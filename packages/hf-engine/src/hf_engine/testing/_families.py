@@ -147,7 +147,8 @@ def write_tiny_family(directory: str | Path, family: str, *, seed: int = 0, **co
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         described = AutoConfig.for_model(family, **keys)
-        model: Any = AutoModelForCausalLM.from_config(described, dtype=torch.float32)  # type: ignore[no-untyped-call]
+        build: Any = AutoModelForCausalLM.from_config
+        model = build(described, dtype=torch.float32, trust_remote_code=False)
         with torch.no_grad():
             for tensor in model.state_dict().values():
                 if tensor.is_floating_point() and tensor.dim() < 2:  # norms, biases and buffers, which begin as 0 or 1

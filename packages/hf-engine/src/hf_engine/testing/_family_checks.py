@@ -79,7 +79,7 @@ def _build(model: Path, head: Head) -> TrainBackend:
 def _load(directory: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    found: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    found: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=False)
     return found.eval()
 
 
@@ -164,7 +164,9 @@ def _check_equal(found: dict[str, torch.Tensor], model: Any, what: str) -> None:
 def _check_export(train: Any, export: Path, source: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    answer: Any = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32, output_loading_info=True)
+    answer: Any = AutoModelForCausalLM.from_pretrained(
+        export, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+    )
     loaded, report = answer
     lost = {kind: names for kind, names in report.items() if names}
     assert not lost, f"an export is loaded with {lost}"

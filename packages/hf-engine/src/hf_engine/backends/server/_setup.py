@@ -47,8 +47,9 @@ def check_urls(urls: Sequence[str], *, num_ranks: int | None = None) -> None:
     is_list = isinstance(urls, list | tuple) and all(isinstance(url, str) for url in urls)
     if not is_list or not 1 <= len(urls) <= (num_ranks or len(urls)):
         size = "1 or more" if num_ranks is None else f"1 to {num_ranks}"
+        shown = "***" if "@" in str(urls) else show(urls)  # a user and a password may be before it
         raise BackendError(
-            f"rollout.options.urls={show(urls)}: give a list of {size} URLs, one for every rank at most, such as "
+            f"rollout.options.urls={shown}: give a list of {size} URLs, one for every rank at most, such as "
             '["http://127.0.0.1:30000"]'
         )
 

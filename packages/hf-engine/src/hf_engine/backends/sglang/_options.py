@@ -25,6 +25,8 @@ _OURS: dict[str, Any] = {
     "enable_custom_logit_processor": True,
     "custom_weight_loader": [LOADER],
     "skip_tokenizer_init": True,
+    "trust_remote_code": False,
+    "host": "127.0.0.1",
 }
 """Without these samples are not drawn as elsewhere, or weights not loaded."""
 _BY_ARGUMENTS = (

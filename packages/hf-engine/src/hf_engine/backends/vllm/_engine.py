@@ -132,6 +132,8 @@ class Engine:
         arguments = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,
+            trust_remote_code=False,
+            load_format="safetensors",  # else it would unpickle where a directory has other files
             dtype=dtype,
             seed=seed % (1 << 32),  # vLLM takes no other; nothing is drawn with it
             # vLLM itself would take more than the model has where rotary positions are scaled
